@@ -1,0 +1,25 @@
+"""Schedules as data: which op runs when, where and on which weights. Standard library only."""
+
+from toolkit.schedule import catalog
+from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.placement import PLACEMENTS, Placement
+from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.schedule import STATES, Schedule
+from toolkit.schedule.staleness import FRESHEST
+from toolkit.schedule.timing import Timing
+
+__all__ = [
+    "FRESHEST",
+    "PLACEMENTS",
+    "STATES",
+    "Action",
+    "Buffer",
+    "Instruction",
+    "Kind",
+    "Op",
+    "Placement",
+    "Program",
+    "Schedule",
+    "Timing",
+    "catalog",
+]

@@ -1,0 +1,248 @@
+"""From ops to instructions: the schedule says what computes when, lowering infers the rest.
+
+Everything inferred follows from five rules.
+
+1. *Boundaries.* Where stage j and the stage after (before) it sit on different ranks, the output
+   (the gradient of the input) is sent when the op has ended.
+2. *Gradients.* A rank sums what it computed. Sums that are complete on several ranks at the same
+   moment meet in a collective: an all-reduce, or, where the state is sharded, a reduction to the
+   owner. Otherwise a running sum is handed from rank to rank in the order in which they finish,
+   and ends at the stage's owner.
+3. *Updates.* The owner updates; after an all-reduce every rank does, from the same sum.
+4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
+   need it. Where the state is sharded a rank keeps it for one op only and hands it on after that;
+   ranks that need it at the same moment get it by a broadcast from the owner.
+5. *Frees.* Activations go when their backward has ended, a weight version when the rank no longer
+   reads it, hands it on or updates it.
+
+At one tick a rank first sends and receives, then updates, hands on weights, frees, and computes.
+The order of messages is the same on all ranks, so that blocking channels cannot deadlock.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import count, groupby, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from toolkit.schedule.op import Kind
+from toolkit.schedule.program import Action, Buffer, Instruction, Program
+
+if TYPE_CHECKING:
+    from toolkit.schedule.schedule import Schedule
+
+
+class _Phase(IntEnum):
+    """What comes first among the instructions of one tick."""
+
+    BOUNDARY = 0
+    REDUCE = 1
+    UPDATE = 2
+    WEIGHTS = 3
+    FREE = 4
+    COMPUTE = 5
+
+
+class _Read(NamedTuple):
+    """A rank computes with a weight version from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    rank: int
+
+
+def lower(schedule: "Schedule", n_steps: int) -> Program:
+    """Each rank's instructions for ``n_steps`` training steps of ``schedule``."""
+    if n_steps < 1:
+        raise ValueError(f"a program has 1 training step or more: got n_steps={n_steps}")
+    return _Lowering(schedule, n_steps).program()
+
+
+def _grouped(reads: list[_Read]) -> Iterator[tuple[int, list[_Read]]]:
+    for start, group in groupby(reads, key=lambda read: read.start):
+        yield start, list(group)
+
+
+@dataclass
+class _Stay:
+    """A rank holds a weight version from ``since`` to ``until``."""
+
+    rank: int
+    since: int
+    until: int
+
+
+class _Update(NamedTuple):
+    """A weight version is made at ``tick`` on ``ranks``."""
+
+    tick: int
+    ranks: tuple[int, ...]
+
+
+class _Lowering:
+    def __init__(self, schedule: "Schedule", n_steps: int) -> None:
+        self.schedule = schedule
+        self.n_steps = n_steps
+        self.owner = schedule.owners
+        self.slot = schedule.timing.ticks_per_slot
+        self.entries: list[list[tuple[int, int, int, Instruction]]] = [
+            [] for _ in range(schedule.n_ranks)
+        ]
+        self.sequence = count()
+        # (stage, version) -> reads; (stage, step) -> rank -> tick at which its share is summed
+        self.reads: dict[tuple[int, int], list[_Read]] = defaultdict(list)
+        self.shares: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+
+    def program(self) -> Program:
+        self._compute()
+        supply = self._travel if self.schedule.state == "sharded" else self._hand_on
+        for j in range(self.schedule.n_stages):
+            made = _Update(0, self.schedule.first_holders(j))
+            for version in range(self.n_steps):
+                remade = self._reduce_and_update(j, version)
+                supply(j, version, made, remade)
+                made = remade
+        ranks = tuple(tuple(entry[3] for entry in sorted(entries)) for entries in self.entries)
+        return Program(self.schedule, self.n_steps, ranks)
+
+    def _add(self, rank: int, phase: _Phase, instruction: Instruction) -> None:
+        self.entries[rank].append((instruction.tick, phase, next(self.sequence), instruction))
+
+    def _message(self, phase: _Phase, source: int, target: int, message: Instruction) -> None:
+        self._add(source, phase, message._replace(peers=(target,)))
+        self._add(target, phase, message._replace(action=Action.RECV, peers=(source,)))
+
+    def _compute(self) -> None:
+        """The ops, their boundary messages, and the end of their activations."""
+        schedule = self.schedule
+        timing = schedule.timing
+        ops = sorted(timing.starts.items(), key=lambda item: (item[1], item[0]))
+        for step in range(self.n_steps):
+            for (kind, j, m), start in ops:
+                start += step * timing.period
+                end = start + timing.ticks_per_slot
+                rank = schedule.rank(j, m, step)
+                version = schedule.version(j, m, step)
+                op = Instruction(start, Action(kind), j, m, step, version)
+                self._add(rank, _Phase.COMPUTE, op)
+                self.reads[j, version].append(_Read(start, end, rank))
+                if kind == Kind.FORWARD:
+                    self._boundary(end, Buffer.ACTIVATION, j, m, step, rank, j + 1)
+                elif kind != Kind.BACKWARD_WEIGHT:
+                    self._boundary(end, Buffer.ACTIVATION_GRADIENT, j, m, step, rank, j - 1)
+                if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+                    free = Instruction(end, Action.FREE, j, m, step, buffer=Buffer.ACTIVATION)
+                    self._add(rank, _Phase.FREE, free)
+                    share = self.shares[j, step]
+                    share[rank] = max(share.get(rank, 0), end)
+
+    def _boundary(
+        self, end: int, buffer: Buffer, j: int, m: int, step: int, rank: int, to_stage: int
+    ) -> None:
+        if 0 <= to_stage < self.schedule.n_stages:
+            target = self.schedule.rank(to_stage, m, step)
+            if target != rank:
+                message = Instruction(end, Action.SEND, j, m, step, buffer=buffer)
+                self._message(_Phase.BOUNDARY, rank, target, message)
+
+    def _reduce_and_update(self, j: int, step: int) -> _Update:
+        """Sum stage j's gradient of ``step``, and update."""
+        shares = self.shares[j, step]
+        owner = self.owner[j]
+        ready = max(shares.values())
+        updaters = (owner,)
+        if len(shares) > 1 and len(set(shares.values())) == 1:
+            group = tuple(sorted(shares, key=lambda rank: (rank != owner, rank)))
+            action = Action.REDUCE
+            if self.schedule.state == "replicated":
+                action, updaters = Action.ALL_REDUCE, group
+            for rank in group:
+                reduce = Instruction(
+                    ready, action, j, step=step, buffer=Buffer.GRADIENT, peers=group
+                )
+                self._add(rank, _Phase.REDUCE, reduce)
+        else:
+            chain = sorted(shares.keys() | {owner}, key=lambda r: (r == owner, shares.get(r), r))
+            summed = 0
+            for source, target in pairwise(chain):
+                summed = max(summed, shares[source])
+                message = Instruction(summed, Action.SEND, j, step=step, buffer=Buffer.GRADIENT)
+                self._message(_Phase.REDUCE, source, target, message)
+        for rank in updaters:
+            update = Instruction(ready, Action.UPDATE, j, step=step, version=step + 1)
+            self._add(rank, _Phase.UPDATE, update)
+        return _Update(ready, updaters)
+
+    def _hand_on(self, j: int, version: int, made: _Update, remade: _Update) -> None:
+        """Replicated: the version goes once to each rank that reads it, and stays there."""
+        reads = sorted(self.reads[j, version])
+        first: dict[int, _Read] = {}
+        for read in reads:
+            first.setdefault(read.rank, read)
+        until = dict.fromkeys(made.ranks, made.tick)
+        source, at = self.owner[j], made.tick
+        for rank, read in first.items():
+            if rank not in until:
+                used = first[source].end if source in first else read.start
+                at = max(at, min(used, read.start - self.slot))
+                self._send_weights(at, j, version, source, rank)
+                until[source] = max(until[source], at)
+                until[rank] = at
+                source = rank
+        for read in reads:
+            until[read.rank] = max(until[read.rank], read.end)
+        for rank in remade.ranks:
+            until[rank] = max(until[rank], remade.tick)
+        for rank, tick in until.items():
+            self._free_weights(tick, rank, j, version)
+
+    def _travel(self, j: int, version: int, made: _Update, remade: _Update) -> None:
+        """Sharded: the version goes from op to op; its owner keeps it until the update.
+
+        Where ranks need it at the same moment the owner keeps it for all of its readers instead.
+        """
+        owner = self.owner[j]
+        moments = [
+            (start, sorted({read.rank for read in reads}), max(read.end for read in reads))
+            for start, reads in _grouped(sorted(self.reads[j, version]))
+        ]
+        at_once = any(len(ranks) > 1 for _, ranks, _ in moments)
+        master = _Stay(owner, made.tick, remade.tick)
+        if at_once:
+            master.until = max(master.until, moments[-1][0])
+        stays = [master]
+        holder, used = master, made.tick
+        for start, ranks, end in moments:
+            here = {s.rank: s for s in stays if start - self.slot <= s.until or s is holder}
+            missing = [rank for rank in ranks if rank not in here]
+            if len(missing) > 1:
+                self._broadcast(start, j, version, (owner, *missing))
+                here |= {rank: _Stay(rank, start, start) for rank in missing}
+            elif missing:
+                at = min(start, max(holder.since, used, start - self.slot))
+                self._send_weights(at, j, version, holder.rank, missing[0])
+                holder.until = max(holder.until, at)
+                here[missing[0]] = _Stay(missing[0], at, at)
+            stays += [here[rank] for rank in missing]
+            for rank in ranks:
+                here[rank].until = max(here[rank].until, end)
+            if not at_once:
+                holder, used = here[ranks[0]], end
+        for stay in stays:
+            self._free_weights(stay.until, stay.rank, j, version)
+
+    def _send_weights(self, at: int, j: int, version: int, source: int, target: int) -> None:
+        message = Instruction(at, Action.SEND, j, version=version, buffer=Buffer.WEIGHTS)
+        self._message(_Phase.WEIGHTS, source, target, message)
+
+    def _broadcast(self, at: int, j: int, version: int, ranks: tuple[int, ...]) -> None:
+        message = Instruction(
+            at, Action.BROADCAST, j, version=version, buffer=Buffer.WEIGHTS, peers=ranks
+        )
+        for rank in ranks:
+            self._add(rank, _Phase.WEIGHTS, message)
+
+    def _free_weights(self, at: int, rank: int, j: int, version: int) -> None:
+        free = Instruction(at, Action.FREE, j, version=version, buffer=Buffer.WEIGHTS)
+        self._add(rank, _Phase.FREE, free)

@@ -1,0 +1,79 @@
+"""On which rank each op runs.
+
+``one``
+    a single device runs everything.
+``per_microbatch``
+    data parallelism: rank m runs micro-batch m.
+``per_stage``
+    a pipeline: rank j runs stage j.
+``per_stage_and_microbatch``
+    data parallelism times model parallelism. Micro-batches that are never in flight together at
+    a stage share its ranks in turn: S*M ranks for simultaneous timing, N(N+1)/2 for cyclic timing
+    with S = M = N (arXiv 2403.08837, section 4.2).
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.timing import Timing
+
+PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Stage j has ``replicas[j]`` ranks from ``first[j]`` on, which micro-batches take in turn.
+
+    The turn goes on from step to step, so a micro-batch may meet another rank in the next step
+    where the number of micro-batches is not a multiple of the replicas.
+    """
+
+    name: str
+    n_microbatches: int
+    first: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    @property
+    def n_ranks(self) -> int:
+        return max(f + r for f, r in zip(self.first, self.replicas, strict=True))
+
+    def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
+        turn = step * self.n_microbatches + microbatch
+        return self.first[stage] + turn % self.replicas[stage]
+
+    def ranks(self, stage: int) -> range:
+        """The ranks that run ``stage``."""
+        return range(self.first[stage], self.first[stage] + self.replicas[stage])
+
+
+def place(name: str, timing: Timing, n_stages: int, n_microbatches: int) -> Placement:
+    """The placement called ``name`` for ops timed by ``timing``."""
+    if name == "one":
+        first, replicas = [0] * n_stages, [1] * n_stages
+    elif name == "per_microbatch":
+        first, replicas = [0] * n_stages, [n_microbatches] * n_stages
+    elif name == "per_stage":
+        first, replicas = list(range(n_stages)), [1] * n_stages
+    elif name == "per_stage_and_microbatch":
+        replicas = [_most_in_flight(timing, j, n_microbatches) for j in range(n_stages)]
+        first = [0, *accumulate(replicas[:-1])]
+    else:
+        raise ValueError(f"unknown placement {name!r}: choose one of {', '.join(PLACEMENTS)}")
+    return Placement(name, n_microbatches, tuple(first), tuple(replicas))
+
+
+def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
+    """Micro-batches whose activations at ``stage`` are alive at once, in the steady state."""
+    spans = [
+        (timing.starts[Op(Kind.FORWARD, stage, m)], timing.end(Op(Kind.BACKWARD, stage, m)))
+        for m in range(n_microbatches)
+    ]
+    period = timing.period
+    alive = sum((-1 - start) // period - (-1 - end) // period for start, end in spans)
+    changes = [(start % period, 1) for start, _ in spans] + [(end % period, -1) for _, end in spans]
+    most = alive
+    for _, change in sorted(changes):
+        alive += change
+        most = max(most, alive)
+    return most

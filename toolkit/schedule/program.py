@@ -1,0 +1,197 @@
+"""What each rank does, in order: the lowered form that is verified, simulated and run."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from fractions import Fraction
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from toolkit.schedule.schedule import Schedule
+
+
+class Action(IntEnum):
+    """What an instruction does. The first four are the kinds of op, with the same values."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    UPDATE = 4
+    SEND = 5
+    RECV = 6
+    ALL_REDUCE = 7
+    REDUCE = 8
+    BROADCAST = 9
+    FREE = 10
+
+    @property
+    def computes(self) -> bool:
+        return self <= Action.BACKWARD_WEIGHT
+
+
+class Buffer(IntEnum):
+    """What is sent, received, reduced or freed.
+
+    ``ACTIVATION`` as a message is the output of a stage's forward; freed, it is everything that
+    the stage keeps for its backward. ``ACTIVATION_GRADIENT`` is the gradient with respect to a
+    stage's input. ``GRADIENT`` is a sum over micro-batches of gradients with respect to a stage's
+    parameters. ``WEIGHTS`` is one version of a stage's parameters.
+    """
+
+    ACTIVATION = 0
+    ACTIVATION_GRADIENT = 1
+    GRADIENT = 2
+    WEIGHTS = 3
+
+
+class Instruction(NamedTuple):
+    """One entry of a rank's program.
+
+    ``tick`` is when it starts; ``version`` is the weight version read (forward, backward),
+    made (update) or meant (messages and frees of weights); ``peers`` are the receiver of a send,
+    the sender of a receive, or every rank of a collective, the root first. What does not apply
+    is None.
+    """
+
+    tick: int
+    action: Action
+    stage: int
+    microbatch: int | None = None
+    step: int | None = None
+    version: int | None = None
+    buffer: Buffer | None = None
+    peers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.action.name]
+        if self.buffer is not None:
+            words.append(self.buffer.name.lower().replace("_", " "))
+        words.append(f"stage {self.stage}")
+        for name in ("microbatch", "step", "version"):
+            if (value := getattr(self, name)) is not None:
+                words.append(f"{name} {value}")
+        if self.peers:
+            word = {Action.SEND: "to", Action.RECV: "from"}.get(self.action, "among")
+            words.append(f"{word} rank {', '.join(map(str, self.peers))}")
+        return " ".join(words)
+
+
+class Traffic(NamedTuple):
+    """What one rank sends in one slot: parameter messages, and their size in stage-parameters."""
+
+    messages: int
+    units: Fraction
+
+
+@dataclass(frozen=True)
+class Program:
+    """The instructions of every rank for ``n_steps`` training steps of ``schedule``.
+
+    All ranks start with version 0 of the stages they run. Ticks are counted from the start of
+    step 0; ``schedule.timing.ticks_per_slot`` of them make a slot.
+    """
+
+    schedule: "Schedule"
+    n_steps: int
+    ranks: tuple[tuple[Instruction, ...], ...]
+
+    def slot(self, instruction: Instruction) -> int:
+        return instruction.tick // self.schedule.timing.ticks_per_slot
+
+    @property
+    def n_slots(self) -> int:
+        """Slots until the last rank has finished."""
+        last = max(i.tick for rank in self.ranks for i in rank)
+        return -(-last // self.schedule.timing.ticks_per_slot)
+
+    def verify(self) -> "Program":
+        """Replay the program and return it.
+
+        Raises:
+            ValueError: an instruction lacks what it needs, or does what it must not; the message
+                names rank, slot and instruction.
+        """
+        from toolkit.schedule.verify import verify
+
+        verify(self)
+        return self
+
+    def activations(self) -> tuple[tuple[int, ...], ...]:
+        """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
+        return tuple(tuple(self._alive_by_slot(rank)) for rank in self.ranks)
+
+    def peak_activations(self) -> tuple[int, ...]:
+        """The most stage-activations that each rank holds at once."""
+        return tuple(max(alive for _, alive in _alive(rank)) for rank in self.ranks)
+
+    def peak_total_activations(self) -> int:
+        """The most stage-activations that all ranks together hold in a slot."""
+        return max(map(sum, zip(*self.activations(), strict=True)))
+
+    def traffic(self) -> tuple[tuple[Traffic, ...], ...]:
+        """Weights and gradients sent: ``[slot][rank]``, for slots 0 .. n_slots.
+
+        A message counts in the slot that begins when it is sent. Collectives among n ranks count
+        by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
+        each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
+        """
+        messages: Counter[tuple[int, int]] = Counter()
+        units: Counter[tuple[int, int]] = Counter()
+        for rank, instructions in enumerate(self.ranks):
+            for i in instructions:
+                at = (self.slot(i), rank)
+                if i.action == Action.ALL_REDUCE:
+                    hops = 2 * (len(i.peers) - 1)
+                    messages[at] += hops
+                    units[at] += Fraction(hops, len(i.peers))
+                elif i.action == Action.BROADCAST:
+                    children = _tree_children(i.peers.index(rank), len(i.peers))
+                    messages[at] += children
+                    units[at] += children
+                elif i.action == Action.REDUCE:
+                    messages[at] += rank != i.peers[0]
+                    units[at] += rank != i.peers[0]
+                elif i.action == Action.SEND and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
+                    messages[at] += 1
+                    units[at] += 1
+        return tuple(
+            tuple(
+                Traffic(messages[slot, rank], Fraction(units[slot, rank]))
+                for rank in range(len(self.ranks))
+            )
+            for slot in range(self.n_slots + 1)
+        )
+
+    def _alive_by_slot(self, instructions: Sequence[Instruction]) -> Iterator[int]:
+        tick = self.schedule.timing.ticks_per_slot
+        changes = list(_alive(instructions))
+        alive = at = 0
+        for slot in range(self.n_slots):
+            most = alive
+            while at < len(changes) and changes[at][0] < (slot + 1) * tick:
+                when, alive = changes[at]
+                # A release at the slot's very start does not count in it, nor what it released.
+                most = alive if when == slot * tick else max(most, alive)
+                at += 1
+            yield most
+
+
+def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """(tick, stage-activations alive) after each forward and each release."""
+    alive = 0
+    for i in instructions:
+        if i.action == Action.FORWARD:
+            alive += 1
+        elif i.action == Action.FREE and i.buffer == Buffer.ACTIVATION:
+            alive -= 1
+        else:
+            continue
+        yield i.tick, alive
+
+
+def _tree_children(position: int, n: int) -> int:
+    """Children of ``position`` in the binomial tree over 0 .. n-1 whose root is 0."""
+    bits = range(position.bit_length(), n.bit_length())
+    return sum(position + (1 << bit) < n for bit in bits)

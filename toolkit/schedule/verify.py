@@ -1,0 +1,220 @@
+"""Prove that a program is complete, consistent and free of deadlock, by replaying it once.
+
+Linear in the number of instructions.
+"""
+
+from toolkit.schedule import grid
+from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.replay import Deadlock, replay
+from toolkit.schedule.schedule import Schedule
+
+
+_Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
+
+
+class _Refused(Exception):
+    """Why an instruction cannot be carried out."""
+
+
+class _Rank:
+    """What one rank holds. A sum of gradients is the set of its micro-batches, as bits."""
+
+    def __init__(self) -> None:
+        self.activations: set[_Key] = set()
+        self.boundaries: set[tuple[Buffer, int, int | None, int | None]] = set()
+        self.halves: set[_Key] = set()
+        self.sums: dict[tuple[int, int | None], int] = {}
+        self.weights: set[tuple[int, int | None]] = set()
+
+
+def verify(program: Program) -> None:
+    """See :meth:`Program.verify`."""
+    check = _Check(program)
+    try:
+        for rank, instruction in replay(program):
+            try:
+                check.step(rank, instruction)
+            except _Refused as why:
+                raise _error(program, rank, instruction, str(why)) from None
+    except Deadlock as deadlock:
+        rank, instruction = min(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
+        others = "; ".join(
+            f"rank {r} waits at {i}" for r, i in sorted(deadlock.waiting.items()) if r != rank
+        )
+        why = f"it waits for ever: {others or 'its peers have finished'}"
+        raise _error(program, rank, instruction, why) from None
+    check.end()
+
+
+def _error(program: Program, rank: int, instruction: Instruction, why: str) -> ValueError:
+    op = _op(program, instruction)
+    marked = (
+        grid.render(program.schedule, program.n_steps, mark=op) if op else program.schedule.grid()
+    )
+    return ValueError(
+        f"rank {rank}, slot {program.slot(instruction)}, {instruction}: {why}\n{marked}"
+    )
+
+
+def _op(program: Program, i: Instruction) -> tuple[Op, int] | None:
+    """The op that the instruction is, or belongs to, for the mark in the grid."""
+    if i.step is None:
+        return None
+    if i.action.computes:
+        return Op(Kind(i.action), i.stage, i.microbatch or 0), i.step
+    kind = (
+        Kind.FORWARD if i.buffer == Buffer.ACTIVATION and i.action != Action.FREE else Kind.BACKWARD
+    )
+    microbatch = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
+    return Op(kind, i.stage, microbatch), i.step
+
+
+class _Check:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.schedule = program.schedule
+        self.ranks = [_Rank() for _ in program.ranks]
+        self.done: set[tuple[Action, _Key]] = set()
+        self.in_flight = 0
+        self.every = (1 << self.schedule.n_microbatches) - 1
+        for j in range(self.schedule.n_stages):
+            for rank in self.schedule.first_holders(j):
+                self.ranks[rank].weights.add((j, 0))
+
+    def step(self, rank: int, i: Instruction) -> None:
+        if i.action.computes:
+            self._compute(self.ranks[rank], i)
+        elif i.action == Action.UPDATE:
+            self._update(self.ranks[rank], i)
+        elif i.action == Action.FREE:
+            self._free(self.ranks[rank], i)
+        elif i.buffer == Buffer.GRADIENT:
+            self._gradient(rank, i)
+        elif i.buffer == Buffer.WEIGHTS:
+            self._weights(rank, i)
+        else:
+            self._boundary(self.ranks[rank], i)
+
+    def _compute(self, here: _Rank, i: Instruction) -> None:
+        key = (i.stage, i.microbatch, i.step)
+        if (i.action, key) in self.done:
+            raise _Refused("it has been done before")
+        self.done.add((i.action, key))
+        promised = self.schedule.version(i.stage, i.microbatch or 0, i.step or 0)
+        if i.version != promised:
+            raise _Refused(f"the schedule promises weight version {promised}")
+        if (i.stage, i.version) not in here.weights:
+            raise _Refused(f"the rank does not hold version {i.version} of stage {i.stage}")
+        if i.action == Action.FORWARD:
+            if i.stage > 0:
+                _take(here.boundaries, (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
+            if i.stage < self.schedule.n_stages - 1:
+                here.boundaries.add((Buffer.ACTIVATION, *key))
+            here.activations.add(key)
+            return
+        if key not in here.activations:
+            raise _Refused("its activations are not there: never made here, or freed")
+        if i.action == Action.BACKWARD_WEIGHT:
+            if key not in here.halves:
+                raise _Refused("the first half of this backward has not been done here")
+            here.halves.remove(key)
+        else:
+            if i.stage < self.schedule.n_stages - 1:
+                later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+                _take(here.boundaries, later)
+            if i.stage > 0:
+                here.boundaries.add((Buffer.ACTIVATION_GRADIENT, *key))
+        if i.action == Action.BACKWARD_INPUT:
+            here.halves.add(key)
+        else:
+            self._merge(here, (i.stage, i.step), 1 << (i.microbatch or 0))
+
+    def _merge(self, here: _Rank, key: tuple[int, int | None], microbatches: int) -> None:
+        if here.sums.get(key, 0) & microbatches:
+            raise _Refused("a micro-batch's gradient is counted twice")
+        here.sums[key] = here.sums.get(key, 0) | microbatches
+
+    def _update(self, here: _Rank, i: Instruction) -> None:
+        version = i.step
+        missing = self.every & ~here.sums.pop((i.stage, i.step), 0)
+        if missing:
+            lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
+            raise _Refused(f"the gradient lacks micro-batches {lacking}")
+        if (i.stage, version) not in here.weights:
+            raise _Refused(f"the rank does not hold version {version} of stage {i.stage}")
+        here.weights.add((i.stage, i.version))
+
+    def _free(self, here: _Rank, i: Instruction) -> None:
+        if i.buffer == Buffer.WEIGHTS:
+            held, key = here.weights, (i.stage, i.version)
+        else:
+            held, key = here.activations, (i.stage, i.microbatch, i.step)
+        if key not in held:
+            raise _Refused("there is nothing to free: never held here, or freed before")
+        held.remove(key)
+
+    def _gradient(self, rank: int, i: Instruction) -> None:
+        here, key = self.ranks[rank], (i.stage, i.step)
+        if i.action == Action.SEND:
+            if key not in here.sums:
+                raise _Refused("there is no sum to hand on")
+            self.in_flight = here.sums.pop(key)
+        elif i.action == Action.RECV:
+            self._merge(here, key, self.in_flight)
+        elif rank == i.peers[0]:
+            for peer in i.peers[1:]:
+                self._merge(here, key, self.ranks[peer].sums.pop(key, 0))
+            if i.action == Action.ALL_REDUCE:
+                for peer in i.peers[1:]:
+                    self.ranks[peer].sums[key] = here.sums[key]
+
+    def _weights(self, rank: int, i: Instruction) -> None:
+        key = (i.stage, i.version)
+        held = self.ranks[rank].weights
+        if i.action == Action.SEND or (i.action == Action.BROADCAST and rank == i.peers[0]):
+            if key not in held:
+                raise _Refused(f"the rank does not hold version {i.version} of stage {i.stage}")
+        elif key in held:
+            raise _Refused("the rank holds that version already")
+        else:
+            held.add(key)
+
+    def _boundary(self, here: _Rank, i: Instruction) -> None:
+        key = (i.buffer or Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
+        if i.action == Action.SEND:
+            _take(here.boundaries, key)
+        else:
+            here.boundaries.add(key)
+
+    def end(self) -> None:
+        """Everything has been done, and nothing is left but the newest weights."""
+        schedule, steps = self.schedule, self.program.n_steps
+        for op in schedule.timing.starts:
+            for step in range(steps):
+                if (Action(op.kind), (op.stage, op.microbatch, step)) not in self.done:
+                    raise _left(f"{op} of step {step} is never done", schedule, (op, step))
+        for rank, here in enumerate(self.ranks):
+            newest = {(j, steps) for j in range(schedule.n_stages)}
+            for stage, microbatch, step in here.activations:
+                op = Op(Kind.FORWARD, stage, microbatch or 0)
+                why = f"rank {rank} never frees the activations of {op}, step {step}"
+                raise _left(why, schedule, (op, step or 0))
+            for stage, version in here.weights - newest:
+                why = f"rank {rank} never frees version {version} of stage {stage}"
+                raise _left(why, schedule)
+            if here.boundaries or here.sums:
+                left = [*here.boundaries, *here.sums]
+                raise _left(f"rank {rank} is left with unused results {left}", schedule)
+
+
+def _left(why: str, schedule: Schedule, mark: tuple[Op, int] | None = None) -> ValueError:
+    steps = mark[1] + 1 if mark else 1
+    return ValueError(f"at the end: {why}\n{grid.render(schedule, steps, mark=mark)}")
+
+
+def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:
+    if key not in boundaries:
+        what = key[0].name.lower().replace("_", " ")
+        raise _Refused(f"the {what} of stage {key[1]}, micro-batch {key[2]} is not there")
+    boundaries.remove(key)
