@@ -52,11 +52,14 @@ class _Read(NamedTuple):
     rank: int
 
 
-def lower(schedule: "Schedule", n_steps: int) -> Program:
-    """Each rank's instructions for ``n_steps`` training steps of ``schedule``."""
-    if n_steps < 1:
-        raise ValueError(f"a program has 1 training step or more: got n_steps={n_steps}")
-    return _Lowering(schedule, n_steps).program()
+def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
+    """See :meth:`Schedule.lower`."""
+    if n_steps < 1 or first_step < 0:
+        raise ValueError(
+            "a program has 1 training step or more, from step 0 or later:"
+            f" got n_steps={n_steps}, first_step={first_step}"
+        )
+    return _Lowering(schedule, range(first_step, first_step + n_steps)).program()
 
 
 def _grouped(reads: list[_Read]) -> Iterator[tuple[int, list[_Read]]]:
@@ -81,9 +84,9 @@ class _Update(NamedTuple):
 
 
 class _Lowering:
-    def __init__(self, schedule: "Schedule", n_steps: int) -> None:
+    def __init__(self, schedule: "Schedule", steps: range) -> None:
         self.schedule = schedule
-        self.n_steps = n_steps
+        self.steps = steps
         self.owner = schedule.owners
         self.slot = schedule.timing.ticks_per_slot
         self.entries: list[list[tuple[int, int, int, Instruction]]] = [
@@ -98,13 +101,18 @@ class _Lowering:
         self._compute()
         supply = self._travel if self.schedule.state == "sharded" else self._hand_on
         for j in range(self.schedule.n_stages):
-            made = _Update(0, self.schedule.first_holders(j))
-            for version in range(self.n_steps):
-                remade = self._reduce_and_update(j, version)
-                supply(j, version, made, remade)
+            given = _Update(0, self.schedule.first_holders(j))
+            for version in range(
+                self.schedule.oldest_version(j, self.steps.start), self.steps.start
+            ):
+                supply(j, version, given, None)
+            made = given
+            for step in self.steps:
+                remade = self._reduce_and_update(j, step)
+                supply(j, step, made, remade)
                 made = remade
         ranks = tuple(tuple(entry[3] for entry in sorted(entries)) for entries in self.entries)
-        return Program(self.schedule, self.n_steps, ranks)
+        return Program(self.schedule, len(self.steps), ranks, self.steps.start)
 
     def _add(self, rank: int, phase: _Phase, instruction: Instruction) -> None:
         self.entries[rank].append((instruction.tick, phase, next(self.sequence), instruction))
@@ -118,9 +126,9 @@ class _Lowering:
         schedule = self.schedule
         timing = schedule.timing
         ops = sorted(timing.starts.items(), key=lambda item: (item[1], item[0]))
-        for step in range(self.n_steps):
+        for step in self.steps:
             for (kind, j, m), start in ops:
-                start += step * timing.period
+                start += (step - self.steps.start) * timing.period
                 end = start + timing.ticks_per_slot
                 rank = schedule.rank(j, m, step)
                 version = schedule.version(j, m, step)
@@ -151,7 +159,7 @@ class _Lowering:
         shares = self.shares[j, step]
         owner = self.owner[j]
         ready = max(shares.values())
-        updaters = (owner,)
+        updaters: tuple[int, ...] = (owner,)
         if len(shares) > 1 and len(set(shares.values())) == 1:
             group = tuple(sorted(shares, key=lambda rank: (rank != owner, rank)))
             action = Action.REDUCE
@@ -174,7 +182,7 @@ class _Lowering:
             self._add(rank, _Phase.UPDATE, update)
         return _Update(ready, updaters)
 
-    def _hand_on(self, j: int, version: int, made: _Update, remade: _Update) -> None:
+    def _hand_on(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Replicated: the version goes once to each rank that reads it, and stays there."""
         reads = sorted(self.reads[j, version])
         first: dict[int, _Read] = {}
@@ -192,12 +200,13 @@ class _Lowering:
                 source = rank
         for read in reads:
             until[read.rank] = max(until[read.rank], read.end)
-        for rank in remade.ranks:
-            until[rank] = max(until[rank], remade.tick)
+        if remade:
+            for rank in remade.ranks:
+                until[rank] = max(until[rank], remade.tick)
         for rank, tick in until.items():
             self._free_weights(tick, rank, j, version)
 
-    def _travel(self, j: int, version: int, made: _Update, remade: _Update) -> None:
+    def _travel(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Sharded: the version goes from op to op; its owner keeps it until the update.
 
         Where ranks need it at the same moment the owner keeps it for all of its readers instead.
@@ -208,7 +217,7 @@ class _Lowering:
             for start, reads in _grouped(sorted(self.reads[j, version]))
         ]
         at_once = any(len(ranks) > 1 for _, ranks, _ in moments)
-        master = _Stay(owner, made.tick, remade.tick)
+        master = _Stay(owner, made.tick, remade.tick if remade else made.tick)
         if at_once:
             master.until = max(master.until, moments[-1][0])
         stays = [master]

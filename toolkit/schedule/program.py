@@ -1,6 +1,6 @@
 """What each rank does, in order: the lowered form that is verified, simulated and run."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -89,13 +89,19 @@ class Traffic(NamedTuple):
 class Program:
     """The instructions of every rank for ``n_steps`` training steps of ``schedule``.
 
-    All ranks start with version 0 of the stages they run. Ticks are counted from the start of
-    step 0; ``schedule.timing.ticks_per_slot`` of them make a slot.
+    Each stage's ``schedule.first_holders`` begin with the versions that are made before the
+    program and read in it. Ticks are counted from the start of ``first_step``;
+    ``schedule.timing.ticks_per_slot`` of them make a slot.
     """
 
     schedule: "Schedule"
     n_steps: int
     ranks: tuple[tuple[Instruction, ...], ...]
+    first_step: int = 0
+
+    @property
+    def steps(self) -> range:
+        return range(self.first_step, self.first_step + self.n_steps)
 
     def slot(self, instruction: Instruction) -> int:
         return instruction.tick // self.schedule.timing.ticks_per_slot
@@ -138,7 +144,7 @@ class Program:
         each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
         """
         messages: Counter[tuple[int, int]] = Counter()
-        units: Counter[tuple[int, int]] = Counter()
+        units: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
         for rank, instructions in enumerate(self.ranks):
             for i in instructions:
                 at = (self.slot(i), rank)
@@ -158,8 +164,7 @@ class Program:
                     units[at] += 1
         return tuple(
             tuple(
-                Traffic(messages[slot, rank], Fraction(units[slot, rank]))
-                for rank in range(len(self.ranks))
+                Traffic(messages[slot, rank], units[slot, rank]) for rank in range(len(self.ranks))
             )
             for slot in range(self.n_slots + 1)
         )

@@ -14,7 +14,7 @@ from toolkit.schedule.program import Action, Instruction, Program
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 
 
-class Deadlock(Exception):
+class DeadlockError(Exception):
     """No rank can go on; ``waiting`` maps each rank that has not finished to its instruction."""
 
     def __init__(self, waiting: dict[int, Instruction]) -> None:
@@ -27,7 +27,7 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
     one after another, the root first.
 
     Raises:
-        Deadlock: the ranks left wait for each other, or for one that has finished.
+        DeadlockError: the ranks left wait for each other, or for one that has finished.
     """
     position = [0] * len(program.ranks)
     parked: dict[int, Instruction] = {}
@@ -46,7 +46,7 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
             if entry := _head(program, partner, position[partner]):
                 heappush(ready, entry)
     if parked:
-        raise Deadlock(parked)
+        raise DeadlockError(parked)
 
 
 def _head(program: Program, rank: int, position: int) -> tuple[int, bool, int] | None:

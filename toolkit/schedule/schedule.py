@@ -90,8 +90,12 @@ class Schedule:
             for j in range(self.n_stages)
         )
 
+    def oldest_version(self, stage: int, step: int) -> int:
+        """The oldest weight version of ``stage`` that is read at ``step`` or later."""
+        return max(0, step - max(self.staleness[stage]))
+
     def first_holders(self, stage: int) -> tuple[int, ...]:
-        """The ranks that hold version 0 of ``stage`` before step 0."""
+        """The ranks that hold the weights of ``stage`` before the first step."""
         if self.state == "sharded":
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
@@ -108,11 +112,15 @@ class Schedule:
         """The schedule as text: ranks down, slots across."""
         return _grid.render(self, n_steps)
 
-    def lower(self, n_steps: int) -> "Program":
-        """Each rank's instructions for ``n_steps`` training steps, all communication inferred."""
+    def lower(self, n_steps: int, first_step: int = 0) -> "Program":
+        """Each rank's instructions for ``n_steps`` training steps, all communication inferred.
+
+        A program that begins at a later step finds the older weight versions that it reads
+        where version 0 would be.
+        """
         from toolkit.schedule.lower import lower
 
-        return lower(self, n_steps)
+        return lower(self, n_steps, first_step)
 
     def dependencies(self, op: Op) -> Iterator[Op]:
         """The ops of the same step whose results ``op`` needs."""

@@ -40,8 +40,10 @@ class Timing:
         return self.end(op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch))
 
 
-def _staggered(n_stages: int, n_microbatches: int, offset: Callable[[int], int], tick: int):
-    starts = {}
+def _staggered(
+    n_stages: int, n_microbatches: int, offset: Callable[[int], int], tick: int
+) -> dict[Op, int]:
+    starts: dict[Op, int] = {}
     for m in range(n_microbatches):
         for j in range(n_stages):
             starts[Op(Kind.FORWARD, j, m)] = offset(m) + j * tick

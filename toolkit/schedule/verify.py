@@ -6,14 +6,13 @@ Linear in the number of instructions.
 from toolkit.schedule import grid
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
-from toolkit.schedule.replay import Deadlock, replay
+from toolkit.schedule.replay import DeadlockError, replay
 from toolkit.schedule.schedule import Schedule
-
 
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """Why an instruction cannot be carried out."""
 
 
@@ -35,9 +34,9 @@ def verify(program: Program) -> None:
         for rank, instruction in replay(program):
             try:
                 check.step(rank, instruction)
-            except _Refused as why:
-                raise _error(program, rank, instruction, str(why)) from None
-    except Deadlock as deadlock:
+            except _RefusedError as refusal:
+                raise _error(program, rank, instruction, str(refusal)) from None
+    except DeadlockError as deadlock:
         rank, instruction = min(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
         others = "; ".join(
             f"rank {r} waits at {i}" for r, i in sorted(deadlock.waiting.items()) if r != rank
@@ -79,8 +78,10 @@ class _Check:
         self.in_flight = 0
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
+            first = program.first_step
+            given = range(self.schedule.oldest_version(j, first), first + 1)
             for rank in self.schedule.first_holders(j):
-                self.ranks[rank].weights.add((j, 0))
+                self.ranks[rank].weights |= {(j, version) for version in given}
 
     def step(self, rank: int, i: Instruction) -> None:
         if i.action.computes:
@@ -99,13 +100,13 @@ class _Check:
     def _compute(self, here: _Rank, i: Instruction) -> None:
         key = (i.stage, i.microbatch, i.step)
         if (i.action, key) in self.done:
-            raise _Refused("it has been done before")
+            raise _RefusedError("it has been done before")
         self.done.add((i.action, key))
         promised = self.schedule.version(i.stage, i.microbatch or 0, i.step or 0)
         if i.version != promised:
-            raise _Refused(f"the schedule promises weight version {promised}")
+            raise _RefusedError(f"the schedule promises weight version {promised}")
         if (i.stage, i.version) not in here.weights:
-            raise _Refused(f"the rank does not hold version {i.version} of stage {i.stage}")
+            raise _RefusedError(f"the rank does not hold version {i.version} of stage {i.stage}")
         if i.action == Action.FORWARD:
             if i.stage > 0:
                 _take(here.boundaries, (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
@@ -114,10 +115,10 @@ class _Check:
             here.activations.add(key)
             return
         if key not in here.activations:
-            raise _Refused("its activations are not there: never made here, or freed")
+            raise _RefusedError("its activations are not there: never made here, or freed")
         if i.action == Action.BACKWARD_WEIGHT:
             if key not in here.halves:
-                raise _Refused("the first half of this backward has not been done here")
+                raise _RefusedError("the first half of this backward has not been done here")
             here.halves.remove(key)
         else:
             if i.stage < self.schedule.n_stages - 1:
@@ -132,7 +133,7 @@ class _Check:
 
     def _merge(self, here: _Rank, key: tuple[int, int | None], microbatches: int) -> None:
         if here.sums.get(key, 0) & microbatches:
-            raise _Refused("a micro-batch's gradient is counted twice")
+            raise _RefusedError("a micro-batch's gradient is counted twice")
         here.sums[key] = here.sums.get(key, 0) | microbatches
 
     def _update(self, here: _Rank, i: Instruction) -> None:
@@ -140,25 +141,25 @@ class _Check:
         missing = self.every & ~here.sums.pop((i.stage, i.step), 0)
         if missing:
             lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
-            raise _Refused(f"the gradient lacks micro-batches {lacking}")
+            raise _RefusedError(f"the gradient lacks micro-batches {lacking}")
         if (i.stage, version) not in here.weights:
-            raise _Refused(f"the rank does not hold version {version} of stage {i.stage}")
+            raise _RefusedError(f"the rank does not hold version {version} of stage {i.stage}")
         here.weights.add((i.stage, i.version))
 
     def _free(self, here: _Rank, i: Instruction) -> None:
+        held: set = here.activations
+        key: tuple = (i.stage, i.microbatch, i.step)
         if i.buffer == Buffer.WEIGHTS:
             held, key = here.weights, (i.stage, i.version)
-        else:
-            held, key = here.activations, (i.stage, i.microbatch, i.step)
         if key not in held:
-            raise _Refused("there is nothing to free: never held here, or freed before")
+            raise _RefusedError("there is nothing to free: never held here, or freed before")
         held.remove(key)
 
     def _gradient(self, rank: int, i: Instruction) -> None:
         here, key = self.ranks[rank], (i.stage, i.step)
         if i.action == Action.SEND:
             if key not in here.sums:
-                raise _Refused("there is no sum to hand on")
+                raise _RefusedError("there is no sum to hand on")
             self.in_flight = here.sums.pop(key)
         elif i.action == Action.RECV:
             self._merge(here, key, self.in_flight)
@@ -174,9 +175,11 @@ class _Check:
         held = self.ranks[rank].weights
         if i.action == Action.SEND or (i.action == Action.BROADCAST and rank == i.peers[0]):
             if key not in held:
-                raise _Refused(f"the rank does not hold version {i.version} of stage {i.stage}")
+                raise _RefusedError(
+                    f"the rank does not hold version {i.version} of stage {i.stage}"
+                )
         elif key in held:
-            raise _Refused("the rank holds that version already")
+            raise _RefusedError("the rank holds that version already")
         else:
             held.add(key)
 
@@ -189,17 +192,19 @@ class _Check:
 
     def end(self) -> None:
         """Everything has been done, and nothing is left but the newest weights."""
-        schedule, steps = self.schedule, self.program.n_steps
+        schedule, steps = self.schedule, self.program.steps
         for op in schedule.timing.starts:
-            for step in range(steps):
+            for step in steps:
                 if (Action(op.kind), (op.stage, op.microbatch, step)) not in self.done:
-                    raise _left(f"{op} of step {step} is never done", schedule, (op, step))
+                    raise _left(
+                        f"{op} of step {step} is never done", schedule, (op, step - steps.start)
+                    )
         for rank, here in enumerate(self.ranks):
-            newest = {(j, steps) for j in range(schedule.n_stages)}
-            for stage, microbatch, step in here.activations:
+            newest = {(j, steps.stop) for j in range(schedule.n_stages)}
+            for stage, microbatch, kept in here.activations:
                 op = Op(Kind.FORWARD, stage, microbatch or 0)
-                why = f"rank {rank} never frees the activations of {op}, step {step}"
-                raise _left(why, schedule, (op, step or 0))
+                why = f"rank {rank} never frees the activations of {op}, step {kept}"
+                raise _left(why, schedule, (op, (kept or 0) - steps.start))
             for stage, version in here.weights - newest:
                 why = f"rank {rank} never frees version {version} of stage {stage}"
                 raise _left(why, schedule)
@@ -216,5 +221,5 @@ def _left(why: str, schedule: Schedule, mark: tuple[Op, int] | None = None) -> V
 def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:
     if key not in boundaries:
         what = key[0].name.lower().replace("_", " ")
-        raise _Refused(f"the {what} of stage {key[1]}, micro-batch {key[2]} is not there")
+        raise _RefusedError(f"the {what} of stage {key[1]}, micro-batch {key[2]} is not there")
     boundaries.remove(key)

@@ -1,0 +1,55 @@
+"""The update rule, written straight from its equation, in the fewest words.
+
+theta^j_{t+1} = optimizer(theta^j_t, 1/M sum_m grad_j f_m(theta_hat_{m,t}))
+theta_hat^j_{m,t} = theta^j_{t - staleness[j][m]}
+"""
+
+import copy
+
+import torch
+from torch.nn import functional as F
+
+
+def trajectory(model, stage_of, staleness, batches, make_optimizer):
+    """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage."""
+    n_microbatches = len(staleness[0])
+    past = [copy.deepcopy(model)]  # past[t] holds theta_t
+    optimizer = None
+    for step, (inputs, targets) in enumerate(batches):
+        newest = copy.deepcopy(past[-1])
+        gradients, buffers = [], []
+        for m, (x, y) in enumerate(
+            zip(inputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+        ):
+            worker = copy.deepcopy(past[-1])  # its buffers are the newest
+            with torch.no_grad():
+                for name, parameter in worker.named_parameters():
+                    version = max(0, step - staleness[stage_of(name)][m])
+                    parameter.copy_(past[version].get_parameter(name))
+            loss = F.cross_entropy(worker(x), y)
+            gradients.append(torch.autograd.grad(loss, list(worker.parameters())))
+            buffers.append(list(worker.buffers()))
+        optimizer = make_optimizer(newest.parameters(), optimizer)
+        for parameter, *found in zip(newest.parameters(), *gradients, strict=True):
+            parameter.grad = sum(found) / n_microbatches
+        optimizer.step()
+        for buffer, *found in zip(newest.buffers(), *buffers, strict=True):
+            buffer.copy_(sum(found) / n_microbatches)
+        past.append(newest)
+    return [model.state_dict() for model in past[1:]]
+
+
+def sgd(parameters, previous):
+    """SGD with momentum and weight decay, going on from ``previous``."""
+    optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-3)
+    return _going_on(optimizer, previous)
+
+
+def adamw(parameters, previous):
+    return _going_on(torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), previous)
+
+
+def _going_on(optimizer, previous):
+    if previous is not None:
+        optimizer.load_state_dict(previous.state_dict())
+    return optimizer

@@ -1,0 +1,327 @@
+"""Conformance: every schedule and order follows the reference, parameter by parameter."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.runtime.reference import adamw, sgd, trajectory
+from toolkit.model import partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import catalog
+
+STEPS = 5
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)) + x)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    blocks = [Residual(4) for _ in range(4)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    stem = nn.Conv2d(1, 4, 3, bias=False)
+    return nn.Sequential(stem, nn.BatchNorm2d(4), *blocks, *head).double()
+
+
+def make_batches(n_microbatches, steps=STEPS):
+    generator = torch.Generator().manual_seed(1)
+    size = n_microbatches * 3
+    return [
+        (
+            torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def cut(model, schedule):
+    return partition(model, schedule.n_stages, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
+
+
+def stage_of(stages):
+    stage = {name: j for j, part in enumerate(stages) for name, _ in part.named_parameters()}
+    return stage.__getitem__
+
+
+def runtime_for(model, schedule, order, optimizer=sgd):
+    def make_optimizer(parameters):
+        return optimizer(parameters, None)
+
+    return SingleProcess(cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def differ(found, expected):
+    return any(not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected)
+
+
+SIZES = [(2, 2), (3, 3), (4, 4), (4, 8), (3, 4)]
+
+
+def _schedules():
+    """Every method, small; to add one here is to buy all tests below."""
+    for n_stages, n in SIZES:
+        yield catalog.data_parallel(n, n_stages=n_stages)
+        for delay in (1, 2, "freshest"):
+            yield catalog.cyclic(n, delay, n_stages=n_stages)
+    for placement in ("one", "per_stage_and_microbatch"):
+        yield catalog.data_parallel(3, placement)
+    yield catalog.data_parallel(3, state="sharded")
+    yield catalog.data_parallel(3, delay=[[0, 1, 2], [2, 0, 0], [0, 0, 3]])
+    yield catalog.gradient_accumulation(2, 4)
+    for delay in (1, "freshest"):
+        for placement in ("one", "per_stage", "per_stage_and_microbatch"):
+            yield catalog.cyclic(3, delay, placement)
+        for placement in ("per_microbatch", "per_stage_and_microbatch"):
+            yield catalog.cyclic(4, delay, placement, "sharded")
+
+
+SCHEDULES = list(_schedules())
+
+
+def name_of(schedule):
+    delay = schedule.delay if isinstance(schedule.delay, int | str) else "matrix"
+    return (
+        f"{schedule.name}-{schedule.n_stages}x{schedule.n_microbatches}-delay={delay}"
+        f"-{schedule.placement}-{schedule.state}"
+    ).replace(" ", "_")
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_follows_the_reference(model, schedule, order):
+    batches = make_batches(schedule.n_microbatches)
+    stages = cut(model, schedule)
+    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, sgd)
+    runtime = runtime_for(copy.deepcopy(model), schedule, order)
+    for batch, state in zip(batches, expected, strict=True):
+        runtime.step(*batch)
+        assert_same(runtime.module().state_dict(), state)
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_a_wrong_rule_differs(model, order):
+    """The comparison above can fail: each rule differs from each other rule."""
+    batches = make_batches(3)
+    rules = [catalog.data_parallel(3), catalog.cyclic(3, 1), catalog.cyclic(3)]
+    stages = cut(model, rules[0])
+    for rule in rules:
+        runtime = runtime_for(copy.deepcopy(model), rule, order)
+        list(runtime.run(batches))
+        for other in rules:
+            expected = trajectory(model, stage_of(stages), other.staleness, batches, sgd)[-1]
+            assert differ(runtime.module().state_dict(), expected) == (other is not rule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+def test_overlapping_steps_follow_the_same_trajectory(model, schedule):
+    """All steps in one run, as the schedule overlaps them, and a run that goes on from another."""
+    batches = make_batches(schedule.n_microbatches)
+    stages = cut(model, schedule)
+    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, sgd)
+    runtime = runtime_for(copy.deepcopy(model), schedule, "scheduled")
+    results = [*runtime.run(batches[:3]), *runtime.run(batches[3:])]
+    assert_same(runtime.module().state_dict(), expected[-1])
+    assert [result.step for result in results] == list(range(STEPS))
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_another_optimizer(model, order):
+    schedule = catalog.cyclic(3)
+    batches = make_batches(3)
+    stages = cut(model, schedule)
+    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, adamw)
+    runtime = runtime_for(copy.deepcopy(model), schedule, order, adamw)
+    list(runtime.run(batches))
+    assert_same(runtime.module().state_dict(), expected[-1])
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_no_delay_is_plain_pytorch(order):
+    """delay=0 without batch norm: the whole batch, one optimizer, no toolkit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters(), None)
+    runtime = runtime_for(model, catalog.data_parallel(4, n_stages=2), order)
+    for inputs, targets in make_batches(4):
+        loss = F.cross_entropy(plain(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        result = runtime.step(inputs, targets)
+        torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=0)
+        assert_same(runtime.module().state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_result_holds_losses_and_outputs_in_order(model, order):
+    schedule = catalog.data_parallel(4, n_stages=2)
+    ((inputs, targets),) = make_batches(4, steps=1)
+    expected = [copy.deepcopy(model)(x) for x in inputs.chunk(4)]
+    result = runtime_for(model, schedule, order).step(inputs, targets)
+    torch.testing.assert_close(result.outputs, torch.cat(expected).detach())
+    losses = [F.cross_entropy(x, y) for x, y in zip(expected, targets.chunk(4), strict=True)]
+    torch.testing.assert_close(result.losses, torch.stack(losses).detach())
+    assert not result.outputs.requires_grad
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_evaluating_between_steps_changes_nothing(model, order):
+    schedule = catalog.cyclic(3)
+    twin = copy.deepcopy(model)
+    batches = make_batches(3)
+    quiet = runtime_for(model, schedule, order)
+    watched = runtime_for(twin, schedule, order)
+    for batch in batches:
+        quiet.step(*batch)
+        watched.step(*batch)
+        with torch.no_grad():
+            watched.module().eval()(batch[0])
+    assert_same(watched.module().state_dict(), quiet.module().state_dict())
+
+
+class Noisy(nn.Module):
+    def __init__(self, functional):
+        super().__init__()
+        self.first, self.second = nn.Linear(36, 8), nn.Linear(8, 3)
+        self.dropout = nn.Identity() if functional else nn.Dropout(0.5)
+        self.functional = functional
+
+    def forward(self, x):
+        x = self.dropout(self.first(x.flatten(1)))
+        if self.functional:
+            x = F.dropout(x, 0.5, training=self.training)
+        return self.second(x)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_dropout_draws_the_same_in_every_order(functional):
+    torch.manual_seed(0)
+    model = Noisy(functional).double()
+    batches = make_batches(4)
+    trained = {}
+    for order in ("grouped", "scheduled"):
+        for seed in (0, 1):
+            schedule = catalog.cyclic(4, n_stages=2)
+            stages = cut(copy.deepcopy(model), schedule)
+            runtime = SingleProcess(
+                stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order, seed=seed
+            )
+            list(runtime.run(batches))
+            trained[order, seed] = runtime.module().state_dict()
+    assert_same(trained["grouped", 0], trained["scheduled", 0])
+    assert differ(trained["grouped", 0], trained["grouped", 1])
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("delay", [0, 1, "freshest"])
+def test_goes_on_from_a_state_dict(model, order, delay):
+    schedule = catalog.data_parallel(3) if delay == 0 else catalog.cyclic(3, delay)
+    batches = make_batches(3)
+    whole = runtime_for(copy.deepcopy(model), schedule, order)
+    list(whole.run(batches))
+    begun = runtime_for(copy.deepcopy(model), schedule, order)
+    list(begun.run(batches[:2]))
+    state = copy.deepcopy(begun.state_dict())
+    resumed = runtime_for(copy.deepcopy(model), schedule, order)
+    resumed.load_state_dict(state)
+    list(resumed.run(batches[2:]))
+    assert_same(resumed.module().state_dict(), whole.module().state_dict())
+
+
+def test_orders_can_take_turns(model):
+    schedule = catalog.cyclic(3)
+    batches = make_batches(3)
+    whole = runtime_for(copy.deepcopy(model), schedule, "grouped")
+    list(whole.run(batches))
+    begun = runtime_for(copy.deepcopy(model), schedule, "grouped")
+    list(begun.run(batches[:2]))
+    resumed = runtime_for(copy.deepcopy(model), schedule, "scheduled")
+    resumed.load_state_dict(begun.state_dict())
+    list(resumed.run(batches[2:]))
+    assert_same(resumed.module().state_dict(), whole.module().state_dict())
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_learning_rate_of_step_t_applies_to_update_t(model, order):
+    batches = make_batches(3)
+    schedule = catalog.cyclic(3)
+    rates = [0.1, 0.05, 0.0, 0.2, 0.01]
+
+    def scheduled_sgd(parameters, previous):
+        optimizer = sgd(parameters, previous)
+        step = 0 if previous is None else previous.step_reached + 1
+        optimizer.step_reached = step
+        optimizer.param_groups[0]["lr"] = 0.05 * rates[step]
+        return optimizer
+
+    stages = cut(model, schedule)
+    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, scheduled_sgd)
+    runtime = SingleProcess(
+        cut(copy.deepcopy(model), schedule),
+        schedule,
+        lambda parameters: sgd(parameters, None),
+        F.cross_entropy,
+        order,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: [*rates, 0][t]),
+    )
+    list(runtime.run(batches))
+    assert_same(runtime.module().state_dict(), expected[-1])
+
+
+def test_frozen_parameters_stay(model):
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    runtime = runtime_for(model, catalog.cyclic(3), "grouped")
+    list(runtime.run(make_batches(3)))
+    torch.testing.assert_close(model[0].weight, frozen, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"order": "fast"}, "unknown order 'fast': choose one of grouped, scheduled"),
+        ({"schedule": catalog.cyclic(4)}, "for 4 stages and the model has 3"),
+    ],
+)
+def test_refuses_what_does_not_fit(model, arguments, message):
+    stages = partition(model, 3, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
+    given = {"schedule": catalog.cyclic(3), "order": "grouped"} | arguments
+    with pytest.raises(ValueError, match=message):
+        SingleProcess(stages, optimizer=torch.optim.SGD, loss=F.cross_entropy, **given)
+
+
+def test_refuses_a_batch_that_cannot_be_divided(model):
+    runtime = runtime_for(model, catalog.cyclic(3), "grouped")
+    with pytest.raises(ValueError, match="a multiple of 3"):
+        runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
+
+
+def test_scheduled_needs_to_know_how_many_steps(model):
+    runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
+    with pytest.raises(ValueError, match="give n_steps"):
+        list(runtime.run(iter(make_batches(3))))
+
+
+def test_refuses_synchronised_batch_norm():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
+    with pytest.raises(ValueError, match="use the plain BatchNorm"):
+        runtime_for(model.double(), catalog.data_parallel(2, n_stages=1), "grouped")

@@ -1,0 +1,302 @@
+"""Cut a model into contiguous stages that together compute what the whole computes.
+
+A cut may fall between two operations wherever every value that crosses it is a tensor with the
+batch as leading dimension. All of them travel: residuals that skip over a cut go with it.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import overload
+
+import torch
+from torch import fx, nn
+
+from toolkit.model.analysis import NodeCost, node_costs, parameters_of
+
+MEASURES = ("flops", "parameters", "activations")
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """One tensor that travels from a stage to the next, as it was for the example."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Stages(Sequence[fx.GraphModule]):
+    """The stages of a model, in forward order.
+
+    Each takes the tensors that cross into it and returns a tuple of those that cross out of it;
+    the last returns ``(output,)``. They share parameters and buffers with ``model`` and keep
+    their names in its state_dict.
+
+    Attributes:
+        model: the whole.
+        modules: the stages.
+        boundaries: ``boundaries[j]`` are the tensors that stage j receives.
+        loads: what each stage costs, in the measure by which it was cut; 0 at named cuts.
+    """
+
+    model: nn.Module
+    modules: tuple[fx.GraphModule, ...]
+    boundaries: tuple[tuple[Boundary, ...], ...]
+    loads: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    @overload
+    def __getitem__(self, index: int) -> fx.GraphModule: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[fx.GraphModule, ...]: ...
+    def __getitem__(self, index: int | slice) -> fx.GraphModule | tuple[fx.GraphModule, ...]:
+        return self.modules[index]
+
+
+def partition(
+    model: nn.Module,
+    n_stages: int,
+    example: torch.Tensor | tuple[torch.Tensor, ...],
+    by: str | Sequence[str] = "flops",
+) -> Stages:
+    """Cut ``model`` into ``n_stages`` contiguous stages.
+
+    Args:
+        model: any module that torch.fx can trace, with tensors in and one tensor out.
+        n_stages: 1 or more.
+        example: a micro-batch, or a tuple of inputs; only shapes and types matter.
+        by: ``"flops"``, ``"parameters"`` or ``"activations"``: the largest stage is as small as
+            it can be, and among such cuts the fewest bytes cross; or the names of the modules
+            with which the second and all further stages begin.
+
+    Raises:
+        ValueError: the model cannot be traced, or cannot be cut like that.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    traced = _trace(model)
+    costs = node_costs(traced, inputs)
+    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
+    output = next(iter(reversed(traced.graph.nodes))).args[0]
+    if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
+        raise ValueError(
+            "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
+        )
+    crossing = _Crossings(traced, nodes, costs, batch=inputs[0].shape[0])
+    if isinstance(by, str):
+        if by not in MEASURES:
+            raise ValueError(
+                f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or give the names of the"
+                " modules at which to cut"
+            )
+        loads = [getattr(costs[node.name], by) for node in nodes]
+        cuts = _balance(loads, n_stages, crossing)
+    else:
+        loads = [0] * len(nodes)
+        cuts = _named_cuts(nodes, n_stages, list(by), crossing)
+    edges = [0, *cuts, len(nodes)]
+    spans = list(pairwise(edges))
+    return Stages(
+        model=model,
+        modules=tuple(_stage(traced, nodes, crossing, *span) for span in spans),
+        boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
+        loads=tuple(sum(loads[begin:end]) for begin, end in spans),
+    )
+
+
+def _trace(model: nn.Module) -> fx.GraphModule:
+    was_training = model.training
+    model.train()  # a traced functional dropout keeps the mode in which it was traced
+    try:
+        return fx.symbolic_trace(model)
+    except Exception as error:  # the tracer runs the model's own code, which may raise anything
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"torch.fx cannot trace {type(model).__name__}: {reason[0] if reason else error!r};"
+            " control flow that depends on tensors has to move into a module marked as a leaf with"
+            " torch.fx.wrap, or out of forward"
+        ) from error
+    finally:
+        model.train(was_training)
+
+
+class _Crossings:
+    """Which values cross the cut before node k, and whether that cut is possible."""
+
+    def __init__(
+        self,
+        traced: fx.GraphModule,
+        nodes: list[fx.Node],
+        costs: dict[str, NodeCost],
+        batch: int,
+    ) -> None:
+        self.traced, self.nodes, self.costs, self.batch = traced, nodes, costs, batch
+        self.at: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
+        self.obstacle: list[str | None] = [None] * (len(nodes) + 1)
+        position = {node: k for k, node in enumerate(nodes)}
+        for node in traced.graph.nodes:
+            if node.op in ("get_attr", "output"):  # each stage reads its own attributes
+                continue
+            made = position.get(node, -1)
+            uses = [position.get(user, len(nodes)) for user in node.users]
+            for cut in range(made + 1, max(uses, default=-1) + 1):
+                self.at[cut].append(node)
+                self._check_value(cut, node)
+            for user in node.users:
+                if user in position and _changes_in_place(traced, user, node):
+                    self._forbid(range(made + 1, position[user] + 1), f"{user} changes {node}")
+        self._keep_shared_parameters_together(position)
+
+    def _check_value(self, cut: int, node: fx.Node) -> None:
+        value = self.costs[node.name].output
+        if not isinstance(value, torch.Tensor):
+            self._forbid([cut], f"{node} is not a tensor")
+        elif value.dim() == 0 or value.shape[0] != self.batch:
+            self._forbid([cut], f"{node} has no batch dimension")
+
+    def _keep_shared_parameters_together(self, position: dict[fx.Node, int]) -> None:
+        uses: dict[int, list[int]] = {}
+        for node, k in position.items():
+            # A node that only reads a parameter may be repeated; what counts is who uses it.
+            users = [position[user] for user in node.users if user in position]
+            for _, parameter in parameters_of(self.traced, node):
+                uses.setdefault(id(parameter), []).extend(users if node.op == "get_attr" else [k])
+        for found in uses.values():
+            between = range(min(found, default=0) + 1, max(found, default=0) + 1)
+            self._forbid(between, "a parameter is used on both sides")
+
+    def _forbid(self, cuts: Sequence[int], why: str) -> None:
+        for cut in cuts:
+            self.obstacle[cut] = self.obstacle[cut] or why
+
+    def allowed(self) -> list[int]:
+        return [cut for cut in range(1, len(self.nodes)) if self.obstacle[cut] is None]
+
+    def bytes(self, cut: int) -> int:
+        outputs = (self.costs[node.name].output for node in self.at[cut])
+        return sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+
+    def boundary(self, cut: int) -> tuple[Boundary, ...]:
+        return tuple(
+            Boundary(node.name, tuple(tensor.shape), tensor.dtype)
+            for node in self.at[cut]
+            if isinstance(tensor := self.costs[node.name].output, torch.Tensor)
+        )
+
+
+def _changes_in_place(traced: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
+    if not user.args or user.args[0] is not value:
+        return False
+    if user.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(user.target)), "inplace", False))
+    if user.op == "call_method":
+        return str(user.target).endswith("_") and not str(user.target).endswith("__")
+    name = getattr(user.target, "__name__", "")
+    in_place_operator = getattr(operator, name, None) is user.target and name.startswith("i")
+    return bool(user.kwargs.get("inplace")) or (in_place_operator and name in _IN_PLACE_OPERATORS)
+
+
+_IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"}
+
+
+def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:
+    """The cuts with the smallest largest stage, and among those the fewest bytes across."""
+    allowed = crossing.allowed()
+    if not 1 <= n_stages <= len(allowed) + 1:
+        raise ValueError(
+            f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
+        )
+    before = [0, *accumulate(loads)]
+    edges = [0, *allowed, len(loads)]
+    last = len(edges) - 1
+
+    def load(begin: int, end: int) -> int:
+        return before[edges[end]] - before[edges[begin]]
+
+    # smallest[e]: the least possible largest stage of the first e spans cut into s stages
+    smallest: list[float] = [float("inf")] * (last + 1)
+    smallest[0] = 0
+    for _ in range(n_stages):
+        smallest = [
+            min((max(smallest[b], load(b, e)) for b in range(e)), default=float("inf"))
+            for e in range(last + 1)
+        ]
+    limit = smallest[last]
+
+    # fewest[e]: the bytes across, and the cuts, of the first e spans within that limit
+    unreachable: tuple[float, tuple[int, ...]] = (float("inf"), ())
+    fewest = [(0.0, ())] + [unreachable] * last
+    for _ in range(n_stages):
+        fewest = [
+            min(
+                (
+                    (
+                        fewest[b][0] + (crossing.bytes(edges[b]) if b else 0),
+                        (*fewest[b][1], edges[b]),
+                    )
+                    for b in range(e)
+                    if load(b, e) <= limit and fewest[b] is not unreachable
+                ),
+                default=unreachable,
+            )
+            for e in range(last + 1)
+        ]
+    return list(fewest[last][1][1:])
+
+
+def _named_cuts(
+    nodes: list[fx.Node], n_stages: int, names: list[str], crossing: _Crossings
+) -> list[int]:
+    if len(names) != n_stages - 1:
+        raise ValueError(
+            f"{n_stages} stages need {n_stages - 1} names of modules to begin the second and"
+            f" further stages with: got {len(names)}"
+        )
+    cuts = []
+    for name in names:
+        inside = [k for k, node in enumerate(nodes) if _belongs(node, name)]
+        if not inside:
+            raise ValueError(f"the model runs no module called {name!r}")
+        if (why := crossing.obstacle[inside[0]]) is not None or inside[0] == 0:
+            raise ValueError(f"no stage can begin at {name!r}: {why or 'the first stage does'}")
+        cuts.append(inside[0])
+    if cuts != sorted(set(cuts)):
+        raise ValueError(f"the modules {names} are not in the order in which the model runs them")
+    return cuts
+
+
+def _belongs(node: fx.Node, name: str) -> bool:
+    paths = [str(node.target)] if node.op in ("call_module", "get_attr") else []
+    paths += [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return any(path == name or path.startswith(f"{name}.") for path in paths)
+
+
+def _stage(
+    traced: fx.GraphModule, nodes: list[fx.Node], crossing: _Crossings, begin: int, end: int
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    if begin == 0:
+        received = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    else:
+        received = crossing.at[begin]
+    for node in received:
+        copies[node] = graph.placeholder(node.name)
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            assert node.op == "get_attr", f"{node} does not cross into this stage"
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in nodes[begin:end]:
+        if node not in copies and (node.op != "get_attr"):
+            for argument in node.all_input_nodes:
+                copied(argument)
+            copies[node] = graph.node_copy(node, copied)
+    graph.output(tuple(copied(node) for node in crossing.at[end]))
+    return fx.GraphModule(traced, graph, class_name="Stage")

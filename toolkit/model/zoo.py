@@ -1,0 +1,108 @@
+"""Image classifiers sized for the data set: torchvision's, and the small ResNets of CIFAR."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+
+from torch import nn
+from torchvision.models import resnet18, resnet50, vit_b_16
+from torchvision.models.resnet import BasicBlock, ResNet
+
+_SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
+
+
+def build(
+    name: str, n_classes: int = 1000, image_size: int = 224, in_channels: int = 3
+) -> nn.Module:
+    """A classifier with random weights from torch's global generator.
+
+    ``resnet18`` and ``resnet50`` get the CIFAR stem (3x3 convolution, no max-pool) where images
+    are at most 64 pixels wide. ``resnet8``, ``resnet14`` and ``resnet20`` are the residual nets
+    of He et al. (arXiv 1512.03385, section 4.2), 16 to 64 channels wide.
+
+    Args:
+        name: one of :data:`MODELS`.
+        n_classes: width of the output.
+        image_size: height and width of the images, in pixels.
+        in_channels: channels of the images.
+
+    Raises:
+        ValueError: unknown name, or images that the model cannot take.
+    """
+    if name not in MODELS:
+        near = get_close_matches(name, MODELS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown model {name!r}: {hint}choose one of {', '.join(MODELS)}")
+    return MODELS[name](n_classes, image_size, in_channels)
+
+
+def _resnet(
+    make: Callable[..., ResNet], n_classes: int, image_size: int, in_channels: int
+) -> nn.Module:
+    model = make(num_classes=n_classes)
+    small = image_size <= _SMALL_IMAGE
+    if small or in_channels != 3:
+        kernel, stride = (3, 1) if small else (7, 2)
+        model.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, kernel // 2, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    if small:
+        model.maxpool = nn.Identity()
+    return model
+
+
+def _cifar_resnet(blocks: int, n_classes: int, image_size: int, in_channels: int) -> nn.Module:
+    """6n+2 layers: three groups of n blocks, with 16, 32 and 64 channels."""
+    widths = (16, 32, 64)
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False),
+        bn1=nn.BatchNorm2d(widths[0]),
+        relu=nn.ReLU(inplace=True),
+    )
+    width = widths[0]
+    for group, wider in enumerate(widths):
+        for block in range(blocks):
+            stride = 2 if group and not block else 1
+            layers[f"layer{group + 1}_{block}"] = _block(width, wider, stride)
+            width = wider
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["fc"] = nn.Linear(width, n_classes)
+    model = nn.Sequential(layers)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def _block(width: int, wider: int, stride: int) -> BasicBlock:
+    downsample = None
+    if stride != 1 or width != wider:
+        downsample = nn.Sequential(
+            nn.Conv2d(width, wider, 1, stride, bias=False), nn.BatchNorm2d(wider)
+        )
+    return BasicBlock(width, wider, stride, downsample)
+
+
+def _vit(n_classes: int, image_size: int, in_channels: int) -> nn.Module:
+    patch = 16
+    if image_size % patch:
+        raise ValueError(
+            f"vit_b_16 cuts images into patches of {patch} pixels: got images of {image_size};"
+            " resize them to a multiple"
+        )
+    model = vit_b_16(image_size=image_size, num_classes=n_classes)
+    if in_channels != 3:
+        model.conv_proj = nn.Conv2d(in_channels, model.hidden_dim, patch, patch)
+    return model
+
+
+MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
+    "resnet8": partial(_cifar_resnet, 1),
+    "resnet14": partial(_cifar_resnet, 2),
+    "resnet20": partial(_cifar_resnet, 3),
+    "resnet18": partial(_resnet, resnet18),
+    "resnet50": partial(_resnet, resnet50),
+    "vit_b_16": _vit,
+}
+"""What :func:`build` can build."""
