@@ -6,6 +6,7 @@ from toolkit.schedule.placement import PLACEMENTS, Placement
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
 from toolkit.schedule.schedule import STATES, Schedule
 from toolkit.schedule.staleness import FRESHEST
+from toolkit.schedule.steady import SteadyState, steady_state
 from toolkit.schedule.timing import Timing
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Placement",
     "Program",
     "Schedule",
+    "SteadyState",
     "Timing",
     "catalog",
+    "steady_state",
 ]

@@ -1,0 +1,131 @@
+"""The same training under several rules: accuracy, memory and traffic, side by side.
+
+    python experiments/compare.py experiment=digits
+    python experiments/compare.py experiment=paper/cifar10_resnet18 data.root=/path workers=8
+
+More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. The first
+one left is what the others are compared with.
+"""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from toolkit.config import entry_point
+
+
+@entry_point("compare", Path(__file__).parents[1] / "conf")
+def main(config: DictConfig) -> None:
+    from hydra.utils import instantiate
+
+    from toolkit.figures import accuracy, save, schedules
+    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.training import pick_device
+
+    if config.seeds < 1 or not config.rules:
+        raise ValueError(f"seeds is 1 or more, and rules name at least one: got {config.seeds}")
+    start = time.perf_counter()
+    rules = {name: instantiate(rule) for name, rule in config.rules.items()}
+    runs = train_all(config)
+    seconds = time.perf_counter() - start
+
+    rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    write_csv(folder / "runs.csv", [run | epoch for run, epochs in runs for epoch in epochs])
+    write_csv(folder / "comparison.csv", rows)
+    device = describe(pick_device(config.device))
+    write_json(
+        folder / "result.json",
+        {"metrics": rows, "provenance": provenance(config, device, seconds)},
+    )
+    curves = {
+        schedule.name: [[e["top1"] for e in es] for run, es in runs if run["rule"] == name]
+        for name, schedule in rules.items()
+    }
+    figures = [
+        *save(accuracy(curves), folder / "accuracy"),
+        *save(schedules(list(rules.values())), folder / "schedules"),
+    ]
+    print(f"\n{table([readable(row) for row in rows])}\n")
+    print(_LEGEND.format(first=rows[0]["schedule"], seeds=config.seeds))
+    print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
+
+
+_LEGEND = """\
+accuracy: of the last epoch, mean and standard deviation over {seeds} seeds
+vs {first}: paired by seed, in points, with a 95 % interval
+peak activations: all workers together, in micro-batches; 1 is all activations of one
+traffic a slot: all workers together, mean (largest), in stages' parameters
+"""
+
+Runs = list[tuple[dict[str, Any], list[dict[str, Any]]]]
+
+
+def train_all(config: DictConfig) -> Runs:
+    """Each rule with each seed: what was run, and the metrics of its epochs."""
+    from hydra.utils import instantiate
+
+    from toolkit.tracking import Progress
+    from toolkit.training import prepare
+
+    images = instantiate(config.data)
+    seeds = range(config.seed, config.seed + config.seeds)
+    runs: Runs = []
+    with Progress(config.epochs * len(config.rules) * len(seeds)) as progress:
+        for seed in seeds:
+            for name in config.rules:
+                schedule = {"schedule": config.rules[name], "seed": seed}
+                single = OmegaConf.create({**config, **schedule})
+                job = prepare(single, images)
+                progress.run(f"{job.schedule.name}, seed {seed}")
+                epochs = job.run(on_step=progress.step)
+                progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
+                runs.append(({"rule": name, "seed": seed}, [asdict(epoch) for epoch in epochs]))
+    return runs
+
+
+def summary(schedule: Any, runs: Runs, name: str, first: str) -> dict[str, Any]:
+    """One row of the comparison; accuracies in per cent, differences in points."""
+    from toolkit.schedule import steady_state
+    from toolkit.tracking import paired_difference, spread
+
+    def final(rule: str) -> list[float]:
+        return [100 * epochs[-1]["top1"] for run, epochs in runs if run["rule"] == rule]
+
+    difference = paired_difference(final(name), final(first))
+    steady = steady_state(schedule)
+    delays = [delay for row in schedule.staleness for delay in row]
+    return {
+        "rule": name,
+        "schedule": schedule.name,
+        "accuracy": mean(final(name)),
+        "accuracy_sd": spread(final(name)),
+        "difference": difference.mean,
+        "difference_95": difference.half_width,
+        "staleness_mean": mean(delays),
+        "staleness_max": max(delays),
+        "peak_activations": steady.peak_activations / schedule.n_stages,
+        "traffic_mean": float(mean(steady.units_by_slot)),
+        "traffic_max": float(max(steady.units_by_slot)),
+    }
+
+
+def readable(row: dict[str, Any]) -> dict[str, str]:
+    """A row as the terminal shows it."""
+    return {
+        "rule": row["schedule"],
+        "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
+        "vs first": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
+        "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+        "peak activations": f"{row['peak_activations']:g}",
+        "traffic a slot": f"{row['traffic_mean']:.2f} ({row['traffic_max']:g})",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The command line of an experiment: Hydra's, with help on a page and errors in a line.
+
+A user's mistake is what Hydra refuses to compose, or a ValueError raised by the toolkit or the
+experiment itself. It ends the program with one message and status 2; anything else is a bug and
+keeps its traceback. HYDRA_FULL_ERROR=1 shows every traceback.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from toolkit.config import schema
+from toolkit.config.errors import explain
+from toolkit.config.help import text
+
+_USAGE = 2
+_INTERRUPTED = 130
+
+
+def entry_point(
+    name: str, conf: Path
+) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+    """Make a function of a configuration into the experiment ``name``.
+
+    Args:
+        name: its configuration is ``conf/<name>.yaml``.
+        conf: the folder of the configuration.
+    """
+
+    def decorate(function: Callable[[DictConfig], None]) -> Callable[[], None]:
+        def main() -> None:
+            schema.register()
+            arguments = sys.argv[1:]
+            if {"-h", "--help"} & set(arguments):
+                print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
+                return
+            verbose = "HYDRA_FULL_ERROR" in os.environ
+            os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
+            mistakes = 0
+
+            def refuse(error: Exception) -> None:
+                """Print a user's mistake and remember it; raise anything else."""
+                nonlocal mistakes
+                message = explain(error, name, conf)
+                if message is None or verbose:
+                    raise error
+                print(f"error: {message}", file=sys.stderr)
+                mistakes += 1
+
+            def job(config: DictConfig) -> None:
+                try:
+                    _settle(config)
+                    function(config)
+                except Exception as error:
+                    refuse(error)
+
+            try:
+                hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                sys.exit(_INTERRUPTED)
+            except Exception as error:
+                refuse(error)
+            if mistakes:
+                sys.exit(_USAGE)
+
+        return main
+
+    return decorate
+
+
+def _settle(config: DictConfig) -> None:
+    """Shorthands spelt out, and what holds for the whole process set."""
+    if config.get("workers") is not None:
+        config.microbatches = config.workers
+    OmegaConf.resolve(config)
+    if config.get("threads") is not None:
+        if config.threads < 1:
+            raise ValueError(f"threads is 1 or more: got {config.threads}")
+        import torch
+
+        torch.set_num_threads(config.threads)

@@ -1,0 +1,81 @@
+"""What ``--help`` prints: the groups and their choices, the options and their values."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from toolkit.config import schema
+
+
+def text(name: str, conf: Path, overrides: list[str]) -> str:
+    """The help of experiment ``name``, with the values that ``overrides`` give."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
+        config = compose(name, overrides)
+    described = schema.descriptions(name)
+    lines = [
+        f"python experiments/{name}.py [OPTION=VALUE ...]    set options",
+        f"python experiments/{name}.py -m OPTION=A,B ...     one run for each combination",
+        "",
+        "Groups (GROUP=CHOICE, and GROUP.OPTION=VALUE):",
+        *(f"  {group:<12} {', '.join(choices(conf, group))}" for group in _groups(name, conf)),
+        "",
+        "Options:",
+        *(_option(key, config, described[key]) for key in described),
+        "",
+        "Options of the groups, as they stand:",
+        *(f"  {line}" for line in _values(config, described)),
+        "",
+        "--cfg job prints the configuration; --hydra-help tells what else Hydra can do.",
+    ]
+    return "\n".join(lines)
+
+
+def choices(conf: Path, group: str) -> list[str]:
+    """What a group offers, nested choices with their folder."""
+    folder = conf / group
+    return sorted(str(path.relative_to(folder))[: -len(".yaml")] for path in folder.rglob("*.yaml"))
+
+
+def groups(conf: Path) -> list[str]:
+    return sorted(path.name for path in conf.iterdir() if path.is_dir())
+
+
+def _groups(name: str, conf: Path) -> Iterator[str]:
+    """The groups that the experiment's defaults name, directly or through another file."""
+    known = groups(conf)
+    for entry in yaml.safe_load((conf / f"{name}.yaml").read_text())["defaults"]:
+        if isinstance(entry, str):
+            if (conf / f"{entry}.yaml").is_file() and entry != "output":
+                yield from _groups(entry, conf)
+        else:
+            group = next(iter(entry)).removeprefix("override ")
+            plain = group.split("@")[0]
+            if plain in known:
+                yield plain
+
+
+def _option(key: str, config: DictConfig, description: str) -> str:
+    return f"  {f'{key}={_plain(config[key])}':<20} {description}"
+
+
+def _values(config: DictConfig, described: dict[str, str]) -> Iterator[str]:
+    for key, value in OmegaConf.to_container(config).items():  # type: ignore[union-attr]
+        if key not in described and isinstance(value, dict):
+            yield from _flat(str(key), value)
+
+
+def _flat(prefix: str, values: dict) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}.{key}", value)
+        elif key != "_target_" and not str(value).startswith("${"):
+            yield f"{prefix}.{key}={_plain(value)}"
+
+
+def _plain(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,223 @@
+"""The options of every experiment, typed. The files in conf/ give them their values.
+
+A schema is registered as ``schema/<group>/<name>``; a file of the group begins with it, so that a
+misspelt option or a value of the wrong type fails when the configuration is composed.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+def option(default: Any, description: str) -> Any:
+    """A field with the line that ``--help`` prints for it."""
+    return field(default=default, metadata={"help": description})
+
+
+@dataclass
+class DataParallel:
+    _target_: str = "toolkit.schedule.catalog.data_parallel"
+    n: int = MISSING
+    n_stages: int = MISSING
+    placement: str = "per_microbatch"
+    state: str = "replicated"
+    delay: Any = 0
+
+
+@dataclass
+class Cyclic:
+    _target_: str = "toolkit.schedule.catalog.cyclic"
+    n: int = MISSING
+    n_stages: int = MISSING
+    delay: Any = "freshest"
+    placement: str = "per_microbatch"
+    state: str = "replicated"
+
+
+@dataclass
+class GradientAccumulation:
+    _target_: str = "toolkit.schedule.catalog.gradient_accumulation"
+    n_stages: int = MISSING
+    n_microbatches: int = MISSING
+
+
+@dataclass
+class Model:
+    _target_: str = "toolkit.model.build"
+    name: str = MISSING
+
+
+@dataclass
+class Digits:
+    _target_: str = "toolkit.training.data.digits"
+
+
+@dataclass
+class Synthetic:
+    _target_: str = "toolkit.training.data.synthetic"
+    n_train: int = 512
+    n_test: int = 256
+    n_classes: int = 10
+    image_size: int = 32
+    in_channels: int = 3
+
+
+@dataclass
+class Cifar10:
+    _target_: str = "toolkit.training.data.cifar10"
+    root: str | None = None
+    crop_padding: int = 4
+    flip: bool = True
+
+
+@dataclass
+class ImageFolder:
+    _target_: str = "toolkit.training.data.image_folder"
+    root: str | None = None
+    image_size: int = 224
+    num_workers: int = 4
+    validation: str = "val"
+
+
+@dataclass
+class SGD:
+    _target_: str = "torch.optim.SGD"
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    nesterov: bool = False
+
+
+@dataclass
+class AdamW:
+    _target_: str = "torch.optim.AdamW"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+
+@dataclass
+class ConstantRate:
+    _target_: str = "toolkit.training.lr.Constant"
+    warmup_epochs: float = 0.0
+    reference_batch: int | None = None
+
+
+@dataclass
+class StepRate(ConstantRate):
+    _target_: str = "toolkit.training.lr.Step"
+    every_epochs: int = 30
+    gamma: float = 0.1
+
+
+@dataclass
+class CosineRate(ConstantRate):
+    _target_: str = "toolkit.training.lr.Cosine"
+    final: float = 0.0
+
+
+@dataclass
+class SingleProcessRuntime:
+    _target_: str = "toolkit.runtime.SingleProcess"
+    order: str = "grouped"
+
+
+@dataclass
+class Training:
+    """What train and compare share."""
+
+    model: Any = MISSING
+    data: Any = MISSING
+    optimizer: Any = MISSING
+    lr: Any = MISSING
+    runtime: Any = MISSING
+    stages: int = option(4, "parts into which the model is cut")
+    microbatches: int = option(4, "micro-batches of a training step")
+    workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
+    batch: int = option(16, "images of a micro-batch")
+    epochs: int = option(10, "passes over the training images")
+    partition: Any = option("flops", "flops, parameters, activations, or [names of modules]")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    threads: int | None = option(None, "CPU threads of torch; all cores unless given")
+
+
+@dataclass
+class Train(Training):
+    schedule: Any = MISSING
+    seed: int = option(0, "of weights, order of the data, augmentation and dropout")
+
+
+@dataclass
+class Compare(Training):
+    rules: dict[str, Any] = field(default_factory=dict)
+    seeds: int = option(5, "runs of each rule, with seeds 0, 1, ...")
+    seed: int = option(0, "the first seed")
+
+
+@dataclass
+class GroupedBench:
+    """One training step, order "grouped", against plain PyTorch."""
+
+    _target_: str = "benchmarks.grouped.run"
+    model: str = option("resnet18", "any of toolkit.model.MODELS")
+    image_size: int = option(32, "pixels")
+    stages: int = option(4, "parts into which the model is cut")
+    microbatches: int = option(8, "micro-batches of a training step")
+    batch: int = option(16, "images of a micro-batch")
+    rounds: int = option(10, "timed steps of each method, taken in turn")
+
+
+@dataclass
+class Bench:
+    bench: Any = MISSING
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    threads: int | None = option(None, "CPU threads of torch; all cores unless given")
+    seed: int = option(0, "of weights and images")
+
+
+_SCHEMAS: dict[str, dict[str, type]] = {
+    "experiment": {"train": Train, "compare": Compare, "bench": Bench},
+    "schedule": {
+        "data_parallel": DataParallel,
+        "cyclic": Cyclic,
+        "gradient_accumulation": GradientAccumulation,
+    },
+    "model": {"build": Model},
+    "data": {
+        "digits": Digits,
+        "synthetic": Synthetic,
+        "cifar10": Cifar10,
+        "image_folder": ImageFolder,
+    },
+    "optimizer": {"sgd": SGD, "adamw": AdamW},
+    "lr": {"constant": ConstantRate, "step": StepRate, "cosine": CosineRate},
+    "runtime": {"single_process": SingleProcessRuntime},
+    "bench": {"grouped": GroupedBench},
+}
+
+
+def register() -> None:
+    """Make the schemas known to Hydra."""
+    store = ConfigStore.instance()
+    for group, schemas in _SCHEMAS.items():
+        for name, node in schemas.items():
+            store.store(group=f"schema/{group}", name=name, node=node)
+
+
+def descriptions(experiment: str) -> dict[str, str]:
+    """The top-level options of an experiment, and what each means."""
+    found = fields(_SCHEMAS["experiment"][experiment])
+    return {f.name: f.metadata["help"] for f in found if "help" in f.metadata}
+
+
+def options(experiment: str) -> list[str]:
+    """Every option that some choice of groups gives an experiment, dotted."""
+    found = [f.name for f in fields(_SCHEMAS["experiment"][experiment])]
+    for group, schemas in _SCHEMAS.items():
+        if group in found or (group == "schedule" and "rules" in found):
+            names = (f.name for node in schemas.values() for f in fields(node))
+            found += sorted({f"{group}.{name}" for name in names if name != "_target_"})
+    return found

@@ -1,0 +1,34 @@
+"""Accuracy over epochs."""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from toolkit.figures.style import MARKERS, SERIES, style
+
+
+def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
+    """Test accuracy over epochs: the mean of each rule's runs, and the band that they span.
+
+    Args:
+        curves: by rule, one sequence a run: accuracy (a share) after each epoch.
+    """
+    with style():
+        figure = Figure(figsize=(3.9, 2.6), layout="constrained")
+        axes = figure.subplots()
+        for k, (rule, runs) in enumerate(curves.items()):
+            by_epoch = [[100 * value for value in values] for values in zip(*runs, strict=True)]
+            epochs = range(1, len(by_epoch) + 1)
+            colour = SERIES[k % len(SERIES)]
+            low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
+            axes.fill_between(epochs, low, high, color=colour, alpha=0.18, linewidth=0)
+            marker = MARKERS[k % len(MARKERS)]
+            axes.plot(epochs, [mean(v) for v in by_epoch], color=colour, marker=marker, label=rule)
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("test accuracy (%)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(top=100.5)
+        axes.legend(loc="lower right")
+        return figure

@@ -1,0 +1,48 @@
+"""One look for all figures: colours that the colour-blind can tell apart, legible at 100 mm."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from cycler import cycler
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette (jfly.uni-koeln.de/color).
+BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+SERIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, BLACK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+_STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=SERIES),
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "figure.dpi": 110,
+    "savefig.dpi": 220,
+    "svg.hashsalt": "toolkit",
+}
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The look, for the figures made within."""
+    with mpl.rc_context(_STYLE):
+        yield
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Write ``path`` as PNG and as SVG; return both."""
+    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    with style():
+        for target in paths:
+            metadata = {"Date": None} if target.suffix == ".svg" else None
+            figure.savefig(target, bbox_inches="tight", metadata=metadata)
+    return paths

@@ -1,0 +1,45 @@
+"""A schedule in its steady state: one period in which neither start nor end is felt."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from toolkit.schedule.program import Traffic
+
+if TYPE_CHECKING:
+    from toolkit.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class SteadyState:
+    """What one training step costs while training goes on.
+
+    Attributes:
+        activations: ``[slot][rank]``, stage-activations alive during the slot.
+        traffic: ``[slot][rank]``, parameter messages sent as the slot begins.
+    """
+
+    activations: tuple[tuple[int, ...], ...]
+    traffic: tuple[tuple[Traffic, ...], ...]
+
+    @property
+    def peak_activations(self) -> int:
+        """The most stage-activations that all ranks together hold."""
+        return max(map(sum, self.activations))
+
+    @property
+    def units_by_slot(self) -> tuple[Fraction, ...]:
+        """What all ranks together send in each slot, in stage-parameters."""
+        return tuple(sum((sent.units for sent in slot), Fraction()) for slot in self.traffic)
+
+
+def steady_state(schedule: "Schedule") -> SteadyState:
+    """One period of ``schedule``, once every older step has ended and before the last begins."""
+    timing = schedule.timing
+    length = max(timing.end(op) for op in timing.starts)
+    settled = -(-length // timing.period) + schedule.max_staleness + 1
+    program = schedule.lower(2 * settled + 1)
+    period = timing.period // timing.ticks_per_slot
+    slots = slice(settled * period, (settled + 1) * period)
+    by_slot = tuple(zip(*program.activations(), strict=True))
+    return SteadyState(by_slot[slots], program.traffic()[slots])

@@ -1,0 +1,18 @@
+"""Results, where they come from, and how sure they are."""
+
+from toolkit.tracking.progress import Progress
+from toolkit.tracking.provenance import describe, provenance
+from toolkit.tracking.results import table, write_csv, write_json
+from toolkit.tracking.statistics import Estimate, paired_difference, spread
+
+__all__ = [
+    "Estimate",
+    "Progress",
+    "describe",
+    "paired_difference",
+    "provenance",
+    "spread",
+    "table",
+    "write_csv",
+    "write_json",
+]

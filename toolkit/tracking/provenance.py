@@ -1,0 +1,85 @@
+"""Where a result comes from: command, configuration, code, versions, device and time."""
+
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_PACKAGES = ("torch", "torchvision", "hydra-core", "numpy")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any]:
+    """What a reader needs to repeat a result.
+
+    Args:
+        config: the resolved configuration.
+        device: what it ran on, in words (see :func:`describe`).
+        seconds: wall time.
+    """
+    return {
+        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "config": OmegaConf.to_container(config, resolve=True),
+        "commit": commit(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "device": device,
+        "seed": config.get("seed"),
+        "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 3),
+    }
+
+
+def describe(device: Any) -> str:
+    """A torch device in words: the GPU's name, or the processor and the threads in use."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def commit() -> str | None:
+    """The git commit of the code, with ``+`` if it has been changed since; None outside git."""
+    try:
+        revision = _git("rev-parse", "HEAD")
+        return f"{revision}+" if _git("status", "--porcelain", "--untracked-files=no") else revision
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*arguments: str) -> str:
+    found = subprocess.run(
+        ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    return found.stdout.strip()
+
+
+def _relative(arguments: list[str]) -> list[str]:
+    """The command as one would type it in the project's folder."""
+    script = Path(arguments[0]).resolve()
+    shown = script.relative_to(_ROOT) if script.is_relative_to(_ROOT) else Path(script.name)
+    return [str(shown), *arguments[1:]]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

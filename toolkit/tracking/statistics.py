@@ -1,0 +1,42 @@
+"""Means, spreads and paired differences over seeds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean, and half the width of its 95 % interval (NaN for a single value)."""
+
+    mean: float
+    half_width: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.mean - self.half_width, self.mean + self.half_width
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation of the sample; NaN for a single value."""
+    return stdev(values) if len(values) > 1 else float("nan")
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+    """The mean of value - baseline over pairs, with Student's 95 % interval.
+
+    Raises:
+        ValueError: the sequences do not pair up.
+    """
+    if len(values) != len(baseline) or not values:
+        raise ValueError(
+            f"a paired difference needs as many values as baselines: got {len(values)} and"
+            f" {len(baseline)}"
+        )
+    from scipy.stats import t
+
+    differences = [value - base for value, base in zip(values, baseline, strict=True)]
+    n = len(differences)
+    if n == 1:
+        return Estimate(differences[0], float("nan"))
+    return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)

@@ -1,0 +1,135 @@
+"""Larger image sets: read from class folders by worker processes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from toolkit.training.data.images import Batch, Batches
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def open_folder(folder: Path) -> ImageFolder:
+    """The images in ``folder/<class>/``.
+
+    Raises:
+        ValueError: there are none.
+    """
+    try:
+        return ImageFolder(str(folder))
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} does not hold one folder of images a class: {error}") from error
+
+
+class Folder:
+    """An image set in class folders, read by worker processes."""
+
+    in_channels = 3
+
+    def __init__(self, train: Path, test: Path, image_size: int, num_workers: int) -> None:
+        self.image_size = image_size
+        self.num_workers = num_workers
+        to_tensor = [
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(_IMAGENET_MEAN, _IMAGENET_STD),
+        ]
+        self._augment = v2.Compose(
+            [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), *to_tensor]
+        )
+        self._centre = v2.Compose(
+            [v2.Resize(image_size * 8 // 7), v2.CenterCrop(image_size), *to_tensor]
+        )
+        self._train, self._test = open_folder(train), open_folder(test)
+        if self._train.classes != self._test.classes:
+            raise ValueError(
+                f"{train} has {len(self._train.classes)} classes and {test}"
+                f" {len(self._test.classes)}: both need the same folders"
+            )
+        self.n_classes = len(self._train.classes)
+
+    def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
+        if batch_size > len(self._train):
+            raise ValueError(
+                f"a training step takes {batch_size} images and there are {len(self._train)}: make"
+                " batch or microbatches smaller"
+            )
+        generator = torch.Generator().manual_seed(hash((seed, epoch)))
+        order = torch.randperm(len(self._train), generator=generator)
+        images = _Seeded(self._train, self._augment, hash((seed, epoch)))
+        return self._load(images, order, batch_size, device, drop_last=True)
+
+    def test(self, batch_size: int, device: torch.device) -> Batches:
+        images = _Seeded(self._test, self._centre, 0)
+        order = torch.arange(len(self._test))
+        return self._load(images, order, batch_size, device, drop_last=False)
+
+    def _load(
+        self,
+        images: "_Seeded",
+        order: Tensor,
+        batch_size: int,
+        device: torch.device,
+        *,
+        drop_last: bool,
+    ) -> Batches:
+        loader: DataLoader[Batch] = DataLoader(
+            images,
+            batch_size,
+            sampler=_Fixed(order),
+            num_workers=self.num_workers,
+            pin_memory=device.type == "cuda",
+            drop_last=drop_last,
+        )
+        return _Moved(loader, device)
+
+
+class _Seeded(Dataset[Batch]):
+    """Draws each image's augmentation from a seed of its own, whichever worker reads it."""
+
+    def __init__(self, images: ImageFolder, transform: v2.Transform, seed: int) -> None:
+        self.images, self.transform, self.seed = images, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Batch:
+        image, label = self.images[index]
+        with torch.random.fork_rng([]):
+            torch.manual_seed(hash((self.seed, index)))
+            return self.transform(image), label
+
+
+class _Fixed(Sampler[int]):
+    """Indices in a given order."""
+
+    def __init__(self, order: Tensor) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order.tolist())
+
+
+@dataclass(frozen=True)
+class _Moved:
+    loader: DataLoader[Batch]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for inputs, targets in self.loader:
+            yield (
+                inputs.to(self.device, non_blocking=True),
+                targets.to(self.device, non_blocking=True),
+            )

@@ -1,0 +1,142 @@
+"""The image sets by name. Each gives the same batches for the same seed and epoch."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from toolkit.training.data.memory import InMemory, Labelled
+
+if TYPE_CHECKING:
+    from toolkit.training.data.folder import Folder
+
+_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def digits() -> InMemory:
+    """scikit-learn's handwritten digits: 8x8, grey; 1437 training and 360 test images."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)
+    train_x, test_x, train_y, test_y = (torch.as_tensor(part) for part in split)
+    grey = [(x.reshape(-1, 1, 8, 8) / 16 * 255).to(torch.uint8) for x in (train_x, test_x)]
+    return InMemory(
+        Labelled(grey[0], train_y.long()), Labelled(grey[1], test_y.long()), 10, (0.3,), (0.38,)
+    )
+
+
+def synthetic(
+    n_train: int = 512,
+    n_test: int = 256,
+    n_classes: int = 10,
+    image_size: int = 32,
+    in_channels: int = 3,
+) -> InMemory:
+    """Random images, a pattern and noise a class: learnable, of any size, with no file."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (in_channels, image_size, image_size)
+    patterns = torch.rand(n_classes, *shape, generator=generator)
+
+    def draw(n: int) -> Labelled:
+        labels = torch.randint(n_classes, (n,), generator=generator)
+        noise = torch.rand(n, *shape, generator=generator)
+        return Labelled(((patterns[labels] + noise) * 127.5).to(torch.uint8), labels)
+
+    half = (0.5,) * in_channels
+    return InMemory(draw(n_train), draw(n_test), n_classes, half, half)
+
+
+def cifar10(root: str | None, crop_padding: int = 4, flip: bool = True) -> InMemory:
+    """CIFAR-10: 32x32, colour; 50,000 training and 10,000 test images.
+
+    Args:
+        root: a folder that holds ``cifar-10-batches-py``, or ``train`` and ``test`` with one
+            folder of images a class.
+        crop_padding: training images are padded by as many pixels and cropped at random.
+        flip: training images are mirrored at random.
+
+    Raises:
+        ValueError: the folder is missing or holds something else.
+    """
+    expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
+    folder = _existing("cifar10", root, expected)
+    if (folder / "cifar-10-batches-py").is_dir():
+        train, test = (_cifar_batches(folder, train=is_train) for is_train in (True, False))
+    elif (folder / "train").is_dir() and (folder / "test").is_dir():
+        train, test = (_decoded(folder / split, size=32) for split in ("train", "test"))
+    else:
+        raise ValueError(f"data.root={folder} does not hold {expected}")
+    return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
+
+
+def image_folder(
+    root: str | None,
+    image_size: int = 224,
+    num_workers: int = 4,
+    validation: str = "val",
+) -> "Folder":
+    """ImageNet, or any images in ``root/train/<class>/`` and ``root/val/<class>/``.
+
+    Training images are cropped and resized at random and mirrored; test images are resized to
+    8/7 of ``image_size`` and cropped at the centre (256 and 224 pixels, as the paper has it).
+
+    Args:
+        root: the folder.
+        image_size: height and width of what the model sees, in pixels.
+        num_workers: processes that read and decode.
+        validation: the folder of the test images.
+
+    Raises:
+        ValueError: the folder is missing or holds something else.
+    """
+    expected = f"train/ and {validation}/ with one folder of images a class"
+    folder = _existing("image_folder", root, expected)
+    if not (folder / "train").is_dir() or not (folder / validation).is_dir():
+        raise ValueError(f"data.root={folder} does not hold {expected}")
+    from toolkit.training.data.folder import Folder
+
+    return Folder(folder / "train", folder / validation, image_size, num_workers)
+
+
+def _existing(name: str, root: str | None, expected: str) -> Path:
+    if root is None:
+        raise ValueError(f"data={name} reads a folder: set data.root to one that holds {expected}")
+    folder = Path(root).expanduser()
+    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+        problem = "cannot be read" if folder.exists() else "does not exist"
+        raise ValueError(f"data.root={folder} {problem}: expected a folder that holds {expected}")
+    return folder
+
+
+def _cifar_batches(folder: Path, train: bool) -> Labelled:
+    from torchvision.datasets import CIFAR10
+
+    try:
+        found = CIFAR10(str(folder), train=train)
+    except RuntimeError as error:
+        raise ValueError(f"data.root={folder} holds a damaged CIFAR-10: {error}") from error
+    return Labelled(torch.as_tensor(found.data).permute(0, 3, 1, 2), torch.as_tensor(found.targets))
+
+
+def _decoded(folder: Path, size: int) -> Labelled:
+    """All images of a class folder, in memory."""
+    from torchvision.transforms import v2
+    from tqdm import tqdm
+
+    from toolkit.training.data.folder import open_folder
+
+    found = open_folder(folder)
+    to_bytes = v2.PILToTensor()
+    images = torch.empty(len(found), 3, size, size, dtype=torch.uint8)
+    for k in tqdm(range(len(found)), desc=f"reading {folder.name}", leave=False, mininterval=1):
+        image = to_bytes(found[k][0])
+        if image.shape[1:] != (size, size):
+            raise ValueError(
+                f"{found.samples[k][0]} is {image.shape[2]}x{image.shape[1]} pixels: expected"
+                f" {size}x{size}"
+            )
+        images[k] = image
+    return Labelled(images, torch.as_tensor(found.targets))

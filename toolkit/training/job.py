@@ -1,0 +1,118 @@
+"""One training run, from its configuration to its metrics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from toolkit.model import partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import Schedule
+from toolkit.training.data import ImageSet
+from toolkit.training.loop import Epoch, fit
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, built and checked, before the first step."""
+
+    config: DictConfig
+    schedule: Schedule
+    images: ImageSet
+    runtime: SingleProcess
+    device: torch.device
+
+    @property
+    def batch_size(self) -> int:
+        """Images a training step."""
+        return self.config.batch * self.config.microbatches
+
+    @property
+    def stage_parameters(self) -> list[int]:
+        return [sum(p.numel() for p in stage.parameters()) for stage in self.runtime.stages]
+
+    def run(
+        self,
+        on_epoch: Callable[[Epoch], None] = lambda epoch: None,
+        on_step: Callable[[int, int], None] = lambda step, n_steps: None,
+    ) -> list[Epoch]:
+        """Train; one entry an epoch."""
+        return fit(
+            self.runtime,
+            self.images,
+            epochs=self.config.epochs,
+            batch_size=self.batch_size,
+            seed=self.config.seed,
+            device=self.device,
+            on_epoch=on_epoch,
+            on_step=on_step,
+        )
+
+
+def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
+    """Build what ``config`` describes: equal seeds give equal weights and batches.
+
+    Args:
+        config: as ``experiments/train.py`` composes it.
+        images: the image set, if it is loaded already.
+
+    Raises:
+        ValueError: a part cannot be built, or does not fit the others.
+    """
+    for name in ("stages", "microbatches", "batch", "epochs"):
+        if config[name] < 1:
+            raise ValueError(f"{name} is 1 or more: got {config[name]}")
+    device = pick_device(config.device)
+    schedule: Schedule = instantiate(config.schedule)
+    images = instantiate(config.data) if images is None else images
+    assert images is not None
+    torch.manual_seed(config.seed)
+    build = instantiate(config.model, _partial_=True)
+    model = build(
+        n_classes=images.n_classes,
+        image_size=images.image_size,
+        in_channels=images.in_channels,
+    ).to(device)
+    example = torch.empty(config.batch, images.in_channels, images.image_size, images.image_size)
+    stages = partition(model, schedule.n_stages, example, config.partition)
+    batch_size = config.batch * config.microbatches
+    steps_per_epoch = len(images.train(batch_size, config.seed, 0, device))
+    rate = instantiate(config.lr)
+
+    def scheduler(optimizer: Optimizer) -> LambdaLR:
+        return LambdaLR(
+            optimizer,
+            lambda step: rate.factor(step, steps_per_epoch, config.epochs, batch_size),
+        )
+
+    runtime = instantiate(config.runtime, _partial_=True)(
+        stages,
+        schedule,
+        optimizer=instantiate(config.optimizer, _partial_=True),
+        loss=F.cross_entropy,
+        lr_scheduler=scheduler,
+        seed=config.seed,
+    )
+    return Job(config, schedule, images, runtime, device)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one.
+
+    Raises:
+        ValueError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device={name} cannot be used: {reason}; try device=auto") from error
+    return device

@@ -1,0 +1,67 @@
+"""Learning rates as a factor on the optimizer's own rate, per training step.
+
+All of them warm up linearly, and scale linearly with the batch if told the batch for which the
+optimizer's rate was chosen (Goyal et al., arXiv 1706.02677).
+"""
+
+from dataclasses import dataclass
+from math import cos, pi
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate throughout, and the base of the others.
+
+    Args:
+        warmup_epochs: epochs over which the rate rises linearly to its full height.
+        reference_batch: images a step for which the optimizer's rate was chosen; the rate is
+            scaled by (images a step) / reference_batch. None: no scaling.
+    """
+
+    warmup_epochs: float = 0.0
+    reference_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.warmup_epochs < 0:
+            raise ValueError(f"lr.warmup_epochs is 0 or more: got {self.warmup_epochs}")
+        if self.reference_batch is not None and self.reference_batch < 1:
+            raise ValueError(f"lr.reference_batch is 1 or more: got {self.reference_batch}")
+
+    def decay(self, epoch: float, epochs: int) -> float:
+        """The factor at ``epoch`` of ``epochs``, warm-up apart. Fractions of epochs count."""
+        return 1.0
+
+    def factor(self, step: int, steps_per_epoch: int, epochs: int, batch: int) -> float:
+        """The factor on the optimizer's rate for the update of ``step``."""
+        warmup = self.warmup_epochs * steps_per_epoch
+        rising = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        scale = batch / self.reference_batch if self.reference_batch else 1.0
+        return scale * rising * self.decay(step / steps_per_epoch, epochs)
+
+
+@dataclass(frozen=True)
+class Step(Constant):
+    """Multiplied by ``gamma`` every ``every_epochs`` epochs."""
+
+    every_epochs: int = 30
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.every_epochs < 1:
+            raise ValueError(f"lr.every_epochs is 1 or more: got {self.every_epochs}")
+
+    def decay(self, epoch: float, epochs: int) -> float:
+        return self.gamma ** (int(epoch) // self.every_epochs)
+
+
+@dataclass(frozen=True)
+class Cosine(Constant):
+    """Half a cosine from the full rate, after warm-up, to ``final`` times it."""
+
+    final: float = 0.0
+
+    def decay(self, epoch: float, epochs: int) -> float:
+        span = epochs - self.warmup_epochs
+        done = min(1.0, max(0.0, epoch - self.warmup_epochs) / span) if span > 0 else 1.0
+        return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * done))
