@@ -35,9 +35,6 @@ def entry_point(
         def main() -> None:
             schema.register()
             arguments = sys.argv[1:]
-            if {"-h", "--help"} & set(arguments):
-                print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
-                return
             verbose = "HYDRA_FULL_ERROR" in os.environ
             os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
             mistakes = 0
@@ -59,6 +56,9 @@ def entry_point(
                     refuse(error)
 
             try:
+                if {"-h", "--help"} & set(arguments):
+                    print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
+                    return
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)

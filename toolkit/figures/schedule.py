@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, style
 from toolkit.schedule import Action, Instruction, Program, Schedule
@@ -21,8 +23,9 @@ def schedules(shown: Sequence[Schedule], n_steps: int = 3) -> Figure:
     """One column a schedule: its grid, and below it the activations alive in each slot.
 
     A row is a rank; where one rank runs several ops at once, a row is a micro-batch. A cell
-    bears its stage: blue the forward, orange the backward. Colour deepens from step to step.
-    Memory is the sum over ranks, in micro-batches: 1 is all activations of one.
+    bears its stage; a bar under it means that it reads weights one step or more late. Colour
+    deepens from step to step. Memory is the sum over ranks, in micro-batches: 1 is all
+    activations of one.
     """
     with style():
         figure = Figure(figsize=(3.2 * len(shown) + 0.4, 3.4), layout="constrained")
@@ -38,6 +41,12 @@ def schedules(shown: Sequence[Schedule], n_steps: int = 3) -> Figure:
         memories[0].set_ylabel("activations\n(micro-batches)")
         for axes in memories:
             axes.set_xlabel("slot")
+        keys = [
+            Patch(color=_FILL[Action.FORWARD], label="forward"),
+            Patch(color=_FILL[Action.BACKWARD], label="backward"),
+            Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"),
+        ]
+        figure.legend(handles=keys, loc="outside lower center", ncols=3)
         return figure
 
 
@@ -50,7 +59,8 @@ def _draw_grid(axes: Axes, program: Program) -> None:
             if i.action.computes:
                 row = (i.microbatch or 0) if one else rank
                 rows.add(row)
-                _draw_op(axes, i, i.tick / tick, row)
+                stale = program.schedule.staleness[i.stage][i.microbatch or 0] > 0
+                _draw_op(axes, i, i.tick / tick, row, stale)
     axes.set_xlim(0, program.n_slots)
     axes.set_ylim(max(rows) + 0.5, -0.5)
     axes.set_yticks(sorted(rows))
@@ -59,14 +69,16 @@ def _draw_grid(axes: Axes, program: Program) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw_op(axes: Axes, i: Instruction, slot: float, row: int) -> None:
-    faded = 0.35 + 0.3 * ((i.step or 0) % 3)
+def _draw_op(axes: Axes, i: Instruction, slot: float, row: int, stale: bool) -> None:
+    faded = 0.4 + 0.3 * ((i.step or 0) % 3)
     box = Rectangle(
         (slot, row - 0.45), 1, 0.9, facecolor=_FILL[i.action], alpha=faded, edgecolor="white",
         linewidth=0.6,
     )  # fmt: skip
     axes.add_patch(box)
     axes.text(slot + 0.5, row, str(i.stage), ha="center", va="center", fontsize=5.5, color=BLACK)
+    if stale:
+        axes.plot([slot + 0.2, slot + 0.8], [row + 0.34] * 2, color=BLACK, linewidth=1)
 
 
 def _draw_memory(axes: Axes, program: Program) -> None:
@@ -81,4 +93,5 @@ def _draw_memory(axes: Axes, program: Program) -> None:
         f"peak {peak:g}", (len(totals), peak), (0, 2), textcoords="offset points", ha="right",
         va="bottom", fontsize=7,
     )  # fmt: skip
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(0, 1.2 * program.schedule.n_microbatches)

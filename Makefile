@@ -1,0 +1,30 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
+	$(BIN)/python experiments/compare.py experiment=digits
+
+test: $(READY)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## what CI and pre-commit check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+$(READY): pyproject.toml
+	@echo "installing into $(VENV): two minutes or so, most of them for torch"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

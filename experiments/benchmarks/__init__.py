@@ -1,0 +1,1 @@
+"""What ``experiments/bench.py`` can run."""
