@@ -1,6 +1,6 @@
 """The named methods: each is one choice of timing, placement, weights and state."""
 
-from toolkit.schedule import timing
+from toolkit.schedule import orders, timing
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay
 
@@ -56,6 +56,47 @@ def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
     """One device, one micro-batch after another, one update."""
     s, m = _sizes(n_stages, n_microbatches)
     return Schedule("gradient accumulation", s, m, timing.sequential(s, m), "one")
+
+
+def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
+    """All forwards, then all backwards. Source: arXiv 1811.06965."""
+    return _pipeline("GPipe", orders.gpipe(*_sizes(n_stages, n_microbatches)))
+
+
+def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
+    """One forward, one backward, with a flush at each step. Source: arXiv 2006.09503."""
+    return _pipeline("1F1B", orders.one_f_one_b(*_sizes(n_stages, n_microbatches)))
+
+
+def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
+    """1F1B with several stages a rank: rank r has stages r, r + n_ranks, ...
+
+    Source: arXiv 2104.04473.
+    """
+    s, m = _sizes(n_stages, n_microbatches)
+    return _pipeline("interleaved 1F1B", orders.interleaved_1f1b(s, m, n_ranks))
+
+
+def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B with split backwards, ZB-H1. Source: arXiv 2401.10241."""
+    return _pipeline("ZB-H1", orders.zero_bubble(*_sizes(n_stages, n_microbatches)))
+
+
+def pipedream_2bw(n_stages: int, n_microbatches: int) -> Schedule:
+    """1F1B without flush, every weight one step late. With as many micro-batches as stages it is
+    CDP-v1 on per-stage ranks. Source: arXiv 2006.09503.
+
+    Raises:
+        ValueError: fewer micro-batches than stages, which two weight versions cannot serve.
+    """
+    s, m = _sizes(n_stages, n_microbatches)
+    if m < s:
+        raise ValueError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
+    return Schedule("PipeDream-2BW", s, m, timing.pipelined(s, m), "per_stage", delay=1)
+
+
+def _pipeline(name: str, rank_orders: orders.Orders) -> Schedule:
+    return Schedule.from_rank_orders(rank_orders, name=name)
 
 
 def _name(rule: str, state: str) -> str:

@@ -22,8 +22,7 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.schedule.op import Kind
@@ -33,15 +32,28 @@ if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 
-class _Phase(IntEnum):
-    """What comes first among the instructions of one tick."""
+def _position(instruction: Instruction) -> tuple[int, int]:
+    """What comes first among a rank's instructions: by tick, then by phase."""
+    action = instruction.action
+    if action == Action.SEND or action == Action.RECV:
+        return instruction.tick, _MESSAGE_PHASE[instruction.buffer]
+    return instruction.tick, _PHASE[action]
 
-    BOUNDARY = 0
-    REDUCE = 1
-    UPDATE = 2
-    WEIGHTS = 3
-    FREE = 4
-    COMPUTE = 5
+
+# Boundary messages, reductions, updates, hand-ons, frees, ops.
+_MESSAGE_PHASE: dict[Buffer | None, int] = {
+    Buffer.ACTIVATION: 0,
+    Buffer.ACTIVATION_GRADIENT: 0,
+    Buffer.GRADIENT: 1,
+    Buffer.WEIGHTS: 3,
+}
+_PHASE = {
+    Action.ALL_REDUCE: 1,
+    Action.REDUCE: 1,
+    Action.UPDATE: 2,
+    Action.BROADCAST: 3,
+    Action.FREE: 4,
+} | {action: 5 for action in Action if action.computes}
 
 
 class _Read(NamedTuple):
@@ -89,10 +101,7 @@ class _Lowering:
         self.steps = steps
         self.owner = schedule.owners
         self.slot = schedule.timing.ticks_per_slot
-        self.entries: list[list[tuple[int, int, int, Instruction]]] = [
-            [] for _ in range(schedule.n_ranks)
-        ]
-        self.sequence = count()
+        self.ranks: list[list[Instruction]] = [[] for _ in range(schedule.n_ranks)]
         # (stage, version) -> reads; (stage, step) -> rank -> tick at which its share is summed
         self.reads: dict[tuple[int, int], list[_Read]] = defaultdict(list)
         self.shares: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -111,48 +120,59 @@ class _Lowering:
                 remade = self._reduce_and_update(j, step)
                 supply(j, step, made, remade)
                 made = remade
-        ranks = tuple(tuple(entry[3] for entry in sorted(entries)) for entries in self.entries)
+        for instructions in self.ranks:
+            instructions.sort(key=_position)  # stable: what belongs together was added in order
+        ranks = tuple(map(tuple, self.ranks))
         return Program(self.schedule, len(self.steps), ranks, self.steps.start)
 
-    def _add(self, rank: int, phase: _Phase, instruction: Instruction) -> None:
-        self.entries[rank].append((instruction.tick, phase, next(self.sequence), instruction))
-
-    def _message(self, phase: _Phase, source: int, target: int, message: Instruction) -> None:
-        self._add(source, phase, message._replace(peers=(target,)))
-        self._add(target, phase, message._replace(action=Action.RECV, peers=(source,)))
+    def _message(
+        self,
+        source: int,
+        target: int,
+        tick: int,
+        buffer: Buffer,
+        stage: int,
+        microbatch: int | None = None,
+        step: int | None = None,
+        version: int | None = None,
+    ) -> None:
+        what = (stage, microbatch, step, version, buffer)
+        self.ranks[source].append(Instruction(tick, Action.SEND, *what, (target,)))
+        self.ranks[target].append(Instruction(tick, Action.RECV, *what, (source,)))
 
     def _compute(self) -> None:
         """The ops, their boundary messages, and the end of their activations."""
-        schedule = self.schedule
-        timing = schedule.timing
+        schedule, timing = self.schedule, self.schedule.timing
         ops = sorted(timing.starts.items(), key=lambda item: (item[1], item[0]))
+        actions = {kind: Action(kind) for kind in Kind}
         for step in self.steps:
+            begin = (step - self.steps.start) * timing.period
+            place = self._places(step)
             for (kind, j, m), start in ops:
-                start += (step - self.steps.start) * timing.period
-                end = start + timing.ticks_per_slot
-                rank = schedule.rank(j, m, step)
+                start += begin
+                end = start + self.slot
+                rank = place[j][m]
                 version = schedule.version(j, m, step)
-                op = Instruction(start, Action(kind), j, m, step, version)
-                self._add(rank, _Phase.COMPUTE, op)
+                self.ranks[rank].append(Instruction(start, actions[kind], j, m, step, version))
                 self.reads[j, version].append(_Read(start, end, rank))
                 if kind == Kind.FORWARD:
-                    self._boundary(end, Buffer.ACTIVATION, j, m, step, rank, j + 1)
-                elif kind != Kind.BACKWARD_WEIGHT:
-                    self._boundary(end, Buffer.ACTIVATION_GRADIENT, j, m, step, rank, j - 1)
-                if kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-                    free = Instruction(end, Action.FREE, j, m, step, buffer=Buffer.ACTIVATION)
-                    self._add(rank, _Phase.FREE, free)
+                    if j < schedule.n_stages - 1 and place[j + 1][m] != rank:
+                        self._message(rank, place[j + 1][m], end, Buffer.ACTIVATION, j, m, step)
+                elif kind != Kind.BACKWARD_WEIGHT and j > 0 and place[j - 1][m] != rank:
+                    buffer = Buffer.ACTIVATION_GRADIENT
+                    self._message(rank, place[j - 1][m], end, buffer, j, m, step)
+                if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
+                    self.ranks[rank].append(
+                        Instruction(end, Action.FREE, j, m, step, None, Buffer.ACTIVATION)
+                    )
                     share = self.shares[j, step]
                     share[rank] = max(share.get(rank, 0), end)
 
-    def _boundary(
-        self, end: int, buffer: Buffer, j: int, m: int, step: int, rank: int, to_stage: int
-    ) -> None:
-        if 0 <= to_stage < self.schedule.n_stages:
-            target = self.schedule.rank(to_stage, m, step)
-            if target != rank:
-                message = Instruction(end, Action.SEND, j, m, step, buffer=buffer)
-                self._message(_Phase.BOUNDARY, rank, target, message)
+    def _places(self, step: int) -> list[list[int]]:
+        """The rank of each stage and micro-batch at ``step``."""
+        microbatches = range(self.schedule.n_microbatches)
+        stages = range(self.schedule.n_stages)
+        return [[self.schedule.rank(j, m, step) for m in microbatches] for j in stages]
 
     def _reduce_and_update(self, j: int, step: int) -> _Update:
         """Sum stage j's gradient of ``step``, and update."""
@@ -169,17 +189,16 @@ class _Lowering:
                 reduce = Instruction(
                     ready, action, j, step=step, buffer=Buffer.GRADIENT, peers=group
                 )
-                self._add(rank, _Phase.REDUCE, reduce)
+                self.ranks[rank].append(reduce)
         else:
             chain = sorted(shares.keys() | {owner}, key=lambda r: (r == owner, shares.get(r), r))
             summed = 0
             for source, target in pairwise(chain):
                 summed = max(summed, shares[source])
-                message = Instruction(summed, Action.SEND, j, step=step, buffer=Buffer.GRADIENT)
-                self._message(_Phase.REDUCE, source, target, message)
+                self._message(source, target, summed, Buffer.GRADIENT, j, step=step)
         for rank in updaters:
             update = Instruction(ready, Action.UPDATE, j, step=step, version=step + 1)
-            self._add(rank, _Phase.UPDATE, update)
+            self.ranks[rank].append(update)
         return _Update(ready, updaters)
 
     def _hand_on(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
@@ -242,16 +261,15 @@ class _Lowering:
             self._free_weights(stay.until, stay.rank, j, version)
 
     def _send_weights(self, at: int, j: int, version: int, source: int, target: int) -> None:
-        message = Instruction(at, Action.SEND, j, version=version, buffer=Buffer.WEIGHTS)
-        self._message(_Phase.WEIGHTS, source, target, message)
+        self._message(source, target, at, Buffer.WEIGHTS, j, version=version)
 
     def _broadcast(self, at: int, j: int, version: int, ranks: tuple[int, ...]) -> None:
         message = Instruction(
             at, Action.BROADCAST, j, version=version, buffer=Buffer.WEIGHTS, peers=ranks
         )
         for rank in ranks:
-            self._add(rank, _Phase.WEIGHTS, message)
+            self.ranks[rank].append(message)
 
     def _free_weights(self, at: int, rank: int, j: int, version: int) -> None:
         free = Instruction(at, Action.FREE, j, version=version, buffer=Buffer.WEIGHTS)
-        self._add(rank, _Phase.FREE, free)
+        self.ranks[rank].append(free)

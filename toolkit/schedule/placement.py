@@ -12,6 +12,7 @@
     with S = M = N (arXiv 2403.08837, section 4.2).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -22,7 +23,7 @@ PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
 
 
 @dataclass(frozen=True)
-class Placement:
+class Turns:
     """Stage j has ``replicas[j]`` ranks from ``first[j]`` on, which micro-batches take in turn.
 
     The turn goes on from step to step, so a micro-batch may meet another rank in the next step
@@ -38,16 +39,45 @@ class Placement:
     def n_ranks(self) -> int:
         return max(f + r for f, r in zip(self.first, self.replicas, strict=True))
 
+    def is_static(self, stage: int) -> bool:
+        """Whether a micro-batch meets the same rank at every step."""
+        return self.n_microbatches % self.replicas[stage] == 0
+
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         turn = step * self.n_microbatches + microbatch
         return self.first[stage] + turn % self.replicas[stage]
 
-    def ranks(self, stage: int) -> range:
+    def ranks(self, stage: int) -> Sequence[int]:
         """The ranks that run ``stage``."""
         return range(self.first[stage], self.first[stage] + self.replicas[stage])
 
 
-def place(name: str, timing: Timing, n_stages: int, n_microbatches: int) -> Placement:
+@dataclass(frozen=True)
+class Assigned:
+    """``table[stage][microbatch]`` is the rank, at every step."""
+
+    name: str
+    table: tuple[tuple[int, ...], ...]
+
+    @property
+    def n_ranks(self) -> int:
+        return max(map(max, self.table)) + 1
+
+    def is_static(self, stage: int) -> bool:
+        return True
+
+    def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
+        return self.table[stage][microbatch]
+
+    def ranks(self, stage: int) -> Sequence[int]:
+        """The ranks that run ``stage``."""
+        return sorted(set(self.table[stage]))
+
+
+Placement = Turns | Assigned
+
+
+def place(name: str, timing: Timing, n_stages: int, n_microbatches: int) -> Turns:
     """The placement called ``name`` for ops timed by ``timing``."""
     if name == "one":
         first, replicas = [0] * n_stages, [1] * n_stages
@@ -60,7 +90,7 @@ def place(name: str, timing: Timing, n_stages: int, n_microbatches: int) -> Plac
         first = [0, *accumulate(replicas[:-1])]
     else:
         raise ValueError(f"unknown placement {name!r}: choose one of {', '.join(PLACEMENTS)}")
-    return Placement(name, n_microbatches, tuple(first), tuple(replicas))
+    return Turns(name, n_microbatches, tuple(first), tuple(replicas))
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:

@@ -12,6 +12,7 @@ from heapq import heapify, heappop, heappush
 from toolkit.schedule.program import Action, Instruction, Program
 
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+_Head = tuple[int, bool, int]  # tick, whether it computes, rank
 
 
 class DeadlockError(Exception):
@@ -29,47 +30,60 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
     Raises:
         DeadlockError: the ranks left wait for each other, or for one that has finished.
     """
-    position = [0] * len(program.ranks)
-    parked: dict[int, Instruction] = {}
-    ready = [entry for rank in range(len(program.ranks)) if (entry := _head(program, rank, 0))]
+    ranks = program.ranks
+    position = [0] * len(ranks)
+    messages: dict[tuple, tuple[int, Instruction]] = {}  # sends and receives without the other
+    collectives: dict[tuple, dict[int, Instruction]] = {}  # who has come
+    ready = [_head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)
+
+    def advance(rank: int) -> _Head | None:
+        position[rank] += 1
+        order = ranks[rank]
+        return _head(order[position[rank]], rank) if position[rank] < len(order) else None
+
     while ready:
-        rank = heappop(ready)[-1]
-        instruction = program.ranks[rank][position[rank]]
-        moving = _partners(rank, instruction, parked)
-        if moving is None:
-            parked[rank] = instruction
-            continue
-        for partner in moving:
-            yield partner, parked.pop(partner, instruction)
-            position[partner] += 1
-            if entry := _head(program, partner, position[partner]):
-                heappush(ready, entry)
-    if parked:
-        raise DeadlockError(parked)
+        rank = heappop(ready)[2]
+        head: _Head | None = None
+        while head is None or not ready or head < ready[0]:
+            instruction = ranks[rank][position[rank]]
+            action = instruction.action
+            if action == Action.SEND or action == Action.RECV:
+                sends = action == Action.SEND
+                peer = instruction.peers[0]
+                ends = (rank, peer) if sends else (peer, rank)
+                what = ends + instruction[2:7]
+                other = messages.pop(what, None)
+                if other is None:
+                    messages[what] = (rank, instruction)
+                    break
+                yield (rank, instruction) if sends else other
+                yield other if sends else (rank, instruction)
+                if awoken := advance(peer):
+                    heappush(ready, awoken)
+            elif action in _COLLECTIVES:
+                present = collectives.setdefault(instruction[1:], {})
+                present[rank] = instruction
+                if len(present) < len(instruction.peers):
+                    break
+                for partner in instruction.peers:
+                    yield partner, present[partner]
+                    if partner != rank and (awoken := advance(partner)):
+                        heappush(ready, awoken)
+                del collectives[instruction[1:]]
+            else:
+                yield rank, instruction
+            head = advance(rank)
+            if head is None:
+                break
+        else:
+            heappush(ready, head)
+    waiting = dict(messages.values())
+    for present in collectives.values():
+        waiting |= present
+    if waiting:
+        raise DeadlockError(waiting)
 
 
-def _head(program: Program, rank: int, position: int) -> tuple[int, bool, int] | None:
-    if position == len(program.ranks[rank]):
-        return None
-    instruction = program.ranks[rank][position]
-    return instruction.tick, instruction.action.computes, rank
-
-
-def _partners(
-    rank: int, instruction: Instruction, parked: dict[int, Instruction]
-) -> tuple[int, ...] | None:
-    """The ranks that move with ``instruction``, or None while one of them is not there."""
-    action = instruction.action
-    if action in _COLLECTIVES:
-        others = (parked.get(peer) == instruction for peer in instruction.peers if peer != rank)
-        return instruction.peers if all(others) else None
-    if action not in (Action.SEND, Action.RECV):
-        return (rank,)
-    peer = instruction.peers[0]
-    opposite = Action.RECV if action == Action.SEND else Action.SEND
-    if parked.get(peer) != instruction._replace(
-        action=opposite, peers=(rank,), tick=parked[peer].tick if peer in parked else 0
-    ):
-        return None
-    return (rank, peer) if action == Action.SEND else (peer, rank)
+def _head(instruction: Instruction, rank: int) -> _Head:
+    return instruction.tick, instruction.action <= Action.BACKWARD_WEIGHT, rank

@@ -1,13 +1,17 @@
 """A schedule: timing, placement, weights and state, checked to fit together."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from toolkit.schedule import grid as _grid
+from toolkit.schedule import orders as _orders
+from toolkit.schedule import text as _text
+from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.placement import Placement, place
+from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, requested
 from toolkit.schedule.timing import Timing
 
@@ -108,6 +112,53 @@ class Schedule:
         """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
         return self.layout.rank(stage, microbatch, step)
 
+    @classmethod
+    def from_rank_orders(
+        cls,
+        orders: Sequence[str | Sequence[Op | str]],
+        *,
+        name: str = "rank orders",
+        delay: Delay = 0,
+        state: str = "replicated",
+    ) -> "Schedule":
+        """A schedule from the order of each rank's ops, each as early as it can start.
+
+        Args:
+            orders: ``orders[rank]``: ops, or text such as ``"0F0 0F1 0B0 0B1"``.
+            name: what tables and figures call it.
+            delay: as in :class:`Schedule`.
+            state: as in :class:`Schedule`.
+
+        Raises:
+            ValueError: an op is missing, unknown or repeated; a rank has nothing to do; a backward
+                is not where its forward was; ranks wait for each other.
+        """
+        parsed = [_text.parse_order(order, rank) for rank, order in enumerate(orders)]
+        table = _assigned(parsed)
+        timing = _orders.as_early_as_possible(parsed, delay)
+        layout = Assigned("per_stage", table)
+        return cls(name, len(table), len(table[0]), timing, layout, delay, state)
+
+    @classmethod
+    def from_csv(cls, source: str | Path, **arguments: Any) -> "Schedule":
+        """:meth:`from_rank_orders` from a CSV file (or its text): a row a rank, a cell a slot.
+
+        The compute format of torch.distributed.pipelining. Empty cells are passed over: timing is
+        as early as possible.
+
+        Raises:
+            ValueError: as :meth:`from_rank_orders`, with row and column where a cell is to blame.
+        """
+        return cls.from_rank_orders(_text.read_csv(source), **arguments)
+
+    def to_csv(self) -> str:
+        """One training step in the compute format of torch.distributed.pipelining.
+
+        Raises:
+            ValueError: the schedule is not a pipeline.
+        """
+        return _text.write_csv(self)
+
     def grid(self, n_steps: int = 1) -> str:
         """The schedule as text: ranks down, slots across."""
         return _grid.render(self, n_steps)
@@ -122,39 +173,16 @@ class Schedule:
 
         return lower(self, n_steps, first_step)
 
-    def dependencies(self, op: Op) -> Iterator[Op]:
-        """The ops of the same step whose results ``op`` needs."""
-        kind, j, m = op
-        if kind == Kind.FORWARD:
-            if j > 0:
-                yield Op(Kind.FORWARD, j - 1, m)
-        elif kind == Kind.BACKWARD_WEIGHT:
-            yield Op(Kind.BACKWARD_INPUT, j, m)
-        else:
-            yield Op(Kind.FORWARD, j, m)
-            if j < self.n_stages - 1:
-                later = Op(Kind.BACKWARD, j + 1, m)
-                split = Op(Kind.BACKWARD_INPUT, j + 1, m)
-                yield split if split in self.timing.starts else later
-
     def _check_dependencies(self) -> None:
         starts = self.timing.starts
-        for j in range(self.n_stages):
-            for m in range(self.n_microbatches):
-                kinds = {kind for kind in Kind if Op(kind, j, m) in starts}
-                if kinds not in _COMPLETE:
-                    found = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
-                    raise ValueError(
-                        f"stage {j} of micro-batch {m} needs a forward and either a backward or"
-                        f" both of its halves: the timing has {found}"
-                    )
+        check_complete(starts, self.n_stages, self.n_microbatches)
         for op, start in starts.items():
             if not (0 <= op.stage < self.n_stages and 0 <= op.microbatch < self.n_microbatches):
                 raise ValueError(
                     f"op {op} is outside {self.n_stages} stages and"
                     f" {self.n_microbatches} micro-batches"
                 )
-            for needed in self.dependencies(op):
+            for needed in dependencies(op, starts, self.n_stages):
                 if start < self.timing.end(needed):
                     raise ValueError(
                         f"{op} starts before {needed}, whose result it needs, has ended\n"
@@ -168,7 +196,7 @@ class Schedule:
         tick, period = self.timing.ticks_per_slot, self.timing.period
         busy: dict[int, list[tuple[int, Op]]] = {}
         for op, start in self.timing.starts.items():
-            if self.n_microbatches % self.layout.replicas[op.stage] == 0:  # else: in turn, alone
+            if self.layout.is_static(op.stage):  # otherwise it takes turns, and is alone
                 rank = self.rank(op.stage, op.microbatch)
                 busy.setdefault(rank, []).append((start % period, op))
         for rank, taken in busy.items():
@@ -197,7 +225,25 @@ class Schedule:
                     )
 
 
-_COMPLETE = (
-    {Kind.FORWARD, Kind.BACKWARD},
-    {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
-)
+def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
+    """The rank of each stage and micro-batch."""
+    if not orders or not all(orders):
+        idle = [rank for rank, order in enumerate(orders) if not order]
+        raise ValueError(f"every rank has something to do: {idle or 'no'} ranks have orders")
+    seen: dict[Op, int] = {}
+    ranks: dict[tuple[int, int], int] = {}
+    for rank, order in enumerate(orders):
+        for op in order:
+            if op in seen:
+                raise ValueError(f"{op} is done twice: on rank {seen[op]} and on rank {rank}")
+            seen[op] = rank
+            first = ranks.setdefault((op.stage, op.microbatch), rank)
+            if first != rank:
+                raise ValueError(
+                    f"{op} is on rank {rank} and its other half on rank {first}: activations stay"
+                    " where they were made"
+                )
+    n_stages = max(op.stage for op in seen) + 1
+    n_microbatches = max(op.microbatch for op in seen) + 1
+    check_complete(seen, n_stages, n_microbatches)
+    return tuple(tuple(ranks[j, m] for m in range(n_microbatches)) for j in range(n_stages))

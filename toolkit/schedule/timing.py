@@ -69,6 +69,12 @@ def cyclic(n_stages: int, n_microbatches: int) -> Timing:
     return Timing(starts, period * tick, tick)
 
 
+def pipelined(n_stages: int, n_microbatches: int) -> Timing:
+    """1F1B that never drains: a micro-batch every other slot, period 2M (cyclic if M = S)."""
+    starts = _staggered(n_stages, n_microbatches, lambda m: 2 * m, tick=1)
+    return Timing(starts, 2 * n_microbatches)
+
+
 def sequential(n_stages: int, n_microbatches: int) -> Timing:
     """One micro-batch after another (gradient accumulation): period 2SM."""
     period = 2 * n_stages

@@ -3,12 +3,15 @@
 Linear in the number of instructions.
 """
 
+from collections.abc import Callable, Mapping
+
 from toolkit.schedule import grid
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
 from toolkit.schedule.replay import DeadlockError, replay
 from toolkit.schedule.schedule import Schedule
 
+_Do = Callable[[int, Instruction], None]
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
 
@@ -74,8 +77,21 @@ class _Check:
         self.program = program
         self.schedule = program.schedule
         self.ranks = [_Rank() for _ in program.ranks]
-        self.done: set[tuple[Action, _Key]] = set()
+        self.done: dict[Action, set[_Key]] = {a: set() for a in Action if a.computes}
         self.in_flight = 0
+        self._message: Mapping[Buffer | None, _Do] = {
+            Buffer.ACTIVATION: self._boundary,
+            Buffer.ACTIVATION_GRADIENT: self._boundary,
+            Buffer.GRADIENT: self._gradient,
+            Buffer.WEIGHTS: self._weights,
+        }
+        self._local: Mapping[Action, _Do] = {a: self._compute for a in Action if a.computes} | {
+            Action.UPDATE: self._update,
+            Action.FREE: self._free,
+            Action.ALL_REDUCE: self._gradient,
+            Action.REDUCE: self._gradient,
+            Action.BROADCAST: self._weights,
+        }
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
             first = program.first_step
@@ -84,24 +100,18 @@ class _Check:
                 self.ranks[rank].weights |= {(j, version) for version in given}
 
     def step(self, rank: int, i: Instruction) -> None:
-        if i.action.computes:
-            self._compute(self.ranks[rank], i)
-        elif i.action == Action.UPDATE:
-            self._update(self.ranks[rank], i)
-        elif i.action == Action.FREE:
-            self._free(self.ranks[rank], i)
-        elif i.buffer == Buffer.GRADIENT:
-            self._gradient(rank, i)
-        elif i.buffer == Buffer.WEIGHTS:
-            self._weights(rank, i)
+        action = i.action
+        if action == Action.SEND or action == Action.RECV:
+            self._message[i.buffer](rank, i)
         else:
-            self._boundary(self.ranks[rank], i)
+            self._local[action](rank, i)
 
-    def _compute(self, here: _Rank, i: Instruction) -> None:
+    def _compute(self, rank: int, i: Instruction) -> None:
+        here = self.ranks[rank]
         key = (i.stage, i.microbatch, i.step)
-        if (i.action, key) in self.done:
+        if key in self.done[i.action]:
             raise _RefusedError("it has been done before")
-        self.done.add((i.action, key))
+        self.done[i.action].add(key)
         promised = self.schedule.version(i.stage, i.microbatch or 0, i.step or 0)
         if i.version != promised:
             raise _RefusedError(f"the schedule promises weight version {promised}")
@@ -136,8 +146,8 @@ class _Check:
             raise _RefusedError("a micro-batch's gradient is counted twice")
         here.sums[key] = here.sums.get(key, 0) | microbatches
 
-    def _update(self, here: _Rank, i: Instruction) -> None:
-        version = i.step
+    def _update(self, rank: int, i: Instruction) -> None:
+        here, version = self.ranks[rank], i.step
         missing = self.every & ~here.sums.pop((i.stage, i.step), 0)
         if missing:
             lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
@@ -146,7 +156,8 @@ class _Check:
             raise _RefusedError(f"the rank does not hold version {version} of stage {i.stage}")
         here.weights.add((i.stage, i.version))
 
-    def _free(self, here: _Rank, i: Instruction) -> None:
+    def _free(self, rank: int, i: Instruction) -> None:
+        here = self.ranks[rank]
         held: set = here.activations
         key: tuple = (i.stage, i.microbatch, i.step)
         if i.buffer == Buffer.WEIGHTS:
@@ -183,7 +194,8 @@ class _Check:
         else:
             held.add(key)
 
-    def _boundary(self, here: _Rank, i: Instruction) -> None:
+    def _boundary(self, rank: int, i: Instruction) -> None:
+        here = self.ranks[rank]
         key = (i.buffer or Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
         if i.action == Action.SEND:
             _take(here.boundaries, key)
@@ -195,7 +207,7 @@ class _Check:
         schedule, steps = self.schedule, self.program.steps
         for op in schedule.timing.starts:
             for step in steps:
-                if (Action(op.kind), (op.stage, op.microbatch, step)) not in self.done:
+                if (op.stage, op.microbatch, step) not in self.done[Action(op.kind)]:
                     raise _left(
                         f"{op} of step {step} is never done", schedule, (op, step - steps.start)
                     )

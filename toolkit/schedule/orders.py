@@ -1,0 +1,166 @@
+"""Pipelines: the order of each rank's ops, and when they start if none waits for nothing.
+
+Four stages, four micro-batches, one column a slot (``.`` idle)::
+
+    GPipe                                1F1B
+    0F0 0F1 0F2 0F3 .   .   .   .   .    0F0 0F1 0F2 0F3 .   .   .   0B0 .   0B1 ...
+    .   1F0 1F1 1F2 1F3 .   .   .   .    .   1F0 1F1 1F2 .   .   1B0 1F3 1B1 ...
+    .   .   2F0 2F1 2F2 2F3 .   2B0 ...  .   .   2F0 2F1 .   2B0 2F2 2B1 2F3 ...
+    .   .   .   3F0 3F1 3F2 3F3 3B0 ...  .   .   .   3F0 3B0 3F1 3B1 3F2 3B2 ...
+"""
+
+from collections.abc import Iterator, Sequence
+
+from toolkit.schedule.dependencies import check_complete, dependencies
+from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.timing import Timing
+
+Orders = Sequence[Sequence[Op]]
+
+
+def gpipe(n_stages: int, n_microbatches: int) -> Orders:
+    """All forwards, then all backwards. Source: arXiv 1811.06965."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return [
+        [Op(kind, j, m) for kind in kinds for m in range(n_microbatches)] for j in range(n_stages)
+    ]
+
+
+def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
+    """One forward, one backward, as soon as the first backward can start.
+
+    Source: PipeDream-Flush, arXiv 2006.09503, section 2.2.
+    """
+    return interleaved_1f1b(n_stages, n_microbatches, n_stages)
+
+
+def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
+    """1F1B where rank r has stages r, r + n_ranks, ..., in rounds of n_ranks micro-batches.
+
+    Source: arXiv 2104.04473, section 2.2. Where the micro-batches are no multiple of the ranks,
+    rounds are as even as they can be, as torch.distributed.pipelining has them.
+
+    Raises:
+        ValueError: stages or micro-batches cannot be dealt out evenly.
+    """
+    if n_ranks < 1 or n_stages % n_ranks:
+        raise ValueError(
+            f"each rank has the same number of stages: {n_stages} stages cannot be dealt out to"
+            f" {n_ranks} ranks"
+        )
+    per_rank = n_stages // n_ranks
+    rounds = max(1, n_microbatches // n_ranks)
+    if per_rank > 1 and n_microbatches % rounds:
+        raise ValueError(
+            f"micro-batches run in {rounds} equal rounds: {n_microbatches} cannot be divided so;"
+            f" make them a multiple of {n_ranks}"
+        )
+    in_round = n_microbatches // rounds if per_rank > 1 else n_microbatches
+    orders = []
+    for rank in range(n_ranks):
+        ahead = n_ranks - 1 - rank
+        warmup = (per_rank - 1) * in_round + 2 * ahead if per_rank > 1 else ahead
+        forwards = [
+            Op(Kind.FORWARD, block * n_ranks + rank, m)
+            for block, m in _rounds(per_rank, n_microbatches, in_round)
+        ]
+        backwards = [
+            Op(Kind.BACKWARD, (per_rank - 1 - block) * n_ranks + rank, m)
+            for block, m in _rounds(per_rank, n_microbatches, in_round)
+        ]
+        orders.append(_one_forward_one_backward(forwards, backwards, warmup))
+    return orders
+
+
+def zero_bubble(n_stages: int, n_microbatches: int) -> Orders:
+    """1F1B with split backwards: ZB-H1, which holds as many activations as 1F1B's first stage.
+
+    Rank r puts off its halves for the weights by r micro-batches, and fills with them the slots
+    in which 1F1B waits. Source: arXiv 2401.10241, section 2.
+    """
+    orders = []
+    for rank in range(n_stages):
+        forwards = [Op(Kind.FORWARD, rank, m) for m in range(n_microbatches)]
+        inputs = [Op(Kind.BACKWARD_INPUT, rank, m) for m in range(n_microbatches)]
+        weights = (Op(Kind.BACKWARD_WEIGHT, rank, m) for m in range(n_microbatches))
+        order = []
+        for op in _one_forward_one_backward(forwards, inputs, n_stages - 1 - rank):
+            order.append(op)
+            if op.kind == Kind.BACKWARD_INPUT and op.microbatch >= rank:
+                order.append(next(weights))
+        orders.append([*order, *weights])
+    return orders
+
+
+def _rounds(per_rank: int, n_microbatches: int, in_round: int) -> Iterator[tuple[int, int]]:
+    """(local stage, micro-batch): a round of micro-batches through each stage of the rank."""
+    for start in range(0, n_microbatches, in_round):
+        for block in range(per_rank):
+            for m in range(start, min(start + in_round, n_microbatches)):
+                yield block, m
+
+
+def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    warmup = min(warmup, len(forwards))
+    steady = len(forwards) - warmup
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True):
+        order += [forward, backward]
+    return order + backwards[steady:]
+
+
+def as_early_as_possible(orders: Orders, delay: object = 0) -> Timing:
+    """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
+
+    The period is the least at which no rank is asked for two training steps at once and, for a
+    ``delay`` in steps, every weight version is ready when it is read.
+
+    Raises:
+        ValueError: an op is missing or appears twice, or ranks wait for each other.
+    """
+    ops = {op for order in orders for op in order}
+    n_stages = max(op.stage for op in ops) + 1
+    n_microbatches = max(op.microbatch for op in ops) + 1
+    check_complete(ops, n_stages, n_microbatches)
+    needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
+    ends: dict[Op, int] = {}
+    free = [0] * len(orders)
+    position = [0] * len(orders)
+    waiting: dict[Op, list[int]] = {}
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        order = orders[rank]
+        while position[rank] < len(order):
+            op = order[position[rank]]
+            missing = next((needed for needed in needs[op] if needed not in ends), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            free[rank] = max(free[rank], *(ends[needed] for needed in needs[op]), 0) + 1
+            ends[op] = free[rank]
+            position[rank] += 1
+            ready += waiting.pop(op, [])
+    if waiting:
+        stuck = (
+            f"rank {rank} waits at {orders[rank][position[rank]]} for {op}"
+            for op, ranks in waiting.items()
+            for rank in ranks
+        )
+        raise ValueError(f"the orders cannot be carried out: {'; '.join(sorted(stuck))}")
+    starts = {op: end - 1 for op, end in ends.items()}
+    return Timing(starts, _period(orders, starts, n_stages, n_microbatches, delay))
+
+
+def _period(
+    orders: Orders, starts: dict[Op, int], n_stages: int, n_microbatches: int, delay: object
+) -> int:
+    longest = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
+    if not isinstance(delay, int) or delay < 0:
+        return longest
+    timing = Timing(starts, longest)
+    for j in range(n_stages):
+        first = min(starts[Op(Kind.FORWARD, j, m)] for m in range(n_microbatches))
+        ready = max(timing.gradient_end(j, m) for m in range(n_microbatches))
+        longest = max(longest, -((first - ready) // (delay + 1)))
+    return longest
