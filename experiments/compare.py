@@ -43,16 +43,17 @@ def main(config: DictConfig) -> None:
         folder / "result.json",
         {"metrics": rows, "provenance": provenance(config, device, seconds)},
     )
+    called = labels(rules)
     curves = {
-        schedule.name: [[e["top1"] for e in es] for run, es in runs if run["rule"] == name]
-        for name, schedule in rules.items()
+        label: [[e["top1"] for e in es] for run, es in runs if run["rule"] == name]
+        for name, label in called.items()
     }
     figures = [
         *save(accuracy(curves), folder / "accuracy"),
         *save(schedules(list(rules.values())), folder / "schedules"),
     ]
-    print(f"\n{table([readable(row) for row in rows])}\n")
-    print(_LEGEND.format(first=rows[0]["schedule"], seeds=config.seeds))
+    print(f"\n{table([readable(row, called[row['rule']]) for row in rows])}\n")
+    print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
 
 
@@ -115,10 +116,19 @@ def summary(schedule: Any, runs: Runs, name: str, first: str) -> dict[str, Any]:
     }
 
 
-def readable(row: dict[str, Any]) -> dict[str, str]:
+def labels(rules: dict[str, Any]) -> dict[str, str]:
+    """What each rule is called: its schedule's name, and its own where schedules share theirs."""
+    names = [schedule.name for schedule in rules.values()]
+    return {
+        rule: schedule.name if names.count(schedule.name) == 1 else f"{schedule.name} ({rule})"
+        for rule, schedule in rules.items()
+    }
+
+
+def readable(row: dict[str, Any], label: str) -> dict[str, str]:
     """A row as the terminal shows it."""
     return {
-        "rule": row["schedule"],
+        "rule": label,
         "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
         "vs first": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
         "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",

@@ -11,7 +11,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("config", "figures", "model", "runtime", "schedule", "training")
+_SUBPACKAGES = ("cost", "config", "figures", "model", "runtime", "schedule", "training")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -16,6 +16,9 @@ from toolkit.schedule import catalog
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a method: median seconds, images/s, and its ratio to plain PyTorch round by round."""
+    for name in ("image_size", "batch", "rounds"):
+        if config[name] < 1:
+            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
     torch.manual_seed(seed)
     n_images = config.microbatches * config.batch
     model = build(config.model, 10, config.image_size).to(device)

@@ -42,7 +42,7 @@ def entry_point(
             def refuse(error: Exception) -> None:
                 """Print a user's mistake and remember it; raise anything else."""
                 nonlocal mistakes
-                message = explain(error, name, conf)
+                message = explain(error, name, conf, arguments)
                 if message is None or verbose:
                     raise error
                 print(f"error: {message}", file=sys.stderr)
@@ -78,6 +78,8 @@ def _settle(config: DictConfig) -> None:
     if config.get("workers") is not None:
         config.microbatches = config.workers
     OmegaConf.resolve(config)
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
     if config.get("threads") is not None:
         if config.threads < 1:
             raise ValueError(f"threads is 1 or more: got {config.threads}")

@@ -5,6 +5,7 @@ import traceback
 from difflib import get_close_matches
 from pathlib import Path
 
+import hydra
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -18,29 +19,43 @@ from toolkit.config import schema
 from toolkit.config.help import choices, groups
 
 _TOOLKIT = Path(__file__).resolve().parents[1]
+_HYDRA = Path(hydra.__file__).resolve().parent
 
 
-def explain(error: Exception, experiment: str, conf: Path) -> str | None:
-    """The message for a user's mistake; None for anything else."""
+def explain(error: Exception, experiment: str, conf: Path, arguments: list[str]) -> str | None:
+    """The message for a user's mistake; None for anything else.
+
+    Args:
+        error: what was raised.
+        experiment: the name of the experiment.
+        conf: the folder of the configuration.
+        arguments: of the command line.
+    """
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    if isinstance(error, ValueError | FloatingPointError) and _ours(error, conf):
+    if isinstance(error, ValueError | FloatingPointError) and _raised_in(error, _ours(conf)):
         return str(error)
     if isinstance(error, MissingConfigException):
         return _missing_choice(error, conf)
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not OPTION=VALUE"
     if isinstance(error, ConfigCompositionException):
-        return _composition(error, experiment)
+        return _composition(error, experiment, conf)
     if isinstance(error, OmegaConfBaseException | HydraException):
         return _first_line(error)
+    if isinstance(error, ValueError) and _raised_in(error, [_HYDRA]):
+        return _not_a_choice(arguments, conf)
     return None
 
 
-def _ours(error: Exception, conf: Path) -> bool:
-    """Whether the toolkit or an experiment raised it, rather than a library that they call."""
+def _ours(conf: Path) -> list[Path]:
+    return [_TOOLKIT, conf.resolve().parent / "experiments"]
+
+
+def _raised_in(error: Exception, folders: list[Path]) -> bool:
+    """Whether the code in ``folders`` raised it itself, rather than a library that it calls."""
     raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return raised.is_relative_to(_TOOLKIT) or raised.is_relative_to(conf.resolve().parent)
+    return any(raised.is_relative_to(folder) for folder in folders)
 
 
 def _missing_choice(error: MissingConfigException, conf: Path) -> str:
@@ -48,38 +63,74 @@ def _missing_choice(error: MissingConfigException, conf: Path) -> str:
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"
-    if not group:
-        return _first_line(error)
+    return _unknown_choice(group, choice, conf) if group else _first_line(error)
+
+
+def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
+    """What Hydra reports without saying where: a group set to null or to a number."""
+    for argument in arguments:
+        group, _, choice = argument.partition("=")
+        if not group:
+            return f"{argument!r} is not OPTION=VALUE"
+        if group in groups(conf) and choice not in choices(conf, group):
+            return _unknown_choice(group, choice, conf)
+    return None
+
+
+def _unknown_choice(group: str, choice: str, conf: Path) -> str:
     valid = choices(conf, group)
-    return f"{group}={choice} is unknown: {_nearest(choice, valid)}choose one of {', '.join(valid)}"
+    near = get_close_matches(choice, valid, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{group}={choice} is unknown: {hint}choose one of {', '.join(valid)}"
 
 
-def _composition(error: ConfigCompositionException, experiment: str) -> str:
-    """Hydra's own words, but for what it says at length: an option that does not exist."""
+_NO_OPTION = re.compile(r"Could not override '([^']+)'")
+_EXISTS = re.compile(r"An item is already at '([^']+)'")
+_SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
+_VALUE = re.compile(r"Error merging override (.+)")
+_TYPE = re.compile(r"could not be converted to (\w+)|is not a valid (bool)|is (not Optional)")
+_EXPECTED = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "bool": "true or false",
+    "not Optional": "never null",
+}
+
+
+def _composition(error: ConfigCompositionException, experiment: str, conf: Path) -> str:
+    """Hydra's own words, but for what it says at length or leaves unsaid."""
     message = _first_line(error)
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
-    if not (
-        found := re.search(
-            r"[Cc]ould not (?:override|append to config\. An item is"
-            r" already at) '([^']+)'",
-            message,
-        )
-    ):
-        why = f": {_first_line(cause)}" if cause else ""
-        return f"{message}{why}"
-    key = found[1]
+    cause = _first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
+    if found := _SWEEP.match(message):
+        return f"{found[1]} gives several values: add -m for one run of each"
+    if found := _EXISTS.search(message):
+        return f"{found[1]} has a value already: change it without the +"
+    if found := _NO_OPTION.match(message):
+        return _no_option(found[1], experiment, conf)
+    if (found := _VALUE.match(message)) and (kind := _TYPE.search(cause)):
+        option = found[1].lstrip("+").partition("=")[0]
+        expected = _EXPECTED[next(filter(None, kind.groups()))]
+        return f"{found[1]}: {option} is {expected}"
+    return f"{message}: {cause}" if cause else message
+
+
+def _no_option(key: str, experiment: str, conf: Path) -> str:
     known = schema.options(experiment)
-    if key in known:
-        group = key.split(".")[0]
+    group, _, name = key.rpartition(".")
+    if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
-    hint = _nearest(key, known) or "--help lists the options"
-    return f"there is no option {key}: {hint.strip()}"
+    if key in groups(conf):
+        return f"{experiment} cannot take {key}=... here; --help lists what it takes"
+    siblings = [option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")]
+    if near := get_close_matches(name, siblings, n=1):
+        return f"there is no option {key}: did you mean {group}.{near[0]}?"
+    if siblings:
+        return f"there is no option {key}: {group} has {', '.join(siblings)}"
+    near = get_close_matches(key, known, n=1)
+    return f"there is no option {key}: " + (
+        f"did you mean {near[0]}?" if near else "--help lists the options"
+    )
 
 
-def _nearest(word: str, valid: list[str]) -> str:
-    near = get_close_matches(word, valid, n=1, cutoff=0.4)
-    return f"did you mean {near[0]}? " if near else ""
-
-
-def _first_line(error: Exception) -> str:
-    return next(line.strip() for line in str(error).splitlines() if line.strip())
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

@@ -20,7 +20,10 @@ def text(name: str, conf: Path, overrides: list[str]) -> str:
         f"python experiments/{name}.py -m OPTION=A,B ...     one run for each combination",
         "",
         "Groups (GROUP=CHOICE, and GROUP.OPTION=VALUE):",
-        *(f"  {group:<12} {', '.join(choices(conf, group))}" for group in _groups(name, conf)),
+        *(
+            f"  {shown:<19} {', '.join(choices(conf, g))}"
+            for shown, g in _groups(name, conf).items()
+        ),
         "",
         "Options:",
         *(_option(key, config, described[key]) for key in described),
@@ -43,18 +46,25 @@ def groups(conf: Path) -> list[str]:
     return sorted(path.name for path in conf.iterdir() if path.is_dir())
 
 
-def _groups(name: str, conf: Path) -> Iterator[str]:
-    """The groups that the experiment's defaults name, directly or through another file."""
+def _groups(name: str, conf: Path) -> dict[str, str]:
+    """The groups that the experiment's defaults name, directly or through another file.
+
+    Returns:
+        the group by how it is written: as itself, or ``group@place.NAME`` where it stands often.
+    """
     known = groups(conf)
+    found: dict[str, str] = {}
     for entry in yaml.safe_load((conf / f"{name}.yaml").read_text())["defaults"]:
         if isinstance(entry, str):
             if (conf / f"{entry}.yaml").is_file() and entry != "output":
-                yield from _groups(entry, conf)
+                found |= _groups(entry, conf)
         else:
             group = next(iter(entry)).removeprefix("override ")
-            plain = group.split("@")[0]
+            plain, _, place = group.partition("@")
             if plain in known:
-                yield plain
+                parent = place.rpartition(".")[0]
+                found[f"{plain}@{parent}.NAME" if parent else plain] = plain
+    return found
 
 
 def _option(key: str, config: DictConfig, description: str) -> str:

@@ -217,7 +217,9 @@ def options(experiment: str) -> list[str]:
     """Every option that some choice of groups gives an experiment, dotted."""
     found = [f.name for f in fields(_SCHEMAS["experiment"][experiment])]
     for group, schemas in _SCHEMAS.items():
-        if group in found or (group == "schedule" and "rules" in found):
+        rule = group == "schedule" and "rules" in found
+        if group in found or rule:
+            prefix = "rules.NAME" if rule else group
             names = (f.name for node in schemas.values() for f in fields(node))
-            found += sorted({f"{group}.{name}" for name in names if name != "_target_"})
+            found += sorted({f"{prefix}.{name}" for name in names if name != "_target_"})
     return found

@@ -1,4 +1,4 @@
-"""What each operation of a model costs, read off one forward on meta tensors.
+"""What each operation of a model costs, forward and backward, read off meta tensors.
 
 Nothing is computed and no activation is allocated, so a large batch of a large model is analysed
 on a laptop.
@@ -9,8 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic and traffic of one or more kernels.
+
+    Attributes:
+        flops: floating-point operations, by torch's own counter.
+        bytes: read and written in the device's memory, each kernel on its own.
+    """
+
+    flops: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -18,17 +33,25 @@ class NodeCost:
     """One node of the traced graph.
 
     Attributes:
-        flops: floating-point operations of its forward, by torch's own counter.
+        forward: the work of its forward.
+        backward: the work of its backward.
         parameters: elements of the parameters that it is the first to use.
         activations: bytes that its forward keeps for the backward and no earlier node kept;
             neither parameters nor the model's inputs.
+        changes: the nodes whose results it overwrites in place, views of them included.
         output: its result on the meta device (a tensor of the right shape and type).
     """
 
-    flops: int
+    forward: Work
+    backward: Work
     parameters: int
     activations: int
+    changes: tuple[str, ...]
     output: Any
+
+    @property
+    def flops(self) -> int:
+        return self.forward.flops
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
@@ -39,62 +62,12 @@ def meta_copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo).train()
 
 
-def node_costs(traced: fx.GraphModule, example: tuple[torch.Tensor, ...]) -> dict[str, NodeCost]:
+def node_costs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, NodeCost]:
     """The cost of each node of ``traced`` for inputs like ``example``, by node name."""
     inputs = tuple(_to_meta(tensor) for tensor in example)
     recorder = _Recorder(meta_copy(traced), inputs)
-    with recorder.flop_counter, torch.autograd.graph.saved_tensors_hooks(recorder.keep, _unpack):
-        recorder.run(*inputs)
+    recorder.run(*inputs)
     return recorder.costs
-
-
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
-    meta = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
-    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-class _Recorder(fx.Interpreter):
-    def __init__(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        assert isinstance(module, fx.GraphModule)
-        super().__init__(module, garbage_collect_values=False)
-        self.flop_counter = FlopCounterMode(display=False)
-        self.costs: dict[str, NodeCost] = {}
-        self.counted: set[str] = set()
-        # Storages are told apart by address: what is kept must stay alive meanwhile.
-        self.kept: list[torch.Tensor] = [*module.parameters(), *module.buffers(), *inputs]
-        self.seen = {_storage(tensor) for tensor in self.kept}
-        self.bytes = 0
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _storage(tensor) not in self.seen:
-            self.seen.add(_storage(tensor))
-            self.kept.append(tensor)
-            self.bytes += tensor.untyped_storage().nbytes()
-        return tensor
-
-    def run_node(self, n: fx.Node) -> Any:
-        flops, kept = self.flop_counter.get_total_flops(), self.bytes
-        output = super().run_node(n)
-        self.costs[n.name] = NodeCost(
-            flops=self.flop_counter.get_total_flops() - flops,
-            parameters=self._new_parameters(n),
-            activations=self.bytes - kept,
-            output=output,
-        )
-        return output
-
-    def _new_parameters(self, n: fx.Node) -> int:
-        new = {k: p for k, p in parameters_of(self.module, n) if k not in self.counted}
-        self.counted |= new.keys()
-        return sum(parameter.numel() for parameter in new.values())
 
 
 def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter]]:
@@ -108,3 +81,133 @@ def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter
         if isinstance(value, nn.Parameter):
             return [(str(n.target), value)]
     return []
+
+
+class _Recorder(fx.Interpreter):
+    """Runs each node alone, forward and backward, on inputs cut off from the nodes before."""
+
+    def __init__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(module, fx.GraphModule)
+        super().__init__(module, garbage_collect_values=False)
+        self.costs: dict[str, NodeCost] = {}
+        self.counted: set[int] = set()
+        # Storages are told apart by address: what is kept must stay alive meanwhile.
+        self.kept: list[Tensor] = [*module.parameters(), *module.buffers(), *inputs]
+        self.seen = {_storage(tensor) for tensor in self.kept}
+        self.bytes = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        changes = self._changes(n, args, kwargs)
+        leaves: list[Tensor] = []
+
+        def cut_off(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            leaves.append(leaf := value.detach().requires_grad_())
+            return leaf.clone() if changes else leaf  # autograd guards leaves against changes
+
+        args, kwargs = tree_map(cut_off, (args, kwargs))
+        kept = self.bytes
+        with _Counter() as forward, torch.autograd.graph.saved_tensors_hooks(self._keep, _same):
+            output = getattr(self, n.op)(n.target, args, kwargs)
+        leaves += [parameter for _, parameter in parameters_of(self.module, n)]
+        with _Counter() as backward:
+            _backward(output, leaves)
+        self.costs[n.name] = NodeCost(
+            forward=forward.work,
+            backward=backward.work,
+            parameters=self._new_parameters(n),
+            activations=self.bytes - kept,
+            changes=changes,
+            output=output,
+        )
+        return output
+
+    def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
+        """The nodes whose results ``n`` overwrites, seen by trying it once."""
+        if not n.op.startswith("call"):
+            return ()
+        before = [(node, x, x._version) for node, x in self.env.items() if isinstance(x, Tensor)]
+        with torch.no_grad():
+            getattr(self, n.op)(n.target, args, kwargs)
+        return tuple(node.name for node, x, version in before if x._version != version)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in self.seen:
+            self.seen.add(_storage(tensor))
+            self.kept.append(tensor)
+            self.bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def _new_parameters(self, n: fx.Node) -> int:
+        found = {id(p): p for _, p in parameters_of(self.module, n)}
+        new = {k: p for k, p in found.items() if k not in self.counted}
+        self.counted |= new.keys()
+        return sum(parameter.numel() for parameter in new.values())
+
+
+def _backward(output: Any, leaves: list[Tensor]) -> None:
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if outputs and wanted:
+        gradients = [torch.empty_like(x) for x in outputs]
+        torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+
+
+class _Counter:
+    """Counts the work done within."""
+
+    def __init__(self) -> None:
+        self._flops = FlopCounterMode(display=False)
+        self._traffic = _Traffic()
+
+    def __enter__(self) -> "_Counter":
+        self._flops.__enter__()
+        self._traffic.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._traffic.__exit__(*error)
+        self._flops.__exit__(*error)
+
+    @property
+    def work(self) -> Work:
+        return Work(self._flops.get_total_flops(), self._traffic.bytes)
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes that kernels read and write; views move nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.is_view or func in _ALLOCATIONS:
+            return output
+        touched = [*tree_leaves((args, kwargs)), *tree_leaves(output)]
+        self.bytes += sum(x.numel() * x.element_size() for x in touched if isinstance(x, Tensor))
+        return output
+
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.detach.default,
+}
+
+
+def _to_meta(tensor: Tensor) -> Tensor:
+    meta = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -4,7 +4,6 @@ A cut may fall between two operations wherever every value that crosses it is a 
 batch as leading dimension. All of them travel: residuals that skip over a cut go with it.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from toolkit.model.analysis import NodeCost, node_costs, parameters_of
+from toolkit.model.trace import reason, trace
 
 MEASURES = ("flops", "parameters", "activations")
 
@@ -78,8 +78,8 @@ def partition(
         ValueError: the model cannot be traced, or cannot be cut like that.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    traced = _trace(model)
-    costs = node_costs(traced, inputs)
+    traced = trace(model)
+    costs = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     output = next(iter(reversed(traced.graph.nodes))).args[0]
     if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
@@ -87,7 +87,7 @@ def partition(
             "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
         )
     crossing = _Crossings(traced, nodes, costs, batch=inputs[0].shape[0])
-    if isinstance(by, str):
+    if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise ValueError(
                 f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or give the names of the"
@@ -108,20 +108,16 @@ def partition(
     )
 
 
-def _trace(model: nn.Module) -> fx.GraphModule:
-    was_training = model.training
-    model.train()  # a traced functional dropout keeps the mode in which it was traced
+def _costs(
+    model: nn.Module, traced: fx.GraphModule, inputs: tuple[torch.Tensor, ...]
+) -> dict[str, NodeCost]:
     try:
-        return fx.symbolic_trace(model)
-    except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        reason = str(error).strip().splitlines()
+        return node_costs(traced, inputs)
+    except Exception as error:  # the model's own code may raise anything
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__}: {reason[0] if reason else error!r};"
-            " control flow that depends on tensors has to move into a module marked as a leaf with"
-            " torch.fx.wrap, or out of forward"
+            f"{type(model).__name__} cannot train on an example of shape {shapes}: {reason(error)}"
         ) from error
-    finally:
-        model.train(was_training)
 
 
 class _Crossings:
@@ -138,6 +134,7 @@ class _Crossings:
         self.at: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(nodes) + 1)
         position = {node: k for k, node in enumerate(nodes)}
+        by_name = {node.name: node for node in traced.graph.nodes}
         for node in traced.graph.nodes:
             if node.op in ("get_attr", "output"):  # each stage reads its own attributes
                 continue
@@ -146,9 +143,9 @@ class _Crossings:
             for cut in range(made + 1, max(uses, default=-1) + 1):
                 self.at[cut].append(node)
                 self._check_value(cut, node)
-            for user in node.users:
-                if user in position and _changes_in_place(traced, user, node):
-                    self._forbid(range(made + 1, position[user] + 1), f"{user} changes {node}")
+            for changed in costs[node.name].changes:
+                first = position.get(by_name[changed], -1) + 1
+                self._forbid(range(first, made + 1), f"{node} changes {changed} in place")
         self._keep_shared_parameters_together(position)
 
     def _check_value(self, cut: int, node: fx.Node) -> None:
@@ -186,21 +183,6 @@ class _Crossings:
             for node in self.at[cut]
             if isinstance(tensor := self.costs[node.name].output, torch.Tensor)
         )
-
-
-def _changes_in_place(traced: fx.GraphModule, user: fx.Node, value: fx.Node) -> bool:
-    if not user.args or user.args[0] is not value:
-        return False
-    if user.op == "call_module":
-        return bool(getattr(traced.get_submodule(str(user.target)), "inplace", False))
-    if user.op == "call_method":
-        return str(user.target).endswith("_") and not str(user.target).endswith("__")
-    name = getattr(user.target, "__name__", "")
-    in_place_operator = getattr(operator, name, None) is user.target and name.startswith("i")
-    return bool(user.kwargs.get("inplace")) or (in_place_operator and name in _IN_PLACE_OPERATORS)
-
-
-_IN_PLACE_OPERATORS = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"}
 
 
 def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.op import Kind
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
 
@@ -71,7 +72,8 @@ def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
             "a program has 1 training step or more, from step 0 or later:"
             f" got n_steps={n_steps}, first_step={first_step}"
         )
-    return _Lowering(schedule, range(first_step, first_step + n_steps)).program()
+    with collector_paused():
+        return _Lowering(schedule, range(first_step, first_step + n_steps)).program()
 
 
 def _grouped(reads: list[_Read]) -> Iterator[tuple[int, list[_Read]]]:

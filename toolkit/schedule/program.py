@@ -1,6 +1,5 @@
 """What each rank does, in order: the lowered form that is verified, simulated and run."""
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -132,6 +131,26 @@ class Program:
         """The most stage-activations that each rank holds at once."""
         return tuple(max(alive for _, alive in _alive(rank)) for rank in self.ranks)
 
+    def peak_weights(self) -> tuple[int, ...]:
+        """The most weights that each rank holds at once, all versions, in stage-parameters."""
+        schedule = self.schedule
+        peaks = []
+        for rank, instructions in enumerate(self.ranks):
+            held = sum(
+                self.first_step + 1 - schedule.oldest_version(j, self.first_step)
+                for j in range(schedule.n_stages)
+                if rank in schedule.first_holders(j)
+            )
+            peak = held
+            for i in instructions:
+                if i.action == Action.UPDATE or _receives_weights(i, rank):
+                    held += 1
+                    peak = max(peak, held)
+                elif i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
+                    held -= 1
+            peaks.append(peak)
+        return tuple(peaks)
+
     def peak_total_activations(self) -> int:
         """The most stage-activations that all ranks together hold in a slot."""
         return max(map(sum, zip(*self.activations(), strict=True)))
@@ -143,31 +162,15 @@ class Program:
         by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
         each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
         """
-        messages: Counter[tuple[int, int]] = Counter()
-        units: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
+        none = Traffic(0, Fraction())
+        total = [[none] * len(self.ranks) for _ in range(self.n_slots + 1)]
         for rank, instructions in enumerate(self.ranks):
             for i in instructions:
-                at = (self.slot(i), rank)
-                if i.action == Action.ALL_REDUCE:
-                    hops = 2 * (len(i.peers) - 1)
-                    messages[at] += hops
-                    units[at] += Fraction(hops, len(i.peers))
-                elif i.action == Action.BROADCAST:
-                    children = _tree_children(i.peers.index(rank), len(i.peers))
-                    messages[at] += children
-                    units[at] += children
-                elif i.action == Action.REDUCE:
-                    messages[at] += rank != i.peers[0]
-                    units[at] += rank != i.peers[0]
-                elif i.action == Action.SEND and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
-                    messages[at] += 1
-                    units[at] += 1
-        return tuple(
-            tuple(
-                Traffic(messages[slot, rank], units[slot, rank]) for rank in range(len(self.ranks))
-            )
-            for slot in range(self.n_slots + 1)
-        )
+                if i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
+                    of_slot, sent = total[self.slot(i)], traffic_of(i, rank)
+                    messages, units = of_slot[rank]
+                    of_slot[rank] = Traffic(messages + sent.messages, units + sent.units)
+        return tuple(map(tuple, total))
 
     def _alive_by_slot(self, instructions: Sequence[Instruction]) -> Iterator[int]:
         tick = self.schedule.timing.ticks_per_slot
@@ -194,6 +197,26 @@ def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
         else:
             continue
         yield i.tick, alive
+
+
+def traffic_of(i: Instruction, rank: int) -> Traffic:
+    """What ``rank`` sends by an instruction that moves weights or gradients."""
+    n = len(i.peers)
+    if i.action == Action.ALL_REDUCE:
+        return Traffic(2 * (n - 1), Fraction(2 * (n - 1), n))
+    if i.action == Action.BROADCAST:
+        messages = _tree_children(i.peers.index(rank), n)
+    elif i.action == Action.REDUCE:
+        messages = int(rank != i.peers[0])
+    else:
+        messages = int(i.action == Action.SEND)
+    return Traffic(messages, Fraction(messages))
+
+
+def _receives_weights(i: Instruction, rank: int) -> bool:
+    if i.buffer != Buffer.WEIGHTS:
+        return False
+    return i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
 
 
 def _tree_children(position: int, n: int) -> int:

@@ -11,7 +11,9 @@ from heapq import heapify, heappop, heappush
 
 from toolkit.schedule.program import Action, Instruction, Program
 
+_SEND, _RECV = Action.SEND, Action.RECV  # looked up once: this loop is the hot one
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+_LAST_OP = Action.BACKWARD_WEIGHT
 _Head = tuple[int, bool, int]  # tick, whether it computes, rank
 
 
@@ -37,30 +39,29 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
     ready = [_head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)
 
-    def advance(rank: int) -> _Head | None:
+    def go_on(rank: int) -> None:
+        """``rank`` has been waiting, and need not any longer."""
         position[rank] += 1
-        order = ranks[rank]
-        return _head(order[position[rank]], rank) if position[rank] < len(order) else None
+        if position[rank] < len(ranks[rank]):
+            heappush(ready, _head(ranks[rank][position[rank]], rank))
 
     while ready:
         rank = heappop(ready)[2]
-        head: _Head | None = None
-        while head is None or not ready or head < ready[0]:
-            instruction = ranks[rank][position[rank]]
+        order, at = ranks[rank], position[rank]
+        while True:
+            instruction = order[at]
             action = instruction.action
-            if action == Action.SEND or action == Action.RECV:
-                sends = action == Action.SEND
+            if action == _SEND or action == _RECV:
+                sends = action == _SEND
                 peer = instruction.peers[0]
-                ends = (rank, peer) if sends else (peer, rank)
-                what = ends + instruction[2:7]
+                what = ((rank, peer) if sends else (peer, rank)) + instruction[2:7]
                 other = messages.pop(what, None)
                 if other is None:
                     messages[what] = (rank, instruction)
                     break
                 yield (rank, instruction) if sends else other
                 yield other if sends else (rank, instruction)
-                if awoken := advance(peer):
-                    heappush(ready, awoken)
+                go_on(peer)
             elif action in _COLLECTIVES:
                 present = collectives.setdefault(instruction[1:], {})
                 present[rank] = instruction
@@ -68,16 +69,22 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
                     break
                 for partner in instruction.peers:
                     yield partner, present[partner]
-                    if partner != rank and (awoken := advance(partner)):
-                        heappush(ready, awoken)
+                    if partner != rank:
+                        go_on(partner)
                 del collectives[instruction[1:]]
             else:
                 yield rank, instruction
-            head = advance(rank)
-            if head is None:
+            at += 1
+            if at == len(order):
                 break
-        else:
-            heappush(ready, head)
+            if (
+                ready
+                and ready[0][0] <= order[at].tick
+                and ready[0] < (head := _head(order[at], rank))
+            ):
+                heappush(ready, head)
+                break
+        position[rank] = at
     waiting = dict(messages.values())
     for present in collectives.values():
         waiting |= present
@@ -86,4 +93,4 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
 
 
 def _head(instruction: Instruction, rank: int) -> _Head:
-    return instruction.tick, instruction.action <= Action.BACKWARD_WEIGHT, rank
+    return instruction.tick, instruction.action <= _LAST_OP, rank

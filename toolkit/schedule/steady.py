@@ -33,13 +33,23 @@ class SteadyState:
         return tuple(sum((sent.units for sent in slot), Fraction()) for slot in self.traffic)
 
 
-def steady_state(schedule: "Schedule") -> SteadyState:
-    """One period of ``schedule``, once every older step has ended and before the last begins."""
+def settled_steps(schedule: "Schedule") -> int:
+    """Training steps after which the first ones are no longer felt."""
     timing = schedule.timing
     length = max(timing.end(op) for op in timing.starts)
-    settled = -(-length // timing.period) + schedule.max_staleness + 1
+    return -(-length // timing.period) + schedule.max_staleness + 1
+
+
+def steady_slots(schedule: "Schedule", step: int) -> slice:
+    """The slots of the period in which ``step`` starts."""
+    period = schedule.timing.period // schedule.timing.ticks_per_slot
+    return slice(step * period, (step + 1) * period)
+
+
+def steady_state(schedule: "Schedule") -> SteadyState:
+    """One period of ``schedule``, once every older step has ended and before the last begins."""
+    settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1)
-    period = timing.period // timing.ticks_per_slot
-    slots = slice(settled * period, (settled + 1) * period)
+    slots = steady_slots(schedule, settled)
     by_slot = tuple(zip(*program.activations(), strict=True))
     return SteadyState(by_slot[slots], program.traffic()[slots])

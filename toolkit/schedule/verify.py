@@ -6,6 +6,7 @@ Linear in the number of instructions.
 from collections.abc import Callable, Mapping
 
 from toolkit.schedule import grid
+from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
 from toolkit.schedule.replay import DeadlockError, replay
@@ -34,11 +35,12 @@ def verify(program: Program) -> None:
     """See :meth:`Program.verify`."""
     check = _Check(program)
     try:
-        for rank, instruction in replay(program):
-            try:
-                check.step(rank, instruction)
-            except _RefusedError as refusal:
-                raise _error(program, rank, instruction, str(refusal)) from None
+        with collector_paused():
+            for rank, instruction in replay(program):
+                try:
+                    check.step(rank, instruction)
+                except _RefusedError as refusal:
+                    raise _error(program, rank, instruction, str(refusal)) from None
     except DeadlockError as deadlock:
         rank, instruction = min(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
         others = "; ".join(

@@ -1,6 +1,7 @@
 """Results on disk: ``result.json`` and tables as CSV, whole or not at all."""
 
 import csv
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,20 +14,26 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write beside, then rename, so that a reader never finds half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=2, default=str) + "\n")
-    beside.replace(path)
+    """``content`` as indented JSON."""
+    _write(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def write_csv(path: Path, rows: Rows) -> None:
     """One line a row, the columns those of the first."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(path, text.getvalue())
 
 
 def table(rows: Rows) -> str:
     """Rows as aligned text, their keys as headings."""
     return tabulate([list(row.values()) for row in rows], headers=list(rows[0]), numalign="right")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write beside, then rename, so that a reader never finds half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, newline="")
+    beside.replace(path)

@@ -30,7 +30,7 @@ class Job:
     @property
     def batch_size(self) -> int:
         """Images a training step."""
-        return self.config.batch * self.config.microbatches
+        return self.config.batch * self.schedule.n_microbatches
 
     @property
     def stage_parameters(self) -> list[int]:
@@ -80,7 +80,7 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
     ).to(device)
     example = torch.empty(config.batch, images.in_channels, images.image_size, images.image_size)
     stages = partition(model, schedule.n_stages, example, config.partition)
-    batch_size = config.batch * config.microbatches
+    batch_size = config.batch * schedule.n_microbatches
     steps_per_epoch = len(images.train(batch_size, config.seed, 0, device))
     rate = instantiate(config.lr)
 
@@ -93,12 +93,21 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
     runtime = instantiate(config.runtime, _partial_=True)(
         stages,
         schedule,
-        optimizer=instantiate(config.optimizer, _partial_=True),
+        optimizer=_optimizer(config.optimizer),
         loss=F.cross_entropy,
         lr_scheduler=scheduler,
         seed=config.seed,
     )
     return Job(config, schedule, images, runtime, device)
+
+
+def _optimizer(config: DictConfig) -> Callable[..., Optimizer]:
+    make: Callable[..., Optimizer] = instantiate(config, _partial_=True)
+    try:
+        make([torch.zeros(1, requires_grad=True)])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer cannot be made: {error}") from error
+    return make
 
 
 def pick_device(name: str) -> torch.device:

@@ -92,7 +92,7 @@ def fit(
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Batches) -> Evaluation:
     """Test ``model`` on ``batches``; its mode is afterwards what it was."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     n = 0
     loss = torch.zeros(())
@@ -104,5 +104,6 @@ def evaluate(model: nn.Module, batches: Batches) -> Evaluation:
         top1 = top1 + first[:, 0].sum().cpu()
         top5 = top5 + first.sum().cpu()
         n += len(targets)
-    model.train(was_training)
+    for module, mode in modes.items():
+        module.training = mode
     return Evaluation(float(loss) / n, int(top1) / n, int(top5) / n)

@@ -63,5 +63,5 @@ class Cosine(Constant):
 
     def decay(self, epoch: float, epochs: int) -> float:
         span = epochs - self.warmup_epochs
-        done = min(1.0, max(0.0, epoch - self.warmup_epochs) / span) if span > 0 else 1.0
+        done = min(1.0, max(0.0, epoch - self.warmup_epochs) / span) if span > 0 else 0.0
         return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * done))

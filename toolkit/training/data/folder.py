@@ -27,6 +27,21 @@ def open_folder(folder: Path) -> ImageFolder:
         raise ValueError(f"{folder} does not hold one folder of images a class: {error}") from error
 
 
+def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
+    """The training and the test images, of the same classes.
+
+    Raises:
+        ValueError: there are none, or their classes differ.
+    """
+    images, test_images = open_folder(train), open_folder(test)
+    if differing := sorted(set(images.classes) ^ set(test_images.classes)):
+        raise ValueError(
+            f"{train} and {test} need a folder for each class, named alike: {differing[0]!r} is in"
+            " one of them only"
+        )
+    return images, test_images
+
+
 class Folder:
     """An image set in class folders, read by worker processes."""
 
@@ -46,12 +61,7 @@ class Folder:
         self._centre = v2.Compose(
             [v2.Resize(image_size * 8 // 7), v2.CenterCrop(image_size), *to_tensor]
         )
-        self._train, self._test = open_folder(train), open_folder(test)
-        if self._train.classes != self._test.classes:
-            raise ValueError(
-                f"{train} has {len(self._train.classes)} classes and {test}"
-                f" {len(self._test.classes)}: both need the same folders"
-            )
+        self._train, self._test = open_split(train, test)
         self.n_classes = len(self._train.classes)
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:

@@ -82,8 +82,9 @@ class _MemoryBatches:
         return full + bool(rest and self.generator is None)
 
     def __iter__(self) -> Iterator[Batch]:
+        generator = None if self.generator is None else self.generator.clone_state()
         for chosen in self.order.split(self.batch_size)[: len(self)]:
-            x = self.images.prepare(self.source.images[chosen], self.device, self.generator)
+            x = self.images.prepare(self.source.images[chosen], self.device, generator)
             yield x, self.source.labels[chosen].to(self.device)
 
 

@@ -9,6 +9,8 @@ import torch
 from toolkit.training.data.memory import InMemory, Labelled
 
 if TYPE_CHECKING:
+    from torchvision.datasets import ImageFolder
+
     from toolkit.training.data.folder import Folder
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -35,7 +37,15 @@ def synthetic(
     image_size: int = 32,
     in_channels: int = 3,
 ) -> InMemory:
-    """Random images, a pattern and noise a class: learnable, of any size, with no file."""
+    """Random images, a pattern and noise a class: learnable, of any size, with no file.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    sizes = {"n_train": n_train, "n_test": n_test, "n_classes": n_classes}
+    for name, size in (sizes | {"image_size": image_size, "in_channels": in_channels}).items():
+        if size < 1:
+            raise ValueError(f"data.{name} is 1 or more: got {size}")
     generator = torch.Generator().manual_seed(0)
     shape = (in_channels, image_size, image_size)
     patterns = torch.rand(n_classes, *shape, generator=generator)
@@ -66,7 +76,12 @@ def cifar10(root: str | None, crop_padding: int = 4, flip: bool = True) -> InMem
     if (folder / "cifar-10-batches-py").is_dir():
         train, test = (_cifar_batches(folder, train=is_train) for is_train in (True, False))
     elif (folder / "train").is_dir() and (folder / "test").is_dir():
-        train, test = (_decoded(folder / split, size=32) for split in ("train", "test"))
+        from toolkit.training.data.folder import open_split
+
+        split = open_split(folder / "train", folder / "test")
+        if (n := len(split[0].classes)) != 10:
+            raise ValueError(f"{folder / 'train'} holds folders of {n} classes: CIFAR-10 has 10")
+        train, test = (_decoded(found, size=32) for found in split)
     else:
         raise ValueError(f"data.root={folder} does not hold {expected}")
     return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
@@ -117,21 +132,22 @@ def _cifar_batches(folder: Path, train: bool) -> Labelled:
     try:
         found = CIFAR10(str(folder), train=train)
     except RuntimeError as error:
-        raise ValueError(f"data.root={folder} holds a damaged CIFAR-10: {error}") from error
+        raise ValueError(
+            f"data.root={folder}: cifar-10-batches-py/ is incomplete or damaged; unpack"
+            " cifar-10-python.tar.gz there again"
+        ) from error
     return Labelled(torch.as_tensor(found.data).permute(0, 3, 1, 2), torch.as_tensor(found.targets))
 
 
-def _decoded(folder: Path, size: int) -> Labelled:
-    """All images of a class folder, in memory."""
+def _decoded(found: "ImageFolder", size: int) -> Labelled:
+    """All images of class folders, in memory."""
     from torchvision.transforms import v2
     from tqdm import tqdm
 
-    from toolkit.training.data.folder import open_folder
-
-    found = open_folder(folder)
     to_bytes = v2.PILToTensor()
     images = torch.empty(len(found), 3, size, size, dtype=torch.uint8)
-    for k in tqdm(range(len(found)), desc=f"reading {folder.name}", leave=False, mininterval=1):
+    reading = f"reading {Path(found.root).name}"
+    for k in tqdm(range(len(found)), desc=reading, leave=False, mininterval=1):
         image = to_bytes(found[k][0])
         if image.shape[1:] != (size, size):
             raise ValueError(

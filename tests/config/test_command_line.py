@@ -1,0 +1,181 @@
+"""A user's mistake ends with one clear message and status 2, never with a traceback."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.experiments.command import EXPERIMENTS, TINY, run
+
+GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment")
+
+
+def refused(name, *arguments):
+    """The message, after checks that hold for all."""
+    finished = run(name, *arguments)
+    assert finished.status == 2
+    assert "Traceback" not in finished.err
+    message = finished.err[finished.err.index("error: ") :].removeprefix("error: ").strip()
+    assert len(message.splitlines()) <= 2 or "rank 0" in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # options that do not exist
+        (["sed=1"], "there is no option sed: did you mean seed?"),
+        (["optimizer.momentom=1"], "optimizer.momentom: did you mean optimizer.momentum?"),
+        (["optimizer.foo=1"], "no option optimizer.foo: optimizer has betas, eps, lr, momentum,"),
+        (["qwerty=1"], "there is no option qwerty: --help lists the options"),
+        (["dat.root=x"], "there is no option dat.root: did you mean data.root?"),
+        (["data.root=x"], "data.root is not an option of this choice of data; --help GROUP=CHOICE"),
+        (["+seed=2"], "seed has a value already: change it without the +"),
+        # choices that do not exist
+        (["schedule=cdp_v3"], "schedule=cdp_v3 is unknown: did you mean cdp_v2? choose one of"),
+        (["schedule=null"], "schedule=null is unknown: choose one of cdp_v1, cdp_v2, dp"),
+        (["model=resnt18"], "model=resnt18 is unknown: did you mean resnet18?"),
+        (["model.name=resnt18"], "unknown model 'resnt18': did you mean 'resnet18'?"),
+        (["data=cifar"], "data=cifar is unknown: did you mean cifar10?"),
+        (["lr=cosin"], "lr=cosin is unknown: did you mean cosine?"),
+        (["experiment=digit"], "experiment=digit is unknown: did you mean digits?"),
+        (["experiment=paper/cifar_resnet18"], "did you mean paper/cifar10_resnet18?"),
+        # values of the wrong type
+        (["seed=abc"], "seed=abc: seed is a whole number"),
+        (["epochs=1.5"], "epochs=1.5: epochs is a whole number"),
+        (["epochs="], "epochs=: epochs is a whole number"),
+        (["stages=null"], "stages=null: stages is never null"),
+        (["optimizer.lr=fast"], "optimizer.lr=fast: optimizer.lr is a number"),
+        (["optimizer.nesterov=7.5"], "optimizer.nesterov=7.5: optimizer.nesterov is true or false"),
+        # what cannot be read
+        (["epochs"], "'epochs' is not OPTION=VALUE"),
+        (["=3"], "'=3' is not OPTION=VALUE"),
+        (["seed=[1"], "'seed=[1' is not OPTION=VALUE"),
+        (["seed=1,2"], "seed=1,2 gives several values: add -m for one run of each"),
+        (["schedule=dp,cdp_v1"], "schedule=dp,cdp_v1 gives several values: add -m"),
+        (["seed=range(1,3)"], "seed=range(1,3) gives several values: add -m"),
+        # values out of range
+        (["epochs=0"], "epochs is 1 or more: got 0"),
+        (["batch=-1"], "batch is 1 or more: got -1"),
+        (["workers=0"], "microbatches is 1 or more: got 0"),
+        (["threads=0"], "threads is 1 or more: got 0"),
+        (["seed=-1"], "seed is 0 or more, and below 2**63: got -1"),
+        (["seed=99999999999999999999"], "seed is 0 or more, and below 2**63: got 99999999999"),
+        (["stages=100"], "this model can be cut into 1 to 24 stages: got n_stages=100"),
+        (["batch=1000"], "a training step takes 4000 images and there are 64: make batch or"),
+        (["partition=flop"], "unknown measure 'flop': choose flops, parameters, activations"),
+        (["partition=3"], "unknown measure 3: choose flops, parameters, activations"),
+        (["partition=[fc]"], "4 stages need 3 names of modules"),
+        (["runtime.order=fast"], "unknown order 'fast': choose one of grouped, scheduled"),
+        (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
+        (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
+        (["+optimizer.foo=1"], "optimizer cannot be made: SGD.__init__() got an unexpected"),
+        (["data.n_test=0"], "data.n_test is 1 or more: got 0"),
+        (["data.n_classes=-2"], "data.n_classes is 1 or more: got -2"),
+        (["device=gpu"], "device=gpu cannot be used: Expected one of"),
+        (["schedule.placement=foo"], "unknown placement 'foo': choose one of"),
+        (["schedule.delay=late"], "unknown delay 'late': give 'freshest', a whole number of steps"),
+        (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
+        (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
+        (["optimizer.lr=1e30"], "of epoch 0 is nan: lower optimizer.lr, or warm up with"),
+        # data
+        (["data=cifar10"], "data=cifar10 reads a folder: set data.root to one that holds cifar-10"),
+        (["data=imagenet"], "data=image_folder reads a folder: set data.root to one that holds"),
+        (["data=cifar10", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
+        (["data=imagenet", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
+        # sweeps and help
+        (["-m", "schedule=dp,foo"], "schedule=foo is unknown: choose one of cdp_v1"),
+        (["-m", "seed=1,abc"], "seed=abc: seed is a whole number"),
+        (["--help", "sed=1"], "there is no option sed: did you mean seed?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_train_refuses(tmp_path, arguments, expected):
+    given = {argument.partition("=")[0] for argument in arguments}
+    own_data = [argument for argument in arguments if argument.startswith("data=")]
+    tiny = [a for a in TINY if a.partition("=")[0] not in given]
+    tiny = [a for a in tiny if not (own_data and a.startswith("data"))]
+    dirs = f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}"
+    assert expected in refused("train", *arguments, *tiny, *dirs)
+
+
+def test_an_impossible_delay_shows_the_grid(tmp_path):
+    message = refused("train", "schedule.delay=0", *TINY, f"hydra.run.dir={tmp_path}")
+    assert "stage 0 on micro-batch 0 cannot read weights 0 steps late" in message
+    assert 'ask for delay=1 there, or for delay="freshest"' in message
+    assert "rank 0 [0F0] 1F0 2F0" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("compare", ["sed=1"], "there is no option sed: did you mean seed?"),
+        ("compare", ["schedule=dp"], "compare cannot take schedule=... here; --help lists what"),
+        ("compare", ["rules.dpp.delay=1"], "did you mean rules.NAME.delay?"),
+        ("compare", ["seeds=0"], "seeds is 1 or more"),
+        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of grouped"),
+        ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
+        ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
+        ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
+    ],
+)
+def test_others_refuse(tmp_path, name, arguments, expected):
+    assert expected in refused(name, *arguments, f"hydra.run.dir={tmp_path}")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
+    """Only what the toolkit itself refuses is the user's mistake."""
+    monkeypatch.setattr("toolkit.training.job.partition", lambda *_: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        run("train", *TINY, f"hydra.run.dir={tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["train", "compare"])
+def test_help_lists_groups_and_options(name):
+    finished = run(name, "--help", "data=imagenet", "seed=7")
+    assert finished.status == 0
+    lines = [line.split()[0] for line in finished.out.splitlines() if line.startswith("  ")]
+    assert len(lines) == len(set(lines))
+    shown = "schedule@rules.NAME" if name == "compare" else "schedule"
+    assert {*GROUPS[:5], shown, "experiment"} <= set(lines)
+    assert {"seed=7", "stages=4", "epochs=10", "data.root=null", "optimizer.lr=0.1"} <= set(lines)
+
+
+def python(*arguments):
+    environment = os.environ | {"COLUMNS": "200"}
+    environment.pop("HYDRA_FULL_ERROR", None)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=EXPERIMENTS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_is_quick():
+    start = time.perf_counter()
+    finished = python("experiments/train.py", "--help")
+    assert time.perf_counter() - start < 3
+    assert finished.returncode == 0
+    assert "schedule" in finished.stdout
+    assert not finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["experiments/train.py", "seed=abc"], "error: seed=abc: seed is a whole number\n"),
+        (
+            ["experiments/compare.py", "sed=1"],
+            "error: there is no option sed: did you mean seed?\n",
+        ),
+        (["experiments/bench.py", "foo"], "error: bench=foo is unknown: choose one of grouped\n"),
+    ],
+)
+def test_refuses_in_a_process_of_its_own(arguments, expected):
+    finished = python(*arguments)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", expected)

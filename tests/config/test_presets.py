@@ -1,0 +1,119 @@
+"""Every preset and every choice composes; the paper's presets have the paper's settings."""
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from tests.experiments.command import EXPERIMENTS
+from toolkit.config import schema
+from toolkit.config.help import choices, groups
+
+CONF = EXPERIMENTS.parent / "conf"
+PRESETS = choices(CONF, "experiment")
+CHOICES = [
+    (group, choice)
+    for group in groups(CONF)
+    if group not in ("experiment", "bench")
+    for choice in choices(CONF, group)
+]
+
+
+def composed(experiment, *overrides):
+    schema.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = compose(experiment, list(overrides))
+    OmegaConf.resolve(config)
+    return config
+
+
+@pytest.mark.parametrize("experiment", ["train", "compare"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_composes(experiment, preset):
+    config = composed(experiment, f"experiment={preset}")
+    assert not OmegaConf.missing_keys(config)
+    for schedule in [config.schedule] if experiment == "train" else config.rules.values():
+        built = instantiate(schedule)
+        assert (built.n_stages, built.n_microbatches) == (config.stages, config.microbatches)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_say_how_they_are_run(preset):
+    text = (CONF / "experiment" / f"{preset}.yaml").read_text()
+    assert f"experiments/compare.py experiment={preset}" in text
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES)
+def test_every_choice_composes(group, choice):
+    config = composed("train", f"{group}={choice}")
+    assert not OmegaConf.missing_keys(config)
+    assert config[group]._target_.startswith(("toolkit.", "torch.optim."))
+
+
+@pytest.mark.parametrize("bench", choices(CONF, "bench"))
+def test_every_benchmark_composes(bench):
+    assert composed("bench", f"bench={bench}").bench._target_.startswith("benchmarks.")
+
+
+def test_every_schema_is_offered():
+    """A schema without a file in conf/ cannot be chosen."""
+    offered = {
+        entry.removeprefix("/schema/").split("@")[0]
+        for path in CONF.rglob("*.yaml")
+        for entry in OmegaConf.load(path).get("defaults", [])
+        if isinstance(entry, str) and "schema/" in entry
+    }
+    known = {
+        f"{group}/{name}"
+        for group, schemas in schema._SCHEMAS.items()
+        for name in schemas
+        if group != "experiment"
+    }
+    assert known <= offered
+
+
+IMAGENET = {
+    "batch": 32,
+    "epochs": 90,
+    "optimizer": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": False},
+    "lr": {"every_epochs": 30, "gamma": 0.1, "warmup_epochs": 0, "reference_batch": None},
+}
+CIFAR = {
+    "batch": 64,
+    "epochs": 100,
+    "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": False},
+    "lr": {"every_epochs": 30, "gamma": 0.2, "warmup_epochs": 0, "reference_batch": None},
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "data", "settings", "weight_decay"),
+    [
+        ("paper/imagenet_resnet18", "resnet18", "image_folder", IMAGENET, 1e-4),
+        ("paper/imagenet_resnet50", "resnet50", "image_folder", IMAGENET, 1e-4),
+        ("paper/cifar10_resnet18", "resnet18", "cifar10", CIFAR, 5e-4),
+        ("paper/cifar10_resnet50", "resnet50", "cifar10", CIFAR, 1e-3),
+    ],
+)
+def test_settings_of_the_paper(preset, model, data, settings, weight_decay):
+    """arXiv 2403.08837, section 5 and appendix."""
+    config = composed("compare", f"experiment={preset}")
+    assert (config.stages, config.microbatches) == (4, 8)
+    assert config.model.name == model
+    assert config.data._target_ == f"toolkit.training.data.{data}"
+    assert config.optimizer._target_ == "torch.optim.SGD"
+    assert config.lr._target_ == "toolkit.training.lr.Step"
+    found = OmegaConf.to_container(config)
+    assert {key: found[key] for key in ("batch", "epochs")} == {
+        key: settings[key] for key in ("batch", "epochs")
+    }
+    for group in ("optimizer", "lr"):
+        found[group].pop("_target_")
+    assert found["optimizer"] == settings["optimizer"] | {"weight_decay": weight_decay}
+    assert found["lr"] == settings["lr"]
+    assert [rule.get("delay") for rule in config.rules.values()] == [0, 1, "freshest"]
+
+
+def test_workers_stand_for_microbatches():
+    config = composed("train", "microbatches=3")
+    assert instantiate(config.schedule).n_microbatches == 3

@@ -1,0 +1,188 @@
+"""Each experiment end to end, tiny: what it writes, and that it repeats."""
+
+import csv
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.command import TINY, run
+
+PROVENANCE = {"command", "config", "commit", "versions", "device", "seed", "started", "seconds"}
+
+
+def complete(name, folder, *arguments):
+    finished = run(name, *arguments, f"hydra.run.dir={folder}")
+    assert finished.status == 0, finished.err
+    assert f"written to {folder}" in finished.out
+    return json.loads((folder / "result.json").read_text())
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_provenance(found, name, *arguments):
+    assert found.keys() == PROVENANCE
+    assert found["command"].startswith(f"python experiments/{name}.py {arguments[0]}")
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", found["commit"] or "0" * 40)
+    assert {"python", "torch", "torchvision", "hydra-core"} <= found["versions"].keys()
+    assert found["device"]
+    assert found["seed"] == found["config"]["seed"]
+    assert 0 < found["seconds"] < 600
+    assert re.match(r"\d{4}-\d\d-\d\dT", found["started"])
+
+
+def assert_figures(folder, *names):
+    for name in names:
+        png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+        assert png.read_bytes().startswith(b"\x89PNG")
+        assert png.stat().st_size > 10_000
+        assert svg.read_text().count("<path") > 20
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    return folder, complete("train", folder, *TINY, "epochs=2", "seed=3")
+
+
+def test_train(trained):
+    folder, result = trained
+    assert result["schedule"] == "CDP-v2"
+    assert_provenance(result["provenance"], "train", *TINY)
+    assert result["provenance"]["seed"] == 3
+    assert result["provenance"]["config"]["model"]["name"] == "resnet8"
+    epochs = rows(folder / "epochs.csv")
+    assert [row["epoch"] for row in epochs] == ["0", "1"]
+    assert {key: float(value) for key, value in epochs[-1].items()} == result["metrics"]
+    assert 0 <= result["metrics"]["top1"] <= result["metrics"]["top5"] <= 1
+
+
+def metrics(result):
+    return {k: v for k, v in result["metrics"].items() if k != "images_per_second"}
+
+
+def test_equal_seeds_give_equal_metrics(trained, tmp_path):
+    _, first = trained
+    again = complete("train", tmp_path / "again", *TINY, "epochs=2", "seed=3")
+    other = complete("train", tmp_path / "other", *TINY, "epochs=2", "seed=4")
+    assert metrics(again) == metrics(first)
+    assert metrics(other) != metrics(first)
+
+
+def test_the_order_of_the_runtime_does_not_matter(trained, tmp_path):
+    _, grouped = trained
+    scheduled = complete("train", tmp_path, *TINY, "epochs=2", "seed=3", "runtime.order=scheduled")
+    assert metrics(scheduled) == pytest.approx(metrics(grouped), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["schedule=gradient_accumulation", "optimizer=adamw", "lr=constant"],
+        ["schedule=dp", "lr=step", "workers=2", "stages=3", "partition=parameters"],
+        ["schedule.placement=per_stage", "partition=[layer1_0,layer2_0,fc]"],
+        ["schedule.n=2", "schedule.n_stages=2"],
+        ["data=digits", "epochs=1", "batch=150"],
+    ],
+    ids=" ".join,
+)
+def test_variants_of_training(tmp_path, arguments):
+    tiny = [a for a in TINY if not (a.startswith("data") and "data=digits" in arguments)]
+    complete("train", tmp_path, *tiny, *arguments)
+
+
+def test_a_batch_has_as_many_micro_batches_as_the_schedule(tmp_path):
+    result = complete("train", tmp_path, *TINY, "schedule.n=2", "batch=32")
+    assert result["provenance"]["config"]["schedule"]["n"] == 2
+
+
+def test_a_sweep_has_a_result_for_each_job(tmp_path):
+    arguments = ("schedule=dp,cdp_v1,cdp_v2", "seed=0,1")
+    finished = run("train", "-m", *TINY, *arguments, f"hydra.sweep.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    results = [json.loads((tmp_path / str(k) / "result.json").read_text()) for k in range(6)]
+    assert [result["schedule"] for result in results] == ["DP"] * 2 + ["CDP-v1"] * 2 + [
+        "CDP-v2"
+    ] * 2
+    assert [result["provenance"]["seed"] for result in results] == [0, 1] * 3
+
+
+def test_a_mistake_in_one_job_does_not_lose_the_others(tmp_path):
+    finished = run("train", "-m", *TINY, "stages=2,100,3", f"hydra.sweep.dir={tmp_path}")
+    assert finished.status == 2
+    assert "error: this model can be cut into 1 to 24 stages: got n_stages=100" in finished.err
+    assert "Traceback" not in finished.err
+    assert [(tmp_path / str(k) / "result.json").exists() for k in range(3)] == [True, False, True]
+
+
+def test_compare(tmp_path):
+    result = complete("compare", tmp_path, *TINY, "seeds=2", "epochs=2", "seed=5")
+    assert_provenance(result["provenance"], "compare", *TINY)
+    assert [row["rule"] for row in result["metrics"]] == ["dp", "cdp_v1", "cdp_v2"]
+    assert [row["staleness_mean"] for row in result["metrics"]] == [0, 1, 6 / 16]
+    assert [row["peak_activations"] for row in result["metrics"]] == [4, 2.5, 2.5]
+    assert result["metrics"][0]["difference"] == 0
+    runs = rows(tmp_path / "runs.csv")
+    assert len(runs) == 3 * 2 * 2
+    assert {row["seed"] for row in runs} == {"5", "6"}
+    table = rows(tmp_path / "comparison.csv")
+    for row, written in zip(result["metrics"], table, strict=True):
+        last = [r for r in runs if r["rule"] == row["rule"] and r["epoch"] == "1"]
+        assert row["accuracy"] == pytest.approx(50 * sum(float(r["top1"]) for r in last))
+        assert written == {key: str(value) for key, value in row.items()}
+    assert_figures(tmp_path, "accuracy", "schedules")
+
+
+def test_compare_trains_as_train_does(tmp_path):
+    """The first rule and seed of a comparison are a training run of that rule and seed."""
+    single = complete("train", tmp_path / "train", *TINY, "schedule=cdp_v1", "seed=2")
+    complete("compare", tmp_path / "compare", *TINY, "seeds=1", "seed=2", "~rules.cdp_v2")
+    runs = rows(tmp_path / "compare" / "runs.csv")
+    assert {row["rule"] for row in runs} == {"dp", "cdp_v1"}
+    (found,) = (row for row in runs if row["rule"] == "cdp_v1")
+    assert {key: float(found[key]) for key in metrics(single)} == metrics(single)
+
+
+def test_rules_that_share_a_name_are_told_apart(tmp_path):
+    more = "+schedule@rules.late=cdp_v1", "rules.late.delay=2", "+schedule@rules.later=cdp_v1"
+    arguments = *TINY, *more, "rules.later.delay=3", "seeds=1"
+    finished = run("compare", *arguments, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    for name in ("CDP (late)", "CDP (later)"):
+        assert name in finished.out
+    assert len(rows(tmp_path / "comparison.csv")) == 5
+
+
+def test_bench_grouped(tmp_path):
+    arguments = (
+        "bench=grouped",
+        "bench.model=resnet8",
+        "bench.image_size=8",
+        "bench.stages=2",
+        "bench.microbatches=2",
+        "bench.batch=2",
+        "bench.rounds=3",
+    )
+    result = complete("bench", tmp_path, *arguments)
+    assert_provenance(result["provenance"], "bench", *arguments)
+    plain, grouped = result["metrics"]
+    assert (plain["method"], grouped["method"]) == ("plain PyTorch", "CDP-v2 grouped")
+    assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
+    assert 0 < grouped["ratio_min"] <= grouped["ratio"] <= grouped["ratio_max"]
+    assert [row["method"] for row in rows(tmp_path / "bench.csv")] == [
+        plain["method"],
+        grouped["method"],
+    ]
+
+
+def test_results_of_launches_do_not_mix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert run("train", *TINY).status == 0
+    assert len([*Path("outputs/train").glob("*/result.json")]) == 2
+    assert os.listdir() == ["outputs"]

@@ -1,0 +1,59 @@
+"""Figures show the numbers that they are given, and files are the same each time."""
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+
+from toolkit.figures import accuracy, save, style
+from toolkit.figures.style import MARKERS, SERIES
+
+CURVES = {"DP": [[0.5, 0.8, 0.9], [0.7, 0.9, 0.9]], "CDP-v2": [[0.4, 0.6, 1.0], [0.4, 0.7, 0.8]]}
+
+
+def test_lines_are_means_and_bands_are_ranges():
+    (axes,) = accuracy(CURVES).axes
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert list(lines) == list(CURVES)
+    for line, band, runs in zip(lines.values(), axes.collections, CURVES.values(), strict=True):
+        np.testing.assert_array_equal(line.get_xdata(), [1, 2, 3])
+        np.testing.assert_allclose(line.get_ydata(), 100 * np.mean(runs, axis=0))
+        corners = band.get_paths()[0].vertices
+        for epoch, values in enumerate(zip(*runs, strict=True), 1):
+            heights = corners[corners[:, 0] == epoch, 1]
+            np.testing.assert_allclose(
+                [heights.min(), heights.max()], [100 * min(values), 100 * max(values)]
+            )
+
+
+def test_rules_are_told_apart_by_colour_and_by_marker():
+    (axes,) = accuracy({f"rule {k}": [[0.1, 0.2]] for k in range(7)}).axes
+    assert [line.get_color() for line in axes.get_lines()] == list(SERIES)
+    assert [line.get_marker() for line in axes.get_lines()] == list(MARKERS)
+
+
+def test_axes_say_what_they_show():
+    (axes,) = accuracy(CURVES).axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "test accuracy (%)")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(CURVES)
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+def test_runs_of_unequal_length_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        accuracy({"DP": [[0.5, 0.8], [0.7]]})
+
+
+def test_saves_both_formats_alike_each_time(tmp_path):
+    paths = [save(accuracy(CURVES), tmp_path / name) for name in ("one", "two")]
+    assert [path.name for path in paths[0]] == ["one.png", "one.svg"]
+    for one, two in zip(*paths, strict=True):
+        assert one.stat().st_size > 5_000
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_the_style_ends_with_its_block():
+    before = mpl.rcParams["font.size"]
+    with style():
+        assert mpl.rcParams["font.size"] == 8
+        assert mpl.rcParams["axes.prop_cycle"].by_key()["color"] == list(SERIES)
+    assert mpl.rcParams["font.size"] == before

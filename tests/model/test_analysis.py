@@ -1,0 +1,102 @@
+"""Costs of single operations equal the hand count."""
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from toolkit.model.analysis import meta_copy, node_costs
+
+FLOAT = 4
+
+
+def costs(model, *shape):
+    return node_costs(fx.symbolic_trace(model), (torch.empty(*shape, device="meta"),))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "flops", "parameters"),
+    [
+        (nn.Linear(5, 7), (3, 5), 2 * 3 * 5 * 7, 5 * 7 + 7),
+        (nn.Linear(5, 7, bias=False), (3, 5), 2 * 3 * 5 * 7, 5 * 7),
+        (nn.Conv2d(3, 8, 3, padding=1), (2, 3, 6, 6), 2 * 2 * 36 * 8 * 27, 8 * 27 + 8),
+        (nn.Conv2d(4, 8, 3, stride=2, groups=2, bias=False), (1, 4, 7, 7), 2 * 9 * 8 * 18, 8 * 18),
+        (nn.ReLU(), (2, 3), 0, 0),
+        (nn.BatchNorm2d(3), (2, 3, 4, 4), 0, 6),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_known_layers(layer, shape, flops, parameters):
+    cost = costs(nn.Sequential(layer), *shape)["_0"]
+    assert (cost.flops, cost.parameters) == (flops, parameters)
+    assert cost.output.device.type == "meta"
+    assert cost.output.shape == layer(torch.zeros(shape)).shape
+
+
+def test_activations_are_neither_parameters_nor_inputs_and_shared_storage_counts_once():
+    model = nn.Sequential(nn.Linear(5, 7), nn.Flatten(), nn.Linear(7, 7), nn.ReLU(), nn.ReLU())
+    found = costs(model, 3, 5)
+    assert [found[f"_{k}"].activations for k in range(5)] == [
+        0,  # keeps the model's input and its own weight
+        0,  # a view
+        3 * 7 * FLOAT,  # keeps its input
+        3 * 7 * FLOAT,  # keeps its output
+        3 * 7 * FLOAT,
+    ]
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        y = torch.exp(x * 2)  # keeps its output
+        return y * y + y.view(-1, 1).sin().view_as(y)  # keep y, all the same storage
+
+
+def test_a_value_kept_by_several_counts_once():
+    found = node_costs(
+        fx.symbolic_trace(nn.Sequential(nn.Linear(2, 6), Square())), (torch.empty(4, 2),)
+    )
+    assert sum(cost.activations for cost in found.values()) == 4 * 6 * FLOAT
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(self.encode(x)) + F.linear(x, self.encode.weight)
+
+
+def test_tied_parameters_count_once():
+    assert sum(cost.parameters for cost in costs(Tied(), 2, 4).values()) == 4 * 4 + 4
+
+
+class InPlace(nn.Module):
+    def forward(self, x):
+        y = x + 1
+        flat = y.flatten()
+        z = F.relu(flat, True)
+        z.add_(1)
+        return torch.relu_(z * 2)
+
+
+def test_in_place_changes_are_seen_through_views():
+    found = costs(InPlace(), 2, 3)
+    changes = {name: set(cost.changes) for name, cost in found.items() if cost.changes}
+    assert changes == {
+        "relu": {"add", "flatten"},
+        "add_": {"add", "flatten", "relu"},
+        "relu_": {"mul"},
+    }
+
+
+def test_nothing_is_allocated_and_the_model_stays():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval()
+    weight = model[0].weight
+    twin = meta_copy(model)
+    assert all(tensor.is_meta for tensor in twin.state_dict().values())
+    assert twin.training
+    assert model[0].weight is weight
+    assert not model.training
+    costs(model, 2**36, 4)  # a terabyte

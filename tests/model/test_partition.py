@@ -1,0 +1,388 @@
+"""Stages compute what the whole computes, and the cuts are the best that are allowed."""
+
+import copy
+import time
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.model import MEASURES, build, partition
+
+
+def pass_through(stages, *values):
+    """Forward and backward as the stages of a pipeline do: autograd ends at each boundary."""
+    inputs, outputs = [], []
+    for j, stage in enumerate(stages):
+        if j:
+            values = [v.detach().requires_grad_(v.is_floating_point()) for v in values]
+        inputs.append(values)
+        values = stage(*values)
+        outputs.append(values)
+    (result,) = values
+    result.square().sum().backward()
+    for sent, received in reversed([*zip(outputs, inputs[1:], strict=False)]):
+        if used := [(s, r.grad) for s, r in zip(sent, received, strict=True) if s.requires_grad]:
+            torch.autograd.backward(*zip(*used, strict=True))
+    return result.detach()
+
+
+def gradients(model):
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-12), name
+
+
+def assert_equal_to_whole(model, stages, *inputs):
+    """Outputs, gradients and names."""
+    whole = model(*inputs)
+    whole.square().sum().backward()
+    expected = gradients(model)
+    torch.testing.assert_close(pass_through(stages, *inputs), whole.detach(), rtol=1e-10, atol=0)
+    assert_same(gradients(model), expected)
+    assert_same_names(model, stages)
+
+
+def assert_same_names(model, stages):
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+
+
+# The zoo
+
+
+@pytest.fixture(
+    scope="module", params=[("resnet18", 2), ("resnet50", 2), ("vit_b_16", 2)], ids=lambda p: p[0]
+)
+def whole(request):
+    name, batch = request.param
+    torch.manual_seed(0)
+    model = build(name, 10, image_size=32).double()
+    x = torch.randn(batch, 3, 32, 32, dtype=torch.float64)
+    output = model(x)
+    output.square().sum().backward()
+    return model, x, output.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("n_stages", [2, 5, 8])
+def test_stages_of_the_zoo_compute_what_the_whole_computes(whole, n_stages):
+    model, x, output, expected = whole
+    stages = partition(model, n_stages, x)
+    assert len(stages) == len(stages.boundaries) == len(stages.loads) == n_stages
+    torch.testing.assert_close(pass_through(stages, x), output, rtol=1e-10, atol=0)
+    assert_same(gradients(model), expected)
+    assert_same_names(model, stages)
+
+
+@pytest.mark.parametrize("by", MEASURES)
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_16"])
+def test_every_measure_balances_the_zoo(name, by):
+    with torch.device("meta"):
+        model, example = build(name, 10, 32), torch.empty(2, 3, 32, 32)
+    few, many = (partition(model, n, example, by) for n in (3, 8))
+    assert sum(few.loads) == sum(many.loads)
+    assert sum(few.loads) / 3 <= max(few.loads) < sum(few.loads)
+    assert sum(many.loads) / 8 <= max(many.loads) < max(few.loads)
+    assert_same_names(model, many)
+    if by == "parameters":
+        assert many.loads == tuple(sum(p.numel() for p in s.parameters()) for s in many)
+
+
+def test_a_large_micro_batch_costs_no_time():
+    with torch.device("meta"):
+        model = build("vit_b_16")
+    start = time.perf_counter()
+    stages = partition(model, 8, torch.empty(32, 3, 224, 224, device="meta"))
+    assert time.perf_counter() - start < 10
+    # 12 blocks: 2 * (4 d^2 + 8 d^2) flops a token for the layers, 4 tokens d for attention
+    tokens, d = 197, 768
+    block = 2 * 12 * d * d * tokens + 4 * tokens * tokens * d
+    embedding, head = 2 * 196 * 768 * d, 2 * d * 1000
+    assert sum(stages.loads) == 32 * (12 * block + embedding + head)
+
+
+# Optimality
+
+
+def lightest(loads, crossing, n_stages):
+    """Brute force: the smallest largest stage, then the fewest bytes across."""
+    found = []
+    for cuts in combinations(range(1, len(loads)), n_stages - 1):
+        spans = list(pairwise([0, *cuts, len(loads)]))
+        largest = max(sum(loads[begin:end]) for begin, end in spans)
+        found.append((largest, sum(crossing[cut] for cut in cuts)))
+    return min(found)
+
+
+@given(
+    widths=st.lists(st.integers(1, 9), min_size=3, max_size=9),
+    n_stages=st.integers(1, 8),
+    by=st.sampled_from(MEASURES),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_allowed_cuts_are_better(widths, n_stages, by):
+    layers = [nn.Linear(m, n) for m, n in pairwise(widths)]
+    n_stages = min(n_stages, len(layers))
+    example = torch.empty(3, widths[0])
+    single = partition(nn.Sequential(*layers), len(layers), example, by)
+    crossing = [3 * 4 * width for width in widths]
+    found = partition(nn.Sequential(*layers), n_stages, example, by)
+    bytes_across = sum(3 * 4 * b.shape[1] for stage in found.boundaries[1:] for b in stage)
+    assert (max(found.loads), bytes_across) == lightest(single.loads, crossing, n_stages)
+    assert sum(found.loads) == sum(single.loads)
+
+
+class Chain(nn.Module):
+    """Linear layers, some of which a residual jumps over."""
+
+    def __init__(self, skips, width=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(len(skips)))
+        self.skips = skips
+
+    def forward(self, x):
+        past = [x]
+        for layer, back in zip(self.layers, self.skips, strict=True):
+            past.append(layer(past[-1]) + past[max(0, len(past) - 1 - back)])
+        return past[-1]
+
+
+@given(skips=st.lists(st.integers(0, 5), min_size=2, max_size=6), n_stages=st.integers(1, 5))
+@settings(max_examples=40, deadline=None)
+def test_random_residuals_travel(skips, n_stages):
+    torch.manual_seed(0)
+    model, x = Chain(skips).double(), torch.randn(3, 4, dtype=torch.float64)
+    assert_equal_to_whole(model, partition(model, min(n_stages, 2 * len(skips)), x), x)
+
+
+# What crosses a cut
+
+
+class LongSkip(nn.Module):
+    def __init__(self, width=6, depth=6):
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.middle = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x):
+        start = self.first(x)
+        return self.last(self.middle(start) + start + x)
+
+
+@pytest.mark.parametrize("n_stages", [2, 4, 8])
+def test_a_residual_travels_over_many_cuts(n_stages):
+    torch.manual_seed(0)
+    model, x = LongSkip().double(), torch.randn(3, 6, dtype=torch.float64)
+    stages = partition(model, n_stages, x)
+    names = [[b.name for b in boundary] for boundary in stages.boundaries]
+    assert names[0] == ["x"]
+    assert all({"x", "first"} <= set(crossing) for crossing in names[1:-1])
+    assert_equal_to_whole(model, stages, x)
+
+
+def test_boundaries_tell_names_shapes_and_types():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    stages = partition(model, 3, torch.empty(5, 1, 4, 4))
+    assert [(b.shape, b.dtype) for (b,) in stages.boundaries] == [
+        ((5, 1, 4, 4), torch.float32),
+        ((5, 2, 2, 2), torch.float32),
+        ((5, 8), torch.float32),
+    ]
+    assert stages[-1] is stages.modules[2]
+    assert stages[:2] == stages.modules[:2]
+    assert stages.model is model
+
+
+class Sizes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.position = nn.Parameter(torch.randn(1, 5, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        n, length, width = x.shape
+        x = torch.cat([self.token.expand(n, -1, -1), x], dim=1) + self.position[:, : length + 1]
+        x = self.layers(x).reshape(n, (length + 1) * width)
+        return x.view(x.size(0), -1).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("n_stages", [2, 3])
+@pytest.mark.parametrize("batch", [3, 7])
+def test_size_arithmetic_holds_for_batches_of_other_sizes(n_stages, batch):
+    torch.manual_seed(0)
+    model = Sizes().double()
+    stages = partition(model, n_stages, torch.empty(3, 4, 4, dtype=torch.float64))
+    assert_equal_to_whole(model, stages, torch.randn(batch, 4, 4, dtype=torch.float64))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, x, which):
+        return self.layer(torch.tanh(x)) * self.embed(which)
+
+
+def test_several_inputs_of_several_types():
+    torch.manual_seed(0)
+    model = TwoInputs().double()
+    inputs = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 4, 1])
+    stages = partition(model, 2, inputs)
+    assert [b.dtype for b in stages.boundaries[0]] == [torch.float64, torch.int64]
+    assert_equal_to_whole(model, stages, *inputs)
+
+
+class InPlace(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+        self.change = change
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.change(self, layer(x))
+        return x
+
+
+def after_view(_, x):
+    x.view(-1).mul_(2)
+    return x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, x: model.relu(x),
+        lambda _, x: F.relu(x, inplace=True),
+        lambda _, x: F.relu(x, True),
+        lambda _, x: torch.relu_(x),
+        lambda _, x: x.mul_(2),
+        after_view,
+        lambda model, x: model.relu(x.flatten(1)),
+    ],
+    ids=["module", "keyword", "position", "function", "method", "view", "flatten"],
+)
+def test_no_cut_before_a_change_in_place(change):
+    torch.manual_seed(0)
+    model, x = InPlace(change).double(), torch.randn(3, 4, dtype=torch.float64)
+    assert_equal_to_whole(model, partition(model, 3, x), x)
+    with pytest.raises(ValueError, match="can be cut into 1 to 3 stages"):
+        partition(model, 4, x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.decode.weight = self.encode.weight
+        self.inside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def forward(self, x):
+        return self.head(self.decode(self.inside(self.encode(x))))
+
+
+@pytest.mark.parametrize("n_stages", [2, 3])
+def test_tied_parameters_stay_in_one_stage(n_stages):
+    torch.manual_seed(0)
+    model, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
+    stages = partition(model, n_stages, x)
+    assert {"encode.weight", "decode.weight"} <= stages[0].state_dict().keys()
+    assert_equal_to_whole(model, stages, x)
+    with pytest.raises(ValueError, match="1 to 3 stages"):
+        partition(model, 4, x)
+
+
+def test_a_module_run_twice_stays_in_one_stage():
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 4))
+    stages = partition(model, 2, torch.empty(2, 4))
+    assert [sorted(dict(stage.named_parameters())) for stage in stages] == [
+        ["0.bias", "0.weight"],
+        ["3.bias", "3.weight"],
+    ]
+
+
+# Named cuts
+
+
+def test_named_cuts():
+    model = build("resnet18", 10, 32)
+    stages = partition(model, 4, torch.empty(2, 3, 32, 32), ["layer2", "layer3.1", "fc"])
+    first = [next(iter(stage.state_dict())) for stage in stages]
+    assert first == ["conv1.weight", "layer2.0.conv1.weight", "layer3.1.conv1.weight", "fc.weight"]
+    assert stages.loads == (0, 0, 0, 0)
+    assert_same_names(model, stages)
+
+
+# Refusals
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Several(nn.Module):
+    def forward(self, x):
+        return x + 1, x + 2
+
+
+LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("model", "n_stages", "by", "message"),
+    [
+        (LAYERS, 3, "flops", "can be cut into 1 to 2 stages: got n_stages=3"),
+        (LAYERS, 0, "flops", "can be cut into 1 to 2 stages: got n_stages=0"),
+        (LAYERS, 2, "flop", "unknown measure 'flop': choose flops, parameters, activations"),
+        (LAYERS, 2, 3, "unknown measure 3"),
+        (LAYERS, 2, ["0", "2"], "2 stages need 1 names of modules .*: got 2"),
+        (LAYERS, 2, ["3"], "runs no module called '3'"),
+        (LAYERS, 2, ["0"], "no stage can begin at '0': the first stage does"),
+        (LAYERS, 2, ["1"], "no stage can begin at '1': _1 changes _0 in place"),
+        (LAYERS, 3, ["2", "2"], "not in the order in which the model runs them"),
+        (Branching(), 1, "flops", "torch.fx cannot trace Branching: symbolically traced variables"),
+        (Several(), 1, "flops", "returns one tensor: wrap it in a module that picks it out"),
+        (
+            nn.Linear(5, 4),
+            1,
+            "flops",
+            r"Linear cannot train on an example of shape \[2, 4\]:",
+        ),
+    ],
+)
+def test_refuses(model, n_stages, by, message):
+    with pytest.raises(ValueError, match=message):
+        partition(model, n_stages, torch.empty(2, 4), by)
+
+
+def test_the_model_keeps_its_modes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
+    model[1].eval()
+    partition(model, 2, torch.empty(2, 4))
+    assert [module.training for module in model.modules()] == [True, True, False, True]
+
+
+def test_the_model_keeps_its_tensors():
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
+    before = copy.deepcopy(model.state_dict())
+    stages = partition(model, 2, torch.randn(3, 1, 4, 4))
+    assert_same(model.state_dict(), before)
+    shared = {id(p) for stage in stages for p in stage.parameters()}
+    assert shared == {id(p) for p in model.parameters()}

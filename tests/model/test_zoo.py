@@ -1,0 +1,87 @@
+"""The zoo is torchvision's where images are large, and fitted where they are small."""
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from toolkit.model import MODELS, build
+
+
+def n_parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.fixture(autouse=True)
+def _on_meta():
+    with torch.device("meta"):
+        yield
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_16"])
+def test_large_images_get_the_model_of_torchvision(name):
+    ours, theirs = build(name), getattr(torchvision.models, name)()
+    shapes = {k: v.shape for k, v in theirs.state_dict().items()}
+    assert {k: v.shape for k, v in ours.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("vit_b_16", 86_567_656)],
+)
+def test_number_of_parameters(name, expected):
+    assert n_parameters(build(name)) == expected
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+@pytest.mark.parametrize(("size", "small"), [(8, True), (32, True), (64, True), (65, False)])
+def test_small_images_get_the_small_stem(name, size, small):
+    model = build(name, 10, size)
+    assert (model.conv1.kernel_size, model.conv1.stride) == (
+        ((3, 3), (1, 1)) if small else ((7, 7), (2, 2))
+    )
+    assert isinstance(model.maxpool, nn.Identity) == small
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "parameters"),
+    [("resnet8", 8, 78_042), ("resnet14", 14, 175_258), ("resnet20", 20, 272_474)],
+)
+def test_depth_of_the_small_residual_nets(name, layers, parameters):
+    model = build(name, 10, 32)
+    weighted = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    shortcuts = [m for m in weighted if getattr(m, "kernel_size", None) == (1, 1)]
+    assert len(weighted) - len(shortcuts) == layers
+    assert len(shortcuts) == 2
+    assert n_parameters(model) == parameters
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("in_channels", [1, 3, 4])
+@pytest.mark.parametrize("size", [32, 96])
+def test_takes_any_channels_and_gives_any_classes(name, in_channels, size):
+    model = build(name, 7, size, in_channels)
+    assert model(torch.empty(2, in_channels, size, size)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("resnet19",), "unknown model 'resnet19': did you mean 'resnet18'"),
+        (("vit",), "choose one of resnet8, .*vit_b_16"),
+        (("vit_b_16", 10, 30), "patches of 16 pixels: got images of 30; resize them to a multiple"),
+    ],
+)
+def test_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build(*arguments)
+
+
+def test_equal_seeds_give_equal_weights():
+    with torch.device("cpu"):
+        built = []
+        for seed in (0, 0, 1):
+            torch.manual_seed(seed)
+            built.append(build("resnet8", 10, 8).state_dict()["fc.weight"])
+    assert torch.equal(built[0], built[1])
+    assert not torch.equal(built[0], built[2])

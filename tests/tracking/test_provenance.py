@@ -1,0 +1,66 @@
+import re
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from toolkit.tracking import describe, provenance
+
+ROOT = Path(__file__).parents[2]
+CONFIG = OmegaConf.create({"seed": 3, "epochs": 2, "steps": "${epochs}"})
+
+
+def command_of(monkeypatch, *argv):
+    monkeypatch.setattr(sys, "argv", list(argv))
+    return provenance(CONFIG, "a machine", 1.5)["command"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "script"),
+    [
+        (ROOT, "experiments/train.py"),
+        (ROOT / "experiments", "train.py"),
+        (ROOT / "notebooks", "../experiments/train.py"),
+        (Path("/"), str(ROOT / "experiments/train.py")),
+    ],
+)
+def test_the_command_is_relative_to_the_project(monkeypatch, folder, script):
+    monkeypatch.chdir(folder if folder.is_dir() else ROOT / "experiments")
+    command = command_of(monkeypatch, script, "seed=3", "partition=[a, b]")
+    assert command == "python experiments/train.py seed=3 'partition=[a, b]'"
+    assert shlex.split(command)[-1] == "partition=[a, b]"
+
+
+def test_a_script_elsewhere_goes_by_its_name(monkeypatch, tmp_path):
+    command = command_of(monkeypatch, str(tmp_path / "mine.py"))
+    assert command == "python mine.py"
+
+
+def test_what_a_reader_needs():
+    found = provenance(CONFIG, "a machine", 1.23456)
+    assert found["config"] == {"seed": 3, "epochs": 2, "steps": 2}
+    assert (found["seed"], found["device"], found["seconds"]) == (3, "a machine", 1.235)
+    assert found["versions"]["torch"] == version("torch")
+    assert found["started"].endswith("+00:00")
+
+
+def test_the_commit_is_marked_where_the_code_has_changed(monkeypatch):
+    found = provenance(CONFIG, "a machine", 1)["commit"]
+    assert found is None or re.fullmatch(r"[0-9a-f]{40}\+?", found)
+
+
+def test_no_commit_outside_git(monkeypatch):
+    def no_git(*_, **__):
+        raise subprocess.CalledProcessError(128, "git")
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    assert provenance(CONFIG, "a machine", 1)["commit"] is None
+
+
+def test_the_processor_and_its_threads():
+    assert describe(torch.device("cpu")).endswith(f", {torch.get_num_threads()} threads")

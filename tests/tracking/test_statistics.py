@@ -1,0 +1,45 @@
+import math
+from statistics import stdev
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import ttest_rel
+
+from toolkit.tracking import paired_difference, spread
+
+VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
+
+
+@given(st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=8))
+def test_interval_is_that_of_the_paired_t_test(pairs):
+    values, baseline = map(list, zip(*pairs, strict=True))
+    if np.ptp(np.subtract(values, baseline)) < 1e-6:
+        return  # scipy's interval is undefined where all differences are equal
+    expected = ttest_rel(values, baseline).confidence_interval(0.95)
+    found = paired_difference(values, baseline)
+    assert found.interval == pytest.approx((expected.low, expected.high), rel=1e-6, abs=1e-9)
+    assert found.mean == pytest.approx(np.mean(np.subtract(values, baseline)), abs=1e-9)
+
+
+def test_equal_differences_have_no_width():
+    found = paired_difference([2.0, 3.0, 5.0], [1.0, 2.0, 4.0])
+    assert (found.mean, found.half_width) == (1, 0)
+
+
+def test_a_single_pair_has_no_interval():
+    found = paired_difference([2.0], [1.5])
+    assert found.mean == 0.5
+    assert math.isnan(found.half_width)
+
+
+@pytest.mark.parametrize(("values", "baseline"), [([1.0], [1.0, 2.0]), ([], [])])
+def test_refuses_what_does_not_pair(values, baseline):
+    with pytest.raises(ValueError, match=f"got {len(values)} and {len(baseline)}"):
+        paired_difference(values, baseline)
+
+
+def test_spread():
+    assert spread([1.0, 2.0, 4.0]) == stdev([1, 2, 4])
+    assert math.isnan(spread([1.0]))

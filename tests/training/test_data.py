@@ -1,0 +1,305 @@
+"""Image sets: the same batches for the same seed and epoch, and errors that name the path."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from toolkit.training.data import cifar10, digits, image_folder, synthetic
+from toolkit.training.data.memory import InMemory, Labelled
+
+CPU = torch.device("cpu")
+CLASSES = ("cat", "dog", "eel")
+TEN = tuple(f"class{k}" for k in range(10))
+
+
+def write_images(folder, classes, n=2, size=(32, 32), seed=0):
+    """``folder/<class>/<k>.png``, random."""
+    random = np.random.default_rng(seed)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for k in range(n):
+            pixels = random.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{k}.png")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    write_images(tmp_path / "train", CLASSES, n=4, size=(20, 24))
+    write_images(tmp_path / "val", CLASSES, n=2, size=(20, 24), seed=1)
+    return tmp_path
+
+
+@pytest.fixture
+def cifar_folders(tmp_path):
+    write_images(tmp_path / "train", TEN)
+    write_images(tmp_path / "test", TEN, n=1, seed=1)
+    return tmp_path
+
+
+def epoch_of(images, seed=0, epoch=0, batch_size=4):
+    batches = [*images.train(batch_size, seed, epoch, CPU)]
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+SETS = {
+    "digits": lambda root: digits(),
+    "synthetic": lambda root: synthetic(n_train=24, n_test=8, image_size=8),
+    "cifar10": lambda root: cifar10(str(root / "cifar")),
+    "image_folder": lambda root: image_folder(str(root / "folder"), 16, num_workers=0),
+}
+
+
+@pytest.fixture(scope="module", params=SETS)
+def images(request, tmp_path_factory):
+    """Every image set; to add one here is to buy the tests below."""
+    root = tmp_path_factory.mktemp(request.param)
+    if request.param == "cifar10":
+        write_images(root / "cifar/train", TEN)
+        write_images(root / "cifar/test", TEN, n=1)
+    if request.param == "image_folder":
+        write_images(root / "folder/train", CLASSES, n=4, size=(20, 24))
+        write_images(root / "folder/val", CLASSES)
+    return SETS[request.param](root)
+
+
+def test_equal_seeds_and_epochs_give_equal_batches(images):
+    x, y = epoch_of(images, seed=3, epoch=2)
+    again, labels = epoch_of(images, seed=3, epoch=2)
+    assert torch.equal(x, again)
+    assert torch.equal(y, labels)
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"epoch": 1}, {"seed": 1, "epoch": 1}])
+def test_other_seeds_and_epochs_give_another_order(images, other):
+    x, y = epoch_of(images)
+    changed, labels = epoch_of(images, **other)
+    assert not torch.equal(x, changed)
+    assert not torch.equal(y, labels)
+
+
+def test_seed_and_epoch_do_not_stand_for_each_other(images):
+    assert not torch.equal(epoch_of(images, 1, 0)[0], epoch_of(images, 0, 1)[0])
+
+
+def test_an_epoch_can_be_read_again(images):
+    batches = images.train(4, 0, 0, CPU)
+    for (x, y), (again, labels) in zip(batches, batches, strict=True):
+        assert torch.equal(x, again)
+        assert torch.equal(y, labels)
+
+
+def test_the_global_generator_does_not_matter(images):
+    torch.manual_seed(0)
+    x, _ = epoch_of(images)
+    torch.manual_seed(1)
+    again, _ = epoch_of(images)
+    assert torch.equal(x, again)
+
+
+def test_batches_fit_what_the_set_says(images):
+    size = (images.in_channels, images.image_size, images.image_size)
+    for batches in (images.train(5, 0, 0, CPU), images.test(5, CPU)):
+        found = [*batches]
+        assert len(found) == len(batches)
+        assert {x.shape[1:] for x, _ in found} == {size}
+        assert {x.dtype for x, _ in found} == {torch.float32}
+        labels = torch.cat([y for _, y in found])
+        assert labels.dtype == torch.int64
+        assert 0 <= labels.min() <= labels.max() < images.n_classes
+
+
+def test_training_drops_the_last_and_testing_keeps_it(images):
+    n = sum(len(y) for _, y in images.train(1, 0, 0, CPU))
+    n_test = sum(len(y) for _, y in images.test(1, CPU))
+    train = [len(y) for _, y in images.train(n - 1, 0, 0, CPU)]
+    test = [len(y) for _, y in images.test(n_test - 1, CPU)]
+    assert train == [n - 1]
+    assert test == [n_test - 1, 1]
+
+
+def test_too_large_a_batch(images):
+    n = sum(len(y) for _, y in images.train(1, 0, 0, CPU))
+    with pytest.raises(ValueError, match=f"takes {n + 1} images and there are {n}: make batch or"):
+        images.train(n + 1, 0, 0, CPU)
+
+
+# Augmentation, on an image in which every pixel is another
+
+
+def one_image(size=4, n=64, **augmentation):
+    image = torch.arange(1, size * size + 1, dtype=torch.uint8).view(1, 1, size, size)
+    labelled = Labelled(image.expand(n, -1, -1, -1), torch.zeros(n, dtype=torch.long))
+    images = InMemory(labelled, labelled, 1, (0.0,), (1 / 255,), **augmentation)
+    return image[0].float(), images
+
+
+def test_crops_are_shifts_with_zeros_beyond_the_edge():
+    image, images = one_image(crop_padding=1)
+    padded = torch.nn.functional.pad(image, (1,) * 4)
+    shifts = [padded[:, t : t + 4, s : s + 4] for t in range(3) for s in range(3)]
+    found, _ = epoch_of(images, batch_size=64)
+    seen = {next(k for k, s in enumerate(shifts) if torch.allclose(x, s)) for x in found}
+    assert seen == set(range(9))
+
+
+def test_flips_mirror_about_half():
+    image, images = one_image(flip=True)
+    found, _ = epoch_of(images, batch_size=64)
+    mirrored = [torch.allclose(x, image.flip(2)) for x in found]
+    assert all(torch.allclose(x, image) != m for x, m in zip(found, mirrored, strict=True))
+    assert 16 < sum(mirrored) < 48
+
+
+def test_test_images_are_not_augmented():
+    image, images = one_image(crop_padding=2, flip=True)
+    ((x, _),) = images.test(64, CPU)
+    assert torch.allclose(x, image.expand_as(x))
+
+
+def test_normalisation():
+    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
+    labelled = Labelled(pixels, torch.zeros(3, dtype=torch.long))
+    images = InMemory(labelled, labelled, 1, (0.2,), (0.4,))
+    ((x, _),) = images.test(3, CPU)
+    torch.testing.assert_close(x.flatten(), torch.tensor([-0.5, 0.0, 2.0]))
+
+
+# The sets themselves
+
+
+def test_digits():
+    images = digits()
+    train, test = ([y for _, y in b] for b in (images.train(1, 0, 0, CPU), images.test(1, CPU)))
+    assert (len(train), len(test), images.n_classes) == (1437, 360, 10)
+    x, _ = epoch_of(images, batch_size=1437)
+    assert abs(x.mean()) < 0.1
+    assert abs(x.std() - 1) < 0.1
+
+
+def test_cifar10_in_class_folders(cifar_folders):
+    images = cifar10(str(cifar_folders), crop_padding=0, flip=False)
+    x = torch.cat([x for x, _ in images.test(4, CPU)])
+    y = torch.cat([y for _, y in images.test(4, CPU)])
+    assert y.tolist() == list(range(10))
+    pixels = np.asarray(Image.open(cifar_folders / "test/class3/0.png")) / 255
+    expected = (pixels - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
+    np.testing.assert_allclose(x[3].permute(1, 2, 0), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cifar10_as_published(tmp_path, monkeypatch):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for name in ("data_batch_1", "test_batch"):
+        data = random.integers(0, 256, (3, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": [7, 0, 9]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list(TEN)}))
+    monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", None]])
+    monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", None]])
+    monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
+    images = cifar10(str(tmp_path), crop_padding=0, flip=False)
+    ((x, y),) = images.test(4, CPU)
+    assert y.tolist() == [7, 0, 9]
+    red = torch.as_tensor(data[0, :1024].astype(np.float32).reshape(32, 32)) / 255
+    torch.testing.assert_close(x[0, 0], (red - 0.4914) / 0.2470)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_workers_do_not_change_the_images(folders, epoch):
+    alone, shared = (
+        epoch_of(image_folder(str(folders), 16, n), epoch=epoch, batch_size=5) for n in (0, 2)
+    )
+    assert torch.equal(alone[0], shared[0])
+    assert torch.equal(alone[1], shared[1])
+
+
+def test_test_images_are_cropped_at_the_centre(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        pixels = np.zeros((32, 48, 3), dtype=np.uint8)
+        pixels[:, 16:32] = 255
+        Image.fromarray(pixels).save(tmp_path / split / "a" / "0.png")
+    ((x, _),) = image_folder(str(tmp_path), 28, 0).test(1, CPU)
+    white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    torch.testing.assert_close(x[0, :, 14, 14], white)
+    assert x.shape == (1, 3, 28, 28)
+    assert (x[0, 0, 14] > 0).sum() == 16  # resized to 8/7 of 28, which changes nothing
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("load", "inside"), [(cifar10, "train/ and test/"), (image_folder, "val/")]
+)
+def test_a_root_that_is_missing(tmp_path, load, inside):
+    with pytest.raises(ValueError, match=f"set data.root to one that holds .*{inside}"):
+        load(None)
+    with pytest.raises(ValueError, match=f"data.root={tmp_path}/no does not exist: .*{inside}"):
+        load(str(tmp_path / "no"))
+    with pytest.raises(ValueError, match=f"data.root={tmp_path} does not hold .*{inside}"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [cifar10, image_folder])
+def test_a_root_that_cannot_be_read(tmp_path, load, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ValueError, match=f"data.root={tmp_path} cannot be read: expected a folder"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("load", [cifar10, image_folder])
+def test_a_root_that_is_a_file(tmp_path, load):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"data.root=.*file cannot be read: expected a folder"):
+        load(str(tmp_path / "file"))
+
+
+def test_a_damaged_cifar10(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(ValueError, match=f"data.root={tmp_path}: .*incomplete or damaged; unpack"):
+        cifar10(str(tmp_path))
+
+
+def test_images_of_another_size(tmp_path):
+    write_images(tmp_path / "train", TEN, n=1, size=(32, 28))
+    write_images(tmp_path / "test", TEN, n=1)
+    with pytest.raises(ValueError, match=r"train/class0/0.png is 32x28 pixels: expected 32x32"):
+        cifar10(str(tmp_path))
+
+
+def test_another_number_of_classes(tmp_path):
+    for split in ("train", "test"):
+        write_images(tmp_path / split, CLASSES)
+    with pytest.raises(ValueError, match=f"{tmp_path}/train holds folders of 3 classes.* has 10"):
+        cifar10(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("load", "test", "classes"), [(cifar10, "test", TEN), (image_folder, "val", CLASSES)]
+)
+def test_classes_that_differ(tmp_path, load, test, classes):
+    write_images(tmp_path / "train", classes)
+    write_images(tmp_path / test, (*classes[1:], "zebra"))
+    message = f"{tmp_path}/train and {tmp_path}/{test} need a folder for each class.*{classes[0]!r}"
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path))
+
+
+def test_folders_without_images(tmp_path):
+    write_images(tmp_path / "val", CLASSES)
+    (tmp_path / "train").mkdir()
+    with pytest.raises(ValueError, match=f"{tmp_path}/train does not hold one folder of images a"):
+        image_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["n_train", "n_test", "n_classes", "image_size", "in_channels"])
+def test_synthetic_images_have_sizes(name):
+    with pytest.raises(ValueError, match=f"data.{name} is 1 or more: got 0"):
+        synthetic(**{name: 0})

@@ -1,0 +1,96 @@
+"""The loop and evaluation, on models whose answers are known."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.model import build, partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import catalog
+from toolkit.training import evaluate, fit
+from toolkit.training.data import synthetic
+
+CPU = torch.device("cpu")
+
+
+def test_accuracy_of_a_model_that_repeats_its_input():
+    scores = torch.tensor(
+        [
+            [9.0, 8, 7, 6, 5, 4, 3],  # right
+            [9.0, 8, 7, 6, 5, 4, 3],  # fifth
+            [9.0, 8, 7, 6, 5, 4, 3],  # sixth
+        ]
+    )
+    targets = torch.tensor([0, 4, 5])
+    batches = [(scores[:2], targets[:2]), (scores[2:], targets[2:])]
+    found = evaluate(nn.Identity(), batches)
+    assert (found.top1, found.top5) == pytest.approx((1 / 3, 2 / 3))
+    assert found.loss == pytest.approx(float(F.cross_entropy(scores, targets)))
+
+
+def test_with_few_classes_every_answer_is_among_five():
+    found = evaluate(nn.Identity(), [(torch.eye(3), torch.tensor([0, 2, 1]))])
+    assert (found.top1, found.top5) == pytest.approx((1 / 3, 1))
+
+
+class Modes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.norm = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+        self.frozen.eval()
+        self.seen = set()
+
+    def forward(self, x):
+        self.seen |= {module.training for module in self.modules()}
+        assert not torch.is_grad_enabled()
+        return self.norm(x)
+
+
+def test_evaluation_restores_each_mode_and_moves_no_statistics():
+    model = Modes()
+    evaluate(model, [(torch.randn(4, 2), torch.zeros(4, dtype=torch.long))])
+    assert model.seen == {False}
+    assert (model.training, model.frozen.training, model.norm.training) == (True, False, True)
+    assert model.norm.num_batches_tracked == 0
+
+
+def runtime_for(images, lr, schedule):
+    torch.manual_seed(0)
+    model = build("resnet8", images.n_classes, images.image_size, images.in_channels)
+    example = torch.empty(4, images.in_channels, images.image_size, images.image_size)
+    stages = partition(model, schedule.n_stages, example)
+    return SingleProcess(stages, schedule, lambda p: torch.optim.SGD(p, lr), F.cross_entropy)
+
+
+def run(images, lr=0.05, epochs=2, schedule=None, **calls):
+    runtime = runtime_for(images, lr, schedule or catalog.cyclic(4))
+    return fit(runtime, images, epochs=epochs, batch_size=16, seed=0, device=CPU, **calls)
+
+
+@pytest.fixture(scope="module")
+def images():
+    return synthetic(n_train=128, n_test=64, n_classes=4, image_size=8)
+
+
+@pytest.mark.parametrize("schedule", [catalog.data_parallel(4), catalog.cyclic(4)])
+def test_learns(images, schedule):
+    history = run(images, epochs=4, schedule=schedule)
+    assert [epoch.epoch for epoch in history] == [0, 1, 2, 3]
+    assert history[-1].train_loss < history[0].train_loss
+    assert history[-1].top1 > 0.9
+    assert history[-1].top5 == 1
+
+
+def test_reports_epochs_and_steps(images):
+    epochs, steps = [], []
+    history = run(images, on_epoch=epochs.append, on_step=lambda *step: steps.append(step))
+    assert epochs == history
+    assert steps == 2 * [(k, 8) for k in range(1, 9)]
+    assert {epoch.learning_rate for epoch in history} == {0.05}
+    assert all(epoch.images_per_second > 0 for epoch in history)
+
+
+def test_divergence_says_what_to_do(images):
+    with pytest.raises(FloatingPointError, match=r"of epoch 0 is .*: lower optimizer.lr, or warm"):
+        run(images, lr=1e30)

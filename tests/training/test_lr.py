@@ -1,0 +1,64 @@
+"""Learning rates, as literal numbers."""
+
+import pytest
+
+from toolkit.training.lr import Constant, Cosine, Step
+
+
+def factors(rate, epochs, steps_per_epoch=1, batch=64):
+    return [
+        round(rate.factor(step, steps_per_epoch, epochs, batch), 6)
+        for step in range(epochs * steps_per_epoch)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "epochs", "steps_per_epoch", "expected"),
+    [
+        (Constant(), 3, 2, [1, 1, 1, 1, 1, 1]),
+        (Constant(warmup_epochs=2), 3, 2, [0.25, 0.5, 0.75, 1, 1, 1]),
+        (Constant(warmup_epochs=0.5), 1, 4, [0.5, 1, 1, 1]),
+        (Constant(warmup_epochs=4), 2, 1, [0.25, 0.5]),
+        (Step(every_epochs=2, gamma=0.1), 5, 1, [1, 1, 0.1, 0.1, 0.01]),
+        (Step(every_epochs=1, gamma=0.2), 3, 2, [1, 1, 0.2, 0.2, 0.04, 0.04]),
+        (Step(warmup_epochs=1, every_epochs=1, gamma=0.5), 2, 2, [0.5, 1, 0.5, 0.5]),
+        (Cosine(), 4, 1, [1, 0.853553, 0.5, 0.146447]),
+        (Cosine(final=0.2), 2, 1, [1, 0.6]),
+        (Cosine(warmup_epochs=1), 3, 1, [1, 1, 0.5]),
+        (Cosine(warmup_epochs=1), 1, 4, [0.25, 0.5, 0.75, 1]),
+        (Cosine(warmup_epochs=2), 1, 4, [0.125, 0.25, 0.375, 0.5]),
+    ],
+)
+def test_factors(rate, epochs, steps_per_epoch, expected):
+    assert factors(rate, epochs, steps_per_epoch) == expected
+
+
+@pytest.mark.parametrize(("batch", "scale"), [(256, 1), (512, 2), (64, 0.25)])
+def test_scales_with_the_batch(batch, scale):
+    rate = Step(reference_batch=256, warmup_epochs=1, every_epochs=1, gamma=0.1)
+    found = factors(rate, epochs=2, steps_per_epoch=2, batch=batch)
+    assert found == pytest.approx([0.5 * scale, scale, 0.1 * scale, 0.1 * scale])
+
+
+def test_imagenet_of_the_paper():
+    """90 epochs, a tenth every 30."""
+    n_steps = 1_281_167 // 256
+    rate = Step(every_epochs=30, gamma=0.1)
+    at = {epoch: rate.factor(epoch * n_steps, n_steps, 90, 256) for epoch in (0, 30, 60)}
+    before = {epoch: rate.factor(epoch * n_steps - 1, n_steps, 90, 256) for epoch in (30, 60, 90)}
+    assert at == pytest.approx({0: 1, 30: 0.1, 60: 0.01})
+    assert before == pytest.approx({30: 1, 60: 0.1, 90: 0.01})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Constant(warmup_epochs=-1), "lr.warmup_epochs is 0 or more: got -1"),
+        (lambda: Cosine(reference_batch=0), "lr.reference_batch is 1 or more: got 0"),
+        (lambda: Step(every_epochs=0), "lr.every_epochs is 1 or more: got 0"),
+        (lambda: Step(warmup_epochs=-1), "lr.warmup_epochs is 0 or more"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,0 +1,23 @@
+"""What a schedule costs on a machine: stage costs, hardware, the simulator, and its timelines."""
+
+from toolkit.cost.costs import Costs, StageCost, profile, unit_costs
+from toolkit.cost.curve import AXES, MemoryCurve, memory_curve
+from toolkit.cost.hardware import UNIT, Hardware
+from toolkit.cost.simulate import simulate
+from toolkit.cost.timeline import Change, Span, Timeline
+
+__all__ = [
+    "AXES",
+    "UNIT",
+    "Change",
+    "Costs",
+    "Hardware",
+    "MemoryCurve",
+    "Span",
+    "StageCost",
+    "Timeline",
+    "memory_curve",
+    "profile",
+    "simulate",
+    "unit_costs",
+]

@@ -1,0 +1,156 @@
+"""What each stage costs: arithmetic, time, activations, boundaries and parameters."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from statistics import median
+
+import torch
+from torch import Tensor, fx
+
+from toolkit.cost.hardware import Hardware
+from toolkit.model import Stages
+from toolkit.model.analysis import Work, node_costs
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage on one micro-batch. Bytes are of the dtype that the model has.
+
+    Attributes:
+        flops: of the forward, by torch's own counter.
+        backward_flops: of the backward.
+        activation_bytes: kept by the forward for the backward: shared storage once, neither
+            parameters nor the stage's inputs.
+        input_bytes: of the tensors that the stage receives.
+        output_bytes: of the tensors that it passes on.
+        parameter_bytes: of its trainable parameters.
+        forward_seconds: measured; None where the hardware is to tell.
+        backward_seconds: likewise.
+        kernels: work of each operation's forward, in order.
+        backward_kernels: work of each operation's backward, in order of the forward.
+    """
+
+    flops: float
+    backward_flops: float
+    activation_bytes: float = 0.0
+    input_bytes: float = 0.0
+    output_bytes: float = 0.0
+    parameter_bytes: float = 0.0
+    forward_seconds: float | None = None
+    backward_seconds: float | None = None
+    kernels: tuple[Work, ...] = field(default=(), repr=False)
+    backward_kernels: tuple[Work, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
+                raise ValueError(f"{name} of a stage is finite, 0 or more: got {value}")
+
+    def seconds(self, hardware: Hardware) -> tuple[float, float]:
+        """Forward and backward: as measured, else by the roofline of ``hardware``."""
+        if self.forward_seconds is not None and self.backward_seconds is not None:
+            return self.forward_seconds, self.backward_seconds
+        forward = self.kernels or (Work(int(self.flops), 0),)
+        backward = self.backward_kernels or (Work(int(self.backward_flops), 0),)
+        return (
+            sum(hardware.roofline(work) for work in forward),
+            sum(hardware.roofline(work) for work in backward),
+        )
+
+
+Costs = Sequence[StageCost]
+Values = tuple[Tensor, ...]
+
+
+def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
+    """Every forward one second, every backward ``backward``, every buffer one byte."""
+    stage = StageCost(
+        flops=1.0,
+        backward_flops=backward,
+        activation_bytes=1.0,
+        input_bytes=1.0,
+        output_bytes=1.0,
+        parameter_bytes=1.0,
+        forward_seconds=1.0,
+        backward_seconds=backward,
+    )
+    return (stage,) * n_stages
+
+
+def profile(
+    stages: Stages, example: Tensor | tuple[Tensor, ...], repeats: int = 5
+) -> tuple[StageCost, ...]:
+    """The costs of ``stages`` on a micro-batch like ``example``.
+
+    Args:
+        stages: the model, partitioned.
+        example: a micro-batch. On a real device, where the model is too, seconds are measured; on
+            the meta device nothing is computed or allocated, and hardware tells the seconds.
+        repeats: timed runs of each stage, of which the median counts.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    costs = []
+    values = inputs
+    shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
+    for stage in stages:
+        cost, outputs = _analyse(stage, shapes)
+        if inputs[0].device.type != "meta":
+            forward, backward, values = _measure(stage, values, repeats)
+            cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
+        costs.append(cost)
+        shapes = _received(outputs)
+    return tuple(costs)
+
+
+def _analyse(stage: fx.GraphModule, inputs: Values) -> tuple[StageCost, Values]:
+    """The stage's cost without its seconds, and what it passes on."""
+    nodes = node_costs(stage, inputs)
+    output = next(iter(reversed(stage.graph.nodes))).args[0]
+    outputs = tuple(nodes[node.name].output for node in output)
+    work = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
+    cost = StageCost(
+        flops=sum(node.forward.flops for node in work),
+        backward_flops=sum(node.backward.flops for node in work),
+        activation_bytes=sum(node.activations for node in nodes.values()),
+        input_bytes=sum(map(_bytes, inputs)),
+        output_bytes=sum(map(_bytes, outputs)),
+        parameter_bytes=sum(_bytes(p) for p in stage.parameters() if p.requires_grad),
+        kernels=tuple(node.forward for node in work),
+        backward_kernels=tuple(node.backward for node in work),
+    )
+    return cost, outputs
+
+
+def _measure(stage: fx.GraphModule, inputs: Values, repeats: int) -> tuple[float, float, Values]:
+    """Median seconds of a forward and of a backward, and what the stage passes on."""
+    twin = copy.deepcopy(stage).train()  # its batch norms may advance
+    forwards, backwards = [], []
+    for counted in [False] + [True] * repeats:
+        received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs
+        begin = _now(received[0])
+        outputs = twin(*received)
+        middle = _now(received[0])
+        trained = [x for x in outputs if x.requires_grad]
+        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
+        end = _now(received[0])
+        if counted:
+            forwards.append(middle - begin)
+            backwards.append(end - middle)
+    return median(forwards), median(backwards), _received(outputs)
+
+
+def _received(values: Values) -> Values:
+    return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in values)
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,173 @@
+"""The memory of one micro-batch over its forward and backward, and of several of them shifted."""
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from toolkit.cost.hardware import Hardware
+from toolkit.model.analysis import NodeCost, node_costs
+from toolkit.model.trace import trace
+
+AXES = ("roofline", "flops", "bytes", "measured")
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Activation bytes of one micro-batch, constant between ``edges``.
+
+    Attributes:
+        edges: times, from 0 to the period; their unit is the axis's.
+        levels: bytes kept between one edge and the next.
+    """
+
+    edges: NDArray[np.float64]
+    levels: NDArray[np.float64]
+
+    @property
+    def peak(self) -> float:
+        return float(self.levels.max())
+
+    @property
+    def mean(self) -> float:
+        return float(np.average(self.levels, weights=np.diff(self.edges)))
+
+    @property
+    def floor(self) -> float:
+        """1 - mean/peak: what no uniform shift of many micro-batches can exceed."""
+        return 1 - self.mean / self.peak
+
+    def at(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Bytes kept at ``times``, one period repeated for ever."""
+        within = np.mod(times, self.edges[-1])
+        after = np.searchsorted(self.edges, within, side="right") - 1
+        return self.levels[np.clip(after, 0, len(self.levels) - 1)]
+
+    def shifted(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The total of ``n`` workers, each 1/n of a period after the one before.
+
+        Returns:
+            times within one period at which the total changes, and the total from then on.
+        """
+        period = self.edges[-1]
+        shifts = np.arange(n) * period / n
+        times = np.unique(np.mod(self.edges[:-1, None] + shifts, period))
+        middles = (times + np.append(times[1:], period)) / 2
+        total = sum((self.at(middles - shift) for shift in shifts), np.zeros_like(middles))
+        return times, total
+
+    def reduction(self, n: int) -> float:
+        """The share by which ``n`` shifted workers' peak is below that of ``n`` together."""
+        return 1 - float(self.shifted(n)[1].max()) / (n * self.peak)
+
+
+def memory_curve(
+    model: nn.Module,
+    example: Tensor | tuple[Tensor, ...],
+    axis: str = "roofline",
+    hardware: Hardware | None = None,
+) -> MemoryCurve:
+    """Activations kept by each operation of ``model``, over the time that the operations take.
+
+    Args:
+        model: any module that torch.fx can trace.
+        example: a micro-batch; only shapes count, unless the axis is measured.
+        axis: how long an operation takes: its ``flops``, its ``bytes``, the ``roofline`` of the
+            hardware, or as ``measured`` on the device of ``example`` and ``model``.
+        hardware: for the roofline.
+
+    Raises:
+        ValueError: unknown axis, a roofline without hardware, or a model that cannot be traced.
+
+    Source: the memory figure of arXiv 2403.08837, section 5.
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    traced = trace(model)
+    costs = [*node_costs(traced, inputs).items()]
+    if axis == "measured":
+        seconds = _measured(traced, inputs)
+        forward = [seconds[name][0] for name, _ in costs]
+        backward = [seconds[name][1] for name, _ in costs]
+    else:
+        forward = [_duration(node, False, axis, hardware) for _, node in costs]
+        backward = [_duration(node, True, axis, hardware) for _, node in costs]
+    kept = np.cumsum([node.activations for _, node in costs])
+    return _curve([*forward, *reversed(backward)], [*kept, *reversed(kept)])
+
+
+def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
+    lasting = np.array(durations) > 0
+    edges = np.concatenate([[0.0], np.cumsum(np.array(durations)[lasting])])
+    return MemoryCurve(edges, np.array(levels, dtype=float)[lasting])
+
+
+def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | None) -> float:
+    work = node.backward if backward else node.forward
+    if axis == "flops":
+        return work.flops
+    if axis == "bytes":
+        return work.bytes
+    if axis != "roofline":
+        raise ValueError(f"unknown axis {axis!r}: choose one of {', '.join(AXES)}")
+    if hardware is None:
+        raise ValueError("the roofline is that of a hardware: give one")
+    return hardware.roofline(work)
+
+
+def _measured(
+    traced: fx.GraphModule, inputs: tuple[Tensor, ...], repeats: int = 3
+) -> dict[str, tuple[float, float]]:
+    """Median seconds of each node's forward and backward, run alone on the device of ``inputs``."""
+    if inputs[0].device.type == "meta":
+        raise ValueError("the measured axis runs the model: give an example on a real device")
+    runs = []
+    for counted in [False] + [True] * repeats:
+        stopwatch = _Stopwatch(copy.deepcopy(traced).train(), garbage_collect_values=True)
+        stopwatch.run(*inputs)
+        if counted:
+            runs.append(stopwatch.seconds)
+    return {
+        name: (median(run[name][0] for run in runs), median(run[name][1] for run in runs))
+        for name in runs[0]
+    }
+
+
+class _Stopwatch(fx.Interpreter):
+    """Times each node, forward and backward, on inputs cut off from the nodes before."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seconds: dict[str, tuple[float, float]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = tree_map(_cut_off, (args, kwargs))
+        begin = _now()
+        output = getattr(self, n.op)(n.target, args, kwargs)
+        middle = _now()
+        trained = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
+        if trained:
+            torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
+        self.seconds[n.name] = (middle - begin, _now() - middle if trained else 0.0)
+        return output
+
+
+def _cut_off(value: Any) -> Any:
+    """A tensor that begins a graph of its own, and may be changed in place."""
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_().clone()
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

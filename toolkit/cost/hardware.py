@@ -1,0 +1,77 @@
+"""Machines: how fast they compute, move memory and talk, in the simplest terms that predict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, inf, isfinite, log2
+
+from toolkit.model.analysis import Work
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Ranks that are alike but for ``speeds`` and ``memories``, each with one full-duplex port.
+
+    Args:
+        name: what tables and figures call it.
+        flops: floating-point operations a second that a rank reaches.
+        memory_bandwidth: bytes a second between a rank and its memory.
+        link_bandwidth: bytes a second through a rank's port, each way.
+        link_latency: seconds from the start of a message to its first byte.
+        memory: bytes of a rank's memory.
+        speeds: of each rank, as multiples of ``flops`` and ``memory_bandwidth``; all 1 if empty.
+        memories: bytes of each rank's memory; all ``memory`` if empty.
+
+    Raises:
+        ValueError: a number that is not positive (a latency may be 0).
+    """
+
+    name: str
+    flops: float
+    memory_bandwidth: float
+    link_bandwidth: float
+    link_latency: float = 0.0
+    memory: float = inf
+    speeds: Sequence[float] = ()
+    memories: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        positive = {
+            "flops": self.flops,
+            "memory_bandwidth": self.memory_bandwidth,
+            "link_bandwidth": self.link_bandwidth,
+            "memory": self.memory,
+            **{f"speeds[{k}]": speed for k, speed in enumerate(self.speeds)},
+            **{f"memories[{k}]": memory for k, memory in enumerate(self.memories)},
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(f"{name} of a hardware is above 0: got {value}")
+        if not (isfinite(self.link_latency) and self.link_latency >= 0):
+            raise ValueError(f"link_latency is 0 seconds or more: got {self.link_latency}")
+
+    def speed(self, rank: int) -> float:
+        return self.speeds[rank] if rank < len(self.speeds) else 1.0
+
+    def memory_of(self, rank: int) -> float:
+        return self.memories[rank] if rank < len(self.memories) else self.memory
+
+    def roofline(self, work: Work) -> float:
+        """Seconds of one kernel: the larger of its arithmetic and its memory traffic."""
+        return max(work.flops / self.flops, work.bytes / self.memory_bandwidth)
+
+    def message(self, n_bytes: float) -> float:
+        """Seconds of a point-to-point message."""
+        return self.link_latency + n_bytes / self.link_bandwidth
+
+    def all_reduce(self, n_bytes: float, n_ranks: int) -> float:
+        """Seconds of a ring all-reduce: 2(n-1) rounds of 1/n of the bytes."""
+        rounds = 2 * (n_ranks - 1)
+        return rounds * self.message(n_bytes / n_ranks)
+
+    def tree(self, n_bytes: float, n_ranks: int) -> float:
+        """Seconds of a broadcast, or of a reduction to one rank, over a binomial tree."""
+        return ceil(log2(n_ranks)) * self.message(n_bytes) if n_ranks > 1 else 0.0
+
+
+UNIT = Hardware("unit", flops=1.0, memory_bandwidth=inf, link_bandwidth=inf)
+"""Messages take no time and a unit of arithmetic takes one second: the schedule's own time."""

@@ -1,0 +1,248 @@
+"""Predict when every instruction of a program runs, from stage costs and hardware.
+
+Each rank has a compute lane and a full-duplex port, that work side by side. A rank computes in the
+order of its program, each op as soon as the one before has ended and its inputs are there. A port
+sends in the order of the program, and receives likewise; a message starts when its content is
+ready and both ports are free. Collectives take both ports of all their ranks.
+
+What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
+far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
+
+One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear in their number.
+"""
+
+from toolkit.cost.costs import Costs
+from toolkit.cost.hardware import Hardware
+from toolkit.cost.timeline import (
+    ACTIVATIONS,
+    COMPUTE,
+    GRADIENTS,
+    RECEIVE,
+    SEND,
+    WEIGHTS,
+    Change,
+    Span,
+    Timeline,
+)
+from toolkit.schedule import Action, Buffer, Instruction, Program
+from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.replay import replay
+
+
+def simulate(program: Program, costs: Costs, hardware: Hardware) -> Timeline:
+    """The predicted timeline of ``program``.
+
+    Args:
+        program: a verified program.
+        costs: one entry a stage.
+        hardware: seconds of kernels that were not measured, and of messages.
+
+    Raises:
+        ValueError: there are not as many costs as stages.
+    """
+    if len(costs) != program.schedule.n_stages:
+        raise ValueError(
+            f"the schedule has {program.schedule.n_stages} stages and there are costs of"
+            f" {len(costs)}: profile the model cut into {program.schedule.n_stages}"
+        )
+    simulation = _Simulation(program, costs, hardware)
+    handlers = simulation.handlers
+    with collector_paused():
+        for rank, instruction in replay(program):
+            handlers[instruction.action](rank, instruction)
+    return simulation.timeline()
+
+
+class _Simulation:
+    """The clocks of all ranks, and when each buffer is ready where."""
+
+    def __init__(self, program: Program, costs: Costs, hardware: Hardware) -> None:
+        self.program, self.costs, self.hardware = program, costs, hardware
+        n_ranks = len(program.ranks)
+        self.computed = [0.0] * n_ranks  # when the compute lane is free
+        self.sent = [0.0] * n_ranks  # when the port may send
+        self.received = [0.0] * n_ranks  # when the port may receive
+        self.seconds = [self._seconds(stage) for stage in range(len(costs))]
+        self._stagger()
+        self.boundaries: dict[tuple, float] = {}
+        self.weights: dict[tuple, float] = {}
+        self.sums: dict[tuple, float] = {}
+        self.forgotten: dict[tuple, float] = {}
+        self.arrival = 0.0
+        self.spans: list[Span] = []
+        self.changes: list[Change] = []
+        self.steps: dict[int, float] = {}
+        self.handlers = {action: self._compute for action in Action if action.computes} | {
+            Action.UPDATE: self._update,
+            Action.SEND: self._send,
+            Action.RECV: self._receive,
+            Action.ALL_REDUCE: self._collective,
+            Action.REDUCE: self._collective,
+            Action.BROADCAST: self._collective,
+            Action.FREE: self._free,
+        }
+        schedule = program.schedule
+        for j in range(schedule.n_stages):
+            oldest = schedule.oldest_version(j, program.first_step)
+            for rank in schedule.first_holders(j):
+                for version in range(oldest, program.first_step + 1):
+                    self._hold_weights(0.0, rank, j, version)
+
+    def timeline(self) -> Timeline:
+        ends = tuple(self.steps[step] for step in sorted(self.steps))
+        name = self.program.schedule.name
+        return Timeline(name, len(self.program.ranks), self.spans, self.changes, ends)
+
+    def _stagger(self) -> None:
+        """Hold each rank that begins with the model's first stage until its turn."""
+        timing = self.program.schedule.timing
+        busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
+        for op in timing.starts:
+            rank = self.program.schedule.rank(op.stage, op.microbatch)
+            busy[rank] += self.seconds[op.stage][Action(op.kind)] / self.hardware.speed(rank)
+        for rank, instructions in enumerate(self.program.ranks):
+            first = next((i for i in instructions if i.action == Action.FORWARD), None)
+            if first is not None and first.stage == 0:
+                self.computed[rank] = first.tick / timing.period * max(busy)
+
+    def _seconds(self, stage: int) -> dict[Action, float]:
+        forward, backward = self.costs[stage].seconds(self.hardware)
+        return {
+            Action.FORWARD: forward,
+            Action.BACKWARD: backward,
+            Action.BACKWARD_INPUT: backward / 2,
+            Action.BACKWARD_WEIGHT: backward / 2,
+        }
+
+    def _compute(self, rank: int, i: Instruction) -> None:
+        stage, action = i.stage, i.action
+        start = max(self.computed[rank], self.weights[rank, stage, i.version])
+        key = (stage, i.microbatch, i.step)
+        if action == Action.FORWARD:
+            if stage > 0:
+                before = (Buffer.ACTIVATION, stage - 1, i.microbatch, i.step)
+                start = max(start, self.boundaries.pop(before))
+        elif action != Action.BACKWARD_WEIGHT and stage < len(self.costs) - 1:
+            after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
+            start = max(start, self.boundaries.pop(after))
+        end = start + self.seconds[stage][action] / self.hardware.speed(rank)
+        self.computed[rank] = end
+        name = f"{stage}{'FBIW'[action]}{i.microbatch}"
+        self.spans.append(Span(rank, COMPUTE, start, end, name, *key))
+        if action == Action.FORWARD:
+            self.boundaries[Buffer.ACTIVATION, *key] = end
+            held = self.costs[stage].activation_bytes
+            self.changes.append(Change(start, rank, ACTIVATIONS, held))
+            return
+        if action != Action.BACKWARD_WEIGHT:
+            self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
+        if action != Action.BACKWARD_INPUT:
+            self._add_to_sum(rank, stage, i.step, start, end)
+
+    def _add_to_sum(
+        self, rank: int, stage: int, step: int | None, start: float, end: float
+    ) -> None:
+        key = (rank, stage, step)
+        if key not in self.sums:
+            held = self.costs[stage].parameter_bytes
+            self.changes.append(Change(start, rank, GRADIENTS, held))
+        self.sums[key] = max(self.sums.get(key, 0.0), end)
+
+    def _drop_sum(self, rank: int, i: Instruction, when: float) -> float:
+        """When the rank's sum was ready; it is gone at ``when`` or then, if that is later."""
+        ready = self.sums.pop((rank, i.stage, i.step))
+        held = self.costs[i.stage].parameter_bytes
+        self.changes.append(Change(max(when, ready), rank, GRADIENTS, -held))
+        return ready
+
+    def _update(self, rank: int, i: Instruction) -> None:
+        """Reads weights, gradients and momentum, writes weights and momentum."""
+        step = i.step or 0
+        ready = max(self.computed[rank], self.weights[rank, i.stage, i.step])
+        start = max(ready, self.sums[rank, i.stage, i.step])
+        moved = 5 * self.costs[i.stage].parameter_bytes
+        seconds = moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
+        end = start + seconds
+        self.computed[rank] = end
+        self._drop_sum(rank, i, end)
+        self._hold_weights(end, rank, i.stage, i.version)
+        self.steps[step] = max(self.steps.get(step, 0.0), end)
+        if seconds > 0:
+            name = f"update {i.stage}"
+            self.spans.append(Span(rank, COMPUTE, start, end, name, i.stage, None, i.step))
+
+    def _hold_weights(self, when: float, rank: int, stage: int, version: int | None) -> None:
+        self.weights[rank, stage, version] = when
+        held = self.costs[stage].parameter_bytes
+        self.changes.append(Change(when, rank, WEIGHTS, held))
+
+    def _content(self, rank: int, i: Instruction) -> tuple[float, float]:
+        """When what is sent is ready, and its bytes."""
+        cost = self.costs[i.stage]
+        if i.buffer == Buffer.WEIGHTS:
+            return self.weights[rank, i.stage, i.version], cost.parameter_bytes
+        if i.buffer == Buffer.GRADIENT:
+            return self.sums[rank, i.stage, i.step], cost.parameter_bytes
+        ready = self.boundaries[i.buffer, i.stage, i.microbatch, i.step]
+        return ready, cost.output_bytes if i.buffer == Buffer.ACTIVATION else cost.input_bytes
+
+    def _send(self, rank: int, i: Instruction) -> None:
+        peer = i.peers[0]
+        ready, n_bytes = self._content(rank, i)
+        start = max(ready, self.sent[rank], self.received[peer])
+        end = start + self.hardware.message(n_bytes)
+        self.sent[rank] = self.received[peer] = self.arrival = end
+        what = (_NAMES[i.buffer], i.stage, i.microbatch, i.step, n_bytes)
+        self.spans.append(Span(rank, SEND, start, end, *what, peer))
+        self.spans.append(Span(peer, RECEIVE, start, end, *what, rank))
+        if i.buffer == Buffer.GRADIENT:
+            self._drop_sum(rank, i, end)
+        elif i.buffer == Buffer.WEIGHTS:
+            self.forgotten[rank, i.stage, i.version] = end
+
+    def _receive(self, rank: int, i: Instruction) -> None:
+        if i.buffer == Buffer.WEIGHTS:
+            self._hold_weights(self.arrival, rank, i.stage, i.version)
+        elif i.buffer == Buffer.GRADIENT:
+            self._add_to_sum(rank, i.stage, i.step, self.arrival, self.arrival)
+        else:
+            self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = self.arrival
+
+    def _collective(self, rank: int, i: Instruction) -> None:
+        if rank != i.peers[0]:
+            return
+        n_bytes, n_ranks = self.costs[i.stage].parameter_bytes, len(i.peers)
+        holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
+        ready = max(self._content(peer, i)[0] for peer in holders)
+        start = max(ready, *(max(self.sent[p], self.received[p]) for p in i.peers))
+        if i.action == Action.ALL_REDUCE:
+            seconds = self.hardware.all_reduce(n_bytes, n_ranks)
+            through = 2 * (n_ranks - 1) / n_ranks * n_bytes
+        else:
+            seconds, through = self.hardware.tree(n_bytes, n_ranks), n_bytes
+        end = start + seconds
+        name = i.action.name.lower().replace("_", "-")
+        for peer in i.peers:
+            self.sent[peer] = self.received[peer] = end
+            receives = i.action == Action.BROADCAST and peer != rank
+            lane = RECEIVE if receives else SEND
+            self.spans.append(Span(peer, lane, start, end, name, i.stage, None, i.step, through))
+            if receives:
+                self._hold_weights(end, peer, i.stage, i.version)
+            elif i.action == Action.REDUCE and peer != rank:
+                self._drop_sum(peer, i, end)
+            elif i.action != Action.BROADCAST:
+                self.sums[peer, i.stage, i.step] = end
+
+    def _free(self, rank: int, i: Instruction) -> None:
+        when = self.computed[rank]
+        if i.buffer == Buffer.WEIGHTS:
+            key = (rank, i.stage, i.version)
+            when = max(when, self.weights.pop(key), self.forgotten.pop(key, 0.0))
+            self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
+        else:
+            held = self.costs[i.stage].activation_bytes
+            self.changes.append(Change(when, rank, ACTIVATIONS, -held))
+
+
+_NAMES: dict[Buffer | None, str] = {b: b.name.lower().replace("_", " ") for b in Buffer}

@@ -1,0 +1,158 @@
+"""What happened when, on which rank: predicted by the simulator or measured by a runtime."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+COMPUTE, SEND, RECEIVE = "compute", "send", "receive"
+LANES = (COMPUTE, SEND, RECEIVE)
+ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
+
+
+class Span(NamedTuple):
+    """``rank`` is busy on ``lane`` from ``start`` to ``end``, in seconds.
+
+    ``peer`` is the other end of a message, None for computing and collectives; ``bytes`` what a
+    message moves through the rank's port.
+    """
+
+    rank: int
+    lane: str
+    start: float
+    end: float
+    name: str
+    stage: int
+    microbatch: int | None
+    step: int | None
+    bytes: float = 0.0
+    peer: int | None = None
+
+
+class Change(NamedTuple):
+    """``rank`` gains (or loses) ``bytes`` of ``kind`` at ``time``."""
+
+    time: float
+    rank: int
+    kind: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans, and changes of memory, of some training steps.
+
+    Attributes:
+        name: what figures call it.
+        n_ranks: ranks, from 0.
+        spans: busy times of every rank and lane.
+        changes: of the memory of every rank.
+        step_ends: when the last update of each training step had ended, in seconds.
+    """
+
+    name: str
+    n_ranks: int
+    spans: Sequence[Span]
+    changes: Sequence[Change]
+    step_ends: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last rank has finished, in seconds."""
+        return max(span.end for span in self.spans)
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from step to step, once the first has ended; of a single step, all of it."""
+        if len(self.step_ends) == 1:
+            return self.step_ends[0]
+        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time, from start to end, in which they do not compute."""
+        busy = sum(span.end - span.start for span in self.spans if span.lane == COMPUTE)
+        return 1 - busy / (self.n_ranks * self.end)
+
+    def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
+        """(time, bytes from then on), of one rank or all, of one kind or all."""
+        changes = sorted(
+            (change.time, change.bytes)
+            for change in self.changes
+            if rank in (None, change.rank) and kind in (None, change.kind)
+        )
+        curve: list[tuple[float, float]] = []
+        held = 0.0
+        for when, change in changes:  # at one moment what is freed goes before what is made
+            held += change
+            if curve and curve[-1][0] == when:
+                curve[-1] = (when, held)
+            else:
+                curve.append((when, held))
+        return curve
+
+    def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
+        """The most bytes held at once."""
+        return max((held for _, held in self.memory(rank, kind)), default=0.0)
+
+    def bytes_by_link(self) -> dict[tuple[int, int], float]:
+        """Bytes sent from rank to rank by point-to-point messages."""
+        links: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for span in self.spans:
+            if span.lane == SEND and span.peer is not None:
+                links[span.rank, span.peer] += span.bytes
+        return dict(links)
+
+    def bytes_sent(self) -> tuple[float, ...]:
+        """Bytes that each rank sent, collectives included."""
+        sent = [0.0] * self.n_ranks
+        for span in self.spans:
+            if span.lane == SEND:
+                sent[span.rank] += span.bytes
+        return tuple(sent)
+
+    def to_frame(self) -> "pd.DataFrame":
+        """The spans as a pandas DataFrame, one row each."""
+        import pandas as pd
+
+        return pd.DataFrame(self.spans, columns=Span._fields)
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write a trace that Perfetto and chrome://tracing open: a process a rank, a row a lane."""
+        events: list[dict] = []
+        for rank in range(self.n_ranks):
+            events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
+            for lane, name in enumerate(LANES):
+                events.append(_metadata("thread_name", rank, lane, name))
+        for span in self.spans:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "cat": span.lane,
+                    "pid": span.rank,
+                    "tid": LANES.index(span.lane),
+                    "ts": span.start * 1e6,
+                    "dur": (span.end - span.start) * 1e6,
+                    "args": {
+                        name: value
+                        for name in ("stage", "microbatch", "step", "bytes", "peer")
+                        if (value := getattr(span, name)) is not None
+                    },
+                }
+            )
+        for rank in range(self.n_ranks):
+            for when, held in self.memory(rank):
+                args = {"bytes": held}
+                event = {"ph": "C", "name": "memory", "pid": rank, "ts": when * 1e6, "args": args}
+                events.append(event)
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _metadata(kind: str, rank: int, lane: int, name: str) -> dict:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": name}}

@@ -1,0 +1,95 @@
+"""What a schedule asks of each rank in one training step, counted from its program."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from toolkit.schedule.program import Action, Buffer, Program, traffic_of
+from toolkit.schedule.replay import replay
+from toolkit.schedule.steady import settled_steps, steady_slots
+
+if TYPE_CHECKING:
+    from toolkit.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One row of the paper's comparison. Activations in micro-batches, parameters in models.
+
+    Attributes:
+        ranks: devices.
+        activations: the most that one rank holds.
+        total_activations: the most that all ranks hold together.
+        parameters: the most that one rank keeps from step to step: one version of each of its
+            stages.
+        weights: the most weights that one rank holds at once, older versions and those passing
+            through included.
+        traffic: parameters and gradients that a rank sends in a step, on average.
+        traffic_in_slot: the most that a rank sends in a slot.
+        rounds: the longest row of messages, each waiting for the one before, between two slots.
+    """
+
+    ranks: int
+    activations: Fraction
+    total_activations: Fraction
+    parameters: Fraction
+    weights: Fraction
+    traffic: Fraction
+    traffic_in_slot: Fraction
+    rounds: int
+
+
+def footprint(schedule: "Schedule") -> Footprint:
+    """Count from a verified program, in the steady state."""
+    settled = settled_steps(schedule)
+    program = schedule.lower(2 * settled + 1).verify()
+    slots = steady_slots(schedule, settled)
+    stage = Fraction(1, schedule.n_stages)
+    activations = [held[slots] for held in program.activations()]
+    kept = [0] * schedule.n_ranks
+    for j in range(schedule.n_stages):
+        for rank in schedule.first_holders(j):
+            kept[rank] += 1
+    traffic = program.traffic()[slots]
+    return Footprint(
+        ranks=schedule.n_ranks,
+        activations=max(map(max, activations)) * stage,
+        total_activations=max(map(sum, zip(*activations, strict=True))) * stage,
+        parameters=max(kept) * stage,
+        weights=max(program.peak_weights()) * stage,
+        traffic=_sent_in(program, settled) * stage / schedule.n_ranks,
+        traffic_in_slot=max(of_rank.units for slot in traffic for of_rank in slot) * stage,
+        rounds=_rounds(program),
+    )
+
+
+def _sent_in(program: Program, step: int) -> Fraction:
+    """Stage-parameters that all ranks send for the gradient of ``step`` and the weights read."""
+    total = Fraction()
+    for rank, instructions in enumerate(program.ranks):
+        for i in instructions:
+            gradient = i.buffer == Buffer.GRADIENT and i.step == step
+            weights = i.buffer == Buffer.WEIGHTS and i.version == step
+            if gradient or weights:
+                total += traffic_of(i, rank).units
+    return total
+
+
+def _rounds(program: Program) -> int:
+    depth: defaultdict[int, int] = defaultdict(int)
+    now = most = 0
+    for rank, i in replay(program):
+        if i.tick != now:
+            now = i.tick
+            depth.clear()
+        if i.buffer not in (Buffer.GRADIENT, Buffer.WEIGHTS):
+            continue
+        if i.action == Action.RECV:
+            depth[rank] = max(depth[rank], depth[i.peers[0]] + 1)
+        elif i.action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST):
+            n = len(i.peers)
+            rounds = 2 * (n - 1) if i.action == Action.ALL_REDUCE else (n - 1).bit_length()
+            depth[rank] = max(depth[rank], rounds)
+        most = max(most, depth[rank])
+    return most
