@@ -77,7 +77,8 @@ def _sent_in(program: Program, step: int) -> Fraction:
 
 
 def _rounds(program: Program) -> int:
-    depth: defaultdict[int, int] = defaultdict(int)
+    """Messages of one stage that wait for each other at the same tick."""
+    depth: defaultdict[tuple[int, int], int] = defaultdict(int)
     now = most = 0
     for rank, i in replay(program):
         if i.tick != now:
@@ -85,11 +86,13 @@ def _rounds(program: Program) -> int:
             depth.clear()
         if i.buffer not in (Buffer.GRADIENT, Buffer.WEIGHTS):
             continue
+        at = (rank, i.stage)
         if i.action == Action.RECV:
-            depth[rank] = max(depth[rank], depth[i.peers[0]] + 1)
-        elif i.action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST):
+            depth[at] = max(depth[at], depth[i.peers[0], i.stage] + 1)
+        elif i.action != Action.SEND and i.action != Action.FREE and rank == i.peers[0]:
             n = len(i.peers)
             rounds = 2 * (n - 1) if i.action == Action.ALL_REDUCE else (n - 1).bit_length()
-            depth[rank] = max(depth[rank], rounds)
-        most = max(most, depth[rank])
+            reached = max(depth[peer, i.stage] for peer in i.peers) + rounds
+            depth.update({(peer, i.stage): reached for peer in i.peers})
+        most = max(most, depth[at])
     return most

@@ -67,11 +67,12 @@ class _Read(NamedTuple):
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
     """See :meth:`Schedule.lower`."""
-    if n_steps < 1 or first_step < 0:
-        raise ValueError(
-            "a program has 1 training step or more, from step 0 or later:"
-            f" got n_steps={n_steps}, first_step={first_step}"
-        )
+    for value, least in ((n_steps, 1), (first_step, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                "a program has 1 training step or more, from step 0 or later:"
+                f" got n_steps={n_steps!r}, first_step={first_step!r}"
+            )
     with collector_paused():
         return _Lowering(schedule, range(first_step, first_step + n_steps)).program()
 

@@ -15,6 +15,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import gcd
 
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.timing import Timing
@@ -39,9 +40,9 @@ class Turns:
     def n_ranks(self) -> int:
         return max(f + r for f, r in zip(self.first, self.replicas, strict=True))
 
-    def is_static(self, stage: int) -> bool:
-        """Whether a micro-batch meets the same rank at every step."""
-        return self.n_microbatches % self.replicas[stage] == 0
+    def turns(self, stage: int) -> int:
+        """Steps after which a micro-batch meets the same rank again."""
+        return self.replicas[stage] // gcd(self.n_microbatches, self.replicas[stage])
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         turn = step * self.n_microbatches + microbatch
@@ -63,8 +64,9 @@ class Assigned:
     def n_ranks(self) -> int:
         return max(map(max, self.table)) + 1
 
-    def is_static(self, stage: int) -> bool:
-        return True
+    def turns(self, stage: int) -> int:
+        """Steps after which a micro-batch meets the same rank again."""
+        return 1
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         return self.table[stage][microbatch]
@@ -96,7 +98,7 @@ def place(name: str, timing: Timing, n_stages: int, n_microbatches: int) -> Turn
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
     """Micro-batches whose activations at ``stage`` are alive at once, in the steady state."""
     spans = [
-        (timing.starts[Op(Kind.FORWARD, stage, m)], timing.end(Op(Kind.BACKWARD, stage, m)))
+        (timing.starts[Op(Kind.FORWARD, stage, m)], timing.gradient_end(stage, m))
         for m in range(n_microbatches)
     ]
     period = timing.period

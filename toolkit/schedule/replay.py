@@ -11,7 +11,8 @@ from heapq import heapify, heappop, heappush
 
 from toolkit.schedule.program import Action, Instruction, Program
 
-_SEND, _RECV = Action.SEND, Action.RECV  # looked up once: this loop is the hot one
+_SEND = Action.SEND  # looked up once: this loop is the hot one
+_MESSAGES = (Action.SEND, Action.RECV)
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 _LAST_OP = Action.BACKWARD_WEIGHT
 _Head = tuple[int, bool, int]  # tick, whether it computes, rank
@@ -36,6 +37,7 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
     position = [0] * len(ranks)
     messages: dict[tuple, tuple[int, Instruction]] = {}  # sends and receives without the other
     collectives: dict[tuple, dict[int, Instruction]] = {}  # who has come
+    strays: dict[int, Instruction] = {}  # who waits for a collective of others
     ready = [_head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)
 
@@ -51,7 +53,7 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
         while True:
             instruction = order[at]
             action = instruction.action
-            if action == _SEND or action == _RECV:
+            if action in _MESSAGES:
                 sends = action == _SEND
                 peer = instruction.peers[0]
                 what = ((rank, peer) if sends else (peer, rank)) + instruction[2:7]
@@ -63,6 +65,9 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
                 yield other if sends else (rank, instruction)
                 go_on(peer)
             elif action in _COLLECTIVES:
+                if rank not in instruction.peers:
+                    strays[rank] = instruction
+                    break
                 present = collectives.setdefault(instruction[1:], {})
                 present[rank] = instruction
                 if len(present) < len(instruction.peers):
@@ -85,7 +90,7 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
                 heappush(ready, head)
                 break
         position[rank] = at
-    waiting = dict(messages.values())
+    waiting = strays | dict(messages.values())
     for present in collectives.values():
         waiting |= present
     if waiting:

@@ -54,8 +54,9 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.state not in STATES:
             raise ValueError(f"unknown state {self.state!r}: choose one of {', '.join(STATES)}")
+        check_complete(self.timing.starts, self.n_stages, self.n_microbatches)
         layout = self.placement
-        if isinstance(layout, str):
+        if not isinstance(layout, Placement):
             layout = place(layout, self.timing, self.n_stages, self.n_microbatches)
         object.__setattr__(self, "layout", layout)
         self._check_dependencies()
@@ -175,17 +176,17 @@ class Schedule:
 
     def _check_dependencies(self) -> None:
         starts = self.timing.starts
-        check_complete(starts, self.n_stages, self.n_microbatches)
         for op, start in starts.items():
             if not (0 <= op.stage < self.n_stages and 0 <= op.microbatch < self.n_microbatches):
                 raise ValueError(
                     f"op {op} is outside {self.n_stages} stages and"
-                    f" {self.n_microbatches} micro-batches"
+                    f" {self.n_microbatches} micro-batches: leave it out, or make room for it"
                 )
             for needed in dependencies(op, starts, self.n_stages):
                 if start < self.timing.end(needed):
                     raise ValueError(
-                        f"{op} starts before {needed}, whose result it needs, has ended\n"
+                        f"{op} starts before {needed}, whose result it needs, has ended: start it"
+                        f" {self.timing.end(needed) - start} ticks later\n"
                         + _grid.render(self, mark=(op, 0))
                     )
 
@@ -194,22 +195,43 @@ class Schedule:
         if self.layout.name == "one":
             return
         tick, period = self.timing.ticks_per_slot, self.timing.period
-        busy: dict[int, list[tuple[int, Op]]] = {}
-        for op, start in self.timing.starts.items():
-            if self.layout.is_static(op.stage):  # otherwise it takes turns, and is alone
-                rank = self.rank(op.stage, op.microbatch)
-                busy.setdefault(rank, []).append((start % period, op))
-        for rank, taken in busy.items():
+        for rank, (taken, lap) in self._busy().items():
             taken.sort()
-            after = [*taken[1:], (taken[0][0] + period, taken[0][1])]
+            after = [*taken[1:], (taken[0][0] + lap, taken[0][1])]
             for (start, op), (following, other) in zip(taken, after, strict=True):
                 if following - start < tick:
                     raise ValueError(
                         f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
                         f" state: choose another placement than {self.layout.name!r}, or other"
                         f" numbers of stages and micro-batches than {self.n_stages} and"
-                        f" {self.n_microbatches}\n" + _grid.render(self, 2, mark=(other, 0))
+                        f" {self.n_microbatches}\n"
+                        + _grid.render(self, lap // period + 1, mark=(other, 0))
                     )
+
+    def _busy(self) -> dict[int, tuple[list[tuple[int, Op]], int]]:
+        """Of each rank: (start, op) modulo the ticks after which it does the same again."""
+        period = self.timing.period
+        busy: dict[int, tuple[list[tuple[int, Op]], int]] = {}
+        for op, start in self.timing.starts.items():
+            turns = self.layout.turns(op.stage)
+            if turns > 1 and self._first_come_first_served(op.stage):
+                continue  # a rank is free again when its turn comes
+            lap = turns * period
+            for step in range(turns):
+                rank = self.rank(op.stage, op.microbatch, step)
+                taken, _ = busy.setdefault(rank, ([], lap))
+                taken.append(((start + step * period) % lap, op))
+        return busy
+
+    def _first_come_first_served(self, stage: int) -> bool:
+        """Whether micro-batches enter and leave ``stage`` in order, from step to step."""
+        timing, microbatches = self.timing, range(self.n_microbatches)
+        enter = [timing.starts[Op(Kind.FORWARD, stage, m)] for m in microbatches]
+        leave = [timing.gradient_end(stage, m) for m in microbatches]
+        return all(
+            times == sorted(times) and times[-1] <= times[0] + timing.period
+            for times in (enter, leave)
+        )
 
     def _check_staleness(self) -> None:
         least = freshest(self.timing, self.n_stages, self.n_microbatches)

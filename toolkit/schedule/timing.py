@@ -30,6 +30,11 @@ class Timing:
     period: int
     ticks_per_slot: int = 1
 
+    def __post_init__(self) -> None:
+        for name in ("period", "ticks_per_slot"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} of a timing is 1 tick or more: got {value}")
+
     def end(self, op: Op) -> int:
         """The tick at which ``op`` of step 0 has ended."""
         return self.starts[op] + self.ticks_per_slot

@@ -53,9 +53,7 @@ def verify(program: Program) -> None:
 
 def _error(program: Program, rank: int, instruction: Instruction, why: str) -> ValueError:
     op = _op(program, instruction)
-    marked = (
-        grid.render(program.schedule, program.n_steps, mark=op) if op else program.schedule.grid()
-    )
+    marked = grid.render(program.schedule, op[1] + 1 if op else 1, mark=op)
     return ValueError(
         f"rank {rank}, slot {program.slot(instruction)}, {instruction}: {why}\n{marked}"
     )
@@ -65,13 +63,12 @@ def _op(program: Program, i: Instruction) -> tuple[Op, int] | None:
     """The op that the instruction is, or belongs to, for the mark in the grid."""
     if i.step is None:
         return None
+    step = max(0, i.step - program.first_step)
     if i.action.computes:
-        return Op(Kind(i.action), i.stage, i.microbatch or 0), i.step
-    kind = (
-        Kind.FORWARD if i.buffer == Buffer.ACTIVATION and i.action != Action.FREE else Kind.BACKWARD
-    )
+        return Op(Kind(i.action), i.stage, i.microbatch or 0), step
+    forward = i.buffer == Buffer.ACTIVATION and i.action != Action.FREE
     microbatch = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
-    return Op(kind, i.stage, microbatch), i.step
+    return Op(Kind.FORWARD if forward else Kind.BACKWARD, i.stage, microbatch), step
 
 
 class _Check:
@@ -150,6 +147,8 @@ class _Check:
 
     def _update(self, rank: int, i: Instruction) -> None:
         here, version = self.ranks[rank], i.step
+        if i.step is None or i.version != i.step + 1:
+            raise _RefusedError(f"the update of step {i.step} makes the version after it")
         missing = self.every & ~here.sums.pop((i.stage, i.step), 0)
         if missing:
             lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
@@ -177,8 +176,11 @@ class _Check:
         elif i.action == Action.RECV:
             self._merge(here, key, self.in_flight)
         elif rank == i.peers[0]:
+            for peer in i.peers:
+                if key not in self.ranks[peer].sums:
+                    raise _RefusedError(f"rank {peer} has no sum to give")
             for peer in i.peers[1:]:
-                self._merge(here, key, self.ranks[peer].sums.pop(key, 0))
+                self._merge(here, key, self.ranks[peer].sums.pop(key))
             if i.action == Action.ALL_REDUCE:
                 for peer in i.peers[1:]:
                     self.ranks[peer].sums[key] = here.sums[key]
@@ -213,6 +215,10 @@ class _Check:
                     raise _left(
                         f"{op} of step {step} is never done", schedule, (op, step - steps.start)
                     )
+        for j, owner in enumerate(schedule.owners):
+            if (j, steps.stop) not in self.ranks[owner].weights:
+                why = f"rank {owner} has lost the newest version, {steps.stop}, of stage {j}"
+                raise _left(why, schedule)
         for rank, here in enumerate(self.ranks):
             newest = {(j, steps.stop) for j in range(schedule.n_stages)}
             for stage, microbatch, kept in here.activations:

@@ -1,0 +1,79 @@
+"""Random schedules, small: any sizes, timing, placement, delay and state that fit together."""
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, reject, settings
+from hypothesis import strategies as st
+
+from toolkit.schedule import PLACEMENTS, STATES, Kind, Op, Schedule, Timing, timing
+
+quick = settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+RULES = ("simultaneous", "cyclic", "sequential", "shifted", "split")
+
+
+def shifted(n_stages, offsets, period):
+    """Micro-batch m starts ``offsets[m]`` slots after the step, which may be steps later."""
+    starts = {}
+    for m, offset in enumerate(offsets):
+        for j in range(n_stages):
+            starts[Op(Kind.FORWARD, j, m)] = offset + j
+            starts[Op(Kind.BACKWARD, j, m)] = offset + 2 * n_stages - 1 - j
+    return Timing(starts, period)
+
+
+def split(n_stages, offsets, period):
+    """As :func:`shifted`, the gradients of the parameters coming after those of the inputs."""
+    starts = {}
+    for m, offset in enumerate(offsets):
+        for j in range(n_stages):
+            starts[Op(Kind.FORWARD, j, m)] = offset + j
+            starts[Op(Kind.BACKWARD_INPUT, j, m)] = offset + 2 * n_stages - 1 - j
+            starts[Op(Kind.BACKWARD_WEIGHT, j, m)] = offset + 3 * n_stages - 1 - j
+    return Timing(starts, period)
+
+
+@st.composite
+def timings(draw, n_stages, n_microbatches, rules=RULES):
+    rule = draw(st.sampled_from(rules))
+    if rule not in ("shifted", "split"):
+        return getattr(timing, rule)(n_stages, n_microbatches)
+    offset = st.integers(0, 6 * n_stages)
+    offsets = draw(st.lists(offset, min_size=n_microbatches, max_size=n_microbatches))
+    if rule == "split":
+        return split(n_stages, offsets, 3 * n_stages)
+    return shifted(n_stages, offsets, draw(st.integers(2 * n_stages, 4 * n_stages)))
+
+
+@st.composite
+def matrices(draw, least):
+    """A staleness matrix that is nowhere less than ``least``."""
+    extra = st.integers(0, 2)
+    return tuple(tuple(d + draw(extra) for d in row) for row in least)
+
+
+@st.composite
+def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULES):
+    s, m = draw(st.integers(1, max_size)), draw(st.integers(1, max_size))
+    placement, state = draw(st.sampled_from(placements)), draw(st.sampled_from(states))
+    when = draw(timings(s, m, rules))
+    try:
+        free = Schedule("random", s, m, when, placement, "freshest", state)
+    except ValueError as error:
+        assert "in the same slot" in str(error)  # noqa: PT017 - nothing else may be wrong
+        reject()
+    delay = draw(st.sampled_from(["freshest", "matrix", 1, 2, 3]))
+    if delay == "matrix":
+        delay = draw(matrices(free.staleness))
+    elif delay != "freshest":
+        delay = max(delay, free.max_staleness)
+    return replace(free, delay=delay)
+
+
+@st.composite
+def programs(draw, max_size=4, max_steps=3, **kinds):
+    schedule = draw(schedules(max_size, **kinds))
+    return schedule.lower(draw(st.integers(1, max_steps)), draw(st.integers(0, 3)))

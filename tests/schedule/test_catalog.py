@@ -1,0 +1,79 @@
+"""The named methods, and the sizes they refuse."""
+
+from functools import partial
+
+import pytest
+
+from toolkit.schedule import catalog, timing
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        (catalog.data_parallel(2), "DP"),
+        (catalog.data_parallel(2, state="sharded"), "ZeRO-DP"),
+        (catalog.cyclic(2), "CDP-v2"),
+        (catalog.cyclic(2, 1), "CDP-v1"),
+        (catalog.cyclic(2, 2), "CDP"),
+        (catalog.cyclic(2, [[1, 1], [1, 1]]), "CDP"),
+        (catalog.cyclic(2, state="sharded"), "ZeRO-CDP-v2"),
+        (catalog.cyclic(2, 1, state="sharded"), "ZeRO-CDP-v1"),
+        (catalog.gradient_accumulation(2, 3), "gradient accumulation"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_names(schedule, name):
+    assert schedule.name == name
+
+
+def choices(schedule):
+    return schedule.timing, schedule.placement, schedule.delay, schedule.state
+
+
+def test_each_method_is_its_row_of_the_table():
+    both = timing.simultaneous(3, 3), timing.cyclic(3, 3)
+    assert choices(catalog.data_parallel(3)) == (both[0], "per_microbatch", 0, "replicated")
+    assert choices(catalog.cyclic(3)) == (both[1], "per_microbatch", "freshest", "replicated")
+    own = catalog.cyclic(3, 1, "per_stage", "sharded")
+    assert choices(own) == (both[1], "per_stage", 1, "sharded")
+    accumulation = catalog.gradient_accumulation(2, 3)
+    assert choices(accumulation) == (timing.sequential(2, 3), "one", 0, "replicated")
+
+
+@pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
+def test_as_many_stages_as_microbatches_unless_given(make):
+    assert (make(3).n_stages, make(3).n_microbatches) == (3, 3)
+    assert (make(3, n_stages=5).n_stages, make(3, n_stages=5).n_microbatches) == (5, 3)
+
+
+def stages(make):
+    return lambda size: make(3, n_stages=size)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        pytest.param(stages(catalog.data_parallel), "stages", id="DP-stages"),
+        pytest.param(partial(catalog.data_parallel, n_stages=3), "micro-batches", id="DP"),
+        pytest.param(stages(catalog.cyclic), "stages", id="CDP-stages"),
+        pytest.param(partial(catalog.cyclic, n_stages=3), "micro-batches", id="CDP"),
+        pytest.param(
+            lambda size: catalog.gradient_accumulation(size, 3), "stages", id="accumulation-stages"
+        ),
+        pytest.param(
+            lambda size: catalog.gradient_accumulation(3, size), "micro-batches", id="accumulation"
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [0, -1, 2.0, 2.5, True, False, "3"])
+def test_refuses_what_is_no_size(make, what, size):
+    message = f"the number of {what} is a whole number, 1 or more: got {size!r}"
+    with pytest.raises(ValueError, match=message):
+        make(size)
+
+
+@pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
+@pytest.mark.parametrize("size", [0, -2, 1.5, True])
+def test_refuses_what_is_no_size_for_both(make, size):
+    with pytest.raises(ValueError, match="is a whole number, 1 or more"):
+        make(size)

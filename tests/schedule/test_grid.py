@@ -1,0 +1,93 @@
+# ruff: noqa: E501 - a timeline is as long as it is
+"""Literal timelines of the small cases."""
+
+from textwrap import dedent
+
+import pytest
+
+from toolkit.schedule import catalog
+
+DP = """
+    slot   0   1   2   3   4   5
+    rank 0 0F0 1F0 2F0 2B0 1B0 0B0
+    rank 1 0F1 1F1 2F1 2B1 1B1 0B1
+    rank 2 0F2 1F2 2F2 2B2 1B2 0B2
+"""
+CDP = """
+    slot   0   1   2   3   4   5   6    7    8    9    10   11   12   13   14   15
+    rank 0 0F0 1F0 2F0 2B0 1B0 0B0 0F0' 1F0' 2F0' 2B0' 1B0' 0B0' .    .    .    .
+    rank 1 .   .   0F1 1F1 2F1 2B1 1B1  0B1  0F1' 1F1' 2F1' 2B1' 1B1' 0B1' .    .
+    rank 2 .   .   .   .   0F2 1F2 2F2  2B2  1B2  0B2  0F2' 1F2' 2F2' 2B2' 1B2' 0B2'
+"""
+PIPELINE = """
+    slot   0   1   2   3   4   5   6    7    8    9    10   11   12   13   14   15
+    rank 0 0F0 .   0F1 .   0F2 0B0 0F0' 0B1  0F1' 0B2  0F2' 0B0' .    0B1' .    0B2'
+    rank 1 .   1F0 .   1F1 1B0 1F2 1B1  1F0' 1B2  1F1' 1B0' 1F2' 1B1' .    1B2' .
+    rank 2 .   .   2F0 2B0 2F1 2B1 2F2  2B2  2F0' 2B0' 2F1' 2B1' 2F2' 2B2' .    .
+"""
+# Stage 0 has three ranks, stage 1 two: its third micro-batch takes the first of them again,
+# and the next step goes on with the second.
+TIMES_MODEL_PARALLEL = """
+    slot   0   1   2   3   4   5   6    7    8    9    10   11   12   13   14   15
+    rank 0 0F0 .   .   .   .   0B0 0F0' .    .    .    .    0B0' .    .    .    .
+    rank 1 .   .   0F1 .   .   .   .    0B1  0F1' .    .    .    .    0B1' .    .
+    rank 2 .   .   .   .   0F2 .   .    .    .    0B2  0F2' .    .    .    .    0B2'
+    rank 3 .   1F0 .   .   1B0 1F2 .    .    1B2  1F1' .    .    1B1' .    .    .
+    rank 4 .   .   .   1F1 .   .   1B1  1F0' .    .    1B0' 1F2' .    .    1B2' .
+    rank 5 .   .   2F0 2B0 2F1 2B1 2F2  2B2  2F0' 2B0' 2F1' 2B1' 2F2' 2B2' .    .
+"""
+# 2S/M = 8/3 slots: three columns a slot, and an op goes on in the columns with a dash.
+FOUR_BY_THREE = """
+    slot   0       1       2         3         4         5           6           7           8         9         10       11       12       13
+    rank 0 0F0 - - 1F0 - - 2F0 - -   3F0 - -   3B0 - -   2B0 -   -   1B0 -   -   0B0 -   -   . .   .   . .   .   .  .   . .  .   . .  .   . .
+    rank 1 .   . . .   . . .   . 0F1 -   - 1F1 -   - 2F1 -   -   3F1 -   -   3B1 -   -   2B1 - -   1B1 - -   0B1 -  -   . .  .   . .  .   . .
+    rank 2 .   . . .   . . .   . .   .   . .   .   . .   .   0F2 -   -   1F2 -   -   2F2 -   - 3F2 -   - 3B2 -   -  2B2 - -  1B2 - -  0B2 - -
+"""
+ONE_DEVICE = """
+    slot        0   1   2   3   4   5   6   7   8   9
+    rank 0 mb 0 0F0 1F0 2F0 2B0 1B0 0B0 .   .   .   .
+    rank 0 mb 1 .   .   0F1 1F1 2F1 2B1 1B1 0B1 .   .
+    rank 0 mb 2 .   .   .   .   0F2 1F2 2F2 2B2 1B2 0B2
+"""
+ACCUMULATION = """
+    slot        0   1   2   3   4   5   6   7   8   9   10  11
+    rank 0 mb 0 0F0 1F0 1B0 0B0 .   .   .   .   .   .   .   .
+    rank 0 mb 1 .   .   .   .   0F1 1F1 1B1 0B1 .   .   .   .
+    rank 0 mb 2 .   .   .   .   .   .   .   .   0F2 1F2 1B2 0B2
+"""
+
+
+TIMES_MODEL_PARALLEL_SIMULTANEOUS = """
+    slot   0   1   2   3
+    rank 0 0F0 .   .   0B0
+    rank 1 0F1 .   .   0B1
+    rank 2 .   1F0 1B0 .
+    rank 3 .   1F1 1B1 .
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_steps", "expected"),
+    [
+        pytest.param(catalog.data_parallel(3), 1, DP, id="simultaneous"),
+        pytest.param(catalog.cyclic(3), 2, CDP, id="cyclic"),
+        pytest.param(catalog.cyclic(3, n_stages=4), 1, FOUR_BY_THREE, id="4x3"),
+        pytest.param(catalog.cyclic(3, placement="per_stage"), 2, PIPELINE, id="per_stage"),
+        pytest.param(catalog.cyclic(3, placement="one"), 1, ONE_DEVICE, id="one"),
+        pytest.param(catalog.gradient_accumulation(2, 3), 1, ACCUMULATION, id="accumulation"),
+        pytest.param(
+            catalog.cyclic(3, placement="per_stage_and_microbatch"),
+            2,
+            TIMES_MODEL_PARALLEL,
+            id="per_stage_and_microbatch-cyclic",
+        ),
+        pytest.param(
+            catalog.data_parallel(2, "per_stage_and_microbatch"),
+            1,
+            TIMES_MODEL_PARALLEL_SIMULTANEOUS,
+            id="per_stage_and_microbatch-simultaneous",
+        ),
+    ],
+)
+def test_literal_timeline(schedule, n_steps, expected):
+    assert schedule.grid(n_steps) == dedent(expected).strip()

@@ -1,0 +1,258 @@
+"""Lowering: every program is complete, and what is inferred is what the rules say."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import programs, quick, schedules
+from toolkit.schedule import Action, Buffer, Program, catalog
+
+MESSAGES = (Action.SEND, Action.RECV)
+
+
+DP = """
+ 0 FORWARD stage 0 microbatch 0 step 0 version 0
+ 1 BACKWARD stage 0 microbatch 0 step 0 version 0
+ 2 ALL_REDUCE gradient stage 0 step 0 among rank 0, 1
+ 2 UPDATE stage 0 step 0 version 1
+ 2 FREE activation stage 0 microbatch 0 step 0
+ 2 FREE weights stage 0 version 0
+
+ 0 FORWARD stage 0 microbatch 1 step 0 version 0
+ 1 BACKWARD stage 0 microbatch 1 step 0 version 0
+ 2 ALL_REDUCE gradient stage 0 step 0 among rank 0, 1
+ 2 UPDATE stage 0 step 0 version 1
+ 2 FREE activation stage 0 microbatch 1 step 0
+ 2 FREE weights stage 0 version 0
+"""
+# The running sum goes from rank 0 to rank 1, which updates, and the new weights back.
+CDP = """
+ 0 FORWARD stage 0 microbatch 0 step 0 version 0
+ 1 BACKWARD stage 0 microbatch 0 step 0 version 0
+ 2 SEND gradient stage 0 step 0 to rank 1
+ 2 FREE activation stage 0 microbatch 0 step 0
+ 2 FORWARD stage 0 microbatch 0 step 1 version 0
+ 3 RECV weights stage 0 version 1 from rank 1
+ 3 BACKWARD stage 0 microbatch 0 step 1 version 0
+ 4 SEND gradient stage 0 step 1 to rank 1
+ 4 FREE activation stage 0 microbatch 0 step 1
+ 4 FREE weights stage 0 version 0
+ 4 FORWARD stage 0 microbatch 0 step 2 version 1
+ 5 BACKWARD stage 0 microbatch 0 step 2 version 1
+ 6 SEND gradient stage 0 step 2 to rank 1
+ 6 FREE activation stage 0 microbatch 0 step 2
+ 6 FREE weights stage 0 version 1
+
+ 1 FORWARD stage 0 microbatch 1 step 0 version 0
+ 2 RECV gradient stage 0 step 0 from rank 0
+ 2 BACKWARD stage 0 microbatch 1 step 0 version 0
+ 3 UPDATE stage 0 step 0 version 1
+ 3 SEND weights stage 0 version 1 to rank 0
+ 3 FREE activation stage 0 microbatch 1 step 0
+ 3 FORWARD stage 0 microbatch 1 step 1 version 0
+ 4 RECV gradient stage 0 step 1 from rank 0
+ 4 BACKWARD stage 0 microbatch 1 step 1 version 0
+ 5 UPDATE stage 0 step 1 version 2
+ 5 FREE activation stage 0 microbatch 1 step 1
+ 5 FREE weights stage 0 version 0
+ 5 FORWARD stage 0 microbatch 1 step 2 version 1
+ 6 RECV gradient stage 0 step 2 from rank 0
+ 6 BACKWARD stage 0 microbatch 1 step 2 version 1
+ 7 UPDATE stage 0 step 2 version 3
+ 7 FREE activation stage 0 microbatch 1 step 2
+ 7 FREE weights stage 0 version 1
+ 7 FREE weights stage 0 version 2
+"""
+PIPELINE = """
+ 0 FORWARD stage 0 microbatch 0 step 0 version 0
+ 1 SEND activation stage 0 microbatch 0 step 0 to rank 1
+ 2 FORWARD stage 0 microbatch 1 step 0 version 0
+ 3 SEND activation stage 0 microbatch 1 step 0 to rank 1
+ 3 RECV activation gradient stage 1 microbatch 0 step 0 from rank 1
+ 3 BACKWARD stage 0 microbatch 0 step 0 version 0
+ 4 FREE activation stage 0 microbatch 0 step 0
+ 5 RECV activation gradient stage 1 microbatch 1 step 0 from rank 1
+ 5 BACKWARD stage 0 microbatch 1 step 0 version 0
+ 6 UPDATE stage 0 step 0 version 1
+ 6 FREE activation stage 0 microbatch 1 step 0
+ 6 FREE weights stage 0 version 0
+
+ 1 RECV activation stage 0 microbatch 0 step 0 from rank 0
+ 1 FORWARD stage 1 microbatch 0 step 0 version 0
+ 2 BACKWARD stage 1 microbatch 0 step 0 version 0
+ 3 RECV activation stage 0 microbatch 1 step 0 from rank 0
+ 3 SEND activation gradient stage 1 microbatch 0 step 0 to rank 0
+ 3 FREE activation stage 1 microbatch 0 step 0
+ 3 FORWARD stage 1 microbatch 1 step 0 version 0
+ 4 BACKWARD stage 1 microbatch 1 step 0 version 0
+ 5 SEND activation gradient stage 1 microbatch 1 step 0 to rank 0
+ 5 UPDATE stage 1 step 0 version 1
+ 5 FREE activation stage 1 microbatch 1 step 0
+ 5 FREE weights stage 1 version 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_steps", "expected"),
+    [
+        pytest.param(catalog.data_parallel(2, n_stages=1), 1, DP, id="DP"),
+        pytest.param(catalog.cyclic(2, 1, n_stages=1), 3, CDP, id="CDP-v1"),
+        pytest.param(catalog.cyclic(2, placement="per_stage"), 1, PIPELINE, id="pipeline"),
+    ],
+)
+def test_literal_program(schedule, n_steps, expected):
+    ranks = schedule.lower(n_steps).ranks
+    text = "\n\n".join("\n".join(f"{i.tick:2} {i}" for i in rank) for rank in ranks)
+    assert text == expected.strip("\n")
+
+
+@given(schedules(), st.integers(1, 4), st.integers(0, 4))
+@quick
+def test_every_schedule_lowers_to_a_program_that_verifies(schedule, n_steps, first_step):
+    program = schedule.lower(n_steps, first_step)
+    assert program.verify() is program
+    assert program.steps == range(first_step, first_step + n_steps)
+    assert len(program.ranks) == schedule.n_ranks
+
+
+@given(programs())
+@quick
+def test_every_op_runs_once_when_where_and_on_what_the_schedule_says(program):
+    schedule = program.schedule
+    found = Counter()
+    for rank, instructions in enumerate(program.ranks):
+        for i in (i for i in instructions if i.action.computes):
+            found[i.action, i.stage, i.microbatch, i.step] += 1
+            assert rank == schedule.rank(i.stage, i.microbatch, i.step)
+            assert i.version == schedule.version(i.stage, i.microbatch, i.step)
+    assert found == Counter(
+        (Action(kind), j, m, step)
+        for kind, j, m in schedule.timing.starts
+        for step in program.steps
+    )
+    for i in (i for rank in program.ranks for i in rank if i.action.computes):
+        op = next(op for op in schedule.timing.starts if op == (i.action, i.stage, i.microbatch))
+        after = (i.step - program.first_step) * schedule.timing.period
+        assert i.tick == schedule.timing.starts[op] + after
+
+
+@given(programs())
+@quick
+def test_ticks_never_go_back(program):
+    for instructions in program.ranks:
+        assert [i.tick for i in instructions] == sorted(i.tick for i in instructions)
+        assert all(0 <= program.slot(i) <= program.n_slots for i in instructions)
+
+
+@given(programs())
+@quick
+def test_every_send_has_its_receive(program):
+    sent, received = Counter(), Counter()
+    for rank, instructions in enumerate(program.ranks):
+        for i in (i for i in instructions if i.action in MESSAGES):
+            assert i.peers != (rank,)
+            what = i._replace(action=Action.SEND, peers=())
+            (sent if i.action == Action.SEND else received)[
+                (what, *((rank, *i.peers) if i.action == Action.SEND else (*i.peers, rank)))
+            ] += 1
+    assert sent == received
+
+
+@given(programs())
+@quick
+def test_boundaries_travel_where_neighbouring_stages_are_apart(program):
+    rank = program.schedule.rank
+    last = program.schedule.n_stages - 1
+    expected = Counter()
+    for step in program.steps:
+        for m in range(program.schedule.n_microbatches):
+            for j in range(last):
+                here, there = rank(j, m, step), rank(j + 1, m, step)
+                if here != there:
+                    expected[Buffer.ACTIVATION, j, m, step, here, there] += 1
+                    expected[Buffer.ACTIVATION_GRADIENT, j + 1, m, step, there, here] += 1
+    found = Counter(
+        (i.buffer, i.stage, i.microbatch, i.step, source, *i.peers)
+        for source, instructions in enumerate(program.ranks)
+        for i in instructions
+        if i.action == Action.SEND and i.microbatch is not None
+    )
+    assert found == expected
+
+
+@given(programs())
+@quick
+def test_each_stage_is_updated_once_a_step_from_one_sum(program):
+    updated = defaultdict(list)
+    for rank, instructions in enumerate(program.ranks):
+        for i in (i for i in instructions if i.action == Action.UPDATE):
+            assert i.version == i.step + 1
+            updated[i.stage, i.step].append(rank)
+    schedule = program.schedule
+    assert updated.keys() == {(j, t) for j in range(schedule.n_stages) for t in program.steps}
+    for ranks in updated.values():
+        assert len(ranks) == len(set(ranks))
+        assert len(ranks) == 1 or schedule.state == "replicated"
+
+
+@given(programs(states=["sharded"]))
+@quick
+def test_sharded_state_stays_with_its_owner(program):
+    for rank, instructions in enumerate(program.ranks):
+        for i in (i for i in instructions if i.action == Action.UPDATE):
+            assert rank == program.schedule.owners[i.stage]
+
+
+@given(programs(placements=["one"]))
+@quick
+def test_one_device_sends_nothing(program):
+    kinds = {i.action for rank in program.ranks for i in rank}
+    assert kinds.isdisjoint({*MESSAGES, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST})
+    assert all(sent == (0, 0) for slot in program.traffic() for sent in slot)
+
+
+@given(programs())
+@quick
+def test_activations_are_counted_as_the_ops_live(program):
+    """Against a count by tick: from a forward's start to its (whole) backward's end."""
+    tick = program.schedule.timing.ticks_per_slot
+    ends = {}
+    for i in (i for rank in program.ranks for i in rank):
+        if i.action in (Action.BACKWARD, Action.BACKWARD_WEIGHT):
+            ends[i.stage, i.microbatch, i.step] = i.tick + tick
+    for rank, by_slot in zip(program.ranks, program.activations(), strict=True):
+        alive = Counter()
+        for i in (i for i in rank if i.action == Action.FORWARD):
+            alive.update(range(i.tick, ends[i.stage, i.microbatch, i.step]))
+        slots = [range(slot * tick, (slot + 1) * tick) for slot in range(program.n_slots)]
+        assert list(by_slot) == [max(alive[at] for at in slot) for slot in slots]
+    assert program.peak_activations() == tuple(map(max, program.activations()))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_adjacent_programs_continue_one_another(n):
+    """A program that begins later is the same but for its beginning and its end."""
+    long, late = catalog.cyclic(n).lower(6), catalog.cyclic(n).lower(3, first_step=3)
+    for whole, part in zip(long.ranks, late.ranks, strict=True):
+        ops = [i._replace(tick=0) for i in whole if i.action.computes and i.step >= 3]
+        assert ops == [i._replace(tick=0) for i in part if i.action.computes]
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "first_step"),
+    [(0, 0), (-1, 0), (1, -1), (1.5, 0), (True, 0), ("2", 0), (1, 0.5), (1, True), (None, 0)],
+)
+def test_refuses_what_is_no_number_of_steps(n_steps, first_step):
+    with pytest.raises(
+        ValueError, match="1 training step or more, from step 0 or later"
+    ) as refusal:
+        catalog.cyclic(3).lower(n_steps, first_step)
+    assert f"n_steps={n_steps}, first_step={first_step}" in str(refusal.value).replace("'", "")
+
+
+def test_a_program_of_nothing_is_refused():
+    empty = Program(catalog.cyclic(2), 1, ((), ()))
+    with pytest.raises(ValueError, match=r"at the end: .* is never done"):
+        empty.verify()

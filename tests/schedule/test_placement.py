@@ -1,0 +1,129 @@
+"""Where ops run: ranks by closed form, and no rank does two things at once."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+
+from tests.schedule.strategies import quick, schedules, shifted, split
+from toolkit.schedule import Schedule, catalog, timing
+
+TIMINGS = {
+    "simultaneous": timing.simultaneous,
+    "cyclic": timing.cyclic,
+    "sequential": timing.sequential,
+}
+SIZES = list(product(range(1, 7), repeat=2))
+PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_ranks_by_closed_form(n):
+    assert catalog.data_parallel(n, "one").n_ranks == 1
+    assert catalog.cyclic(n, placement="one").n_ranks == 1
+    assert catalog.data_parallel(n).n_ranks == n
+    assert catalog.cyclic(n).n_ranks == n
+    assert catalog.cyclic(n, placement="per_stage").n_ranks == n
+    assert catalog.data_parallel(n, "per_stage_and_microbatch").n_ranks == n * n
+    assert catalog.cyclic(n, placement="per_stage_and_microbatch").n_ranks == n * (n + 1) // 2
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_cyclic_stage_j_has_n_minus_j_replicas(n):
+    layout = catalog.cyclic(n, placement="per_stage_and_microbatch").layout
+    assert [len(layout.ranks(j)) for j in range(n)] == [n - j for j in range(n)]
+    assert [rank for j in range(n) for rank in layout.ranks(j)] == list(range(layout.n_ranks))
+    for j, m in product(range(n), repeat=2):
+        assert layout.rank(j, m) == layout.ranks(j)[m % (n - j)]
+
+
+@pytest.mark.parametrize("m", range(1, 6))
+def test_per_microbatch_and_per_stage_name_the_rank(m):
+    for j, i in product(range(m), range(m)):
+        assert catalog.cyclic(m).rank(j, i, step=3) == i
+        assert catalog.cyclic(m, placement="per_stage").rank(j, i, step=3) == j
+
+
+def collide(when, rank_of, n_steps):
+    """Whether two ops meet on a rank, by laying out ``n_steps`` steps."""
+    busy = set()
+    for step, (op, start) in product(range(n_steps), when.starts.items()):
+        for tick in range(start, start + when.ticks_per_slot):
+            place = rank_of(op, step), tick + step * when.period
+            if place in busy:
+                return True
+            busy.add(place)
+    return False
+
+
+def rank_of(placement):
+    rank = {"per_microbatch": lambda op: op.microbatch, "per_stage": lambda op: op.stage}[placement]
+    return lambda op, step: rank(op)
+
+
+@pytest.mark.parametrize(("s", "m"), SIZES)
+@pytest.mark.parametrize("rule", TIMINGS)
+@pytest.mark.parametrize("placement", ["per_microbatch", "per_stage"])
+def test_refuses_exactly_what_collides(placement, rule, s, m):
+    when = TIMINGS[rule](s, m)
+    if not collide(when, rank_of(placement), 4):
+        Schedule("s", s, m, when, placement, "freshest")
+        return
+    with pytest.raises(ValueError, match="in the same slot of the steady state") as refusal:
+        Schedule("s", s, m, when, placement, "freshest")
+    first, head, *grid = str(refusal.value).splitlines()
+    assert f"choose another placement than '{placement}'" in first
+    assert f"other numbers of stages and micro-batches than {s} and {m}" in first
+    assert head.startswith("slot")
+    assert "\n".join(grid).count("[") == 1
+
+
+@pytest.mark.parametrize(("s", "m"), SIZES)
+@pytest.mark.parametrize("rule", TIMINGS)
+def test_stage_and_microbatch_never_collide(rule, s, m):
+    when = TIMINGS[rule](s, m)
+    schedule = Schedule("s", s, m, when, "per_stage_and_microbatch", "freshest")
+    assert not collide(when, lambda op, t: schedule.rank(op.stage, op.microbatch, t), 2 * m + 4)
+
+
+@given(schedules(placements=["per_microbatch", "per_stage", "per_stage_and_microbatch"]))
+@quick
+def test_no_accepted_schedule_collides(schedule):
+    def rank(op, step):
+        return schedule.rank(op.stage, op.microbatch, step)
+
+    assert not collide(schedule.timing, rank, 12)
+
+
+def test_turns_do_not_collide_where_microbatches_start_out_of_order():
+    """Micro-batches 0 and 2 run at once: each needs a rank of its own, or all is refused."""
+    when = shifted(1, (0, 2, 0), 4)
+    try:
+        schedule = Schedule("s", 1, 3, when, "per_stage_and_microbatch", "freshest")
+    except ValueError as error:
+        assert "in the same slot" in str(error)  # noqa: PT017
+    else:
+        assert not collide(when, lambda op, t: schedule.rank(op.stage, op.microbatch, t), 12)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_places_a_split_backward(placement):
+    """Both halves run where the forward ran, and are done before the rank is lent again."""
+    when = split(2, (0, 6, 12), 18) if placement == "per_stage" else split(2, (0, 2, 4), 6)
+    schedule = Schedule("split", 2, 3, when, placement, "freshest")
+    schedule.lower(3).verify()
+    if placement != "one":
+        assert not collide(when, lambda op, t: schedule.rank(op.stage, op.microbatch, t), 8)
+
+
+def test_the_refused_op_is_in_brackets():
+    with pytest.raises(ValueError, match="rank 0 cannot run 0F0 and 0F1") as refusal:
+        catalog.data_parallel(2, "per_stage")
+    assert "0F0/[0F1]" in str(refusal.value)
+
+
+@pytest.mark.parametrize("placement", ["per_rank", "", "One"])
+def test_refuses_an_unknown_placement(placement):
+    known = "one, per_microbatch, per_stage, per_stage_and_microbatch"
+    with pytest.raises(ValueError, match=f"unknown placement '{placement}': choose one of {known}"):
+        catalog.cyclic(3, placement=placement)

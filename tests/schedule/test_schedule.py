@@ -1,0 +1,123 @@
+"""What a schedule says of itself, and what it refuses."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick, schedules, split
+from toolkit.schedule import PLACEMENTS, Kind, Op, Schedule, Timing, catalog, timing
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+INPUT, WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+
+def make(starts, placement="one"):
+    """A schedule of one stage and one micro-batch."""
+    when = Timing({Op(*op): at for op, at in starts.items()}, period=3)
+    return Schedule("own", 1, 1, when, placement)
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (Op(F, 0, 0), "0F0"),
+        (Op(B, 2, 5), "2B5"),
+        (Op(INPUT, 1, 10), "1I10"),
+        (Op(WEIGHT, 11, 3), "11W3"),
+    ],
+)
+def test_an_op_as_text(op, text):
+    assert str(op) == text
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+def test_a_period_is_2n_slots(n):
+    assert catalog.cyclic(n).period == catalog.data_parallel(n).period == 2 * n
+    assert catalog.cyclic(n, n_stages=4).period == 8
+    assert catalog.gradient_accumulation(3, n).period == 6 * n
+
+
+@given(schedules())
+@quick
+def test_owners_are_among_the_ranks_of_the_schedule(schedule):
+    assert len(schedule.owners) == schedule.n_stages
+    for j, owner in enumerate(schedule.owners):
+        assert 0 <= owner < schedule.n_ranks
+        assert set(schedule.first_holders(j)) <= set(range(schedule.n_ranks))
+        if schedule.state == "sharded":
+            assert schedule.first_holders(j) == (owner,)
+
+
+@pytest.mark.parametrize(("s", "n"), [(4, 4), (4, 2), (2, 4), (5, 3)])
+@pytest.mark.parametrize("make_schedule", [catalog.data_parallel, catalog.cyclic])
+def test_sharded_state_is_dealt_out_evenly(make_schedule, s, n):
+    owners = make_schedule(n, state="sharded", n_stages=s).owners
+    owned = [owners.count(rank) for rank in range(n)]
+    assert max(owned) <= -(-s // n)
+    assert min(owned) >= s // n
+
+
+@pytest.mark.parametrize("state", ["zero", "", "Sharded", None])
+def test_refuses_an_unknown_state(state):
+    with pytest.raises(
+        ValueError, match=f"unknown state {state!r}: choose one of replicated, shar"
+    ):
+        catalog.cyclic(3, state=state)
+
+
+@pytest.mark.parametrize(
+    ("starts", "found"),
+    [
+        ({}, "nothing"),
+        ({(F, 0, 0): 0}, "forward"),
+        ({(B, 0, 0): 0}, "backward"),
+        ({(F, 0, 0): 0, (INPUT, 0, 0): 1}, "forward, backward_input"),
+        ({(F, 0, 0): 0, (WEIGHT, 0, 0): 1}, "forward, backward_weight"),
+        (
+            {(F, 0, 0): 0, (B, 0, 0): 1, (INPUT, 0, 0): 1, (WEIGHT, 0, 0): 2},
+            "forward, backward, backward_input, backward_weight",
+        ),
+    ],
+)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_refuses_an_incomplete_timing(placement, starts, found):
+    with pytest.raises(ValueError, match="stage 0 of micro-batch 0 needs a forward") as refusal:
+        make(starts, placement)
+    assert "either a backward or both of its halves" in str(refusal.value)
+    assert str(refusal.value).endswith(f" {found}")
+
+
+@pytest.mark.parametrize("op", [(F, 1, 0), (F, 0, 1), (B, -1, 0), (B, 0, -1)])
+def test_refuses_an_op_outside(op):
+    text = str(Op(*op))
+    with pytest.raises(ValueError, match=f"op {text} is outside 1 stages and 1 micro-batches"):
+        make({(F, 0, 0): 0, (B, 0, 0): 1, op: 2})
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.data())
+@quick
+def test_refuses_an_op_that_starts_too_early(s, m, halves, data):
+    """Any op but the first forward, put into the slot of what it needs."""
+    when = split(s, range(m), 8 * s) if halves else timing.cyclic(s, m)
+    op = data.draw(st.sampled_from([op for op in when.starts if op[:2] != (F, 0)]))
+    earlier = data.draw(st.integers(1, when.ticks_per_slot))
+    needed = need(op, s, halves)
+    starts = dict(when.starts) | {op: when.end(needed) - earlier}
+    with pytest.raises(ValueError, match="starts before") as refusal:
+        Schedule("own", s, m, Timing(starts, when.period, when.ticks_per_slot), "one", "freshest")
+    first, _, *grid = str(refusal.value).splitlines()
+    why = f"{op} starts before {needed}, whose result it needs, has ended"
+    assert first == f"{why}: start it {earlier} ticks later"
+    assert f"[{op}]" in "\n".join(grid)
+
+
+def need(op, n_stages, halves):
+    """What the op needs last."""
+    kind, j, m = op
+    if kind == F:
+        return Op(F, j - 1, m)
+    if kind == WEIGHT:
+        return Op(INPUT, j, m)
+    if j == n_stages - 1:
+        return Op(F, j, m)
+    return Op(INPUT if halves else B, j + 1, m)

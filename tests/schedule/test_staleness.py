@@ -1,0 +1,135 @@
+"""Staleness derived from timing: the closed form, and nothing less is possible."""
+
+from dataclasses import replace
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick, schedules
+from toolkit.schedule import Kind, Op, catalog
+
+PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
+
+
+@pytest.mark.parametrize("n", range(2, 33))
+def test_freshest_cyclic_is_the_closed_form(n):
+    expected = tuple(
+        tuple(0 if (j + 1) + (m + 1) >= n + 1 else 1 for m in range(n)) for j in range(n)
+    )
+    assert catalog.cyclic(n).staleness == expected
+
+
+def test_freshest_cyclic_for_three_as_in_the_paper():
+    assert catalog.cyclic(3).staleness == ((1, 1, 0), (1, 0, 0), (0, 0, 0))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_staleness_is_of_the_timing_alone(placement, state):
+    schedule = catalog.cyclic(4, placement=placement, state=state)
+    assert schedule.staleness == catalog.cyclic(4).staleness
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_without_stagger_the_freshest_is_no_delay(n):
+    assert catalog.data_parallel(n, delay="freshest").max_staleness == 0
+    assert catalog.gradient_accumulation(3, n).max_staleness == 0
+
+
+def least_by_search(when, stage, microbatch, n_microbatches):
+    """Try d = 0, 1, ...: update t - d - 1 must have ended when the forward of step t starts."""
+    kinds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    ops = [Op(kind, stage, m) for kind in kinds for m in range(n_microbatches)]
+    ready = max(when.starts[op] + when.ticks_per_slot for op in ops if op in when.starts)
+    start = when.starts[Op(Kind.FORWARD, stage, microbatch)]
+    return next(d for d in count() if ready - (d + 1) * when.period <= start)
+
+
+@given(schedules())
+@quick
+def test_freshest_is_what_a_search_finds(schedule):
+    freshest = replace(schedule, delay="freshest").staleness
+    for j, row in enumerate(freshest):
+        for m, d in enumerate(row):
+            assert d == least_by_search(schedule.timing, j, m, schedule.n_microbatches)
+
+
+@given(schedules(), st.data())
+@quick
+def test_one_less_anywhere_is_refused(schedule, data):
+    least = replace(schedule, delay="freshest").staleness
+    assert replace(schedule, delay=least).staleness == least
+    late = [(j, m) for j, row in enumerate(least) for m, d in enumerate(row) if d > 0]
+    for j, m in [data.draw(st.sampled_from(late))] if late else []:
+        matrix = [list(row) for row in least]
+        matrix[j][m] -= 1
+        with pytest.raises(ValueError, match="cannot read weights") as refusal:
+            replace(schedule, delay=matrix)
+        first, head, *grid = str(refusal.value).splitlines()
+        assert f"stage {j} on micro-batch {m}" in first
+        assert f"weights {matrix[j][m]} steps late" in first
+        assert f"ask for delay={least[j][m]} there" in first
+        assert 'delay="freshest"' in first
+        assert head.startswith("slot")
+        assert f"[{Op(Kind.FORWARD, j, m)}]" in "\n".join(grid)
+        assert "\n".join(grid).count("[") == 1
+
+
+@given(schedules(), st.integers(0, 4))
+@quick
+def test_every_delay_from_the_freshest_on_is_accepted(schedule, more):
+    most = replace(schedule, delay="freshest").max_staleness
+    late = replace(schedule, delay=most + more)
+    assert {d for row in late.staleness for d in row} == {most + more}
+    if most:
+        with pytest.raises(ValueError, match="cannot read weights"):
+            replace(schedule, delay=most - 1)
+
+
+@given(schedules(), st.integers(0, 6))
+@quick
+def test_versions_begin_at_zero(schedule, step):
+    for j, row in enumerate(schedule.staleness):
+        for m, d in enumerate(row):
+            version = schedule.version(j, m, step)
+            assert version == (step - d if step >= d else 0)
+            assert schedule.oldest_version(j, step) <= version
+
+
+@pytest.mark.parametrize(
+    ("delay", "message"),
+    [
+        ("fresh", r"unknown delay 'fresh': give 'freshest', a whole number of steps, or a matrix"),
+        ("", r"unknown delay '': give 'freshest'"),
+        ("1", r"unknown delay '1': give 'freshest', a whole number"),
+        (-1, r"a delay is a whole number of steps, 0 or more: got -1"),
+        (1.0, r"a delay is a whole number of steps, 0 or more: got 1\.0"),
+        (float("nan"), r"a delay is a whole number of steps, 0 or more: got nan"),
+        (True, r"a delay is a whole number of steps, 0 or more: got True"),
+        (None, r"a delay is a whole number of steps, 0 or more: got None"),
+        ([[1, 1], [1, -1]], r"a delay is a whole number of steps, 0 or more: got -1"),
+        ([[1, 1], [1, 0.5]], r"a delay is a whole number of steps, 0 or more: got 0\.5"),
+        ([[1, 1], [1, False]], r"a delay is a whole number of steps, 0 or more: got False"),
+        (["11", "11"], r"a delay is a whole number of steps, 0 or more: got '1'"),
+        ([], r"one row a stage and one column a micro-batch, here 2 x 2: .* lengths \[\]"),
+        ([1, 1], r"here 2 x 2: the rows given have lengths \[None, None\]"),
+        ([[1, 1]], r"here 2 x 2: the rows given have lengths \[2\]"),
+        ([[1, 1], [1]], r"here 2 x 2: the rows given have lengths \[2, 1\]"),
+        ([[1, 1, 1], [1, 1, 1]], r"here 2 x 2: the rows given have lengths \[3, 3\]"),
+    ],
+)
+def test_refuses_what_is_no_delay(delay, message):
+    with pytest.raises(ValueError, match=message):
+        catalog.cyclic(2, delay)
+
+
+def test_shows_where_a_delay_is_too_small():
+    with pytest.raises(ValueError, match="cannot read weights") as refusal:
+        catalog.cyclic(2, 0)
+    assert str(refusal.value).splitlines()[1:] == [
+        "slot   0     1   2   3   4   5",
+        "rank 0 [0F0] 1F0 1B0 0B0 .   .",
+        "rank 1 .     .   0F1 1F1 1B1 0B1",
+    ]

@@ -1,0 +1,239 @@
+"""The steady state: activations and traffic against the closed forms, N = 2 .. 16.
+
+Activations in stage-activations (Psi_A / N), traffic in stage-parameters (Psi_P / N). A message
+counts in the slot at whose beginning it is sent.
+"""
+
+from collections import defaultdict
+from functools import cache
+
+import pytest
+
+from toolkit.schedule import Action, Buffer, catalog, steady_state
+
+SIZES = range(2, 17)
+RULES = [1, "freshest"]
+DP = 0  # the rules by their delay
+
+
+@cache
+def schedule(rule, n, placement="per_microbatch", state="replicated"):
+    if rule == DP:
+        return catalog.data_parallel(n, placement, state)
+    return catalog.cyclic(n, rule, placement, state)
+
+
+@cache
+def program(*choices):
+    return schedule(*choices).lower(4).verify()
+
+
+@cache
+def steady(*choices):
+    return steady_state(schedule(*choices))
+
+
+def sent(buffer, *choices):
+    """(rank, slot) -> targets of the messages sent then."""
+    targets = defaultdict(list)
+    lowered = program(*choices)
+    for rank, instructions in enumerate(lowered.ranks):
+        for i in instructions:
+            if i.action == Action.SEND and i.buffer == buffer:
+                targets[rank, lowered.slot(i)] += i.peers
+    return targets
+
+
+def within_one_of_the_mean(units):
+    mean = sum(units) / len(units)
+    return all(abs(sent - mean) <= 1 for sent in units)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_peak_activations_dp(n, state):
+    assert program(DP, n, "per_microbatch", state).peak_activations() == (n,) * n
+    assert program(DP, n, "one", state).peak_activations() == (n * n,)
+    assert steady(DP, n, "one", state).peak_activations == n * n
+    if n <= 8:
+        parallel = program(DP, n, "per_stage_and_microbatch", state)
+        assert parallel.peak_activations() == (1,) * (n * n)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_peak_activations_cdp(n, delay, state):
+    half = n * (n + 1) // 2
+    assert program(delay, n, "per_microbatch", state).peak_activations() == (n,) * n
+    assert program(delay, n, "one", state).peak_activations() == (half,)
+    parallel = program(delay, n, "per_stage_and_microbatch", state)
+    assert parallel.peak_activations() == (1,) * half
+    pipeline = program(delay, n, "per_stage", state)
+    assert pipeline.peak_activations() == tuple(n - j for j in range(n))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    "placement", ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
+)
+def test_cyclic_total_is_n_plus_1_over_2_microbatches_wherever_it_runs(n, placement):
+    found = steady("freshest", n, placement)
+    assert found.peak_activations == n * (n + 1) // 2
+    if placement != "per_stage":
+        # Each slot ends as many activations as it begins: none is above or below.
+        assert {sum(alive) for alive in found.activations} <= {n * (n + 1) // 2}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_one_period_is_2n_slots(n):
+    found = steady(1, n)
+    assert len(found.activations) == len(found.traffic) == 2 * n
+    assert {len(slot) for slot in (*found.activations, *found.traffic)} == {n}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_traffic_per_step_is_that_of_dp(n):
+    for rule in (DP, *RULES):
+        assert sum(steady(rule, n).units_by_slot) == 2 * (n - 1) * n
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_dp_traffic_is_all_as_the_backwards_end(n):
+    """Stage j's backward runs in slot 2N-1-j, so its all-reduce begins slot 2N-j."""
+    ends = {(2 * n - j) % (2 * n) for j in range(n)}
+    found = steady(DP, n)
+    for slot, units in enumerate(found.units_by_slot):
+        assert units == (2 * (n - 1) if slot in ends else 0)
+    for slot in ends:
+        assert {(t.messages, t.units * n) for t in found.traffic[slot]} == {
+            (2 * (n - 1), 2 * (n - 1))
+        }
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+def test_cdp_traffic_is_spread_over_the_step(n, delay):
+    found = steady(delay, n)
+    assert within_one_of_the_mean(found.units_by_slot)
+    assert max(t.messages for slot in found.traffic for t in slot) <= 2
+
+
+@pytest.mark.parametrize("n", range(3, 17))
+def test_dp_traffic_is_not_spread(n):
+    """The check above can fail."""
+    assert not within_one_of_the_mean(steady(DP, n).units_by_slot)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+def test_a_cdp_rank_sends_one_message_of_each_kind_in_a_slot(n, delay):
+    for buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
+        assert max(map(len, sent(buffer, delay, n).values())) == 1
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+def test_sums_of_gradients_go_to_the_next_rank(n, delay):
+    for (rank, _), targets in sent(Buffer.GRADIENT, delay, n).items():
+        assert targets == [rank + 1]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_weights_go_round_the_ring_in_v1(n):
+    for (rank, _), targets in sent(Buffer.WEIGHTS, 1, n).items():
+        assert targets == [(rank + 1) % n]
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_weights_go_round_the_ring_of_those_that_do_not_update_in_v2(n):
+    """The last rank updates, and sends stage j to rank N-1-j, the first that reads it."""
+    for (rank, _), targets in sent(Buffer.WEIGHTS, "freshest", n).items():
+        if rank == n - 1:
+            assert len(targets) == 1
+        else:
+            assert targets == [(rank + 1) % (n - 1)]
+    firsts = {i.stage: i.peers for i in program("freshest", n).ranks[-1] if is_weights(i)}
+    assert firsts == {j: (n - 1 - j,) if j else (0,) for j in range(n)}
+
+
+def is_weights(instruction):
+    return instruction.action == Action.SEND and instruction.buffer == Buffer.WEIGHTS
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+def test_with_model_parallelism_stage_j_hands_on_among_its_n_minus_j_ranks(n, delay):
+    lowered = program(delay, n, "per_stage_and_microbatch")
+    made = defaultdict(int)
+    for i in (i for rank in lowered.ranks for i in rank if i.action == Action.SEND):
+        if i.buffer == Buffer.GRADIENT:
+            made["sum", i.stage, i.step] += 1
+        elif i.buffer == Buffer.WEIGHTS:
+            made["weights", i.stage, i.version] += 1
+    for j in range(n):
+        for kind in ("sum", "weights"):
+            assert {made[kind, j, t] for t in (1, 2)} == {n - 1 - j}
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+@pytest.mark.parametrize("placement", ["one", "per_stage"])
+def test_a_stage_on_one_rank_sends_no_parameters(n, delay, placement):
+    assert sum(steady(delay, n, placement).units_by_slot) == 0
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sharded_dp_traffic(n):
+    """A broadcast for each forward and backward, but one for both at the last stage; N sums."""
+    found = steady(DP, n, "per_microbatch", "sharded")
+    assert sum(found.units_by_slot) == (n - 1) * (2 * n - 1) + n * (n - 1)
+    rounds = (n - 1).bit_length()
+    most = max(t.messages for slot in found.traffic for t in slot)
+    assert most == rounds + 1
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sharded_cdp_traffic(n):
+    """Weights go from op to op, in v2 as many times as they are broadcast in DP."""
+    units = {
+        delay: sum(steady(delay, n, "per_microbatch", "sharded").units_by_slot) for delay in RULES
+    }
+    assert units == {1: 3 * n * (n - 1), "freshest": (n - 1) * (3 * n - 1)}
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+def test_sharded_cdp_is_point_to_point_and_bounded(n, delay):
+    choices = (delay, n, "per_microbatch", "sharded")
+    actions = {i.action for rank in program(*choices).ranks for i in rank}
+    assert actions.isdisjoint({Action.BROADCAST, Action.REDUCE, Action.ALL_REDUCE})
+    assert max(t.messages for slot in steady(*choices).traffic for t in slot) <= 3
+
+
+def weights_held(*choices):
+    """The most stage-versions that any rank holds."""
+    most = []
+    begin = schedule(*choices).first_holders
+    for rank, instructions in enumerate(program(*choices).ranks):
+        held = sum(rank in begin(j) for j in range(schedule(*choices).n_stages))
+        peak = held
+        for i in instructions:
+            comes = i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
+            if i.action == Action.UPDATE or (comes and i.buffer == Buffer.WEIGHTS):
+                held += 1
+            elif i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
+                held -= 1
+            peak = max(peak, held)
+        most.append(peak)
+    return max(most)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sharded_weights_do_not_grow_with_n(n):
+    """One stage owned, and the few that pass through; replicated, every stage is held."""
+    assert weights_held(DP, n) == n + 1
+    assert weights_held(DP, n, "per_microbatch", "sharded") == 3
+    for delay in RULES:
+        assert weights_held(delay, n) > n
+        assert weights_held(delay, n, "per_microbatch", "sharded") <= 4

@@ -1,0 +1,142 @@
+"""The paper's comparison of data parallelism with cyclic data parallelism, setting by setting.
+
+N stages, N micro-batches. Each row is a schedule, and the closed form of its footprint, against
+which the one counted from its program is held. Source: table 1 of arXiv 2403.08837, section 4; the
+forms of traffic count messages of this toolkit's programs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from toolkit.schedule import catalog
+from toolkit.schedule.footprint import Footprint, footprint
+from toolkit.schedule.schedule import Schedule
+
+RULES = ("DP", "CDP-v1", "CDP-v2")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting under one rule: what the closed form says, and what the program does."""
+
+    setting: str
+    rule: str
+    schedule: Schedule
+    formula: dict[str, Fraction]
+    counted: Footprint
+
+    @property
+    def differences(self) -> dict[str, tuple[Fraction, Fraction]]:
+        """(formula, counted), by quantity, where they differ."""
+        pairs = {name: (value, getattr(self.counted, name)) for name, value in self.formula.items()}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def compare(n: int) -> list[Row]:
+    """Every setting under every rule, for ``n`` workers.
+
+    Raises:
+        ValueError: fewer than 2 workers, who have nothing to share.
+    """
+    if n < 2:
+        raise ValueError(f"a comparison takes 2 workers or more: got {n}")
+    rows = []
+    for setting, make in SETTINGS.items():
+        for rule in RULES:
+            schedule = make(rule, n)
+            formula = _FORMULAS[setting](rule, n)
+            rows.append(Row(setting, rule, schedule, formula, footprint(schedule)))
+    return rows
+
+
+def _placed(placement: str, state: str = "replicated") -> Callable[[str, int], Schedule]:
+    def make(rule: str, n: int) -> Schedule:
+        if rule == "DP":
+            return catalog.data_parallel(n, placement, state)
+        return catalog.cyclic(n, 1 if rule == "CDP-v1" else "freshest", placement, state)
+
+    return make
+
+
+def _pipeline(rule: str, n: int) -> Schedule:
+    return catalog.gpipe(n, n) if rule == "DP" else _placed("per_stage")(rule, n)
+
+
+SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
+    "one device": _placed("one"),
+    "multi-device": _placed("per_microbatch"),
+    "with model parallelism": _placed("per_stage_and_microbatch"),
+    "pipeline": _pipeline,
+    "ZeRO": _placed("per_microbatch", "sharded"),
+}
+"""How each setting of the paper is scheduled under a rule, for N workers."""
+
+
+def _form(
+    ranks: int,
+    activations: Fraction | int,
+    total: Fraction | int,
+    parameters: Fraction | int,
+    sent: Fraction | int = 0,
+    slot: Fraction | int = 0,
+    rounds: int = 0,
+) -> dict[str, Fraction]:
+    """``sent`` by all ranks together in a step and ``slot`` by one in a slot, in models."""
+    return {
+        "ranks": Fraction(ranks),
+        "activations": Fraction(activations),
+        "total_activations": Fraction(total),
+        "parameters": Fraction(parameters),
+        "traffic": Fraction(sent, ranks),
+        "traffic_in_slot": Fraction(slot),
+        "rounds": Fraction(rounds),
+    }
+
+
+def _half(rule: str, n: int) -> Fraction:
+    """Activations of all workers together."""
+    return Fraction(n) if rule == "DP" else Fraction(n + 1, 2)
+
+
+def _one(rule: str, n: int) -> dict[str, Fraction]:
+    return _form(1, _half(rule, n), _half(rule, n), 1)
+
+
+def _multi(rule: str, n: int) -> dict[str, Fraction]:
+    slot = Fraction(2 * (n - 1), n * n) if rule == "DP" else Fraction(1, n)
+    rounds = 2 * (n - 1) if rule == "DP" else 1
+    return _form(n, 1, _half(rule, n), 1, 2 * (n - 1), slot, rounds)
+
+
+def _model_parallel(rule: str, n: int) -> dict[str, Fraction]:
+    share = Fraction(1, n)
+    if rule == "DP":
+        slot = Fraction(2 * (n - 1), n * n)
+        return _form(n * n, share, n, share, 2 * (n - 1), slot, 2 * (n - 1))
+    rounds = 2 if rule == "CDP-v2" and n > 2 else 1
+    return _form(n * (n + 1) // 2, share, _half(rule, n), share, n - 1, share, rounds)
+
+
+def _pipelined(rule: str, n: int) -> dict[str, Fraction]:
+    return _form(n, 1, _half(rule, n), Fraction(1, n))
+
+
+def _zero(rule: str, n: int) -> dict[str, Fraction]:
+    share, log = Fraction(1, n), (n - 1).bit_length()
+    least = Fraction((3 * n - 1) * (n - 1), n)
+    if rule == "DP":
+        return _form(n, 1, n, share, least, (log + 1) * share, 2 * log)
+    total = _half(rule, n)
+    if rule == "CDP-v1":
+        return _form(n, 1, total, share, 3 * (n - 1), min(n, 3) * share, 1 + n % 2)
+    return _form(n, 1, total, share, least, min(n - 1, 2) * share, 1)
+
+
+_FORMULAS: dict[str, Callable[[str, int], dict[str, Fraction]]] = {
+    "one device": _one,
+    "multi-device": _multi,
+    "with model parallelism": _model_parallel,
+    "pipeline": _pipelined,
+    "ZeRO": _zero,
+}
