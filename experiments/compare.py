@@ -21,8 +21,7 @@ from toolkit.config import entry_point
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
-    from hydra.utils import instantiate
-
+    from toolkit.config import build_schedule
     from toolkit.figures import accuracy, save, schedules
     from toolkit.tracking import describe, provenance, table, write_csv, write_json
     from toolkit.training import pick_device
@@ -30,7 +29,7 @@ def main(config: DictConfig) -> None:
     if config.seeds < 1 or not config.rules:
         raise ValueError(f"seeds is 1 or more, and rules name at least one: got {config.seeds}")
     start = time.perf_counter()
-    rules = {name: instantiate(rule) for name, rule in config.rules.items()}
+    rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     runs = train_all(config)
     seconds = time.perf_counter() - start
 

@@ -75,10 +75,10 @@ def entry_point(
 
 def _settle(config: DictConfig) -> None:
     """Shorthands spelt out, and what holds for the whole process set."""
-    if config.get("workers") is not None:
+    if config.get("workers") is not None and "microbatches" in config:
         config.microbatches = config.workers
     OmegaConf.resolve(config)
-    if not 0 <= config.seed < 2**63:
+    if not 0 <= config.get("seed", 0) < 2**63:
         raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
     if config.get("threads") is not None:
         if config.threads < 1:

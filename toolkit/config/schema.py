@@ -16,8 +16,20 @@ def option(default: Any, description: str) -> Any:
     return field(default=default, metadata={"help": description})
 
 
+def option_list(default: list[Any], description: str) -> Any:
+    """:func:`option` for a list."""
+    return field(default_factory=lambda: list(default), metadata={"help": description})
+
+
 @dataclass
-class DataParallel:
+class ScheduleFile:
+    """What every schedule has."""
+
+    file: str | None = None  # a CSV file of rank orders, instead of a named method
+
+
+@dataclass
+class DataParallel(ScheduleFile):
     _target_: str = "toolkit.schedule.catalog.data_parallel"
     n: int = MISSING
     n_stages: int = MISSING
@@ -27,7 +39,7 @@ class DataParallel:
 
 
 @dataclass
-class Cyclic:
+class Cyclic(ScheduleFile):
     _target_: str = "toolkit.schedule.catalog.cyclic"
     n: int = MISSING
     n_stages: int = MISSING
@@ -37,16 +49,39 @@ class Cyclic:
 
 
 @dataclass
-class GradientAccumulation:
-    _target_: str = "toolkit.schedule.catalog.gradient_accumulation"
+class Pipeline(ScheduleFile):
+    """Methods that stages and micro-batches determine."""
+
+    _target_: str = MISSING
     n_stages: int = MISSING
     n_microbatches: int = MISSING
+
+
+@dataclass
+class Interleaved(Pipeline):
+    _target_: str = "toolkit.schedule.catalog.interleaved_1f1b"
+    n_ranks: int = 2
 
 
 @dataclass
 class Model:
     _target_: str = "toolkit.model.build"
     name: str = MISSING
+    target: str | None = None  # package.module.function of your own, instead of a named model
+    arguments: dict[str, Any] = field(default_factory=dict)  # of that function
+
+
+@dataclass
+class Hardware:
+    _target_: str = "toolkit.cost.Hardware"
+    name: str = MISSING
+    flops: float = MISSING
+    memory_bandwidth: float = MISSING
+    link_bandwidth: float = MISSING
+    link_latency: float = 0.0
+    memory: float = MISSING
+    speeds: list[float] = field(default_factory=list)
+    memories: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -158,6 +193,53 @@ class Compare(Training):
 
 
 @dataclass
+class Analysed:
+    """A model that is looked at, not trained."""
+
+    model: Any = MISSING
+    hardware: Any = MISSING
+    batch: int = option(32, "images of a micro-batch")
+    shape: list[int] = option_list([3, 224, 224], "of one image: channels, height, width")
+    classes: int = option(1000, "width of the model's output")
+
+
+@dataclass
+class Memory(Analysed):
+    workers: list[int] = option_list([4, 8, 32], "numbers of workers, shifted uniformly")
+    axis: str = option("roofline", "time of an operation: roofline, flops, bytes or measured")
+    device: str = option("auto", "where the measured axis is measured")
+    threads: int | None = option(None, "CPU threads of torch; all cores unless given")
+
+
+@dataclass
+class Simulate(Analysed):
+    schedule: Any = MISSING
+    also: dict[str, Any] = field(default_factory=dict)
+    stages: int = option(4, "parts into which the model is cut")
+    microbatches: int = option(8, "micro-batches of a training step")
+    workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
+    batch: int = option(8, "images of a micro-batch")
+    steps: int = option(6, "training steps to simulate")
+    partition: Any = option("flops", "flops, parameters, activations, or [names of modules]")
+
+
+@dataclass
+class Communication:
+    workers: int = option(8, "N: workers, stages and micro-batches")
+
+
+@dataclass
+class SimulatorBench:
+    """Lowering, verifying and simulating, against torch's own."""
+
+    _target_: str = "benchmarks.simulator.run"
+    stages: int = option(64, "of 1F1B")
+    microbatches: int = option(512, "of 1F1B")
+    cyclic: int = option(256, "stages and micro-batches of CDP")
+    rounds: int = option(3, "timed runs of each, taken in turn")
+
+
+@dataclass
 class GroupedBench:
     """One training step, order "grouped", against plain PyTorch."""
 
@@ -179,11 +261,19 @@ class Bench:
 
 
 _SCHEMAS: dict[str, dict[str, type]] = {
-    "experiment": {"train": Train, "compare": Compare, "bench": Bench},
+    "experiment": {
+        "train": Train,
+        "compare": Compare,
+        "memory": Memory,
+        "communication": Communication,
+        "simulate": Simulate,
+        "bench": Bench,
+    },
     "schedule": {
         "data_parallel": DataParallel,
         "cyclic": Cyclic,
-        "gradient_accumulation": GradientAccumulation,
+        "pipeline": Pipeline,
+        "interleaved": Interleaved,
     },
     "model": {"build": Model},
     "data": {
@@ -195,7 +285,8 @@ _SCHEMAS: dict[str, dict[str, type]] = {
     "optimizer": {"sgd": SGD, "adamw": AdamW},
     "lr": {"constant": ConstantRate, "step": StepRate, "cosine": CosineRate},
     "runtime": {"single_process": SingleProcessRuntime},
-    "bench": {"grouped": GroupedBench},
+    "hardware": {"hardware": Hardware},
+    "bench": {"grouped": GroupedBench, "simulator": SimulatorBench},
 }
 
 

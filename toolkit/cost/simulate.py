@@ -1,9 +1,10 @@
 """Predict when every instruction of a program runs, from stage costs and hardware.
 
-Each rank has a compute lane and a full-duplex port, that work side by side. A rank computes in the
-order of its program, each op as soon as the one before has ended and its inputs are there. A port
-sends in the order of the program, and receives likewise; a message starts when its content is
-ready and both ports are free. Collectives take both ports of all their ranks.
+Each rank has a compute lane, an optimizer and a full-duplex port, that work side by side. A rank
+computes in the order of its program, each op as soon as the one before has ended and its inputs are
+there, and updates a stage when its gradient is complete. A port sends in the order of the program,
+and receives likewise; a message starts when its content is ready and both ports are free.
+Collectives take both ports of all their ranks.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
@@ -19,6 +20,7 @@ from toolkit.cost.timeline import (
     GRADIENTS,
     RECEIVE,
     SEND,
+    UPDATE,
     WEIGHTS,
     Change,
     Span,
@@ -60,6 +62,7 @@ class _Simulation:
         self.program, self.costs, self.hardware = program, costs, hardware
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # when the compute lane is free
+        self.updated = [0.0] * n_ranks  # when the optimizer is free
         self.sent = [0.0] * n_ranks  # when the port may send
         self.received = [0.0] * n_ranks  # when the port may receive
         self.seconds = [self._seconds(stage) for stage in range(len(costs))]
@@ -67,7 +70,7 @@ class _Simulation:
         self.boundaries: dict[tuple, float] = {}
         self.weights: dict[tuple, float] = {}
         self.sums: dict[tuple, float] = {}
-        self.forgotten: dict[tuple, float] = {}
+        self.in_use_until: dict[tuple, float] = {}  # weights, by messages and updates
         self.arrival = 0.0
         self.spans: list[Span] = []
         self.changes: list[Change] = []
@@ -158,18 +161,18 @@ class _Simulation:
     def _update(self, rank: int, i: Instruction) -> None:
         """Reads weights, gradients and momentum, writes weights and momentum."""
         step = i.step or 0
-        ready = max(self.computed[rank], self.weights[rank, i.stage, i.step])
-        start = max(ready, self.sums[rank, i.stage, i.step])
+        key = (rank, i.stage, i.step)
+        start = max(self.updated[rank], self.weights[key], self.sums[key])
         moved = 5 * self.costs[i.stage].parameter_bytes
         seconds = moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
-        end = start + seconds
-        self.computed[rank] = end
+        self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)
         self._hold_weights(end, rank, i.stage, i.version)
+        self.in_use_until[key] = end
         self.steps[step] = max(self.steps.get(step, 0.0), end)
         if seconds > 0:
             name = f"update {i.stage}"
-            self.spans.append(Span(rank, COMPUTE, start, end, name, i.stage, None, i.step))
+            self.spans.append(Span(rank, UPDATE, start, end, name, i.stage, None, i.step))
 
     def _hold_weights(self, when: float, rank: int, stage: int, version: int | None) -> None:
         self.weights[rank, stage, version] = when
@@ -198,7 +201,8 @@ class _Simulation:
         if i.buffer == Buffer.GRADIENT:
             self._drop_sum(rank, i, end)
         elif i.buffer == Buffer.WEIGHTS:
-            self.forgotten[rank, i.stage, i.version] = end
+            key = (rank, i.stage, i.version)
+            self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), end)
 
     def _receive(self, rank: int, i: Instruction) -> None:
         if i.buffer == Buffer.WEIGHTS:
@@ -238,7 +242,7 @@ class _Simulation:
         when = self.computed[rank]
         if i.buffer == Buffer.WEIGHTS:
             key = (rank, i.stage, i.version)
-            when = max(when, self.weights.pop(key), self.forgotten.pop(key, 0.0))
+            when = max(when, self.weights.pop(key), self.in_use_until.pop(key, 0.0))
             self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
         else:
             held = self.costs[i.stage].activation_bytes

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import pandas as pd
 
-COMPUTE, SEND, RECEIVE = "compute", "send", "receive"
-LANES = (COMPUTE, SEND, RECEIVE)
+COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
+LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
 
 
@@ -75,9 +75,20 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time, from start to end, in which they do not compute."""
-        busy = sum(span.end - span.start for span in self.spans if span.lane == COMPUTE)
-        return 1 - busy / (self.n_ranks * self.end)
+        """The share of all ranks' time in which they do not compute.
+
+        From the end of the first training step to that of the last, if there are three or more;
+        otherwise from start to end.
+        """
+        begin, end = 0.0, self.end
+        if len(self.step_ends) > 2:
+            begin, end = self.step_ends[0], self.step_ends[-1]
+        busy = sum(
+            max(0.0, min(span.end, end) - max(span.start, begin))
+            for span in self.spans
+            if span.lane == COMPUTE
+        )
+        return 1 - busy / (self.n_ranks * (end - begin))
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """(time, bytes from then on), of one rank or all, of one kind or all."""

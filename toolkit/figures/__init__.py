@@ -1,7 +1,9 @@
-"""Figures; they take schedules, programs and result tables."""
+"""Figures; they take schedules, timelines and result tables."""
 
 from toolkit.figures.accuracy import accuracy
+from toolkit.figures.memory import memory_curves
 from toolkit.figures.schedule import schedules
 from toolkit.figures.style import save, style
+from toolkit.figures.timeline import timelines
 
-__all__ = ["accuracy", "save", "schedules", "style"]
+__all__ = ["accuracy", "memory_curves", "save", "schedules", "style", "timelines"]

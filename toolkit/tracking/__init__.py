@@ -1,7 +1,7 @@
 """Results, where they come from, and how sure they are."""
 
 from toolkit.tracking.progress import Progress
-from toolkit.tracking.provenance import describe, provenance
+from toolkit.tracking.provenance import describe, describe_cpu, provenance
 from toolkit.tracking.results import table, write_csv, write_json
 from toolkit.tracking.statistics import Estimate, paired_difference, spread
 
@@ -9,6 +9,7 @@ __all__ = [
     "Estimate",
     "Progress",
     "describe",
+    "describe_cpu",
     "paired_difference",
     "provenance",
     "spread",

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from toolkit.config.build import build_model, build_schedule
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import Schedule
@@ -68,16 +69,13 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
         if config[name] < 1:
             raise ValueError(f"{name} is 1 or more: got {config[name]}")
     device = pick_device(config.device)
-    schedule: Schedule = instantiate(config.schedule)
+    schedule = build_schedule(config.schedule)
     images = instantiate(config.data) if images is None else images
     assert images is not None
     torch.manual_seed(config.seed)
-    build = instantiate(config.model, _partial_=True)
-    model = build(
-        n_classes=images.n_classes,
-        image_size=images.image_size,
-        in_channels=images.in_channels,
-    ).to(device)
+    model = build_model(config.model, images.n_classes, images.image_size, images.in_channels).to(
+        device
+    )
     example = torch.empty(config.batch, images.in_channels, images.image_size, images.image_size)
     stages = partition(model, schedule.n_stages, example, config.partition)
     batch_size = config.batch * schedule.n_microbatches

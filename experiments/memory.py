@@ -1,0 +1,83 @@
+"""Activation memory of N workers, together and shifted uniformly, on a real model.
+
+    python experiments/memory.py model=resnet50 workers=[4,8,32] batch=32
+    python experiments/memory.py model.target=my_package.my_model shape=[3,160,160]
+
+Nothing is computed or allocated, but for axis=measured.
+"""
+
+import time
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from toolkit.config import entry_point
+
+
+@entry_point("memory", Path(__file__).parents[1] / "conf")
+def main(config: DictConfig) -> None:
+    import torch
+    from hydra.utils import instantiate
+
+    from toolkit.config import build_model
+    from toolkit.cost import AXES, memory_curve
+    from toolkit.figures import memory_curves, save
+    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.training import pick_device
+
+    start = time.perf_counter()
+    if not config.workers or min(config.workers) < 1 or config.batch < 1:
+        raise ValueError(
+            f"workers and batch are 1 or more: got workers={list(config.workers)} and"
+            f" batch={config.batch}"
+        )
+    if config.axis not in AXES:
+        raise ValueError(f"unknown axis {config.axis!r}: choose one of {', '.join(AXES)}")
+    hardware = instantiate(config.hardware)
+    measured = config.axis == "measured"
+    device = pick_device(config.device) if measured else torch.device("meta")
+    channels, *size = config.shape
+    with torch.device(device):
+        model = build_model(config.model, config.classes, size[-1] if size else 0, channels)
+        example = torch.rand(config.batch, *config.shape)
+    axes = [axis for axis in AXES if axis != "measured" or measured]
+    curves = {axis: memory_curve(model, example, axis, hardware) for axis in axes}
+
+    rows = [
+        {"axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
+        | {f"N={n}": f"{curve.reduction(n):.1%}" for n in config.workers}
+        | {"1 - mean/peak": f"{curve.floor:.1%}"}
+        for axis, curve in curves.items()
+    ]
+    shown = curves[config.axis]
+    name = config.model.target or config.model.name
+    title = f"{name}, batch {config.batch}, time axis: {rows[axes.index(config.axis)]['axis']}"
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    figures = save(memory_curves(shown, list(config.workers), title), folder / "memory")
+    records = [
+        {
+            "axis": axis,
+            "workers": n,
+            "peak_bytes_together": n * curve.peak,
+            "peak_bytes_shifted": float(curve.shifted(n)[1].max()),
+            "reduction": curve.reduction(n),
+            "floor": curve.floor,
+        }
+        for axis, curve in curves.items()
+        for n in config.workers
+    ]
+    where = describe(device) if measured else "meta tensors"
+    write_csv(folder / "memory.csv", records)
+    write_json(
+        folder / "result.json",
+        {"metrics": records, "provenance": provenance(config, where, time.perf_counter() - start)},
+    )
+    print(f"\n{name}: one micro-batch of {config.batch} keeps {shown.peak / 2**30:.2f} GiB\n")
+    print("Peak of N workers shifted uniformly, below that of N workers together:\n")
+    print(table(rows))
+    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
+
+
+if __name__ == "__main__":
+    main()

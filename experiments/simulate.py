@@ -1,0 +1,81 @@
+"""Time, memory and traffic of a schedule on a model and a machine, predicted.
+
+    python experiments/simulate.py schedule=one_f_one_b model=vit_b_16 stages=4 microbatches=16
+    python experiments/simulate.py schedule.file=my_schedule.csv hardware=ethernet_10
+
+More schedules beside it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from toolkit.config import entry_point
+
+
+@entry_point("simulate", Path(__file__).parents[1] / "conf")
+def main(config: DictConfig) -> None:
+    import torch
+    from hydra.utils import instantiate
+
+    from toolkit.config import build_model, build_schedule
+    from toolkit.cost import profile, simulate
+    from toolkit.figures import save, timelines
+    from toolkit.model import partition
+    from toolkit.tracking import describe_cpu, provenance, table, write_csv, write_json
+
+    start = time.perf_counter()
+    if config.batch < 1:
+        raise ValueError(f"batch is 1 or more: got {config.batch}")
+    schedules = [build_schedule(config.schedule)]
+    schedules += [build_schedule(schedule) for schedule in config.also.values()]
+    hardware = instantiate(config.hardware)
+    channels, *size = config.shape
+    with torch.device("meta"):
+        model = build_model(config.model, config.classes, size[-1] if size else 0, channels)
+        example = torch.empty(config.batch, *config.shape)
+    predicted, rows = [], []
+    for schedule in schedules:
+        stages = partition(model, schedule.n_stages, example, config.partition)
+        program = schedule.lower(config.steps).verify()
+        timeline = simulate(program, profile(stages, example), hardware)
+        predicted.append(timeline)
+        rows.append(summary(timeline, config.batch * schedule.n_microbatches, hardware))
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    figures = save(timelines(predicted), folder / "timeline")
+    for k, timeline in enumerate(predicted):
+        timeline.to_chrome_trace(folder / f"trace{k or ''}.json")
+        timeline.to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
+    source = provenance(config, describe_cpu(), time.perf_counter() - start)
+    write_csv(folder / "simulation.csv", rows)
+    write_json(folder / "result.json", {"metrics": rows, "provenance": source})
+    name = config.model.target or config.model.name
+    print(f"\n{name}, micro-batches of {config.batch}, {hardware.name}, {config.steps} steps\n")
+    print(table(rows))
+    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+
+
+def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
+    """One row: rates in the steady state, memory of the fullest rank."""
+    peaks = [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]
+    fits = all(peak <= hardware.memory_of(rank) for rank, peak in enumerate(peaks))
+    n_steps = len(timeline.step_ends)
+    fullest = max(range(timeline.n_ranks), key=peaks.__getitem__)
+    return {
+        "schedule": timeline.name,
+        "ranks": timeline.n_ranks,
+        "ms a step": round(timeline.step_time * 1e3, 3),
+        "images/s": round(images / timeline.step_time, 1),
+        "idle": f"{timeline.idle_share:.1%}",
+        "GiB, fullest rank": round(peaks[fullest] / 2**30, 3),
+        "of it activations": round(timeline.peak_memory(fullest, "activations") / 2**30, 3),
+        "fits": "yes" if fits else "no",
+        "MB sent a rank and step": round(max(timeline.bytes_sent()) / n_steps / 1e6, 2),
+    }
+
+
+if __name__ == "__main__":
+    main()

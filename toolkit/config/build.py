@@ -1,0 +1,72 @@
+"""From options to the objects that they describe."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from toolkit.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def build_schedule(config: DictConfig) -> Schedule:
+    """The schedule of a group's options: a named method, or rank orders from a file.
+
+    Raises:
+        ValueError: an impossible schedule, or a file that holds none.
+    """
+    options: dict[str, Any] = dict(config)
+    file = options.pop("file", None)
+    if file is not None:
+        path = Path(file)
+        return Schedule.from_csv(path, name=path.stem)
+    schedule: Schedule = instantiate(options)
+    return schedule
+
+
+def build_model(
+    config: DictConfig, n_classes: int, image_size: int, in_channels: int
+) -> "nn.Module":
+    """The model of a group's options: a named one, or the user's own.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be built.
+    """
+    if config.get("target") is not None:
+        return _own_model(config.target, dict(config.arguments))
+    options = {name: config[name] for name in config if name not in ("target", "arguments")}
+    model: nn.Module = instantiate(
+        options, n_classes=n_classes, image_size=image_size, in_channels=in_channels
+    )
+    return model
+
+
+def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
+    from torch import nn
+
+    module, _, name = target.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"model.target={target} cannot be imported ({error}): give package.module.function,"
+            " from the current folder or an installed package"
+        ) from error
+    try:
+        model = make(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{target} cannot be called: {error}; set model.arguments") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{target} gives a {type(model).__name__}: expected a torch.nn.Module, or a function"
+            " that returns one"
+        )
+    return model

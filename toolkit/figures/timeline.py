@@ -1,0 +1,125 @@
+"""Timelines, predicted or measured: what runs when, memory and traffic."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, style
+
+if TYPE_CHECKING:
+    from toolkit.cost import Timeline
+
+_BINS = 120  # of traffic over time
+_OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": "#F5D9A0"}
+_LANES = {"update": GREEN, "send": PURPLE, "receive": VERMILION}
+
+
+def timelines(shown: Sequence["Timeline"]) -> Figure:
+    """One column a timeline: its ranks, their memory and their traffic, over time.
+
+    A rank has a row: computing on top, below it updates, and what its port sends and receives.
+    Memory is of the fullest rank, by what it is; traffic is what all ranks send.
+    """
+    with style():
+        n_ranks = max(timeline.n_ranks for timeline in shown)
+        height = min(8.0, 2.6 + 0.22 * n_ranks)
+        figure = Figure(figsize=(3.6 * len(shown) + 0.4, height), layout="constrained")
+        ratios = (max(2.0, 0.45 * n_ranks), 1.4, 1)
+        rows = figure.subplots(
+            3, len(shown), squeeze=False, height_ratios=ratios, sharex="col", sharey="row"
+        )
+        unit, name = _unit(max(timeline.end for timeline in shown))
+        for column, timeline in enumerate(shown):
+            ranks, memory, traffic = rows[:, column]
+            _draw_ranks(ranks, timeline, unit)
+            _draw_memory(memory, timeline, unit)
+            _draw_traffic(traffic, timeline, unit)
+            ranks.set_title(timeline.name)
+            traffic.set_xlabel(f"time ({name})")
+        rows[0, 0].set_ylabel("rank")
+        rows[1, 0].set_ylabel("memory,\nfullest rank (GiB)")
+        rows[2, 0].set_ylabel("sent by all\n(GB/s)")
+        keys = {
+            "forward": SKY,
+            "backward": ORANGE,
+            "update": GREEN,
+            "send": PURPLE,
+            "receive": VERMILION,
+        }
+        handles = [Patch(color=colour, label=label) for label, colour in keys.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=5)
+        return figure
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= 2 * unit:
+            return unit, name
+    return 1e-6, "µs"
+
+
+def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
+    bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
+    for span in timeline.spans:
+        colour = _LANES.get(span.lane) or _OPS[span.name.lstrip("0123456789")[:1]]
+        bars[span.rank, span.lane, colour].append(
+            (span.start / unit, (span.end - span.start) / unit)
+        )
+    place = {
+        "compute": (-0.42, 0.5),
+        "update": (0.09, 0.07),
+        "send": (0.17, 0.12),
+        "receive": (0.3, 0.12),
+    }
+    for (rank, lane, colour), spans in bars.items():
+        low, height = place[lane]
+        edge = "white" if lane == "compute" and len(spans) < 80 else "none"
+        axes.broken_barh(
+            spans, (rank + low, height), facecolors=colour, edgecolor=edge, linewidth=0.3
+        )
+    axes.set_xlim(0, timeline.end / unit)
+    axes.set_ylim(timeline.n_ranks - 0.5, -0.5)
+    axes.set_yticks(range(0, timeline.n_ranks, -(-timeline.n_ranks // 16)))
+    axes.tick_params(length=0, labelbottom=False)
+
+
+def _draw_memory(axes: Axes, timeline: "Timeline", unit: float) -> None:
+    fullest = max(range(timeline.n_ranks), key=timeline.peak_memory)
+    kinds = ("weights", "gradients", "activations")
+    curves = [timeline.memory(fullest, kind) for kind in kinds]
+    times = np.unique([when for curve in curves for when, _ in curve] + [timeline.end])
+    below = np.zeros(len(times))
+    for kind, curve, colour in zip(kinds, curves, ("#999999", GREEN, BLUE), strict=True):
+        if not curve:
+            continue
+        when = np.array([t for t, _ in curve])
+        held = np.array([h for _, h in curve]) / 2**30
+        at = np.searchsorted(when, times, side="right") - 1
+        top = below + np.where(at >= 0, held[at], 0.0)
+        axes.fill_between(
+            times / unit, below, top, step="post", color=colour, alpha=0.6, linewidth=0, label=kind
+        )
+        below = top
+    axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1.45 * float(below.max())))
+    axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=1, handlelength=1)
+
+
+def _draw_traffic(axes: Axes, timeline: "Timeline", unit: float) -> None:
+    edges = np.linspace(0, timeline.end, _BINS + 1)
+    sent = np.zeros(_BINS)
+    width = edges[1] - edges[0]
+    for span in timeline.spans:
+        if span.lane != "send" or not span.bytes:
+            continue
+        first, last = (min(_BINS - 1, int(t / width)) for t in (span.start, span.end))
+        bins = np.arange(first, last + 1)
+        overlap = np.minimum(edges[bins + 1], span.end) - np.maximum(edges[bins], span.start)
+        lasting = overlap.sum()
+        sent[bins] += span.bytes * (overlap / lasting if lasting > 0 else 1 / len(bins))
+    axes.stairs(sent / width / 1e9, edges / unit, fill=True, color=PURPLE, alpha=0.8)
+    axes.set_ylim(bottom=0)
