@@ -115,7 +115,7 @@ def test_an_impossible_delay_shows_the_grid(tmp_path):
         ("compare", ["schedule=dp"], "compare cannot take schedule=... here; --help lists what"),
         ("compare", ["rules.dpp.delay=1"], "did you mean rules.NAME.delay?"),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
-        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of grouped"),
+        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of grouped, simulator"),
         ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
         ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
         ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
@@ -173,7 +173,10 @@ def test_help_is_quick():
             ["experiments/compare.py", "sed=1"],
             "error: there is no option sed: did you mean seed?\n",
         ),
-        (["experiments/bench.py", "foo"], "error: bench=foo is unknown: choose one of grouped\n"),
+        (
+            ["experiments/bench.py", "foo"],
+            "error: bench=foo is unknown: choose one of grouped, simulator\n",
+        ),
     ],
 )
 def test_refuses_in_a_process_of_its_own(arguments, expected):

@@ -53,11 +53,11 @@ class StageCost:
         """Forward and backward: as measured, else by the roofline of ``hardware``."""
         if self.forward_seconds is not None and self.backward_seconds is not None:
             return self.forward_seconds, self.backward_seconds
-        forward = self.kernels or (Work(int(self.flops), 0),)
-        backward = self.backward_kernels or (Work(int(self.backward_flops), 0),)
+        if not self.kernels and not self.backward_kernels:
+            return self.flops / hardware.flops, self.backward_flops / hardware.flops
         return (
-            sum(hardware.roofline(work) for work in forward),
-            sum(hardware.roofline(work) for work in backward),
+            sum(hardware.roofline(work) for work in self.kernels),
+            sum(hardware.roofline(work) for work in self.backward_kernels),
         )
 
 

@@ -60,6 +60,8 @@ class MemoryCurve:
         period = self.edges[-1]
         shifts = np.arange(n) * period / n
         times = np.unique(np.mod(self.edges[:-1, None] + shifts, period))
+        noise = 1e-9 * period  # edges that meet are parted by rounding
+        times = times[(np.diff(times, prepend=-period) > noise) & (period - times > noise)]
         middles = (times + np.append(times[1:], period)) / 2
         total = sum((self.at(middles - shift) for shift in shifts), np.zeros_like(middles))
         return times, total
@@ -85,7 +87,8 @@ def memory_curve(
         hardware: for the roofline.
 
     Raises:
-        ValueError: unknown axis, a roofline without hardware, or a model that cannot be traced.
+        ValueError: unknown axis, a roofline without hardware, a model that cannot be traced, or
+            one that keeps nothing for its backward or takes no time.
 
     Source: the memory figure of arXiv 2403.08837, section 5.
     """
@@ -100,6 +103,10 @@ def memory_curve(
         forward = [_duration(node, False, axis, hardware) for _, node in costs]
         backward = [_duration(node, True, axis, hardware) for _, node in costs]
     kept = np.cumsum([node.activations for _, node in costs])
+    if not any(forward + backward):
+        raise ValueError(f"no operation of this model takes {axis}: choose another axis")
+    if not kept[-1]:
+        raise ValueError("this model keeps nothing for its backward: give it a layer more")
     return _curve([*forward, *reversed(backward)], [*kept, *reversed(kept)])
 
 

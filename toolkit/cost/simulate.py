@@ -28,6 +28,7 @@ from toolkit.cost.timeline import (
 )
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.program import traffic_of
 from toolkit.schedule.replay import replay
 
 
@@ -40,13 +41,19 @@ def simulate(program: Program, costs: Costs, hardware: Hardware) -> Timeline:
         hardware: seconds of kernels that were not measured, and of messages.
 
     Raises:
-        ValueError: there are not as many costs as stages.
+        ValueError: there are not as many costs as stages, or fewer speeds or memories than ranks.
     """
     if len(costs) != program.schedule.n_stages:
         raise ValueError(
             f"the schedule has {program.schedule.n_stages} stages and there are costs of"
             f" {len(costs)}: profile the model cut into {program.schedule.n_stages}"
         )
+    for name in ("speeds", "memories"):
+        if 0 < len(given := getattr(hardware, name)) < len(program.ranks):
+            raise ValueError(
+                f"the schedule has {len(program.ranks)} ranks and {hardware.name} has {name} of"
+                f" {len(given)}: give one a rank, or none"
+            )
     simulation = _Simulation(program, costs, hardware)
     handlers = simulation.handlers
     with collector_paused():
@@ -179,6 +186,11 @@ class _Simulation:
         held = self.costs[stage].parameter_bytes
         self.changes.append(Change(when, rank, WEIGHTS, held))
 
+    def _keep_weights(self, until: float, rank: int, i: Instruction) -> None:
+        """A message sends them until then."""
+        key = (rank, i.stage, i.version)
+        self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), until)
+
     def _content(self, rank: int, i: Instruction) -> tuple[float, float]:
         """When what is sent is ready, and its bytes."""
         cost = self.costs[i.stage]
@@ -201,8 +213,7 @@ class _Simulation:
         if i.buffer == Buffer.GRADIENT:
             self._drop_sum(rank, i, end)
         elif i.buffer == Buffer.WEIGHTS:
-            key = (rank, i.stage, i.version)
-            self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), end)
+            self._keep_weights(end, rank, i)
 
     def _receive(self, rank: int, i: Instruction) -> None:
         if i.buffer == Buffer.WEIGHTS:
@@ -219,23 +230,23 @@ class _Simulation:
         holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
         ready = max(self._content(peer, i)[0] for peer in holders)
         start = max(ready, *(max(self.sent[p], self.received[p]) for p in i.peers))
-        if i.action == Action.ALL_REDUCE:
-            seconds = self.hardware.all_reduce(n_bytes, n_ranks)
-            through = 2 * (n_ranks - 1) / n_ranks * n_bytes
-        else:
-            seconds, through = self.hardware.tree(n_bytes, n_ranks), n_bytes
-        end = start + seconds
+        ring = i.action == Action.ALL_REDUCE
+        cost = self.hardware.all_reduce if ring else self.hardware.tree
+        end = start + cost(n_bytes, n_ranks)
         name = i.action.name.lower().replace("_", "-")
         for peer in i.peers:
             self.sent[peer] = self.received[peer] = end
-            receives = i.action == Action.BROADCAST and peer != rank
-            lane = RECEIVE if receives else SEND
+            units = float(traffic_of(i, peer).units)
+            lane, through = (SEND, units * n_bytes) if units else (RECEIVE, n_bytes)
             self.spans.append(Span(peer, lane, start, end, name, i.stage, None, i.step, through))
-            if receives:
-                self._hold_weights(end, peer, i.stage, i.version)
+            if i.action == Action.BROADCAST:
+                if peer == rank:
+                    self._keep_weights(end, rank, i)
+                else:
+                    self._hold_weights(end, peer, i.stage, i.version)
             elif i.action == Action.REDUCE and peer != rank:
                 self._drop_sum(peer, i, end)
-            elif i.action != Action.BROADCAST:
+            else:
                 self.sums[peer, i.stage, i.step] = end
 
     def _free(self, rank: int, i: Instruction) -> None:

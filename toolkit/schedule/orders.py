@@ -46,7 +46,7 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     if n_ranks < 1 or n_stages % n_ranks:
         raise ValueError(
             f"each rank has the same number of stages: {n_stages} stages cannot be dealt out to"
-            f" {n_ranks} ranks"
+            f" {n_ranks} ranks; make them a multiple of the ranks"
         )
     per_rank = n_stages // n_ranks
     rounds = max(1, n_microbatches // n_ranks)
@@ -147,7 +147,10 @@ def as_early_as_possible(orders: Orders, delay: object = 0) -> Timing:
             for op, ranks in waiting.items()
             for rank in ranks
         )
-        raise ValueError(f"the orders cannot be carried out: {'; '.join(sorted(stuck))}")
+        raise ValueError(
+            f"the orders cannot be carried out: {'; '.join(sorted(stuck))}."
+            " On its own rank, each op comes after those that it needs"
+        )
     starts = {op: end - 1 for op, end in ends.items()}
     return Timing(starts, _period(orders, starts, n_stages, n_microbatches, delay))
 

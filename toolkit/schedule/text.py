@@ -54,7 +54,7 @@ def read_csv(source: str | Path) -> list[list[Op]]:
     text = str(source)
     if isinstance(source, Path) or not set(text) & {",", "\n"}:
         try:
-            text = Path(source).read_text()
+            text = Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not text"
             raise ValueError(
@@ -83,12 +83,12 @@ def write_csv(schedule: "Schedule") -> str:
         if len(schedule.layout.ranks(j)) > 1:
             raise ValueError(
                 f"the CSV format is for pipelines, where a stage has one rank: stage {j} of"
-                f" {schedule.name} has {len(schedule.layout.ranks(j))}"
+                f" {schedule.name} has {len(schedule.layout.ranks(j))}; place it per_stage"
             )
     if schedule.timing.ticks_per_slot != 1 or schedule.layout.name == "one":
         raise ValueError(
-            "the CSV format has one op a slot and rank: this schedule has ops between slots or at"
-            " the same time"
+            f"the CSV format has one op a slot and rank: {schedule.name} runs on one device or has"
+            " ops between slots; place it per_stage, and start every op at a whole slot"
         )
     starts = schedule.timing.starts
     n_slots = max(starts.values()) + 1

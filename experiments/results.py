@@ -1,0 +1,93 @@
+"""Put the kept results into README's tables: python experiments/results.py [--check]
+
+Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README shows the table of
+experiments/results/NAME/result.json, and how it came about. --check only says whether it does.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).resolve().parent / "results"
+_PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rendered(readme: str) -> str:
+    """``readme`` with every table as its result has it."""
+    return _PLACE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", readme)
+
+
+def table(name: str) -> str:
+    """The table of a kept result, and its origin."""
+    result = json.loads((RESULTS / name / "result.json").read_text())
+    rows = _ROWS[name](result["metrics"])
+    return (
+        f"{tabulate(rows, headers='keys', tablefmt='github')}\n\n{origin(result['provenance'])}\n"
+    )
+
+
+def origin(found: dict[str, Any]) -> str:
+    command = re.sub(r" hydra\.run\.dir=\S+", "", found["command"])
+    return (
+        f"<sub>`{command}`, torch {found['versions']['torch']}, {found['device']},"
+        f" {found['seconds']:.0f} s, commit {(found['commit'] or 'unknown')[:10]}</sub>"
+    )
+
+
+def _digits(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [
+        {
+            "rule": row["schedule"],
+            "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
+            "paired difference from DP": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
+            "mean staleness": f"{row['staleness_mean']:.2f}",
+            "peak activations": f"{row['peak_activations']:g}",
+            "largest traffic in a slot": f"{row['traffic_max']:g}",
+        }
+        for row in metrics
+    ]
+
+
+def _memory(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
+    axes = dict.fromkeys(row["axis"] for row in metrics)
+    return [
+        {"time axis": axis}
+        | {f"N = {r['workers']}": f"{r['reduction']:.1%}" for r in metrics if r["axis"] == axis}
+        | {"1 - mean/peak": next(f"{r['floor']:.1%}" for r in metrics if r["axis"] == axis)}
+        for axis in axes
+    ]
+
+
+def _bench(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: "" if v is None else v for k, v in row.items()} for row in metrics]
+
+
+_ROWS = {
+    "digits": _digits,
+    "memory_resnet50": _memory,
+    "memory_vit_b_16": _memory,
+    "bench_grouped": _bench,
+    "bench_simulator": _bench,
+}
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    before = readme.read_text()
+    after = rendered(before)
+    if "--check" in sys.argv:
+        if before != after:
+            sys.exit(
+                "README.md differs from experiments/results: run python experiments/results.py"
+            )
+        return
+    readme.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

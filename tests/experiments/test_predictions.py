@@ -1,0 +1,159 @@
+"""memory, communication and simulate end to end: what they say, write and refuse."""
+
+import json
+
+import pytest
+
+from tests.experiments.command import run
+from tests.experiments.test_results import assert_figures, rows
+
+SMALL = ("model=resnet8", "shape=[3,16,16]", "classes=10", "batch=4")
+MINE = """
+from torch import nn
+
+def mine(width=4):
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(width * 36, 2))
+
+def broken():
+    return 7
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A package of the user's in the current folder."""
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_package.mine"
+
+
+def refusal(name, *arguments):
+    finished = run(name, *arguments)
+    assert finished.status == 2, finished
+    assert "Traceback" not in finished.err
+    return finished.err
+
+
+def test_memory(tmp_path):
+    finished = run("memory", *SMALL, "workers=[2,4]", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert_figures(tmp_path, "memory")
+    found = rows(tmp_path / "memory.csv")
+    assert {(row["axis"], row["workers"]) for row in found} == {
+        (axis, n) for axis in ("roofline", "flops", "bytes") for n in "24"
+    }
+    for row in found:
+        assert 0 < float(row["reduction"]) <= float(row["floor"]) + 1e-9
+    provenance = json.loads((tmp_path / "result.json").read_text())["provenance"]
+    assert provenance["device"] == "meta tensors"
+
+
+def test_memory_measured_on_the_device(tmp_path):
+    finished = run(
+        "memory", *SMALL, "axis=measured", "device=cpu", "workers=[2]", f"hydra.run.dir={tmp_path}"
+    )
+    assert finished.status == 0, finished.err
+    assert "measured" in finished.out
+
+
+def test_memory_of_the_users_own_model(own, tmp_path):
+    arguments = ("shape=[3,8,8]", "batch=2", "workers=[2]", f"hydra.run.dir={tmp_path}")
+    finished = run("memory", f"model.target={own}", "+model.arguments.width=2", *arguments)
+    assert finished.status == 0, finished.err
+    assert f"{own}: one micro-batch of 2 keeps" in finished.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["workers=[0]"], "workers and batch are 1 or more: got workers=[0]"),
+        (["axis=time"], "unknown axis 'time': choose one of roofline, flops, bytes, measured"),
+        (["hardware=h100"], "hardware=h100 is unknown: did you mean"),
+        (["hardware.flops=-1"], "flops of a hardware is above 0: got -1.0"),
+        (["model.target=no_such.thing"], "model.target=no_such.thing cannot be imported"),
+        (["model.target=my_package.broken"], "gives a int: expected a torch.nn.Module"),
+        (["model.target=my_package.mine", "+model.arguments.wide=1"], "set model.arguments"),
+    ],
+)
+def test_memory_refuses(own, arguments, expected):
+    assert expected in refusal("memory", *SMALL, *arguments)
+
+
+def test_communication(tmp_path):
+    finished = run("communication", "workers=3", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert "every formula equals its count" in finished.out
+    found = rows(tmp_path / "communication.csv")
+    assert len(found) == 15
+    shared = [row for row in found if row["setting"] == "with model parallelism"]
+    assert [float(row["ranks"]) for row in shared] == [9, 6, 6]
+
+
+def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
+    from toolkit.schedule import comparison
+
+    forms = comparison._FORMULAS
+    wrong = forms["ZeRO"]
+    monkeypatch.setitem(
+        forms, "ZeRO", lambda rule, n: wrong(rule, n) | {"ranks": wrong(rule, n)["ranks"] + 1}
+    )
+    finished = run("communication", "workers=2", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 1
+    assert "ZeRO, DP: ranks is 3 by its formula and 2 as counted" in finished.err
+
+
+def test_communication_refuses_one_worker():
+    assert "2 workers or more: got 1" in refusal("communication", "workers=1")
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "one_f_one_b", "zero_bubble", "pipedream_2bw", "zero_cdp_v2"]
+)
+def test_simulate(schedule, tmp_path):
+    arguments = (f"schedule={schedule}", "stages=2", "microbatches=4", f"hydra.run.dir={tmp_path}")
+    finished = run("simulate", *SMALL, *arguments)
+    assert finished.status == 0, finished.err
+    assert_figures(tmp_path, "timeline")
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in trace} == {"M", "X", "C"}
+    assert float(rows(tmp_path / "simulation.csv")[0]["images/s"]) > 0
+
+
+def test_simulate_side_by_side(tmp_path):
+    also = ("schedule=dp", "+schedule@also.cyclic=cdp_v2", "stages=2", "microbatches=2")
+    finished = run("simulate", *SMALL, *also, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert [row["schedule"] for row in rows(tmp_path / "simulation.csv")] == ["DP", "CDP-v2"]
+
+
+def test_simulate_the_users_own_schedule(tmp_path):
+    file = tmp_path / "my_schedule.csv"
+    file.write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,\n")
+    finished = run("simulate", *SMALL, f"schedule.file={file}", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert rows(tmp_path / "simulation.csv")[0]["schedule"] == "my_schedule"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0F0,0X1\n", "row 1, column 2: '0X1' is not an op"),
+        ("0F0,0B0\n1F0\n", "stage 1 of micro-batch 0 needs a forward and either a backward"),
+        ("0B0,0F0\n", "the orders cannot be carried out: rank 0 waits at 0B0 for 0F0"),
+    ],
+)
+def test_simulate_refuses_a_broken_file(text, expected, tmp_path):
+    file = tmp_path / "broken.csv"
+    file.write_text(text)
+    assert expected in refusal("simulate", *SMALL, f"schedule.file={file}")
+
+
+def test_simulate_refuses_a_missing_file():
+    assert "nowhere.csv cannot be read" in refusal("simulate", "schedule.file=nowhere.csv")
+
+
+def test_simulate_refuses_uneven_interleaving():
+    arguments = ("schedule=interleaved_1f1b", "stages=5", "schedule.n_ranks=2")
+    assert "5 stages cannot be dealt out to 2 ranks" in refusal("simulate", *SMALL, *arguments)
