@@ -9,6 +9,7 @@ one left is what the others are compared with.
 
 import time
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -128,12 +129,17 @@ def readable(row: dict[str, Any], label: str) -> dict[str, str]:
     """A row as the terminal shows it."""
     return {
         "rule": label,
-        "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
-        "vs first": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
+        "test accuracy (%)": f"{row['accuracy']:.2f}{plus_minus(row['accuracy_sd'])}",
+        "vs first": f"{row['difference']:+.2f}{plus_minus(row['difference_95'])}",
         "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
         "peak activations": f"{row['peak_activations']:g}",
         "traffic a slot": f"{row['traffic_mean']:.2f} ({row['traffic_max']:g})",
     }
+
+
+def plus_minus(width: float) -> str:
+    """The spread of several runs; nothing for one."""
+    return "" if isnan(width) else f" ± {width:.2f}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,13 @@ def test_json_reads_back(tmp_path):
     assert json.loads((tmp_path / "result.json").read_text()) == content | {"folder": "a"}
 
 
+def test_what_is_not_a_finite_number_is_null(tmp_path):
+    """NaN is no JSON."""
+    write_json(tmp_path / "a.json", {"a": [float("nan"), {"b": float("inf")}], "c": 1.5})
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"a": [None, {"b": None}], "c": 1.5}
+
+
 def test_csv_reads_back(tmp_path):
     write_csv(tmp_path / "rows.csv", ROWS)
     with (tmp_path / "rows.csv").open(newline="") as file:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """``content`` as indented JSON."""
-    _write(path, json.dumps(content, indent=2, default=str) + "\n")
+    """``content`` as indented JSON; what is not a finite number is null."""
+    _write(path, json.dumps(_finite(content), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, rows: Rows) -> None:
@@ -30,6 +31,14 @@ def write_csv(path: Path, rows: Rows) -> None:
 def table(rows: Rows) -> str:
     """Rows as aligned text, their keys as headings."""
     return tabulate([list(row.values()) for row in rows], headers=list(rows[0]), numalign="right")
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not isfinite(content) else content
 
 
 def _write(path: Path, text: str) -> None:
