@@ -191,7 +191,8 @@ class _Run:
         kept = self._take_output_gradients(here, i)
         torch.autograd.backward(kept.outputs, kept.output_gradients)
         here.sums[i.stage, i.step].add(gradients(kept.weights))
-        self._give_input_gradients(here, i, tuple(tensor.grad for tensor in kept.inputs))
+        if i.stage > 0:
+            self._give_input_gradients(here, i, tuple(tensor.grad for tensor in kept.inputs))
 
     def _backward_input(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
@@ -209,8 +210,7 @@ class _Run:
         here.sums[i.stage, i.step].add({k: grad for k, grad in found if grad is not None})
 
     def _give_input_gradients(self, here: _Rank, i: Instruction, grads: Gradients) -> None:
-        if i.stage > 0:
-            here.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
+        here.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
 
     def _update(self, rank: int, i: Instruction) -> None:
         here, step = self.ranks[rank], _int(i.step)

@@ -2,8 +2,8 @@
 
 Every rank goes through its instructions in order. A send waits for its receive, and a collective
 for all of its ranks. Among the instructions that may go next, the earliest by tick goes first, and
-at one tick what releases and moves before what computes; so the memory of all ranks together is
-that of the schedule.
+at one tick what releases and moves before forwards, and these before backwards; so the memory of
+all ranks together is that of the schedule.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,9 @@ from toolkit.schedule.program import Action, Instruction, Program
 _SEND = Action.SEND  # looked up once: this loop is the hot one
 _MESSAGES = (Action.SEND, Action.RECV)
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
-_LAST_OP = Action.BACKWARD_WEIGHT
-_Head = tuple[int, bool, int]  # tick, whether it computes, rank
+# At one tick: what releases and moves, then forwards, then backwards, which free as they go.
+_PHASES = [1, *[2] * Action.BACKWARD_WEIGHT, *[0] * (len(Action) - Action.UPDATE)]
+_Head = tuple[int, int, int]  # tick, phase, rank
 
 
 class DeadlockError(Exception):
@@ -98,4 +99,4 @@ def replay(program: Program) -> Iterator[tuple[int, Instruction]]:
 
 
 def _head(instruction: Instruction, rank: int) -> _Head:
-    return instruction.tick, instruction.action <= _LAST_OP, rank
+    return instruction.tick, _PHASES[instruction.action], rank

@@ -249,9 +249,10 @@ class Schedule:
 
 def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
     """The rank of each stage and micro-batch."""
-    if not orders or not all(orders):
-        idle = [rank for rank, order in enumerate(orders) if not order]
-        raise ValueError(f"every rank has something to do: {idle or 'no'} ranks have orders")
+    idle = [rank for rank, order in enumerate(orders) if not order]
+    if not orders or idle:
+        who = f"rank {idle[0]} has no ops" if idle else "there are no ranks"
+        raise ValueError(f"every rank has something to do: {who}; leave out what is idle")
     seen: dict[Op, int] = {}
     ranks: dict[tuple[int, int], int] = {}
     for rank, order in enumerate(orders):

@@ -1,0 +1,229 @@
+"""Stage costs: by hand, against autograd itself, and without computing."""
+
+from dataclasses import fields, replace
+from math import inf, nan
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchvision.models import VisionTransformer
+
+from toolkit.cost import Hardware, StageCost, profile, unit_costs
+from toolkit.model import build, partition
+from toolkit.model.analysis import Work
+
+FLOAT = 4
+MACHINE = Hardware("hand", flops=2.0, memory_bandwidth=5.0, link_bandwidth=1.0)
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x):
+        return self.relu(x + self.second(self.relu(self.norm(self.first(x)))))
+
+
+def network():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        Residual(4),
+        nn.Dropout(0.5),
+        Residual(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 5),
+    )
+
+
+def linears():
+    """Stages (3 -> 4, ReLU) and (4 -> 2)."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    return partition(model, 2, torch.zeros(5, 3), by=["2"])
+
+
+def stored(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def kept_by(stage, received):
+    """What autograd itself keeps in a forward of ``stage``, and what the stage passes on."""
+    own = {stored(x) for x in (*stage.parameters(), *stage.buffers(), *received)}
+    kept = {}
+
+    def keep(tensor):
+        if stored(tensor) not in own:
+            kept[stored(tensor)] = tensor  # alive, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = stage(*received)
+    passed_on = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in outputs)
+    return sum(x.untyped_storage().nbytes() for x in kept.values()), passed_on
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 2, 7])
+@pytest.mark.parametrize("by", ["flops", "activations"])
+def test_activations_are_those_that_autograd_keeps(n_stages, batch, by):
+    torch.manual_seed(0)
+    example = torch.randn(batch, 3, 8, 8)
+    stages = partition(network(), n_stages, example, by=by)
+    values = (example,)
+    for stage, cost in zip(stages, profile(stages, example.to("meta")), strict=True):
+        n_bytes, values = kept_by(stage.train(), values)
+        assert cost.activation_bytes == n_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: build("resnet8", n_classes=3, image_size=16),
+        lambda: VisionTransformer(16, 4, 2, 2, hidden_dim=8, mlp_dim=16, num_classes=3),
+    ],
+    ids=["ResNet", "ViT"],
+)
+def test_activations_of_known_models(make):
+    example = torch.randn(2, 3, 16, 16)
+    stages = partition(make(), 3, example)
+    values = (example,)
+    for stage, cost in zip(stages, profile(stages, example.to("meta")), strict=True):
+        with sdpa_kernel(SDPBackend.MATH):  # attention as meta tensors have it, not fused
+            n_bytes, values = kept_by(stage.train(), values)
+        assert cost.activation_bytes == n_bytes
+
+
+def test_a_linear_by_hand():
+    """5 x 3 in, 4 out, ReLU; 2 out. Backwards: nothing for the input of the whole."""
+    first, second = profile(linears(), torch.empty(5, 3, device="meta"))
+    assert (first.flops, second.flops) == (2 * 5 * 3 * 4, 2 * 5 * 4 * 2)
+    assert (first.backward_flops, second.backward_flops) == (2 * 5 * 3 * 4, 2 * 2 * 5 * 4 * 2)
+    assert (first.input_bytes, second.input_bytes) == (5 * 3 * FLOAT, 5 * 4 * FLOAT)
+    assert (first.output_bytes, second.output_bytes) == (5 * 4 * FLOAT, 5 * 2 * FLOAT)
+    assert (first.parameter_bytes, second.parameter_bytes) == (16 * FLOAT, 10 * FLOAT)
+    assert (first.activation_bytes, second.activation_bytes) == (5 * 4 * FLOAT, 0)
+    assert (first.forward_seconds, first.backward_seconds) == (None, None)
+
+
+def test_kernels_are_in_order():
+    first, _ = profile(linears(), torch.empty(5, 3, device="meta"))
+    linear, relu = first.kernels
+    assert linear == Work(2 * 5 * 3 * 4, (5 * 3 + 16 + 5 * 4) * FLOAT)
+    assert relu == Work(0, 2 * 5 * 4 * FLOAT)
+
+
+def test_parameters_that_are_not_trained_cost_no_gradient():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    stages = partition(model, 2, torch.zeros(5, 3), by="parameters")
+    assert [c.parameter_bytes for c in profile(stages, torch.zeros(5, 3).to("meta"))] == [0, 40]
+
+
+def test_the_dtype_of_the_model_counts():
+    example = torch.empty(5, 3, device="meta", dtype=torch.bfloat16)
+    first, _ = profile([stage.to(torch.bfloat16) for stage in linears()], example)
+    assert (first.input_bytes, first.output_bytes, first.parameter_bytes) == (30, 40, 32)
+
+
+def test_several_inputs():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x, y):
+            return self.second(self.first(x) + y)
+
+    example = torch.empty(5, 3, device="meta"), torch.empty(5, 4, device="meta")
+    costs = profile(partition(Sum(), 2, example, by=["second"]), example)
+    assert [cost.input_bytes for cost in costs] == [5 * 7 * FLOAT, 5 * 4 * FLOAT]
+
+
+@pytest.mark.parametrize("n_stages", [2, 3, 5])
+def test_stages_do_the_work_of_the_whole(n_stages):
+    """Forwards; and backwards, where each stage but the first finds its input's gradient."""
+    model, example = network(), torch.empty(2, 3, 8, 8, device="meta")
+    whole = profile(partition(model, 1, example), example)[0]
+    stages = profile(partition(model, n_stages, example), example)
+    for name in ("flops", "backward_flops", "parameter_bytes"):
+        assert sum(getattr(stage, name) for stage in stages) == getattr(whole, name) > 0
+    assert [s.output_bytes for s in stages[:-1]] == [s.input_bytes for s in stages[1:]]
+
+
+def test_a_real_device_differs_in_seconds_only():
+    torch.manual_seed(0)
+    example = torch.randn(2, 3, 8, 8)
+    stages = partition(network(), 3, example)
+    before = {name: value.clone() for name, value in stages.model.state_dict().items()}
+    real, meta = profile(stages, example, repeats=1), profile(stages, example.to("meta"))
+    assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in real)
+    for name, value in stages.model.state_dict().items():
+        assert torch.equal(value, before[name]), f"profiling changed {name}"
+    timeless = {"forward_seconds": None, "backward_seconds": None}
+    assert tuple(replace(cost, **timeless) for cost in real) == meta
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_differs_in_seconds_only():
+    example = torch.randn(2, 3, 8, 8, device="cuda")
+    stages = partition(network().cuda(), 3, example)
+    real, meta = profile(stages, example, repeats=1), profile(stages, example.to("meta"))
+    assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in real)
+    assert [cost.activation_bytes for cost in real] == [cost.activation_bytes for cost in meta]
+
+
+def test_a_large_model_is_analysed_without_memory():
+    """ViT-B/16 on 32 images keeps gigabytes; on the meta device nothing is allocated."""
+    with torch.device("meta"):
+        model, example = (
+            build("vit_b_16", n_classes=1000, image_size=224),
+            torch.empty(32, 3, 224, 224),
+        )
+    costs = profile(partition(model, 4, example), example)
+    assert sum(cost.parameter_bytes for cost in costs) == 86_567_656 * FLOAT
+    assert sum(cost.activation_bytes for cost in costs) > 4e9
+    assert sum(cost.flops for cost in costs) == pytest.approx(32 * 2 * 17.56e9, rel=0.01)
+
+
+def test_seconds_are_measured_or_by_the_roofline_of_each_kernel():
+    bare = StageCost(flops=3.0, backward_flops=6.5)
+    assert bare.seconds(MACHINE) == (1.5, 3.25)
+    measured = replace(bare, forward_seconds=0.25, backward_seconds=0.5)
+    assert measured.seconds(MACHINE) == (0.25, 0.5)
+    kernels = replace(bare, kernels=(Work(2, 1), Work(1, 10)), backward_kernels=(Work(4, 20),))
+    assert kernels.seconds(MACHINE) == (1 + 2, 4)
+
+
+def test_unit_costs():
+    costs = unit_costs(3, backward=2.0)
+    assert len(costs) == 3
+    for cost in costs:
+        assert cost.seconds(MACHINE) == (1.0, 2.0)
+        assert cost.activation_bytes == cost.input_bytes == cost.output_bytes == 1
+        assert cost.parameter_bytes == 1
+    assert unit_costs(1)[0].backward_seconds == 1
+
+
+NUMBERS = [f.name for f in fields(StageCost) if "kernels" not in f.name]
+
+
+@pytest.mark.parametrize("value", [-1.0, -1, nan, inf])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_senseless_numbers_are_refused(name, value):
+    numbers = {"flops": 1.0, "backward_flops": 1.0} | {name: value}
+    with pytest.raises(ValueError, match=f"^{name} of a stage is finite, 0 or more: got {value}"):
+        StageCost(**numbers)
+
+
+@pytest.mark.parametrize("value", [-1.0, nan])
+def test_senseless_unit_costs_are_refused(value):
+    with pytest.raises(ValueError, match="finite, 0 or more"):
+        unit_costs(2, backward=value)

@@ -1,0 +1,201 @@
+"""Memory of one micro-batch over time, and of several that are shifted."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from toolkit.cost import AXES, Hardware, MemoryCurve, memory_curve, profile
+from toolkit.cost.curve import _curve
+from toolkit.model import build, partition
+
+FLOAT = 4
+A100 = Hardware("A100", flops=156e12, memory_bandwidth=2.04e12, link_bandwidth=300e9)
+ARITHMETIC = Hardware(
+    "no memory wall", flops=1.0, memory_bandwidth=float("inf"), link_bandwidth=1.0
+)
+MEMORY = Hardware("no arithmetic", flops=float("inf"), memory_bandwidth=1.0, link_bandwidth=1.0)
+
+
+def two_layers():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def images(n, size=224):
+    return torch.empty(n, 3, size, size, device="meta")
+
+
+def on_meta(name):
+    with torch.device("meta"):
+        return build(name, n_classes=1000, image_size=224)
+
+
+def staircase(n, slot=1.0):
+    """n equal stages: 1, 2, .. n, n, .. 1 activations, a slot each."""
+    kept = [*range(1, n + 1)]
+    return _curve([slot] * (2 * n), [*kept, *reversed(kept)])
+
+
+@st.composite
+def curves(draw, most=20):
+    """Whole times and bytes, so that nothing is rounded."""
+    levels = draw(st.lists(st.integers(0, 99), min_size=1, max_size=6).filter(any))
+    durations = st.lists(st.integers(0, most), min_size=2 * len(levels), max_size=2 * len(levels))
+    lasting = durations.filter(lambda d: d[levels.index(max(levels))])
+    return _curve(draw(lasting), [*levels, *reversed(levels)])
+
+
+def test_two_layers_by_hand():
+    """The ReLU's output is all that is kept: from the ReLU, which takes no flops, on."""
+    curve = memory_curve(two_layers(), torch.empty(5, 3, device="meta"), axis="flops")
+    first, second = 2 * 5 * 3 * 4, 2 * 5 * 4 * 2
+    assert np.diff(curve.edges).tolist() == [first, second, 2 * second, first]
+    assert curve.levels.tolist() == [0, 5 * 4 * FLOAT, 5 * 4 * FLOAT, 0]
+    assert curve.peak == 80
+    assert curve.mean == 80 * 240 / 480
+    assert curve.floor == 0.5
+
+
+def test_the_example_need_not_be_on_the_meta_device():
+    real, meta = (
+        memory_curve(two_layers(), torch.zeros(5, 3, device=device), "bytes")
+        for device in ("cpu", "meta")
+    )
+    assert np.array_equal(real.edges, meta.edges)
+    assert np.array_equal(real.levels, meta.levels)
+
+
+@pytest.mark.parametrize(("axis", "hardware"), [("flops", ARITHMETIC), ("bytes", MEMORY)])
+def test_the_roofline_of_one_sided_machines(axis, hardware):
+    example = images(2, 32)
+    one_sided = memory_curve(build("resnet8", 10, 32), example, "roofline", hardware)
+    axis = memory_curve(build("resnet8", 10, 32), example, axis)
+    assert np.array_equal(one_sided.edges, axis.edges)
+    assert np.array_equal(one_sided.levels, axis.levels)
+
+
+@pytest.mark.parametrize("axis", ["roofline", "bytes"])
+def test_the_backward_mirrors_the_forward(axis):
+    curve = memory_curve(build("resnet8", 10, 32), images(2, 32), axis, A100)
+    up = [level for k, level in enumerate(curve.levels) if k == 0 or level != curve.levels[k - 1]]
+    assert up == up[::-1]
+    peak = int(np.argmax(curve.levels))
+    assert np.all(np.diff(curve.levels[: peak + 1]) >= 0)
+
+
+def test_the_peak_is_all_activations():
+    model, example = build("resnet8", 10, 32), images(2, 32)
+    (whole,) = profile(partition(model, 1, example), example)
+    assert memory_curve(model, example, "bytes").peak == whole.activation_bytes
+
+
+@given(curves(), st.data())
+def test_at_is_periodic(curve, data):
+    k = data.draw(st.integers(0, len(curve.levels) - 1))
+    period = curve.edges[-1]
+    lap = data.draw(st.integers(-3, 3))
+    begin, middle = curve.edges[k], (curve.edges[k] + curve.edges[k + 1]) / 2
+    found = curve.at(np.array([begin, middle]) + lap * period)
+    assert found.tolist() == [curve.levels[k]] * 2
+
+
+@given(curves(), st.integers(1, 7))
+@settings(deadline=None)
+def test_the_total_of_shifted_workers_by_brute_force(curve, n):
+    """Every change is at a multiple of 1/n: between two of them one sample tells all."""
+    period = int(curve.edges[-1])
+    times, total = curve.shifted(n)
+    assert np.all(np.diff(times) > 0)
+    assert times[0] == 0
+    assert times[-1] < period
+    for sample in range(period * n):
+        when = Fraction(2 * sample + 1, 2 * n)
+        expected = 0
+        for k in range(n):
+            own = (when - Fraction(k * period, n)) % period
+            expected += curve.levels[next(i for i, end in enumerate(curve.edges[1:]) if own < end)]
+        assert total[np.searchsorted(times, float(when), side="right") - 1] == expected
+
+
+@given(curves(), st.integers(1, 32))
+@settings(deadline=None)
+def test_the_mean_of_the_total(curve, n):
+    times, total = curve.shifted(n)
+    mean = np.average(total, weights=np.diff(times, append=curve.edges[-1]))
+    assert mean == pytest.approx(n * curve.mean)
+    assert curve.reduction(n) <= curve.floor + 1e-9
+    assert curve.reduction(1) == 0
+
+
+@given(curves(most=3))
+@settings(deadline=None)
+def test_many_workers_come_close_to_the_floor(curve):
+    """The total of n workers is off its mean by less than one worker's changes."""
+    swings = np.abs(np.diff(curve.levels, append=curve.levels[0])).sum()
+    assert curve.reduction(64) >= curve.floor - swings / (64 * curve.peak) - 1e-9
+
+
+@pytest.mark.parametrize("slot", [1.0, 0.1, 1 / 3, 7e-7])
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 10, 16])
+def test_equal_stages_halve_the_memory(n, slot):
+    """N(N+1)/2 of N*N, whatever the rounding of times that fall together."""
+    times, total = staircase(n, slot).shifted(n)
+    assert len(times) == 2 * n
+    assert set(total) == {n * (n + 1) / 2}
+    assert staircase(n, slot).reduction(n) == pytest.approx(1 - (n + 1) / (2 * n))
+
+
+@pytest.mark.parametrize(("name", "least"), [("resnet50", 0.29), ("vit_b_16", 0.42)])
+def test_the_papers_figure(name, least):
+    """A reduction of 30 % for ResNet-50 and 42 % for ViT-B/16, of 32 workers."""
+    curve = memory_curve(on_meta(name), images(32), "roofline", A100)
+    assert least <= curve.reduction(32) <= curve.floor <= 0.5
+    assert curve.reduction(64) == pytest.approx(curve.floor, abs=0.01)
+
+
+def test_the_measured_axis():
+    torch.manual_seed(0)
+    model, example = build("resnet8", 10, 16).eval(), torch.randn(2, 3, 16, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    curve = memory_curve(model, example, "measured")
+    assert curve.peak == memory_curve(model, example, "bytes").peak
+    assert np.all(np.diff(curve.edges) > 0)
+    assert 0 < curve.reduction(8) <= curve.floor + 1e-9
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ("seconds", f"unknown axis 'seconds': choose one of {', '.join(AXES)}"),
+        ("roofline", "the roofline is that of a hardware: give one"),
+        ("measured", "give an example on a real device"),
+    ],
+)
+def test_refused(axis, message):
+    with pytest.raises(ValueError, match=message):
+        memory_curve(two_layers(), torch.empty(5, 3, device="meta"), axis)
+
+
+@pytest.mark.parametrize(
+    ("model", "axis", "message"),
+    [
+        (nn.ReLU(), "flops", "no operation of this model takes flops: choose another axis"),
+        (nn.Linear(3, 4), "bytes", "keeps nothing for its backward"),
+    ],
+)
+def test_models_without_a_curve_are_refused(model, axis, message):
+    with pytest.raises(ValueError, match=message):
+        memory_curve(nn.Sequential(model), torch.empty(5, 3, device="meta"), axis)
+
+
+def test_a_curve_of_one_level_cannot_be_improved():
+    flat = MemoryCurve(np.array([0.0, 2.0]), np.array([3.0]))
+    assert flat.floor == 0
+    assert flat.reduction(4) == 0

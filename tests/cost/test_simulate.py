@@ -1,0 +1,365 @@
+"""Simulated timelines: small ones by hand, all of them by what the schedule promises."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import programs, quick
+from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
+from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog
+
+# A message of 4 bytes takes 2.5 seconds, of 6 bytes 3.5.
+SLOW = Hardware("slow", 1.0, memory_bandwidth=inf, link_bandwidth=2.0, link_latency=0.5)
+FIRST = StageCost(2.0, 3.0, activation_bytes=10.0, output_bytes=4.0, parameter_bytes=8.0)
+SECOND = StageCost(1.0, 2.0, activation_bytes=20.0, input_bytes=6.0, parameter_bytes=12.0)
+RULES = (0, 1, "freshest")
+
+
+def when(timeline, *lanes, step=None):
+    """(start, end) of what runs, by "rank name"; a received message is named by its receiver."""
+    return {
+        f"{span.rank} {span.name}": (span.start, span.end)
+        for span in timeline.spans
+        if span.lane in (lanes or ("compute",)) and step in (None, span.step)
+    }
+
+
+def held(timeline, rank, kind, time):
+    """Bytes just after ``time``."""
+    return [0.0, *(n_bytes for begin, n_bytes in timeline.memory(rank, kind) if begin <= time)][-1]
+
+
+def catalogue(n):
+    """Every method of the catalogue that has a rank for each thing done at once."""
+    for placement in PLACEMENTS[1:]:
+        for state in STATES:
+            if placement != "per_stage":
+                yield catalog.data_parallel(n, placement, state)
+            for delay in (1, "freshest"):
+                yield catalog.cyclic(n, delay, placement, state)
+    yield catalog.gradient_accumulation(n, n + 1)
+    for m in (n, 2 * n + 1):
+        yield catalog.gpipe(n, m)
+        yield catalog.one_f_one_b(n, m)
+        yield catalog.pipedream_2bw(n, m)
+    yield catalog.interleaved_1f1b(2 * n, n, n)
+
+
+def fills_at_once(schedule):
+    """Whether a pipeline that is in no hurry is simulated as one that is, while it fills."""
+    return schedule.layout.name == "per_stage" and schedule.max_staleness > 0
+
+
+def label(schedule):
+    placement = schedule.layout.name
+    return f"{schedule.name} {schedule.n_stages}x{schedule.n_microbatches} {placement}"
+
+
+everything = pytest.mark.parametrize(
+    "schedule", [s for n in (1, 2, 3, 5) for s in catalogue(n)], ids=label
+)
+
+
+# By hand
+
+
+def test_a_pipeline_waits_for_its_messages():
+    timeline = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, SECOND), SLOW)
+    assert when(timeline) == {
+        "0 0F0": (0, 2),
+        "1 1F0": (4.5, 5.5),
+        "1 1B0": (5.5, 7.5),
+        "0 0B0": (11, 14),
+    }
+    assert when(timeline, "send") == {
+        "0 activation": (2, 4.5),
+        "1 activation gradient": (7.5, 11),
+    }
+    assert when(timeline, "receive") == {
+        "1 activation": (2, 4.5),
+        "0 activation gradient": (7.5, 11),
+    }
+    assert timeline.step_ends == (14,)
+    assert timeline.idle_share == 1 - 8 / (2 * 14)
+
+
+def test_ranks_compute_while_they_send():
+    """The port is busy from 2 to 7 with both activations; rank 0 computes from 0 to 4."""
+    timeline = simulate(catalog.gpipe(2, 2).lower(1), (FIRST, SECOND), SLOW)
+    assert when(timeline) == {
+        "0 0F0": (0, 2),
+        "0 0F1": (2, 4),
+        "1 1F0": (4.5, 5.5),
+        "1 1F1": (7, 8),
+        "1 1B0": (8, 10),
+        "1 1B1": (10, 12),
+        "0 0B0": (13.5, 16.5),
+        "0 0B1": (17, 20),
+    }
+    sent = [(s.start, s.end) for s in timeline.spans if s.lane == "send"]
+    assert sorted(sent) == [(2, 4.5), (4.5, 7), (10, 13.5), (13.5, 17)]
+
+
+def test_messages_to_one_rank_come_one_after_the_other():
+    orders = ["0F0 0B0", "0F1 0B1", "1F0 1F1 1B0 1B1"]
+    timeline = simulate(Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW)
+    sent = when(timeline, "send")
+    assert (sent["0 activation"], sent["1 activation"]) == ((2, 4.5), (4.5, 7))
+    computed = when(timeline)
+    assert (computed["2 1F0"], computed["2 1F1"]) == ((4.5, 5.5), (7, 8))
+
+
+def test_ports_send_and_receive_at_once():
+    orders = ["0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"]
+    timeline = simulate(Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW)
+    for lane in ("send", "receive"):
+        first = [(s.start, s.end) for s in timeline.spans if s.lane == lane][:2]
+        assert first == [(2, 4.5), (2, 4.5)]
+    assert when(timeline)["0 1F1"] == when(timeline)["1 1F0"] == (4.5, 5.5)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_an_all_reduce_is_a_ring(n):
+    """Stage 1's overlaps with the backward of stage 0; stage 0's waits for the port."""
+    timeline = simulate(catalog.data_parallel(n, n_stages=2).lower(1), (FIRST, SECOND), SLOW)
+    late, early = SLOW.all_reduce(8, n), SLOW.all_reduce(12, n)
+    reduced = [(s.stage, s.start, s.end) for s in timeline.spans if s.name == "all-reduce"]
+    ready = max(8, 5 + early)
+    assert set(reduced) == {(1, 5, 5 + early), (0, ready, ready + late)}
+    assert len(reduced) == 2 * n
+    assert timeline.bytes_sent() == pytest.approx([2 * (n - 1) / n * 20] * n)
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 8])
+def test_broadcasts_and_reductions_are_trees(n):
+    stage = replace(FIRST, parameter_bytes=6.0)
+    program = catalog.data_parallel(n, state="sharded", n_stages=1).lower(1)
+    timeline = simulate(program, [stage], SLOW)
+    tree = SLOW.tree(6, n)
+    (owner,) = {s.rank for s in timeline.spans if s.lane == "compute" and s.start == 0}
+    assert when(timeline, "send", "receive")[f"{owner} broadcast"] == (0, tree)
+    starts = {s.rank: s.start for s in timeline.spans if s.lane == "compute" and "F" in s.name}
+    assert starts == {rank: 0 if rank == owner else tree for rank in range(n)}
+    reduce = {(s.start, s.end) for s in timeline.spans if s.name == "reduce"}
+    assert reduce == {(tree + 5, tree + 5 + tree)}
+    assert timeline.step_ends == (5 + 2 * tree,)
+
+
+def test_an_update_reads_and_writes_weights_gradients_and_momentum():
+    """Of 8 bytes each, at 4 bytes a second: 10 seconds, beside the compute lane."""
+    machine = replace(SLOW, memory_bandwidth=4.0)
+    program = catalog.gradient_accumulation(1, 1).lower(2)
+    timeline = simulate(program, [FIRST], machine)
+    spans = [(s.start, s.end, s.name) for s in timeline.spans if s.lane == "update"]
+    assert spans == [(5, 15, "update 0"), (20, 30, "update 0")]
+    assert [(s.start, s.end) for s in timeline.spans if s.name == "0F0"] == [(0, 2), (15, 17)]
+
+
+def test_ranks_of_different_speeds():
+    machine = replace(UNIT, speeds=(1.0, 0.5, 4.0))
+    timeline = simulate(catalog.one_f_one_b(3, 1).lower(1), unit_costs(3, backward=2.0), machine)
+    assert when(timeline) == {
+        "0 0F0": (0, 1),
+        "1 1F0": (1, 3),
+        "2 2F0": (3, 3.25),
+        "2 2B0": (3.25, 3.75),
+        "1 1B0": (3.75, 7.75),
+        "0 0B0": (7.75, 9.75),
+    }
+
+
+def test_halves_of_a_backward_share_its_time():
+    timeline = simulate(catalog.zero_bubble(2, 1).lower(1), unit_costs(2, backward=2.0), UNIT)
+    assert when(timeline) == {
+        "0 0F0": (0, 1),
+        "1 1F0": (1, 2),
+        "1 1I0": (2, 3),
+        "0 0I0": (3, 4),
+        "1 1W0": (3, 4),
+        "0 0W0": (4, 5),
+    }
+
+
+@pytest.mark.parametrize("delay", [1, "freshest"])
+def test_workers_of_cyclic_data_parallelism_keep_their_stagger(delay):
+    timeline = simulate(catalog.cyclic(3, delay).lower(4), unit_costs(3), UNIT)
+    for rank in range(3):
+        starts = [s.start for s in timeline.spans if s.rank == rank and s.name == f"0F{rank}"]
+        assert starts == [2 * rank + 6 * step for step in range(4)]
+
+
+def test_slow_weights_stay_until_they_are_sent():
+    """A broadcast to two takes 40 seconds, an op 3 at most: the owner has made the next version
+    before, and keeps both until the older is sent."""
+    schedule = catalog.data_parallel(3, state="sharded", n_stages=1, delay=1)
+    machine = replace(UNIT, link_bandwidth=FIRST.parameter_bytes / 20)
+    timeline = simulate(schedule.lower(4).verify(), [FIRST], machine)
+    sent = [s for s in timeline.spans if s.name == "broadcast" and s.lane == "send"]
+    assert [s.end - s.start for s in sent] == [40, 40, 40]
+    for _, _, start, end, *_ in sent[1:]:
+        versions = [
+            held(timeline, sent[0].rank, "weights", time) / FIRST.parameter_bytes
+            for time in (start, end - 1, end)
+        ]
+        assert versions == [2, 2, 1]
+
+
+# By what schedules promise
+
+
+@everything
+def test_unit_time_is_the_schedules_own(schedule):
+    """The period, and each rank's activations."""
+    program = schedule.lower(4).verify()
+    timeline = simulate(program, unit_costs(schedule.n_stages), UNIT)
+    assert timeline.step_time == pytest.approx(schedule.period, rel=1e-12)
+    ranks = range(schedule.n_ranks)
+    peaks = tuple(timeline.peak_memory(rank, "activations") for rank in ranks)
+    assert peaks == program.peak_activations()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [s for n in (1, 2, 3, 5) for s in catalogue(n) if not fills_at_once(s)],
+    ids=label,
+)
+def test_every_op_of_the_first_step_starts_as_scheduled(schedule):
+    timeline = simulate(schedule.lower(2), unit_costs(schedule.n_stages), UNIT)
+    tick = schedule.timing.ticks_per_slot
+    expected = {str(op): start / tick for op, start in schedule.timing.starts.items()}
+    found = {s.name: s.start for s in timeline.spans if s.lane == "compute" and s.step == 0}
+    assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_zero_bubble_in_unit_time(n):
+    """Where a half takes a slot."""
+    schedule = catalog.zero_bubble(n, 2 * n)
+    program = schedule.lower(3).verify()
+    timeline = simulate(program, unit_costs(n, backward=2.0), UNIT)
+    assert timeline.step_time == schedule.period
+    peaks = tuple(timeline.peak_memory(rank, "activations") for rank in range(n))
+    assert peaks == program.peak_activations()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("delay", RULES)
+def test_shifted_workers_hold_half_as_much(delay, n):
+    schedule = catalog.data_parallel(n) if delay == 0 else catalog.cyclic(n, delay)
+    timeline = simulate(schedule.lower(4), unit_costs(n), UNIT)
+    total = n * n if delay == 0 else n * (n + 1) / 2
+    assert timeline.peak_memory(kind="activations") == total
+    steady = [
+        n_bytes
+        for begin, n_bytes in timeline.memory(kind="activations")
+        if timeline.step_ends[0] < begin < timeline.step_ends[-2]
+    ]
+    assert not steady or max(steady) == total
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_one_device_does_everything_in_turn(n):
+    program = catalog.data_parallel(n, "one").lower(2)
+    timeline = simulate(program, unit_costs(n), UNIT)
+    assert timeline.step_time == 2 * n * n
+    assert timeline.idle_share == 0
+    assert timeline.peak_memory(kind="activations") == n * n
+
+
+@everything
+def test_bytes_sent_are_those_of_the_program(schedule):
+    """Weights and gradients, rank by rank, collectives by their usual forms."""
+    program = schedule.lower(3)
+    cost = replace(unit_costs(1)[0], parameter_bytes=3.0, output_bytes=0.0, input_bytes=0.0)
+    timeline = simulate(program, [cost] * schedule.n_stages, SLOW)
+    by_slot = program.traffic()
+    expected = [3 * float(sum(slot[r].units for slot in by_slot)) for r in range(schedule.n_ranks)]
+    assert timeline.bytes_sent() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "schedule", [catalog.gpipe(4, 6), catalog.cyclic(4, placement="per_stage")]
+)
+def test_boundaries_travel_between_neighbours(schedule):
+    """Outputs forth and gradients of inputs back, once a micro-batch."""
+    timeline = simulate(
+        schedule.lower(2), [replace(FIRST, output_bytes=4.0, input_bytes=6.0)] * 4, SLOW
+    )
+    n = 2 * schedule.n_microbatches
+    assert timeline.bytes_by_link() == {
+        **{(j, j + 1): 4.0 * n for j in range(3)},
+        **{(j + 1, j): 6.0 * n for j in range(3)},
+    }
+
+
+@st.composite
+def machines(draw):
+    number = st.sampled_from([0.5, 1.0, 3.0, inf])
+    speeds = tuple(draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(36))
+    bandwidths = draw(number), draw(number)
+    return Hardware(
+        "random", 1.0, *bandwidths, draw(st.sampled_from([0.0, 0.25, 4.0])), inf, speeds
+    )
+
+
+@st.composite
+def costs(draw, n_stages):
+    number = st.integers(0, 5).map(float)
+    return [StageCost(*(draw(number) for _ in range(6))) for _ in range(n_stages)]
+
+
+@given(programs(), machines(), st.data())
+@quick
+def test_any_program_on_any_machine(program, hardware, data):
+    """Ops wait for what they need, memory is never negative, and what is left is as new."""
+    schedule = program.schedule
+    stages = data.draw(costs(schedule.n_stages))
+    timeline = simulate(program, stages, hardware)
+    ops = {(s.name, s.step): s for s in timeline.spans if s.lane == "compute"}
+    for (name, step), span in ops.items():
+        if "F" in name and span.stage > 0:
+            assert span.start >= ops[f"{span.stage - 1}F{span.microbatch}", step].end
+        elif "B" in name:
+            assert span.start >= ops[f"{span.stage}F{span.microbatch}", step].end
+    for rank in range(schedule.n_ranks):
+        for kind in ("activations", "weights", "gradients"):
+            curve = timeline.memory(rank, kind)
+            assert all(n_bytes >= 0 for _, n_bytes in curve)
+            left = sum(
+                stages[i.stage].parameter_bytes
+                for i in program.ranks[rank]
+                if i.action == Action.UPDATE and i.version == program.steps.stop
+            )
+            assert held(timeline, rank, kind, inf) == (left if kind == "weights" else 0)
+    assert len(timeline.step_ends) == program.n_steps
+
+
+@given(programs(), machines())
+@quick
+def test_a_rank_computes_in_the_order_of_its_program(program, hardware):
+    timeline = simulate(program, unit_costs(program.schedule.n_stages), hardware)
+    for rank, instructions in enumerate(program.ranks):
+        expected = [(i.stage, i.microbatch, i.step) for i in instructions if i.action.computes]
+        own = [s for s in timeline.spans if (s.rank, s.lane) == (rank, "compute")]
+        assert [(s.stage, s.microbatch, s.step) for s in own] == expected
+        assert all(a.end <= b.start for a, b in pairwise(own))
+
+
+@pytest.mark.parametrize("n", [0, 1, 3])
+def test_costs_of_other_stages_are_refused(n):
+    message = f"the schedule has 2 stages and there are costs of {n}: profile the model cut into 2"
+    with pytest.raises(ValueError, match=message):
+        simulate(catalog.gpipe(2, 2).lower(1), unit_costs(n), UNIT)
+
+
+@pytest.mark.parametrize("name", ["speeds", "memories"])
+def test_a_machine_with_too_few_ranks_is_refused(name):
+    program = catalog.gpipe(3, 2).lower(1)
+    message = f"the schedule has 3 ranks and unit has {name} of 2: give one a rank, or none"
+    with pytest.raises(ValueError, match=message):
+        simulate(program, unit_costs(3), replace(UNIT, **{name: (1.0, 1.0)}))
+    simulate(program, unit_costs(3), replace(UNIT, **{name: (1.0,) * 4}))

@@ -1,0 +1,138 @@
+"""Timelines: memory, traffic, tables and traces."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cost.test_simulate import FIRST, SECOND, SLOW, costs, machines
+from tests.schedule.strategies import programs, quick
+from toolkit.cost import Change, Span, Timeline, simulate
+from toolkit.cost.timeline import LANES
+from toolkit.schedule import catalog
+
+
+def timeline(spans=(), changes=(), n_ranks=2, step_ends=(1.0,)):
+    return Timeline("hand", n_ranks, spans, changes, step_ends)
+
+
+def compute(rank, start, end):
+    return Span(rank, "compute", start, end, "0F0", 0, 0, 0)
+
+
+def message(source, target, n_bytes):
+    return [
+        Span(source, "send", 0.0, 1.0, "weights", 0, None, None, n_bytes, target),
+        Span(target, "receive", 0.0, 1.0, "weights", 0, None, None, n_bytes, source),
+    ]
+
+
+CHANGES = [
+    Change(2.0, 0, "activations", -3.0),
+    Change(0.0, 0, "activations", 3.0),
+    Change(2.0, 0, "activations", 4.0),
+    Change(1.0, 1, "activations", 5.0),
+    Change(1.0, 0, "weights", 7.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "curve", "peak"),
+    [
+        (0, "activations", [(0, 3), (2, 4)], 4),  # freed before the next is made
+        (0, None, [(0, 3), (1, 10), (2, 11)], 11),
+        (None, "activations", [(0, 3), (1, 8), (2, 9)], 9),
+        (None, None, [(0, 3), (1, 15), (2, 16)], 16),
+        (1, "weights", [], 0),
+    ],
+)
+def test_memory(rank, kind, curve, peak):
+    found = timeline(changes=CHANGES)
+    assert found.memory(rank, kind) == curve
+    assert found.peak_memory(rank, kind) == peak
+
+
+def test_bytes():
+    collective = Span(1, "send", 0.0, 1.0, "all-reduce", 0, None, 0, 4.0)
+    found = timeline([*message(0, 1, 2.0), *message(1, 0, 3.0), *message(0, 1, 5.0), collective])
+    assert found.bytes_by_link() == {(0, 1): 7, (1, 0): 3}
+    assert found.bytes_sent() == (7, 7)
+
+
+@pytest.mark.parametrize(("ends", "seconds"), [((5.0,), 5), ((5.0, 7.0), 2), ((5.0, 6.0, 11.0), 3)])
+def test_step_time(ends, seconds):
+    assert timeline(step_ends=ends).step_time == seconds
+
+
+def test_idle_share():
+    spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
+    assert timeline(spans).end == 3
+    assert timeline(spans).idle_share == pytest.approx(1 - 4 / 6)
+
+
+def test_idle_share_in_the_steady_state():
+    """From the end of the first step to that of the last: 2 to 6, of which 3 + 1 of 8 busy."""
+    spans = [compute(0, 0.0, 5.0), compute(1, 5.0, 9.0)]
+    assert timeline(spans, step_ends=(2.0, 4.0, 6.0)).idle_share == 0.5
+
+
+def test_to_frame():
+    found = simulate(catalog.gpipe(2, 2).lower(1), (FIRST, SECOND), SLOW)
+    frame = found.to_frame()
+    assert tuple(frame.columns) == Span._fields
+    assert len(frame) == len(found.spans)
+    sent = frame[frame.lane == "send"]
+    assert sent.bytes.sum() == sum(found.bytes_sent()) == 2 * (4 + 6)
+
+
+def test_to_chrome_trace(tmp_path):
+    """One 4-byte message from rank 0 to rank 1, 2 s to 4.5 s, and the rows that show it."""
+    found = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, SECOND), SLOW)
+    found.to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {(rank, k): lane for rank in range(2) for k, lane in enumerate(LANES)}
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {0: "rank 0", 1: "rank 1"}
+    assert {
+        "ph": "X",
+        "name": "activation",
+        "cat": "send",
+        "pid": 0,
+        "tid": LANES.index("send"),
+        "ts": 2e6,
+        "dur": 2.5e6,
+        "args": {"stage": 0, "microbatch": 0, "step": 0, "bytes": 4.0, "peer": 1},
+    } in events
+    memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert memory == [(1e6 * time, n_bytes) for time, n_bytes in found.memory(0)]
+
+
+@given(programs(), machines(), st.data())
+@quick
+def test_a_lane_does_one_thing_at_a_time(tmp_path_factory, program, hardware, data):
+    """So the trace's rows can be drawn; and what is sent is received at the same moment."""
+    found = simulate(program, data.draw(costs(program.schedule.n_stages)), hardware)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    found.to_chrome_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {}
+    for event in events:
+        assert event["ph"] in "MXC"
+        assert event["pid"] in range(found.n_ranks)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert sum(map(len, rows.values())) == len(found.spans)
+    for lane in LANES:
+        for rank in range(found.n_ranks):
+            spans = sorted(s[2:4] for s in found.spans if (s.rank, s.lane) == (rank, lane))
+            assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    ends = {"send": [], "receive": []}
+    for s in found.spans:
+        if s.peer is not None:
+            pair = (s.rank, s.peer) if s.lane == "send" else (s.peer, s.rank)
+            ends[s.lane].append((pair, s.start, s.end, s.name, s.bytes))
+    assert sorted(ends["send"]) == sorted(ends["receive"])

@@ -1,0 +1,67 @@
+"""Order "scheduled" holds as many activations at once as the schedule says."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.model import partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import catalog
+
+
+class Kept:
+    """What autograd keeps of one tensor; counted while it lives."""
+
+    alive = most = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        Kept.alive += 1
+        Kept.most = max(Kept.most, Kept.alive)
+        weakref.finalize(self, Kept.forget)
+
+    @staticmethod
+    def forget():
+        Kept.alive -= 1
+
+
+def most_kept(schedule, order, steps=3):
+    """The most tensors that autograd keeps at once, over some steps of alike stages."""
+    n = schedule.n_stages
+    model = nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    stages = partition(model, n, torch.zeros(2, 4), [str(2 * j) for j in range(1, n)])
+    runtime = SingleProcess(
+        stages, schedule, lambda p: torch.optim.SGD(p, lr=0.1), lambda x, y: x.sum(), order
+    )
+    size = 2 * schedule.n_microbatches
+    # Inputs that want a gradient make the first stage keep as much as the others.
+    inputs = torch.ones(size, 4, requires_grad=True)
+    batches = [(inputs, torch.zeros(size)) for _ in range(steps)]
+    Kept.alive = Kept.most = 0
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+        for _ in runtime.run(batches):
+            pass
+    assert Kept.alive == 0
+    return Kept.most
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
+def test_as_many_as_the_program_holds(n, placement):
+    single = most_kept(catalog.gradient_accumulation(n, 1), "scheduled") / n
+    for schedule in (
+        catalog.data_parallel(n, placement),
+        catalog.cyclic(n, 1, placement),
+        catalog.cyclic(n, "freshest", placement),
+    ):
+        expected = schedule.lower(3).peak_total_activations()
+        assert most_kept(schedule, "scheduled") == single * expected
+
+
+def test_a_pipeline_holds_what_its_program_holds():
+    single = most_kept(catalog.gradient_accumulation(4, 1), "scheduled") / 4
+    for schedule in (catalog.gpipe(4, 6), catalog.one_f_one_b(4, 6)):
+        expected = schedule.lower(3).peak_total_activations()
+        assert most_kept(schedule, "scheduled") == single * expected

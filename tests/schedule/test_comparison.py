@@ -1,0 +1,70 @@
+"""The paper's table: closed forms against counts from programs."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from toolkit.schedule import comparison
+from toolkit.schedule.comparison import RULES, SETTINGS, Row, compare
+from toolkit.schedule.footprint import footprint
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_every_program_keeps_to_its_closed_form(n):
+    rows = compare(n)
+    assert [(row.setting, row.rule) for row in rows] == [(s, r) for s in SETTINGS for r in RULES]
+    assert {(row.setting, row.rule): row.differences for row in rows if row.differences} == {}
+
+
+@pytest.mark.parametrize("n", [11, 16])
+@pytest.mark.parametrize("setting", ["one device", "multi-device", "pipeline"])
+@pytest.mark.parametrize("rule", RULES)
+def test_more_workers(setting, rule, n):
+    schedule = SETTINGS[setting](rule, n)
+    formula = comparison._FORMULAS[setting](rule, n)
+    assert Row(setting, rule, schedule, formula, footprint(schedule)).differences == {}
+
+
+@pytest.mark.parametrize(
+    ("setting", "ranks", "activations", "total"),
+    [
+        ("one device", (1, 1), (4, 2.5), (4, 2.5)),
+        ("multi-device", (4, 4), (1, 1), (4, 2.5)),
+        ("with model parallelism", (16, 10), (0.25, 0.25), (4, 2.5)),
+        ("pipeline", (4, 4), (1, 1), (4, 2.5)),
+        ("ZeRO", (4, 4), (1, 1), (4, 2.5)),
+    ],
+)
+def test_the_papers_table_for_four_workers(setting, ranks, activations, total):
+    """Data parallelism, then cyclic data parallelism."""
+    rows = {row.rule: row.counted for row in compare(4) if row.setting == setting}
+    for rule in ("CDP-v1", "CDP-v2"):
+        pair = rows["DP"], rows[rule]
+        assert tuple(row.ranks for row in pair) == ranks
+        assert tuple(row.activations for row in pair) == activations
+        assert tuple(row.total_activations for row in pair) == total
+
+
+@pytest.fixture(scope="module")
+def row():
+    return compare(3)[4]
+
+
+@pytest.mark.parametrize("quantity", compare(2)[0].formula)
+def test_a_broken_formula_is_seen(row, quantity):
+    right = row.formula[quantity]
+    broken = replace(row, formula=row.formula | {quantity: right + Fraction(1, 7)})
+    assert broken.differences == {quantity: (right + Fraction(1, 7), right)}
+
+
+@pytest.mark.parametrize("quantity", compare(2)[0].formula)
+def test_another_count_is_seen(row, quantity):
+    counted = replace(row.counted, **{quantity: 99})
+    assert replace(row, counted=counted).differences == {quantity: (row.formula[quantity], 99)}
+
+
+@pytest.mark.parametrize("n", [1, 0, -3])
+def test_fewer_than_two_workers_are_refused(n):
+    with pytest.raises(ValueError, match=f"a comparison takes 2 workers or more: got {n}"):
+        compare(n)

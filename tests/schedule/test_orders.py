@@ -1,0 +1,250 @@
+"""Pipeline orders equal torch.distributed.pipelining's, and keep their papers' closed forms."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick
+from toolkit.cost import UNIT, simulate, unit_costs
+from toolkit.schedule import Kind, Op, Schedule, catalog, orders
+
+SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
+LARGE = [(p, m) for p in range(1, 9) for m in (*range(p, 12), 16, 20)]
+
+
+def text(rank_orders):
+    return [" ".join(map(str, order)) for order in rank_orders]
+
+
+def torchs(schedule_class, method, n_ranks, **attributes):
+    """The orders that torch's own code gives, without the process groups of its constructors."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    made = getattr(schedules, schedule_class, None)
+    if not hasattr(made, method):
+        pytest.skip(f"this torch has no {schedule_class}.{method}")
+    schedule = made.__new__(made)
+    vars(schedule).update(attributes)
+    found = getattr(schedule, method)
+    rows = found() if method == "_get_pipeline_order" else map(found, range(n_ranks))
+    rows = [rows[rank] for rank in range(n_ranks)] if isinstance(rows, dict) else rows
+    return [
+        " ".join(
+            str(action) for action in row if action and action.computation_type.value in "FBIW"
+        )
+        for row in rows
+    ]
+
+
+def torchs_rounds(schedule_class, n_ranks, per_rank, n_microbatches):
+    rounds = max(1, n_microbatches // n_ranks)
+    return torchs(
+        schedule_class,
+        "_calculate_single_rank_operations",
+        n_ranks,
+        pp_group_size=n_ranks,
+        n_local_stages=per_rank,
+        number_of_rounds=rounds,
+        microbatches_per_round=n_microbatches // rounds,
+        _n_microbatches=n_microbatches,
+    )
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_gpipe_is_torchs(p, m):
+    golden = torchs("ScheduleGPipe", "_get_pipeline_order", p, _num_stages=p, _n_microbatches=m)
+    assert text(orders.gpipe(p, m)) == golden
+
+
+@pytest.mark.parametrize("per_rank", [2, 3])
+@pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % max(1, m // p) == 0])
+def test_interleaved_1f1b_is_torchs(p, m, per_rank):
+    golden = torchs_rounds("ScheduleInterleaved1F1B", p, per_rank, m)
+    assert text(orders.interleaved_1f1b(p * per_rank, m, p)) == golden
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zero_bubble_is_torchs_for_one_stage_a_rank(p, m):
+    golden = torchs_rounds("ScheduleInterleavedZeroBubble", p, 1, m)
+    assert text(orders.zero_bubble(p, m)) == golden
+
+
+def test_1f1b_of_four_stages():
+    assert text(orders.one_f_one_b(4, 6)) == [
+        "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5",
+        "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
+        "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2B5",
+        "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5",
+    ]
+
+
+def test_the_grid_of_1f1b():
+    assert catalog.one_f_one_b(3, 3).grid().splitlines() == [
+        "slot   0   1   2   3   4   5   6   7   8   9",
+        "rank 0 0F0 0F1 0F2 .   .   0B0 .   0B1 .   0B2",
+        "rank 1 .   1F0 1F1 .   1B0 1F2 1B1 .   1B2 .",
+        "rank 2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 .   .",
+    ]
+
+
+@pytest.mark.parametrize("make", [orders.one_f_one_b, orders.zero_bubble])
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_1f1b_starts_no_more_than_it_can_finish(make, p, m):
+    """Rank r has at most p-r micro-batches whose backward has not begun."""
+    for rank, order in enumerate(make(p, m)):
+        in_flight = most = 0
+        for op in order:
+            in_flight += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: 0}.get(op.kind, -1)
+            most = max(most, in_flight)
+        assert most == min(m, p - rank)
+
+
+@pytest.mark.parametrize("make", [orders.gpipe, orders.one_f_one_b, orders.zero_bubble])
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_each_part_of_a_micro_batch_follows_the_one_before(make, p, m):
+    for rank, order in enumerate(make(p, m)):
+        for microbatch in range(m):
+            kinds = [op.kind for op in order if op == Op(op.kind, rank, microbatch)]
+            assert kinds == sorted(kinds)
+            assert len(kinds) == (3 if make is orders.zero_bubble else 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [
+        (catalog.gpipe, lambda p, m: 2 * (m + p - 1)),
+        (catalog.one_f_one_b, lambda p, m: 2 * (m + p - 1)),
+        (catalog.zero_bubble, lambda p, m: 3 * m + p - 1),
+    ],
+    ids=["GPipe", "1F1B", "ZB-H1"],
+)
+@pytest.mark.parametrize(("p", "m"), LARGE)
+def test_the_period(make, length, p, m):
+    """A step ends where the next can start: the bubble is (p-1) slots a kind of op, or (p-1)."""
+    schedule = make(p, m)
+    assert schedule.period == length(p, m)
+    assert max(map(schedule.timing.end, schedule.timing.starts)) == length(p, m)
+
+
+@pytest.mark.parametrize(
+    ("make", "backward", "busy"),
+    [(catalog.gpipe, 1, 1), (catalog.one_f_one_b, 1, 1), (catalog.zero_bubble, 2, 3)],
+    ids=["GPipe", "1F1B", "ZB-H1"],
+)
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 2), (3, 7), (4, 4), (5, 12), (8, 20)])
+def test_the_bubble(make, backward, busy, p, m):
+    timeline = simulate(make(p, m).lower(1).verify(), unit_costs(p, backward), UNIT)
+    assert timeline.idle_share == pytest.approx((p - 1) / (busy * m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 5), (3, 2), (4, 4), (5, 12), (8, 20)])
+def test_activations(p, m):
+    """GPipe holds every micro-batch, 1F1B those in flight, ZB-H1 no more than 1F1B's first."""
+
+    def peaks(make):
+        return make(p, m).lower(3).peak_activations()
+
+    assert peaks(catalog.gpipe) == (m,) * p
+    assert peaks(catalog.one_f_one_b) == tuple(min(m, p - r) for r in range(p))
+    assert max(peaks(catalog.zero_bubble)) <= p
+
+
+def test_interleaving_shrinks_the_bubble():
+    """v stages a rank divide it by v: p-1 slots of a stage before and after, for p ranks."""
+    whole, halves = catalog.one_f_one_b(4, 8), catalog.interleaved_1f1b(8, 8, 4)
+    assert whole.period - 2 * 8 == 6
+    assert halves.period - 2 * 2 * 8 == 6  # slots half as long
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((6, 4, 4), "6 stages cannot be dealt out to 4 ranks; make them a multiple"),
+        ((4, 4, 0), "4 stages cannot be dealt out to 0 ranks"),
+        ((4, 5, 2), "2 equal rounds: 5 cannot be divided so; make them a multiple of 2"),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        catalog.interleaved_1f1b(*arguments)
+
+
+@pytest.mark.parametrize("make", [catalog.gpipe, catalog.one_f_one_b, catalog.zero_bubble])
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 2), (2, 1.0), (True, 1)])
+def test_senseless_sizes_are_refused(make, sizes):
+    with pytest.raises(ValueError, match="is a whole number, 1 or more: got"):
+        make(*sizes)
+
+
+@st.composite
+def rank_orders(draw, max_size=5):
+    """Any orders that can be carried out: one order of all ops, dealt out to ranks.
+
+    Each stage has a rank, or each stage and micro-batch; each backward is whole or in halves.
+    """
+    s, m = draw(st.integers(1, max_size)), draw(st.integers(1, max_size))
+    by_stage = draw(st.booleans())
+    names = st.integers(0, draw(st.integers(0, s * m - 1)))
+    ranks = {}
+    for j in range(s):
+        home = draw(names)
+        ranks |= {(j, k): home if by_stage else draw(names) for k in range(m)}
+    number = {rank: k for k, rank in enumerate(sorted(set(ranks.values())))}
+    chains = []
+    for k in range(m):
+        split = [draw(st.booleans()) for _ in range(s)]
+        first = [Op(Kind.BACKWARD_INPUT if split[j] else Kind.BACKWARD, j, k) for j in range(s)]
+        forwards = [Op(Kind.FORWARD, j, k) for j in range(s)]
+        chain = [*forwards, *reversed(first)]
+        for j in range(s):
+            if split[j]:
+                after = draw(st.integers(chain.index(first[j]) + 1, len(chain)))
+                chain.insert(after, Op(Kind.BACKWARD_WEIGHT, j, k))
+        chains.append(chain)
+    found = [[] for _ in number]
+    while chains := [chain for chain in chains if chain]:
+        op = draw(st.sampled_from(chains)).pop(0)
+        found[number[ranks[op.stage, op.microbatch]]].append(op)
+    return found
+
+
+@given(
+    rank_orders(), st.sampled_from([0, 1, "freshest"]), st.sampled_from(["replicated", "sharded"])
+)
+@quick
+def test_any_orders_that_can_be_carried_out(rank_orders, delay, state):
+    """The ranks keep their orders, no slot is given away, and the program is right."""
+    schedule = Schedule.from_rank_orders(rank_orders, delay=delay, state=state)
+    starts = schedule.timing.starts
+    for order in rank_orders:
+        assert order == sorted(order, key=starts.__getitem__)
+    program = schedule.lower(3).verify()
+    timeline = simulate(program, unit_costs(schedule.n_stages), UNIT)
+    assert len(timeline.step_ends) == 3
+    if all(op.kind in (Kind.FORWARD, Kind.BACKWARD) for op in starts):
+        first_step = {
+            s.name: s.start for s in timeline.spans if s.lane == "compute" and s.step == 0
+        }
+        assert first_step == {str(op): start for op, start in starts.items()}
+
+
+@given(rank_orders(), st.data())
+@quick
+def test_orders_are_the_same_as_text(rank_orders, data):
+    by_text = [
+        data.draw(st.sampled_from([order, " ".join(map(str, order))])) for order in rank_orders
+    ]
+    assert Schedule.from_rank_orders(by_text) == Schedule.from_rank_orders(rank_orders)
+
+
+@pytest.mark.parametrize(("delay", "period"), [(0, 7), (1, 6), ("freshest", 6)])
+def test_the_period_waits_for_the_weights(delay, period):
+    """Rank 1 is busy for 6 slots; stage 0 begins at slot 0 and is updated after 0B1, at slot 7.
+
+    slot   0   1   2   3   4   5   6
+    rank 0 0F0 .   .   0B0
+    rank 1 .   1F0 1B0 0F1 1F1 1B1 0B1
+    """
+    rank_orders = ["0F0 0B0", "1F0 1B0 0F1 1F1 1B1 0B1"]
+    schedule = Schedule.from_rank_orders(rank_orders, delay=delay)
+    assert schedule.period == period
+    schedule.lower(3).verify()

@@ -1,0 +1,166 @@
+"""Rank orders as text and CSV: there and back, into torch, and what is refused."""
+
+import csv
+import io
+
+import pytest
+
+from toolkit.schedule import Kind, Op, Schedule, Timing, catalog
+
+PIPELINES = [
+    catalog.gpipe(3, 5),
+    catalog.one_f_one_b(4, 6),
+    catalog.one_f_one_b(1, 2),
+    catalog.interleaved_1f1b(4, 4, 2),
+    catalog.interleaved_1f1b(6, 5, 3),
+    catalog.zero_bubble(4, 6),
+    catalog.cyclic(3, placement="per_stage"),
+    catalog.pipedream_2bw(2, 3),
+]
+HALF_SLOTS = Schedule(
+    "halves",
+    n_stages=1,
+    n_microbatches=1,
+    timing=Timing({Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): 3}, 5, ticks_per_slot=2),
+    placement="per_stage",
+)
+names = pytest.mark.parametrize(
+    "schedule", PIPELINES, ids=lambda s: f"{s.name} {s.n_stages}x{s.n_microbatches}"
+)
+
+
+@names
+@pytest.mark.parametrize("form", ["text", "path", "name"])
+def test_there_and_back(schedule, form, tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text(schedule.to_csv())
+    source = {"text": schedule.to_csv(), "path": path, "name": str(path)}[form]
+    back = Schedule.from_csv(source, name=schedule.name, delay="freshest")
+    assert (back.n_ranks, back.layout.name) == (schedule.n_ranks, "per_stage")
+    if schedule.name in ("CDP-v2", "PipeDream-2BW"):  # have slots to spare, and lose them
+        assert back.timing.starts.keys() == schedule.timing.starts.keys()
+    else:
+        assert back.timing.starts == schedule.timing.starts
+        assert back.timing.period == schedule.timing.period
+    back.lower(3).verify()
+
+
+@names
+def test_torch_reads_it(schedule):
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for name in ("_Action", "_validate_schedule"):
+        if not hasattr(schedules, name):
+            pytest.skip(f"this torch has no {name}")
+    rows = csv.reader(io.StringIO(schedule.to_csv()))
+    actions = {r: [schedules._Action.from_str(cell) for cell in row] for r, row in enumerate(rows)}
+    found = schedules._validate_schedule(
+        actions, schedule.n_ranks, schedule.n_stages, schedule.n_microbatches
+    )
+    assert found == {j: schedule.rank(j, 0) for j in range(schedule.n_stages)}
+
+
+def test_a_row_a_rank_and_a_cell_a_slot():
+    assert catalog.one_f_one_b(2, 2).to_csv() == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
+
+
+def test_text_and_ops_may_be_mixed():
+    orders = ["0F0  0B0", ["1F0", Op(Kind.BACKWARD, 1, 0)]]
+    starts = Schedule.from_rank_orders(orders).timing.starts
+    assert sorted(starts, key=starts.__getitem__) == [
+        Op(Kind.FORWARD, 0, 0),
+        Op(Kind.FORWARD, 1, 0),
+        Op(Kind.BACKWARD, 1, 0),
+        Op(Kind.BACKWARD, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["0F0,,,0B0\n,1F0,1B0", "0F0, 0B0\n\n1F0,1B0\n\n", "\ufeff0F0,0B0\r\n1F0,1B0\r\n"],
+    ids=["ragged", "spaces", "spreadsheet"],
+)
+def test_what_others_write_is_read(text, tmp_path):
+    path = tmp_path / "schedule.csv"
+    path.write_text(text, encoding="utf-8", newline="")
+    schedule = Schedule.from_csv(path)
+    assert schedule.to_csv() == "0F0,,,0B0\n,1F0,1B0,\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,1C0", "row 2, column 2: '1C0' is not an op: .* kind one of F, B, I, W"),
+        ("0F0,0f1", "row 1, column 2: '0f1' is not an op: write stage, kind"),
+        ("0F0,,0B", "row 1, column 3: '0B' is not an op"),
+        ("0F0,0B0\n1F0,0SEND_F0", "row 2, column 2: '0SEND_F0' is not an op"),
+        ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an op"),
+        ("0F0,-1B0", "row 1, column 2: '-1B0' is not an op"),
+    ],
+)
+def test_a_misspelt_cell_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_csv(text)
+
+
+@pytest.mark.parametrize(
+    ("orders", "message"),
+    [
+        (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op: write stage, kind and micro"),
+        (["0F0 0B0", ""], r"every rank has something to do: \[1\]"),
+        ([], "every rank has something to do"),
+        (["0F0 0B0 0F1"], "stage 0 of micro-batch 1 needs .* a backward .*: found forward"),
+        (["0F0 0B0 2F0 2B0"], "stage 1 of micro-batch 0 needs a forward .*: found nothing"),
+        (["0F0 0I0"], "either a backward or both of its halves: found forward, backward_input"),
+        (["0F0 0B0 0W0"], "found forward, backward, backward_weight"),
+        (["0F0 0B0", "1F0 0F0 1B0"], "0F0 is done twice: on rank 0 and on rank 1"),
+        (["0F0 1B0", "1F0 0B0"], "activations stay where they were made"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F1 1F0 1B1 1B0"],
+            "rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1",
+        ),
+        (["0B0 0F0"], "rank 0 waits at 0B0 for 0F0. On its own rank, each op comes after those"),
+        (["0F0 0W0 0I0"], "rank 0 waits at 0W0 for 0I0"),
+    ],
+)
+def test_orders_that_make_no_schedule_are_refused(orders, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_rank_orders(orders)
+
+
+def test_a_rank_with_nothing_to_do_is_refused_in_csv_too():
+    with pytest.raises(ValueError, match=r"every rank has something to do: \[1\]"):
+        Schedule.from_csv("0F0,0B0\n,\n1F0,1B0")
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path], ids=["name", "path"])
+def test_a_file_that_is_not_there(kind, tmp_path):
+    path = tmp_path / "none.csv"
+    message = r"none.csv cannot be read \(No such file or directory\): expected a CSV file"
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_csv(kind(path))
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    path = tmp_path / "picture.csv"
+    path.write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(ValueError, match=r"picture.csv cannot be read \(it is not text\)"):
+        Schedule.from_csv(path)
+
+
+def test_a_folder(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        Schedule.from_csv(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (catalog.data_parallel(2), "stage 0 of DP has 2; place it per_stage"),
+        (catalog.cyclic(3, placement="per_stage_and_microbatch"), "stage 0 of CDP-v2 has 3"),
+        (catalog.data_parallel(2, "one"), "one op a slot and rank: DP runs on one device"),
+        (HALF_SLOTS, "one op a slot and rank: halves runs on one device or has ops between slots"),
+    ],
+)
+def test_what_is_no_pipeline_is_not_written(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        schedule.to_csv()
