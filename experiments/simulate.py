@@ -25,7 +25,8 @@ def main(config: DictConfig) -> None:
     from toolkit.cost import profile, simulate
     from toolkit.figures import save, timelines
     from toolkit.model import partition
-    from toolkit.tracking import describe_cpu, provenance, table, write_csv, write_json
+    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.training import pick_device
 
     start = time.perf_counter()
     if config.batch < 1:
@@ -34,9 +35,10 @@ def main(config: DictConfig) -> None:
     schedules += [build_schedule(schedule) for schedule in config.also.values()]
     hardware = instantiate(config.hardware)
     channels, *size = config.shape
-    with torch.device("meta"):
+    device = pick_device(config.device) if config.measured else torch.device("meta")
+    with torch.device(device):
         model = build_model(config.model, config.classes, size[-1] if size else 0, channels)
-        example = torch.empty(config.batch, *config.shape)
+        example = torch.rand(config.batch, *config.shape)
     predicted, rows = [], []
     for schedule in schedules:
         stages = partition(model, schedule.n_stages, example, config.partition)
@@ -49,11 +51,13 @@ def main(config: DictConfig) -> None:
     for k, timeline in enumerate(predicted):
         timeline.to_chrome_trace(folder / f"trace{k or ''}.json")
         timeline.to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
-    source = provenance(config, describe_cpu(), time.perf_counter() - start)
+    where = describe(device) if config.measured else "meta tensors"
+    source = provenance(config, where, time.perf_counter() - start)
     write_csv(folder / "simulation.csv", rows)
     write_json(folder / "result.json", {"metrics": rows, "provenance": source})
     name = config.model.target or config.model.name
-    print(f"\n{name}, micro-batches of {config.batch}, {hardware.name}, {config.steps} steps\n")
+    timed = f"stages timed on {where}, links of " if config.measured else ""
+    print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
     print(table(rows))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 

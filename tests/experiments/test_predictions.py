@@ -121,6 +121,13 @@ def test_simulate(schedule, tmp_path):
     assert float(rows(tmp_path / "simulation.csv")[0]["images/s"]) > 0
 
 
+def test_simulate_with_measured_stages(tmp_path):
+    arguments = ("measured=true", "device=cpu", "stages=2", "microbatches=2", "steps=2")
+    finished = run("simulate", *SMALL, *arguments, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert "stages timed on" in finished.out
+
+
 def test_simulate_side_by_side(tmp_path):
     also = ("schedule=dp", "+schedule@also.cyclic=cdp_v2", "stages=2", "microbatches=2")
     finished = run("simulate", *SMALL, *also, f"hydra.run.dir={tmp_path}")

@@ -220,6 +220,9 @@ class Simulate(Analysed):
     workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
     batch: int = option(8, "images of a micro-batch")
     steps: int = option(6, "training steps to simulate")
+    measured: bool = option(False, "time the stages on the device, not by the roofline")
+    device: str = option("auto", "where they are timed")
+    threads: int | None = option(None, "CPU threads of torch; all cores unless given")
     partition: Any = option("flops", "flops, parameters, activations, or [names of modules]")
 
 
