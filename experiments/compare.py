@@ -27,8 +27,12 @@ def main(config: DictConfig) -> None:
     from toolkit.tracking import describe, provenance, table, write_csv, write_json
     from toolkit.training import pick_device
 
-    if config.seeds < 1 or not config.rules:
-        raise ValueError(f"seeds is 1 or more, and rules name at least one: got {config.seeds}")
+    if config.seeds < 1:
+        raise ValueError(f"seeds is 1 or more: got {config.seeds}")
+    if not config.rules:
+        raise ValueError(
+            "there are no rules to compare: leave one, or add +schedule@rules.NAME=..."
+        )
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     runs = train_all(config)

@@ -20,33 +20,33 @@ def main(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
-    from toolkit.config import build_model
+    from toolkit.config import build_model, image_shape
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
     from toolkit.tracking import describe, provenance, table, write_csv, write_json
     from toolkit.training import pick_device
 
     start = time.perf_counter()
-    if not config.workers or min(config.workers) < 1 or config.batch < 1:
-        raise ValueError(
-            f"workers and batch are 1 or more: got workers={list(config.workers)} and"
-            f" batch={config.batch}"
-        )
+    workers = [config.workers] if isinstance(config.workers, int | str) else list(config.workers)
+    if not workers or not all(isinstance(n, int) and n > 0 for n in workers):
+        raise ValueError(f"workers is a list of whole numbers above 0: got {workers}")
+    if config.batch < 1:
+        raise ValueError(f"batch is 1 or more: got {config.batch}")
     if config.axis not in AXES:
         raise ValueError(f"unknown axis {config.axis!r}: choose one of {', '.join(AXES)}")
     hardware = instantiate(config.hardware)
     measured = config.axis == "measured"
     device = pick_device(config.device) if measured else torch.device("meta")
-    channels, *size = config.shape
+    shape = image_shape(list(config.shape))
     with torch.device(device):
-        model = build_model(config.model, config.classes, size[-1] if size else 0, channels)
-        example = torch.rand(config.batch, *config.shape)
+        model = build_model(config.model, config.classes, shape[-1], shape[0])
+        example = torch.rand(config.batch, *shape)
     axes = [axis for axis in AXES if axis != "measured" or measured]
     curves = {axis: memory_curve(model, example, axis, hardware) for axis in axes}
 
     rows = [
         {"axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
-        | {f"N={n}": f"{curve.reduction(n):.1%}" for n in config.workers}
+        | {f"N={n}": f"{curve.reduction(n):.1%}" for n in workers}
         | {"1 - mean/peak": f"{curve.floor:.1%}"}
         for axis, curve in curves.items()
     ]
@@ -54,7 +54,7 @@ def main(config: DictConfig) -> None:
     name = config.model.target or config.model.name
     title = f"{name}, batch {config.batch}, time axis: {rows[axes.index(config.axis)]['axis']}"
     folder = Path(HydraConfig.get().runtime.output_dir)
-    figures = save(memory_curves(shown, list(config.workers), title), folder / "memory")
+    figures = save(memory_curves(shown, workers, title), folder / "memory")
     records = [
         {
             "axis": axis,
@@ -65,7 +65,7 @@ def main(config: DictConfig) -> None:
             "floor": curve.floor,
         }
         for axis, curve in curves.items()
-        for n in config.workers
+        for n in workers
     ]
     where = describe(device) if measured else "meta tensors"
     write_csv(folder / "memory.csv", records)

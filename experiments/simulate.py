@@ -21,7 +21,7 @@ def main(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
-    from toolkit.config import build_model, build_schedule
+    from toolkit.config import build_model, build_schedule, image_shape
     from toolkit.cost import profile, simulate
     from toolkit.figures import save, timelines
     from toolkit.model import partition
@@ -29,16 +29,17 @@ def main(config: DictConfig) -> None:
     from toolkit.training import pick_device
 
     start = time.perf_counter()
-    if config.batch < 1:
-        raise ValueError(f"batch is 1 or more: got {config.batch}")
+    for name in ("batch", "steps"):
+        if config[name] < 1:
+            raise ValueError(f"{name} is 1 or more: got {config[name]}")
     schedules = [build_schedule(config.schedule)]
     schedules += [build_schedule(schedule) for schedule in config.also.values()]
     hardware = instantiate(config.hardware)
-    channels, *size = config.shape
+    shape = image_shape(list(config.shape))
     device = pick_device(config.device) if config.measured else torch.device("meta")
     with torch.device(device):
-        model = build_model(config.model, config.classes, size[-1] if size else 0, channels)
-        example = torch.rand(config.batch, *config.shape)
+        model = build_model(config.model, config.classes, shape[-1], shape[0])
+        example = torch.rand(config.batch, *shape)
     predicted, rows = [], []
     for schedule in schedules:
         stages = partition(model, schedule.n_stages, example, config.partition)
@@ -77,7 +78,7 @@ def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
         "GiB, fullest rank": round(peaks[fullest] / 2**30, 3),
         "of it activations": round(timeline.peak_memory(fullest, "activations") / 2**30, 3),
         "fits": "yes" if fits else "no",
-        "MB sent a rank and step": round(max(timeline.bytes_sent()) / n_steps / 1e6, 2),
+        "MB a step, busiest rank": round(max(timeline.bytes_sent()) / n_steps / 1e6, 2),
     }
 
 

@@ -56,6 +56,11 @@ def refused(name, *arguments):
         (["seed=1,2"], "seed=1,2 gives several values: add -m for one run of each"),
         (["schedule=dp,cdp_v1"], "schedule=dp,cdp_v1 gives several values: add -m"),
         (["seed=range(1,3)"], "seed=range(1,3) gives several values: add -m"),
+        # what does not fit
+        (
+            ["model.target=torchvision.models.mobilenet_v3_small", "data=synthetic"],
+            "the data has 10 classes: tell the model by model.arguments, such as +model.arguments",
+        ),
         # values out of range
         (["epochs=0"], "epochs is 1 or more: got 0"),
         (["batch=-1"], "batch is 1 or more: got -1"),

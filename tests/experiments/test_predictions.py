@@ -58,6 +58,12 @@ def test_memory_measured_on_the_device(tmp_path):
     assert "measured" in finished.out
 
 
+def test_memory_of_one_number_of_workers(tmp_path):
+    finished = run("memory", *SMALL, "workers=2", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert {row["workers"] for row in rows(tmp_path / "memory.csv")} == {"2"}
+
+
 def test_memory_of_the_users_own_model(own, tmp_path):
     arguments = ("shape=[3,8,8]", "batch=2", "workers=[2]", f"hydra.run.dir={tmp_path}")
     finished = run("memory", f"model.target={own}", "+model.arguments.width=2", *arguments)
@@ -68,13 +74,20 @@ def test_memory_of_the_users_own_model(own, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["workers=[0]"], "workers and batch are 1 or more: got workers=[0]"),
+        (["workers=[0]"], "workers is a list of whole numbers above 0: got [0]"),
+        (["workers=four"], "workers is a list of whole numbers above 0: got"),
+        (["shape=[3,8]"], "shape is channels, height, width, such as [3,224,224]: got [3, 8]"),
+        (["classes=0"], "n_classes of a model is 1 or more: got 0"),
+        (["hydra.run.dir=/proc/nowhere"], "/proc/nowhere: "),
         (["axis=time"], "unknown axis 'time': choose one of roofline, flops, bytes, measured"),
         (["hardware=h100"], "hardware=h100 is unknown: did you mean"),
         (["hardware.flops=-1"], "flops of a hardware is above 0: got -1.0"),
         (["model.target=no_such.thing"], "model.target=no_such.thing cannot be imported"),
         (["model.target=my_package.broken"], "gives a int: expected a torch.nn.Module"),
-        (["model.target=my_package.mine", "+model.arguments.wide=1"], "set model.arguments"),
+        (
+            ["model.target=my_package.mine", "+model.arguments.wide=1"],
+            "its arguments are model.arguments",
+        ),
     ],
 )
 def test_memory_refuses(own, arguments, expected):

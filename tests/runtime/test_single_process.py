@@ -325,3 +325,50 @@ def test_refuses_synchronised_batch_norm():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
     with pytest.raises(ValueError, match="use the plain BatchNorm"):
         runtime_for(model.double(), catalog.data_parallel(2, n_stages=1), "grouped")
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_refuses_a_loss_that_is_no_scalar(model, order):
+    schedule = catalog.cyclic(3)
+    runtime = SingleProcess(
+        cut(model, schedule),
+        schedule,
+        lambda p: sgd(p, None),
+        lambda x, y: F.cross_entropy(x, y, reduction="none"),
+        order,
+    )
+    with pytest.raises(ValueError, match=r"scalar tensor: got \[3\]; average it"):
+        runtime.step(*make_batches(3, 1)[0])
+
+
+def test_refuses_an_optimizer_that_is_made_already(model):
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = catalog.cyclic(3)
+    with pytest.raises(ValueError, match=r"give a function, .* not a SGD"):
+        SingleProcess(cut(model, schedule), schedule, made, F.cross_entropy)
+
+
+def test_refuses_a_state_that_lacks_what_the_schedule_reads(model):
+    fresh = runtime_for(copy.deepcopy(model), catalog.data_parallel(3), "grouped")
+    list(fresh.run(make_batches(3, 2)))
+    late = runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped")
+    with pytest.raises(ValueError, match="reads version 1 of stage 0 at step 2, and the state"):
+        late.load_state_dict(fresh.state_dict())
+    with pytest.raises(ValueError, match=r"it lacks .*'versions'"):
+        late.load_state_dict({})
+    # The other way round nothing is lacking: a delayed run may go on without delay.
+    late = runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped")
+    list(late.run(make_batches(3, 2)))
+    fresh.load_state_dict(late.state_dict())
+    list(fresh.run(make_batches(3, 1)))
+
+
+def test_cumulative_batch_norm():
+    """momentum=None: running statistics are the mean over all steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(1, momentum=None), nn.Flatten(), nn.Linear(36, 3)).double()
+    batches = make_batches(2, 3)
+    runtime = runtime_for(model, catalog.data_parallel(2, n_stages=1), "grouped")
+    list(runtime.run(batches))
+    means = [x.mean() for inputs, _ in batches for x in inputs.chunk(2)]
+    torch.testing.assert_close(model[0].running_mean[0], sum(means) / len(means))

@@ -267,6 +267,22 @@ def test_a_damaged_cifar10(tmp_path):
         cifar10(str(tmp_path))
 
 
+def test_an_image_that_is_none(cifar_folders):
+    broken = cifar_folders / "train" / "class3" / "1.png"
+    broken.write_text("not an image")
+    with pytest.raises(ValueError, match=f"^{broken} cannot be decoded: mend it or take it out"):
+        cifar10(str(cifar_folders))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_image_that_is_none_in_a_folder(folders, num_workers):
+    broken = folders / "val" / "dog" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    images = image_folder(str(folders), 16, num_workers)
+    with pytest.raises(ValueError, match=f"^{broken} cannot be decoded: mend it or take it out$"):
+        list(images.test(2, CPU))
+
+
 def test_images_of_another_size(tmp_path):
     write_images(tmp_path / "train", TEN, n=1, size=(32, 28))
     write_images(tmp_path / "test", TEN, n=1)

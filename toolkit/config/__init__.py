@@ -1,6 +1,6 @@
 """Configuration: typed options, their values in conf/, and the command line."""
 
-from toolkit.config.build import build_model, build_schedule
+from toolkit.config.build import build_model, build_schedule, image_shape
 from toolkit.config.cli import entry_point
 
-__all__ = ["build_model", "build_schedule", "entry_point"]
+__all__ = ["build_model", "build_schedule", "entry_point", "image_shape"]

@@ -47,6 +47,18 @@ def build_model(
     return model
 
 
+def image_shape(shape: list[int]) -> tuple[int, int, int]:
+    """Channels, height and width.
+
+    Raises:
+        ValueError: they are something else.
+    """
+    if len(shape) != 3 or min(shape) < 1:
+        raise ValueError(f"shape is channels, height, width, such as [3,224,224]: got {shape}")
+    channels, height, width = shape
+    return channels, height, width
+
+
 def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
     from torch import nn
 
@@ -62,8 +74,11 @@ def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
         ) from error
     try:
         model = make(**arguments)
-    except TypeError as error:
-        raise ValueError(f"{target} cannot be called: {error}; set model.arguments") from error
+    except Exception as error:  # the user's own code, which may raise anything
+        raise ValueError(
+            f"{target} cannot be called: {type(error).__name__}: {error}; its arguments are"
+            " model.arguments (+model.arguments.NAME=VALUE)"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{target} gives a {type(model).__name__}: expected a torch.nn.Module, or a function"

@@ -35,6 +35,8 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         error = error.__cause__
     if isinstance(error, ValueError | FloatingPointError) and _raised_in(error, _ours(conf)):
         return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     if isinstance(error, MissingConfigException):
         return _missing_choice(error, conf)
     if isinstance(error, OverrideParseException):

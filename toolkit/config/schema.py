@@ -205,7 +205,7 @@ class Analysed:
 
 @dataclass
 class Memory(Analysed):
-    workers: list[int] = option_list([4, 8, 32], "numbers of workers, shifted uniformly")
+    workers: Any = option_list([4, 8, 32], "numbers of workers, shifted uniformly")
     axis: str = option("roofline", "time of an operation: roofline, flops, bytes or measured")
     device: str = option("auto", "where the measured axis is measured")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")

@@ -28,7 +28,7 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
             axes.plot(epochs, [mean(v) for v in by_epoch], color=colour, marker=marker, label=rule)
         axes.set_xlabel("epoch")
         axes.set_ylabel("test accuracy (%)")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(top=100.5)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.set_ylim(top=101)
         axes.legend(loc="lower right")
         return figure

@@ -1,6 +1,7 @@
 """Memory of shifted workers over time."""
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,5 +42,5 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         axes.set_xlabel("time (training steps)")
         axes.set_ylabel("activations a worker (GiB)")
         axes.legend(loc="upper center", ncols=2, columnspacing=1)
-        axes.set_title(title)
+        axes.set_title(fill(title, 54))
         return figure

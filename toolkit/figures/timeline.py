@@ -42,8 +42,8 @@ def timelines(shown: Sequence["Timeline"]) -> Figure:
             ranks.set_title(timeline.name)
             traffic.set_xlabel(f"time ({name})")
         rows[0, 0].set_ylabel("rank")
-        rows[1, 0].set_ylabel("memory,\nfullest rank (GiB)")
-        rows[2, 0].set_ylabel("sent by all\n(GB/s)")
+        rows[1, 0].set_ylabel("fullest\nrank (GiB)")
+        rows[2, 0].set_ylabel("sent\n(GB/s)")
         keys = {
             "forward": SKY,
             "backward": ORANGE,
@@ -78,7 +78,8 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     }
     for (rank, lane, colour), spans in bars.items():
         low, height = place[lane]
-        edge = "white" if lane == "compute" and len(spans) < 80 else "none"
+        few = lane == "compute" and len(spans) < 80
+        edge = "white" if few else colour  # a line of its own colour keeps thin bars visible
         axes.broken_barh(
             spans, (rank + low, height), facecolors=colour, edgecolor=edge, linewidth=0.3
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,7 +60,11 @@ def meta_copy(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         memo[id(tensor)] = _to_meta(tensor)
-    return copy.deepcopy(module, memo).train()
+    twin = copy.deepcopy(module, memo).train()
+    for norm in twin.modules():
+        if isinstance(norm, _BatchNorm) and norm.momentum is None:
+            norm.momentum = 0.1  # a cumulative mean counts its batches, which meta tensors cannot
+    return twin
 
 
 def node_costs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, NodeCost]:

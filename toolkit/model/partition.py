@@ -39,12 +39,14 @@ class Stages(Sequence[fx.GraphModule]):
         model: the whole.
         modules: the stages.
         boundaries: ``boundaries[j]`` are the tensors that stage j receives.
+        output: what the last stage passes on.
         loads: what each stage costs, in the measure by which it was cut; 0 at named cuts.
     """
 
     model: nn.Module
     modules: tuple[fx.GraphModule, ...]
     boundaries: tuple[tuple[Boundary, ...], ...]
+    output: Boundary
     loads: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -78,6 +80,8 @@ def partition(
         ValueError: the model cannot be traced, or cannot be cut like that.
     """
     inputs = example if isinstance(example, tuple) else (example,)
+    if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
+        raise ValueError("an example is a tensor or a tuple of tensors, the batch first")
     traced = trace(model)
     costs = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
@@ -104,6 +108,7 @@ def partition(
         model=model,
         modules=tuple(_stage(traced, nodes, crossing, *span) for span in spans),
         boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
+        output=crossing.boundary(len(nodes))[0],
         loads=tuple(sum(loads[begin:end]) for begin, end in spans),
     )
 

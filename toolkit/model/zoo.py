@@ -34,6 +34,10 @@ def build(
         near = get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown model {name!r}: {hint}choose one of {', '.join(MODELS)}")
+    sizes = {"n_classes": n_classes, "image_size": image_size, "in_channels": in_channels}
+    for what, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{what} of a model is 1 or more: got {value}")
     return MODELS[name](n_classes, image_size, in_channels)
 
 

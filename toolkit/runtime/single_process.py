@@ -62,6 +62,11 @@ class SingleProcess:
                 f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
                 f" partition it into {schedule.n_stages}"
             )
+        if not callable(optimizer):
+            raise ValueError(
+                "optimizer makes an optimizer from a list of parameters: give a function, such as"
+                f" lambda p: torch.optim.SGD(p, lr=0.1), not a {type(optimizer).__name__}"
+            )
         self.stages = stages
         self.schedule = schedule
         self.order = order
@@ -70,8 +75,8 @@ class SingleProcess:
             StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
         ]
         self._versions: list[dict[int, Weights]] = [{0: w.newest()} for w in self._workers]
-        self._grouped = Grouped(self._workers, schedule, loss)
-        self._scheduled = Scheduled(self._workers, schedule, loss)
+        self._grouped = Grouped(self._workers, schedule, _scalar(loss))
+        self._scheduled = Scheduled(self._workers, schedule, _scalar(loss))
 
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
@@ -140,8 +145,10 @@ class SingleProcess:
         """Go on where ``state`` was taken.
 
         Raises:
-            ValueError: the state is of other stages.
+            ValueError: the state is of other stages, or lacks weights that the schedule reads.
         """
+        if missing := sorted(_STATE - state.keys()):
+            raise ValueError(f"this is not the state of a SingleProcess: it lacks {missing}")
         names = [set(worker.masters) for worker in self._workers]
         theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
         if names != theirs:
@@ -149,7 +156,15 @@ class SingleProcess:
                 f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}:"
                 " partition the model as it was when the state was taken"
             )
-        self.steps_done = state["steps_done"]
+        steps_done = state["steps_done"]
+        for j, versions in enumerate(state["versions"]):
+            needed = set(range(self.schedule.oldest_version(j, steps_done), steps_done + 1))
+            if lacking := sorted(needed - versions.keys()):
+                raise ValueError(
+                    f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
+                    " and the state was taken under one with smaller delays: go on with that one"
+                )
+        self.steps_done = steps_done
         self.module().load_state_dict(state["model"])
         for j, worker in enumerate(self._workers):
             self._versions[j] = {
@@ -182,6 +197,25 @@ class SingleProcess:
                 f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
             )
         return inputs, targets
+
+
+def _scalar(loss: Loss) -> Loss:
+    """``loss``, refused if it gives anything but one number."""
+
+    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the loss of a micro-batch is a scalar tensor: got {shape}; average it"
+                ' (reduction="mean")'
+            )
+        return value
+
+    return checked
+
+
+_STATE = {"steps_done", "model", "versions", "optimizers", "lr_schedulers"}
 
 
 def _state(part: Any) -> dict[str, Any] | None:

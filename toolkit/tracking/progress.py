@@ -14,7 +14,7 @@ class Progress:
     """
 
     def __init__(self, n_epochs: int) -> None:
-        self._done = 0.0
+        self._epochs = 0
         self._bar = tqdm(
             total=n_epochs,
             unit="epoch",
@@ -39,7 +39,9 @@ class Progress:
 
     def step(self, step: int, n_steps: int) -> None:
         """``step`` of the epoch's ``n_steps`` steps are done."""
-        self._bar.update(1 / n_steps)
+        self._bar.update(self._epochs + step / n_steps - self._bar.n)
+        if step == n_steps:
+            self._epochs += 1
 
     def note(self, text: str) -> None:
         """Something short to show at the end of the bar."""

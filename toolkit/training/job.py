@@ -78,6 +78,12 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
     )
     example = torch.empty(config.batch, images.in_channels, images.image_size, images.image_size)
     stages = partition(model, schedule.n_stages, example, config.partition)
+    if stages.output.shape != (config.batch, images.n_classes):
+        raise ValueError(
+            f"the model's output for {config.batch} images has shape {list(stages.output.shape)}"
+            f" and the data has {images.n_classes} classes: tell the model by model.arguments,"
+            f" such as +model.arguments.num_classes={images.n_classes}"
+        )
     batch_size = config.batch * schedule.n_microbatches
     steps_per_epoch = len(images.train(batch_size, config.seed, 0, device))
     rate = instantiate(config.lr)

@@ -1,8 +1,10 @@
 """Larger image sets: read from class folders by worker processes."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +51,7 @@ class Folder:
 
     def __init__(self, train: Path, test: Path, image_size: int, num_workers: int) -> None:
         self.image_size = image_size
-        self.num_workers = num_workers
+        self.num_workers = min(num_workers, os.cpu_count() or num_workers)
         to_tensor = [
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
@@ -100,6 +102,24 @@ class Folder:
         return _Moved(loader, device)
 
 
+class DamagedImageError(ValueError):
+    """An image file that cannot be decoded."""
+
+
+def read(images: ImageFolder, index: int) -> tuple[Any, Any]:
+    """The image at ``index``, and its class.
+
+    Raises:
+        DamagedImageError: it cannot be decoded; the message names its path.
+    """
+    try:
+        image, label = images[index]
+    except (OSError, SyntaxError) as error:
+        path = images.samples[index][0]
+        raise DamagedImageError(f"{path} cannot be decoded: mend it or take it out") from error
+    return image, label
+
+
 class _Seeded(Dataset[Batch]):
     """Draws each image's augmentation from a seed of its own, whichever worker reads it."""
 
@@ -110,7 +130,7 @@ class _Seeded(Dataset[Batch]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> Batch:
-        image, label = self.images[index]
+        image, label = read(self.images, index)
         with torch.random.fork_rng([]):
             torch.manual_seed(hash((self.seed, index)))
             return self.transform(image), label
@@ -138,8 +158,12 @@ class _Moved:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for inputs, targets in self.loader:
-            yield (
-                inputs.to(self.device, non_blocking=True),
-                targets.to(self.device, non_blocking=True),
-            )
+        try:
+            for inputs, targets in self.loader:
+                yield (
+                    inputs.to(self.device, non_blocking=True),
+                    targets.to(self.device, non_blocking=True),
+                )
+        except DamagedImageError as error:  # a worker's comes with its traceback as its message
+            last = str(error).strip().splitlines()[-1]
+            raise DamagedImageError(last.partition("DamagedImageError: ")[2] or last) from None

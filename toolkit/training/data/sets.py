@@ -144,11 +144,13 @@ def _decoded(found: "ImageFolder", size: int) -> Labelled:
     from torchvision.transforms import v2
     from tqdm import tqdm
 
+    from toolkit.training.data.folder import read
+
     to_bytes = v2.PILToTensor()
     images = torch.empty(len(found), 3, size, size, dtype=torch.uint8)
     reading = f"reading {Path(found.root).name}"
     for k in tqdm(range(len(found)), desc=reading, leave=False, mininterval=1):
-        image = to_bytes(found[k][0])
+        image = to_bytes(read(found, k)[0])
         if image.shape[1:] != (size, size):
             raise ValueError(
                 f"{found.samples[k][0]} is {image.shape[2]}x{image.shape[1]} pixels: expected"
