@@ -81,7 +81,11 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
         few = lane == "compute" and len(spans) < 80
         edge = "white" if few else colour  # a line of its own colour keeps thin bars visible
         axes.broken_barh(
-            spans, (rank + low, height), facecolors=colour, edgecolor=edge, linewidth=0.3
+            spans,
+            (rank + low, height),
+            facecolors=colour,
+            edgecolor=edge,
+            linewidth=0.3 if few else 0.1,
         )
     axes.set_xlim(0, timeline.end / unit)
     axes.set_ylim(timeline.n_ranks - 0.5, -0.5)
