@@ -1,6 +1,7 @@
 """A user's mistake ends with one clear message and status 2, never with a traceback."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -141,7 +142,8 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
 def test_help_lists_groups_and_options(name):
     finished = run(name, "--help", "data=imagenet", "seed=7")
     assert finished.status == 0
-    lines = [line.split()[0] for line in finished.out.splitlines() if line.startswith("  ")]
+    assert f"python experiments/{name}.py" in finished.out
+    lines = [line.split()[0] for line in finished.out.splitlines() if re.match(r"  \S", line)]
     assert len(lines) == len(set(lines))
     shown = "schedule@rules.NAME" if name == "compare" else "schedule"
     assert {*GROUPS[:5], shown, "experiment"} <= set(lines)

@@ -57,12 +57,15 @@ def entry_point(
 
             try:
                 if {"-h", "--help"} & set(arguments):
+                    print(sys.modules[function.__module__].__doc__)
                     print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
                     return
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
                 sys.exit(_INTERRUPTED)
+            except BrokenPipeError:  # the reader, such as head, has seen enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             except Exception as error:
                 refuse(error)
             if mistakes:
