@@ -33,10 +33,6 @@ class Job:
         """Images a training step."""
         return self.config.batch * self.schedule.n_microbatches
 
-    @property
-    def stage_parameters(self) -> list[int]:
-        return [sum(p.numel() for p in stage.parameters()) for stage in self.runtime.stages]
-
     def run(
         self,
         on_epoch: Callable[[Epoch], None] = lambda epoch: None,
