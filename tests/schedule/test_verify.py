@@ -260,10 +260,7 @@ def test_weights_used_after_they_are_freed(program, data):
 def test_activations_that_are_never_freed(program, data):
     rank, free = pick(data, program, is_free(Buffer.ACTIVATION))
     message = refusal(drop(program, rank, free))
-    op = f"{free.stage}F{free.microbatch}"
-    assert message.startswith(
-        f"at the end: rank {rank} never frees the activations of {op}, step {free.step}\nslot"
-    )
+    assert message.startswith(at(program, rank, free) + "it is missing\nslot")
 
 
 @given(programs(states=["replicated"]), st.data())
@@ -271,9 +268,7 @@ def test_activations_that_are_never_freed(program, data):
 def test_weights_that_are_never_freed(program, data):
     rank, free = pick(data, program, is_free(Buffer.WEIGHTS))
     message = refusal(drop(program, rank, free))
-    assert message.startswith(
-        f"at the end: rank {rank} never frees version {free.version} of stage {free.stage}\nslot"
-    )
+    assert message.startswith(at(program, rank, free) + "it is missing\nslot")
 
 
 @given(programs(), st.data())

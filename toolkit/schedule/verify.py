@@ -78,6 +78,9 @@ class _Check:
         self.ranks = [_Rank() for _ in program.ranks]
         self.done: dict[Action, set[_Key]] = {a: set() for a in Action if a.computes}
         self.in_flight = 0
+        self.slot = self.schedule.timing.ticks_per_slot
+        # (rank, stage, version) -> the tick after which it ought to be freed
+        self.last_use: dict[tuple[int, int, int | None], int] = {}
         self._message: Mapping[Buffer | None, _Do] = {
             Buffer.ACTIVATION: self._boundary,
             Buffer.ACTIVATION_GRADIENT: self._boundary,
@@ -116,6 +119,7 @@ class _Check:
             raise _RefusedError(f"the schedule promises weight version {promised}")
         if (i.stage, i.version) not in here.weights:
             raise _RefusedError(f"the rank does not hold version {i.version} of stage {i.stage}")
+        self._uses(rank, i.stage, i.version, i.tick + self.slot)
         if i.action == Action.FORWARD:
             if i.stage > 0:
                 _take(here.boundaries, (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
@@ -145,6 +149,10 @@ class _Check:
             raise _RefusedError("a micro-batch's gradient is counted twice")
         here.sums[key] = here.sums.get(key, 0) | microbatches
 
+    def _uses(self, rank: int, stage: int, version: int | None, until: int) -> None:
+        key = (rank, stage, version)
+        self.last_use[key] = max(self.last_use.get(key, 0), until)
+
     def _update(self, rank: int, i: Instruction) -> None:
         here, version = self.ranks[rank], i.step
         if i.step is None or i.version != i.step + 1:
@@ -156,6 +164,7 @@ class _Check:
         if (i.stage, version) not in here.weights:
             raise _RefusedError(f"the rank does not hold version {version} of stage {i.stage}")
         here.weights.add((i.stage, i.version))
+        self._uses(rank, i.stage, version, i.tick)
 
     def _free(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
@@ -193,6 +202,7 @@ class _Check:
                 raise _RefusedError(
                     f"the rank does not hold version {i.version} of stage {i.stage}"
                 )
+            self._uses(rank, i.stage, i.version, i.tick)
         elif key in held:
             raise _RefusedError("the rank holds that version already")
         else:
@@ -221,16 +231,21 @@ class _Check:
                 raise _left(why, schedule)
         for rank, here in enumerate(self.ranks):
             newest = {(j, steps.stop) for j in range(schedule.n_stages)}
-            for stage, microbatch, kept in here.activations:
-                op = Op(Kind.FORWARD, stage, microbatch or 0)
-                why = f"rank {rank} never frees the activations of {op}, step {kept}"
-                raise _left(why, schedule, (op, (kept or 0) - steps.start))
+            for stage, microbatch, of_step in here.activations:
+                begin = ((of_step or 0) - steps.start) * schedule.timing.period
+                tick = begin + schedule.timing.gradient_end(stage, microbatch or 0)
+                kept = (stage, microbatch, of_step, None, Buffer.ACTIVATION)
+                raise self._missing(rank, Instruction(tick, Action.FREE, *kept))
             for stage, version in here.weights - newest:
-                why = f"rank {rank} never frees version {version} of stage {stage}"
-                raise _left(why, schedule)
+                tick = self.last_use.get((rank, stage, version), 0)
+                old = (stage, None, None, version, Buffer.WEIGHTS)
+                raise self._missing(rank, Instruction(tick, Action.FREE, *old))
             if here.boundaries or here.sums:
                 left = [*here.boundaries, *here.sums]
                 raise _left(f"rank {rank} is left with unused results {left}", schedule)
+
+    def _missing(self, rank: int, free: Instruction) -> ValueError:
+        return _error(self.program, rank, free, "it is missing")
 
 
 def _left(why: str, schedule: Schedule, mark: tuple[Op, int] | None = None) -> ValueError:
