@@ -8,19 +8,9 @@ import time
 
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, TINY, run
+from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 
 GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment")
-
-
-def refused(name, *arguments):
-    """The message, after checks that hold for all."""
-    finished = run(name, *arguments)
-    assert finished.status == 2
-    assert "Traceback" not in finished.err
-    message = finished.err[finished.err.index("error: ") :].removeprefix("error: ").strip()
-    assert len(message.splitlines()) <= 2 or "rank 0" in message
-    return message
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,13 @@ def run(name: str, *arguments: str) -> Finished:
         except SystemExit as exit_:
             status = int(exit_.code or 0)
     return Finished(status, out.getvalue(), err.getvalue())
+
+
+def refused(name, *arguments):
+    """The message, after checks that hold for all."""
+    finished = run(name, *arguments)
+    assert finished.status == 2
+    assert "Traceback" not in finished.err
+    message = finished.err[finished.err.index("error: ") :].removeprefix("error: ").strip()
+    assert len(message.splitlines()) <= 2 or "rank 0" in message
+    return message

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.experiments.command import run
+from tests.experiments.command import refused, run
 from tests.experiments.test_results import assert_figures, rows
 
 SMALL = ("model=resnet8", "shape=[3,16,16]", "classes=10", "batch=4")
@@ -27,13 +27,6 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return "my_package.mine"
-
-
-def refusal(name, *arguments):
-    finished = run(name, *arguments)
-    assert finished.status == 2, finished
-    assert "Traceback" not in finished.err
-    return finished.err
 
 
 def test_memory(tmp_path):
@@ -91,7 +84,7 @@ def test_memory_of_the_users_own_model(own, tmp_path):
     ],
 )
 def test_memory_refuses(own, arguments, expected):
-    assert expected in refusal("memory", *SMALL, *arguments)
+    assert expected in refused("memory", *SMALL, *arguments)
 
 
 def test_communication(tmp_path):
@@ -118,7 +111,7 @@ def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
 
 
 def test_communication_refuses_one_worker():
-    assert "2 workers or more: got 1" in refusal("communication", "workers=1")
+    assert "2 workers or more: got 1" in refused("communication", "workers=1")
 
 
 @pytest.mark.parametrize(
@@ -167,13 +160,13 @@ def test_simulate_the_users_own_schedule(tmp_path):
 def test_simulate_refuses_a_broken_file(text, expected, tmp_path):
     file = tmp_path / "broken.csv"
     file.write_text(text)
-    assert expected in refusal("simulate", *SMALL, f"schedule.file={file}")
+    assert expected in refused("simulate", *SMALL, f"schedule.file={file}")
 
 
 def test_simulate_refuses_a_missing_file():
-    assert "nowhere.csv cannot be read" in refusal("simulate", "schedule.file=nowhere.csv")
+    assert "nowhere.csv cannot be read" in refused("simulate", "schedule.file=nowhere.csv")
 
 
 def test_simulate_refuses_uneven_interleaving():
     arguments = ("schedule=interleaved_1f1b", "stages=5", "schedule.n_ranks=2")
-    assert "5 stages cannot be dealt out to 2 ranks" in refusal("simulate", *SMALL, *arguments)
+    assert "5 stages cannot be dealt out to 2 ranks" in refused("simulate", *SMALL, *arguments)
