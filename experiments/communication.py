@@ -1,14 +1,17 @@
-"""The paper's comparison of DP with CDP, each number as a formula and as counted from programs.
+"""The paper's comparison of DP with CDP, each number as a formula, as counted from programs, and,
+if asked, as measured on processes of this machine.
 
     python experiments/communication.py workers=8
+    python experiments/communication.py workers=4 measured=true
 
-Fails if a formula and a count differ.
+Fails if formula, count and measurement differ.
 """
 
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -21,6 +24,7 @@ activations: the most that a rank holds; in brackets all ranks together
 parameters: what a rank keeps from step to step; weights: the most that it holds at once, older
 versions included (counted)
 sent: parameters and gradients, by a rank in a step on average; in a slot: the most by any rank
+messages: in which they go; collectives as a ring (all-reduce) or a tree
 rounds: messages of a stage that wait for each other between two slots
 """
 
@@ -34,30 +38,67 @@ def main(config: DictConfig) -> None:
     rows = compare(config.workers)
     folder = Path(HydraConfig.get().runtime.output_dir)
     print(f"\nN = {config.workers}\n\n{table([readable(row) for row in rows])}\n\n{LEGEND}")
+    measured = measure(config, folder) if config.measured else []
     records = [
         {"setting": row.setting, "rule": row.rule}
         | {f"{name}_formula": float(value) for name, value in row.formula.items()}
         | {name: float(value) for name, value in asdict(row.counted).items()}
         for row in rows
     ]
+    for record, row in zip(records, measured, strict=False):
+        record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
     source = provenance(config, describe_cpu(), time.perf_counter() - start)
     write_csv(folder / "communication.csv", records)
     write_json(folder / "result.json", {"metrics": records, "provenance": source})
     print(f"written to {folder}")
-    differing = [row for row in rows if row.differences]
-    for row in differing:
-        for name, (formula, counted) in row.differences.items():
-            print(
-                f"{row.setting}, {row.rule}: {name} is {formula} by its formula and {counted} as"
-                " counted",
-                file=sys.stderr,
-            )
-    if differing:
+    wrong = 0
+    for of, found in ((("formula", "count"), rows), (("count", "measurement"), measured)):
+        for row in found:
+            for name, pair in row.differences.items():
+                wrong += 1
+                values = " and ".join(f"{v} by its {w}" for v, w in zip(pair, of, strict=True))
+                print(f"{row.setting}, {row.rule}: {name} is {values}", file=sys.stderr)
+    if wrong:
         sys.exit(1)
-    print("every formula equals its count")
+    print("every formula equals its count" + (", and its measurement" if measured else ""))
 
 
-def readable(row) -> dict[str, str]:  # type: ignore[no-untyped-def]
+def measure(config: DictConfig, folder: Path) -> list[Any]:
+    """Run every setting; print what was measured, and draw one beside its prediction."""
+    from toolkit.figures import save, timelines
+    from toolkit.runtime import launch
+    from toolkit.runtime.meters import comparison
+    from toolkit.tracking import Progress, table
+
+    n = config.workers
+    n_ranks = comparison.n_ranks(n)
+    n_settings = len(comparison.SETTINGS) * len(comparison.RULES)
+    with Progress(n_settings, unit="settings") as progress:
+        progress.run(f"starting {n_ranks} processes")
+
+        def show(rank: int, name: str) -> None:
+            if rank == 0:
+                progress.run(name)
+                progress.step(1, 1)
+
+        rows = launch(
+            comparison.measure,
+            n_ranks,
+            n,
+            config.width,
+            config.batch,
+            on_report=show,
+            timeout=config.timeout,
+        )[0]
+    print(f"\nmeasured on {n_ranks} processes\n\n{table([readable_measured(r) for r in rows])}\n")
+    shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))
+    pair = comparison.beside_prediction(shown.measurements, n, config.width, config.batch)
+    save(timelines(pair), folder / "timeline")
+    pair[0].to_chrome_trace(folder / "trace.json")
+    return rows
+
+
+def readable(row: Any) -> dict[str, str]:
     counted = row.counted
     return {
         "setting": row.setting,
@@ -68,8 +109,24 @@ def readable(row) -> dict[str, str]:  # type: ignore[no-untyped-def]
         "weights": f"{counted.weights} P",
         "sent": f"{counted.traffic} P",
         "in a slot": f"{counted.traffic_in_slot} P",
+        "messages": f"{counted.messages}",
         "rounds": f"{counted.rounds}",
         "formula": "differs" if row.differences else "equal",
+    }
+
+
+def readable_measured(row: Any) -> dict[str, str]:
+    found = row.measured
+    return {
+        "setting": row.setting,
+        "rule": row.rule,
+        "ranks": f"{found['ranks']}",
+        "activations (all)": f"{found['activations']} ({found['total_activations']}) A",
+        "weights": f"{found['weights']} P",
+        "sent": f"{found['traffic']} P",
+        "in a slot": f"{found['traffic_in_slot']} P",
+        "messages": f"{found['messages']}",
+        "count": "differs" if row.differences else "equal",
     }
 
 

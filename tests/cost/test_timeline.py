@@ -92,8 +92,9 @@ def test_to_chrome_trace(tmp_path):
     found = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, SECOND), SLOW)
     found.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = (*LANES, "slots")
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {(rank, k): lane for rank in range(2) for k, lane in enumerate(LANES)}
+    assert names == {(rank, k): lane for rank in range(2) for k, lane in enumerate(rows)}
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1"}
     assert {
@@ -104,8 +105,13 @@ def test_to_chrome_trace(tmp_path):
         "tid": LANES.index("send"),
         "ts": 2e6,
         "dur": 2.5e6,
-        "args": {"stage": 0, "microbatch": 0, "step": 0, "bytes": 4.0, "peer": 1},
+        "args": {"stage": 0, "microbatch": 0, "step": 0, "bytes": 4.0, "peer": 1, "slot": 1},
     } in events
+    slots = [e for e in events if e["ph"] == "X" and e["tid"] == len(LANES) and e["pid"] == 0]
+    assert [(e["name"], e["ts"], e["dur"]) for e in slots] == [
+        ("slot 0", 0.0, 2e6),
+        ("slot 3", 11e6, 3e6),
+    ]
     memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
     assert memory == [(1e6 * time, n_bytes) for time, n_bytes in found.memory(0)]
 

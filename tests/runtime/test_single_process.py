@@ -7,47 +7,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
 from tests.runtime.reference import adamw, sgd, trajectory
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 
-STEPS = 5
-
-
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-
-    def forward(self, x):
-        return F.relu(self.norm(self.conv(x)) + x)
-
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    blocks = [Residual(4) for _ in range(4)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
-    stem = nn.Conv2d(1, 4, 3, bias=False)
-    return nn.Sequential(stem, nn.BatchNorm2d(4), *blocks, *head).double()
-
-
-def make_batches(n_microbatches, steps=STEPS):
-    generator = torch.Generator().manual_seed(1)
-    size = n_microbatches * 3
-    return [
-        (
-            torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64),
-            torch.randint(3, (size,), generator=generator),
-        )
-        for _ in range(steps)
-    ]
-
-
-def cut(model, schedule):
-    return partition(model, schedule.n_stages, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
+    return residual()
 
 
 def stage_of(stages):
@@ -60,16 +29,6 @@ def runtime_for(model, schedule, order, optimizer=sgd):
         return optimizer(parameters, None)
 
     return SingleProcess(cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order)
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
-
-
-def differ(found, expected):
-    return any(not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected)
 
 
 SIZES = [(2, 2), (3, 3), (4, 4), (4, 8), (3, 4)]
@@ -94,14 +53,6 @@ def _schedules():
 
 
 SCHEDULES = list(_schedules())
-
-
-def name_of(schedule):
-    delay = schedule.delay if isinstance(schedule.delay, int | str) else "matrix"
-    return (
-        f"{schedule.name}-{schedule.n_stages}x{schedule.n_microbatches}-delay={delay}"
-        f"-{schedule.placement}-{schedule.state}"
-    ).replace(" ", "_")
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
@@ -139,7 +90,7 @@ def test_overlapping_steps_follow_the_same_trajectory(model, schedule):
     runtime = runtime_for(copy.deepcopy(model), schedule, "scheduled")
     results = [*runtime.run(batches[:3]), *runtime.run(batches[3:])]
     assert_same(runtime.module().state_dict(), expected[-1])
-    assert [result.step for result in results] == list(range(STEPS))
+    assert [result.step for result in results] == list(range(len(batches)))
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])

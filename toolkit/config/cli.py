@@ -13,12 +13,19 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config import schema
+from toolkit.config import ranks, schema
 from toolkit.config.errors import explain
 from toolkit.config.help import text
 
 _USAGE = 2
 _INTERRUPTED = 130
+# Of many ranks the first one writes; the others run the same job in no folder of their own.
+_WRITES_NOTHING = [
+    "hydra.output_subdir=null",
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=.",
+    "hydra.sweep.subdir=.",
+]
 
 
 def entry_point(
@@ -37,15 +44,17 @@ def entry_point(
             arguments = sys.argv[1:]
             verbose = "HYDRA_FULL_ERROR" in os.environ
             os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
-            mistakes = 0
+            mistakes, launcher = 0, os.getpid()
+            if not ranks.leads():
+                sys.argv += _WRITES_NOTHING
 
             def refuse(error: Exception) -> None:
                 """Print a user's mistake and remember it; raise anything else."""
                 nonlocal mistakes
                 message = explain(error, name, conf, arguments)
-                if message is None or verbose:
+                if message is None or verbose or os.getpid() != launcher:  # it goes back there
                     raise error
-                print(f"error: {message}", file=sys.stderr)
+                ranks.refuse(message)
                 mistakes += 1
 
             def job(config: DictConfig) -> None:
@@ -68,6 +77,7 @@ def entry_point(
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             except Exception as error:
                 refuse(error)
+            ranks.part()
             if mistakes:
                 sys.exit(_USAGE)
 

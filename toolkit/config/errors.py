@@ -35,6 +35,10 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         error = error.__cause__
     if isinstance(error, ValueError | FloatingPointError) and _raised_in(error, _ours(conf)):
         return str(error)
+    if type(error).__name__ == "JobFailedError":  # known by name: torch may not be loaded
+        return str(error)
+    if type(error).__name__ == "FailedJobError":  # of a task elsewhere, with its traceback
+        return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MissingConfigException):

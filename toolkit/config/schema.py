@@ -161,6 +161,47 @@ class SingleProcessRuntime:
 
 
 @dataclass
+class Ranks:
+    """What every runtime has that takes a process a rank."""
+
+    _target_: str = MISSING
+    backend: str = "auto"  # nccl or gloo
+    timeout: float = 120.0  # seconds after which a rank that does not answer ends the job
+
+
+@dataclass
+class DistributedRuntime(Ranks):
+    _target_: str = "toolkit.runtime.Distributed"
+    record: int = 6  # training steps of which messages, memory and time are measured
+
+
+@dataclass
+class DDPRuntime(Ranks):
+    _target_: str = "toolkit.runtime.baselines.DDP"
+    compression: str = "none"
+    bucket_mb: float = 25.0
+    bucket_view: bool = False
+
+
+@dataclass
+class FSDPRuntime(Ranks):
+    _target_: str = "toolkit.runtime.baselines.FSDP"
+    reshard: bool = True  # ZeRO-3; false: ZeRO-2
+    cpu_offload: bool = False
+
+
+@dataclass
+class DelayedAllReduceRuntime(Ranks):
+    _target_: str = "toolkit.runtime.baselines.DelayedAllReduce"
+    compression: str = "none"
+
+
+@dataclass
+class TorchPipeliningRuntime(Ranks):
+    _target_: str = "toolkit.runtime.baselines.TorchPipelining"
+
+
+@dataclass
 class Training:
     """What train and compare share."""
 
@@ -229,6 +270,10 @@ class Simulate(Analysed):
 @dataclass
 class Communication:
     workers: int = option(8, "N: workers, stages and micro-batches")
+    measured: bool = option(False, "also run every setting, on as many processes as it has ranks")
+    width: int = option(256, "of the layers of the model that is run: a square matrix a stage")
+    batch: int = option(64, "samples of a micro-batch of what is run")
+    timeout: float = option(120.0, "seconds after which a silent process ends the run")
 
 
 @dataclass
@@ -287,7 +332,14 @@ _SCHEMAS: dict[str, dict[str, type]] = {
     },
     "optimizer": {"sgd": SGD, "adamw": AdamW},
     "lr": {"constant": ConstantRate, "step": StepRate, "cosine": CosineRate},
-    "runtime": {"single_process": SingleProcessRuntime},
+    "runtime": {
+        "single_process": SingleProcessRuntime,
+        "distributed": DistributedRuntime,
+        "ddp": DDPRuntime,
+        "fsdp": FSDPRuntime,
+        "delayed_allreduce": DelayedAllReduceRuntime,
+        "torch_pipelining": TorchPipeliningRuntime,
+    },
     "hardware": {"hardware": Hardware},
     "bench": {"grouped": GroupedBench, "simulator": SimulatorBench},
 }

@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 from torch import Tensor, fx
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
@@ -27,6 +28,8 @@ class StageCost:
         input_bytes: of the tensors that the stage receives.
         output_bytes: of the tensors that it passes on.
         parameter_bytes: of its trainable parameters.
+        statistics_bytes: of the running statistics of its batch norms, which every micro-batch in
+            flight keeps and which travel with the gradients.
         forward_seconds: measured; None where the hardware is to tell.
         backward_seconds: likewise.
         kernels: work of each operation's forward, in order.
@@ -39,6 +42,7 @@ class StageCost:
     input_bytes: float = 0.0
     output_bytes: float = 0.0
     parameter_bytes: float = 0.0
+    statistics_bytes: float = 0.0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     kernels: tuple[Work, ...] = field(default=(), repr=False)
@@ -48,6 +52,16 @@ class StageCost:
         for name, value in vars(self).items():
             if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
                 raise ValueError(f"{name} of a stage is finite, 0 or more: got {value}")
+
+    @property
+    def kept_bytes(self) -> float:
+        """What a micro-batch in flight keeps."""
+        return self.activation_bytes + self.statistics_bytes
+
+    @property
+    def gradient_bytes(self) -> float:
+        """A sum of gradients, and of statistics with it."""
+        return self.parameter_bytes + self.statistics_bytes
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Forward and backward: as measured, else by the roofline of ``hardware``."""
@@ -118,6 +132,11 @@ def _analyse(stage: fx.GraphModule, inputs: Values) -> tuple[StageCost, Values]:
         input_bytes=sum(map(_bytes, inputs)),
         output_bytes=sum(map(_bytes, outputs)),
         parameter_bytes=sum(_bytes(p) for p in stage.parameters() if p.requires_grad),
+        statistics_bytes=sum(
+            2 * _bytes(norm.running_mean)
+            for norm in stage.modules()
+            if isinstance(norm, _BatchNorm) and norm.running_mean is not None
+        ),
         kernels=tuple(node.forward for node in work),
         backward_kernels=tuple(node.backward for node in work),
     )

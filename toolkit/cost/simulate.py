@@ -138,10 +138,11 @@ class _Simulation:
         end = start + self.seconds[stage][action] / self.hardware.speed(rank)
         self.computed[rank] = end
         name = f"{stage}{'FBIW'[action]}{i.microbatch}"
-        self.spans.append(Span(rank, COMPUTE, start, end, name, *key))
+        slot = self.program.slot(i)
+        self.spans.append(Span(rank, COMPUTE, start, end, name, *key, slot=slot))
         if action == Action.FORWARD:
             self.boundaries[Buffer.ACTIVATION, *key] = end
-            held = self.costs[stage].activation_bytes
+            held = self.costs[stage].kept_bytes
             self.changes.append(Change(start, rank, ACTIVATIONS, held))
             return
         if action != Action.BACKWARD_WEIGHT:
@@ -154,14 +155,14 @@ class _Simulation:
     ) -> None:
         key = (rank, stage, step)
         if key not in self.sums:
-            held = self.costs[stage].parameter_bytes
+            held = self.costs[stage].gradient_bytes
             self.changes.append(Change(start, rank, GRADIENTS, held))
         self.sums[key] = max(self.sums.get(key, 0.0), end)
 
     def _drop_sum(self, rank: int, i: Instruction, when: float) -> float:
         """When the rank's sum was ready; it is gone at ``when`` or then, if that is later."""
         ready = self.sums.pop((rank, i.stage, i.step))
-        held = self.costs[i.stage].parameter_bytes
+        held = self.costs[i.stage].gradient_bytes
         self.changes.append(Change(max(when, ready), rank, GRADIENTS, -held))
         return ready
 
@@ -179,7 +180,9 @@ class _Simulation:
         self.steps[step] = max(self.steps.get(step, 0.0), end)
         if seconds > 0:
             name = f"update {i.stage}"
-            self.spans.append(Span(rank, UPDATE, start, end, name, i.stage, None, i.step))
+            what = (i.stage, None, i.step)
+            slot = self.program.slot(i)
+            self.spans.append(Span(rank, UPDATE, start, end, name, *what, slot=slot))
 
     def _hold_weights(self, when: float, rank: int, stage: int, version: int | None) -> None:
         self.weights[rank, stage, version] = when
@@ -197,7 +200,7 @@ class _Simulation:
         if i.buffer == Buffer.WEIGHTS:
             return self.weights[rank, i.stage, i.version], cost.parameter_bytes
         if i.buffer == Buffer.GRADIENT:
-            return self.sums[rank, i.stage, i.step], cost.parameter_bytes
+            return self.sums[rank, i.stage, i.step], cost.gradient_bytes
         ready = self.boundaries[i.buffer, i.stage, i.microbatch, i.step]
         return ready, cost.output_bytes if i.buffer == Buffer.ACTIVATION else cost.input_bytes
 
@@ -208,8 +211,9 @@ class _Simulation:
         end = start + self.hardware.message(n_bytes)
         self.sent[rank] = self.received[peer] = self.arrival = end
         what = (_NAMES[i.buffer], i.stage, i.microbatch, i.step, n_bytes)
-        self.spans.append(Span(rank, SEND, start, end, *what, peer))
-        self.spans.append(Span(peer, RECEIVE, start, end, *what, rank))
+        slot = self.program.slot(i)
+        self.spans.append(Span(rank, SEND, start, end, *what, peer, slot))
+        self.spans.append(Span(peer, RECEIVE, start, end, *what, rank, slot))
         if i.buffer == Buffer.GRADIENT:
             self._drop_sum(rank, i, end)
         elif i.buffer == Buffer.WEIGHTS:
@@ -226,7 +230,7 @@ class _Simulation:
     def _collective(self, rank: int, i: Instruction) -> None:
         if rank != i.peers[0]:
             return
-        n_bytes, n_ranks = self.costs[i.stage].parameter_bytes, len(i.peers)
+        n_ranks, n_bytes = len(i.peers), self._content(i.peers[0], i)[1]
         holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
         ready = max(self._content(peer, i)[0] for peer in holders)
         start = max(ready, *(max(self.sent[p], self.received[p]) for p in i.peers))
@@ -238,7 +242,8 @@ class _Simulation:
             self.sent[peer] = self.received[peer] = end
             units = float(traffic_of(i, peer).units)
             lane, through = (SEND, units * n_bytes) if units else (RECEIVE, n_bytes)
-            self.spans.append(Span(peer, lane, start, end, name, i.stage, None, i.step, through))
+            what = (i.stage, None, i.step, through, None, self.program.slot(i))
+            self.spans.append(Span(peer, lane, start, end, name, *what))
             if i.action == Action.BROADCAST:
                 if peer == rank:
                     self._keep_weights(end, rank, i)
@@ -256,7 +261,7 @@ class _Simulation:
             when = max(when, self.weights.pop(key), self.in_use_until.pop(key, 0.0))
             self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
         else:
-            held = self.costs[i.stage].activation_bytes
+            held = self.costs[i.stage].kept_bytes
             self.changes.append(Change(when, rank, ACTIVATIONS, -held))
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +19,7 @@ class Span(NamedTuple):
     """``rank`` is busy on ``lane`` from ``start`` to ``end``, in seconds.
 
     ``peer`` is the other end of a message, None for computing and collectives; ``bytes`` what a
-    message moves through the rank's port.
+    message moves through the rank's port; ``slot`` the one in which the schedule has it.
     """
 
     rank: int
@@ -32,6 +32,7 @@ class Span(NamedTuple):
     step: int | None
     bytes: float = 0.0
     peer: int | None = None
+    slot: int | None = None
 
 
 class Change(NamedTuple):
@@ -134,35 +135,43 @@ class Timeline:
         return pd.DataFrame(self.spans, columns=Span._fields)
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write a trace that Perfetto and chrome://tracing open: a process a rank, a row a lane."""
+        """Write a trace that Perfetto and chrome://tracing open: a process a rank, a row a lane.
+
+        A row more names the slots, where the spans know theirs.
+        """
         events: list[dict] = []
         for rank in range(self.n_ranks):
             events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
-            for lane, name in enumerate(LANES):
+            for lane, name in enumerate((*LANES, "slots")):
                 events.append(_metadata("thread_name", rank, lane, name))
+            for slot, start, end in self._slots(rank):
+                events.append(_complete(f"slot {slot}", rank, len(LANES), start, end))
         for span in self.spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.lane,
-                    "pid": span.rank,
-                    "tid": LANES.index(span.lane),
-                    "ts": span.start * 1e6,
-                    "dur": (span.end - span.start) * 1e6,
-                    "args": {
-                        name: value
-                        for name in ("stage", "microbatch", "step", "bytes", "peer")
-                        if (value := getattr(span, name)) is not None
-                    },
-                }
-            )
+            named = ("stage", "microbatch", "step", "bytes", "peer", "slot")
+            args = {key: value for key in named if (value := getattr(span, key)) is not None}
+            event = _complete(span.name, span.rank, LANES.index(span.lane), span.start, span.end)
+            events.append(event | {"cat": span.lane, "args": args})
         for rank in range(self.n_ranks):
             for when, held in self.memory(rank):
                 args = {"bytes": held}
                 event = {"ph": "C", "name": "memory", "pid": rank, "ts": when * 1e6, "args": args}
                 events.append(event)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def _slots(self, rank: int) -> Iterator[tuple[int, float, float]]:
+        """Slot, start and end: from its first op to its last."""
+        times: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            if span.rank == rank and span.lane == COMPUTE and span.slot is not None:
+                start, end = times.get(span.slot, (span.start, span.end))
+                times[span.slot] = min(start, span.start), max(end, span.end)
+        for slot, (start, end) in sorted(times.items()):
+            yield slot, start, end
+
+
+def _complete(name: str, rank: int, lane: int, start: float, end: float) -> dict:
+    duration = (end - start) * 1e6
+    return {"ph": "X", "name": name, "pid": rank, "tid": lane, "ts": start * 1e6, "dur": duration}
 
 
 def _metadata(kind: str, rank: int, lane: int, name: str) -> dict:

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from numpy.typing import NDArray
 
 from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, style
 
@@ -33,17 +34,21 @@ def timelines(shown: Sequence["Timeline"]) -> Figure:
         rows = figure.subplots(
             3, len(shown), squeeze=False, height_ratios=ratios, sharex="col", sharey="row"
         )
-        unit, name = _unit(max(timeline.end for timeline in shown))
+        unit, name = _unit(max(timeline.end for timeline in shown), _TIMES)
+        fullest = max(t.peak_memory(rank) for t in shown for rank in range(t.n_ranks))
+        memory_unit, memory_name = _unit(fullest, _BYTES)
+        fastest = max((_sent(t) * _BINS / t.end).max() for t in shown)
+        traffic_unit, traffic_name = _unit(fastest, _RATES)
         for column, timeline in enumerate(shown):
             ranks, memory, traffic = rows[:, column]
             _draw_ranks(ranks, timeline, unit)
-            _draw_memory(memory, timeline, unit)
-            _draw_traffic(traffic, timeline, unit)
+            _draw_memory(memory, timeline, unit, memory_unit)
+            _draw_traffic(traffic, timeline, unit, traffic_unit)
             ranks.set_title(timeline.name)
             traffic.set_xlabel(f"time ({name})")
         rows[0, 0].set_ylabel("rank")
-        rows[1, 0].set_ylabel("fullest\nrank (GiB)")
-        rows[2, 0].set_ylabel("sent\n(GB/s)")
+        rows[1, 0].set_ylabel(f"fullest\nrank ({memory_name})")
+        rows[2, 0].set_ylabel(f"sent\n({traffic_name})")
         keys = {
             "forward": SKY,
             "backward": ORANGE,
@@ -56,11 +61,14 @@ def timelines(shown: Sequence["Timeline"]) -> Figure:
         return figure
 
 
-def _unit(seconds: float) -> tuple[float, str]:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= 2 * unit:
-            return unit, name
-    return 1e-6, "µs"
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+_RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+
+
+def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The largest unit of which there are two, or the last."""
+    return next((unit for unit in units if largest >= 2 * unit[0]), units[-1])
 
 
 def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
@@ -93,7 +101,7 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     axes.tick_params(length=0, labelbottom=False)
 
 
-def _draw_memory(axes: Axes, timeline: "Timeline", unit: float) -> None:
+def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: float) -> None:
     fullest = max(range(timeline.n_ranks), key=timeline.peak_memory)
     kinds = ("weights", "gradients", "activations")
     curves = [timeline.memory(fullest, kind) for kind in kinds]
@@ -103,7 +111,7 @@ def _draw_memory(axes: Axes, timeline: "Timeline", unit: float) -> None:
         if not curve:
             continue
         when = np.array([t for t, _ in curve])
-        held = np.array([h for _, h in curve]) / 2**30
+        held = np.array([h for _, h in curve]) / memory_unit
         at = np.searchsorted(when, times, side="right") - 1
         top = below + np.where(at >= 0, held[at], 0.0)
         axes.fill_between(
@@ -114,7 +122,15 @@ def _draw_memory(axes: Axes, timeline: "Timeline", unit: float) -> None:
     axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=1, handlelength=1)
 
 
-def _draw_traffic(axes: Axes, timeline: "Timeline", unit: float) -> None:
+def _draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: float) -> None:
+    edges = np.linspace(0, timeline.end, _BINS + 1)
+    rate = _sent(timeline) * _BINS / timeline.end
+    axes.stairs(rate / traffic_unit, edges / unit, fill=True, color=PURPLE, alpha=0.8)
+    axes.set_ylim(bottom=0)
+
+
+def _sent(timeline: "Timeline") -> NDArray[np.float64]:
+    """Bytes that all ranks send in each bin of the time."""
     edges = np.linspace(0, timeline.end, _BINS + 1)
     sent = np.zeros(_BINS)
     width = edges[1] - edges[0]
@@ -126,5 +142,4 @@ def _draw_traffic(axes: Axes, timeline: "Timeline", unit: float) -> None:
         overlap = np.minimum(edges[bins + 1], span.end) - np.maximum(edges[bins], span.start)
         lasting = overlap.sum()
         sent[bins] += span.bytes * (overlap / lasting if lasting > 0 else 1 / len(bins))
-    axes.stairs(sent / width / 1e9, edges / unit, fill=True, color=PURPLE, alpha=0.8)
-    axes.set_ylim(bottom=0)
+    return sent

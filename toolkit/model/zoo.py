@@ -6,8 +6,6 @@ from difflib import get_close_matches
 from functools import partial
 
 from torch import nn
-from torchvision.models import resnet18, resnet50, vit_b_16
-from torchvision.models.resnet import BasicBlock, ResNet
 
 _SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
 
@@ -41,10 +39,14 @@ def build(
     return MODELS[name](n_classes, image_size, in_channels)
 
 
-def _resnet(
-    make: Callable[..., ResNet], n_classes: int, image_size: int, in_channels: int
-) -> nn.Module:
-    model = make(num_classes=n_classes)
+# torchvision loads when a model is built: it takes longer than all else together, and ranks that
+# are given their model do without.
+
+
+def _resnet(name: str, n_classes: int, image_size: int, in_channels: int) -> nn.Module:
+    from torchvision.models import get_model
+
+    model = get_model(name, num_classes=n_classes)
     small = image_size <= _SMALL_IMAGE
     if small or in_channels != 3:
         kernel, stride = (3, 1) if small else (7, 2)
@@ -79,7 +81,9 @@ def _cifar_resnet(blocks: int, n_classes: int, image_size: int, in_channels: int
     return model
 
 
-def _block(width: int, wider: int, stride: int) -> BasicBlock:
+def _block(width: int, wider: int, stride: int) -> nn.Module:
+    from torchvision.models.resnet import BasicBlock
+
     downsample = None
     if stride != 1 or width != wider:
         downsample = nn.Sequential(
@@ -95,6 +99,8 @@ def _vit(n_classes: int, image_size: int, in_channels: int) -> nn.Module:
             f"vit_b_16 cuts images into patches of {patch} pixels: got images of {image_size};"
             " resize them to a multiple"
         )
+    from torchvision.models import vit_b_16
+
     model = vit_b_16(image_size=image_size, num_classes=n_classes)
     if in_channels != 3:
         model.conv_proj = nn.Conv2d(in_channels, model.hidden_dim, patch, patch)
@@ -105,8 +111,8 @@ MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "resnet8": partial(_cifar_resnet, 1),
     "resnet14": partial(_cifar_resnet, 2),
     "resnet20": partial(_cifar_resnet, 3),
-    "resnet18": partial(_resnet, resnet18),
-    "resnet50": partial(_resnet, resnet50),
+    "resnet18": partial(_resnet, "resnet18"),
+    "resnet50": partial(_resnet, "resnet50"),
     "vit_b_16": _vit,
 }
 """What :func:`build` can build."""

@@ -52,7 +52,8 @@ class Grouped:
                 total.add(gradients(weights))
             total.add(worker.take_statistics())
             self._update(worker, total, versions[worker.index], step)
-        return StepResult(step, losses.detach(), outputs.detach())
+        everyone = tuple(range(n_microbatches))
+        return StepResult(step, everyone, losses.detach(), outputs.detach())
 
     def _update(
         self, worker: StageWorker, total: Sum, versions: dict[int, Weights], step: int

@@ -7,19 +7,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class StepResult:
-    """One training step.
+    """One training step, as far as this process has seen it.
 
     Attributes:
         step: which one, from 0.
-        losses: the loss of each micro-batch, shape ``[n_microbatches]``, detached.
-        outputs: the model's outputs, shape ``[n_microbatches * b, ...]``, detached.
+        microbatches: those whose loss this process has computed, ascending: all of them in a
+            single process, those of this rank among many.
+        losses: their losses, shape ``[len(microbatches)]``, detached.
+        outputs: their outputs, shape ``[len(microbatches) * b, ...]``, detached.
     """
 
     step: int
+    microbatches: tuple[int, ...]
     losses: Tensor
     outputs: Tensor
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss: what the step minimises."""
+        """The mean loss: over all micro-batches it is what the step minimises."""
         return self.losses.mean()

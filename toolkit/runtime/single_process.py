@@ -6,16 +6,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.model import Stages
+from toolkit.runtime.checks import check_fit, divisible, scalar
 from toolkit.runtime.grouped import Grouped, Loss
+from toolkit.runtime.interface import Batch
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
 from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values, Weights
+from toolkit.runtime.state import check_state, state_of
 from toolkit.schedule import Schedule
 
 ORDERS = ("grouped", "scheduled")
 _WINDOW = 64  # training steps lowered at once in order "scheduled"
-
-Batch = tuple[Tensor | Values, Tensor]
 
 
 class SingleProcess:
@@ -57,16 +58,7 @@ class SingleProcess:
     ) -> None:
         if order not in ORDERS:
             raise ValueError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
-        if len(stages) != schedule.n_stages:
-            raise ValueError(
-                f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
-                f" partition it into {schedule.n_stages}"
-            )
-        if not callable(optimizer):
-            raise ValueError(
-                "optimizer makes an optimizer from a list of parameters: give a function, such as"
-                f" lambda p: torch.optim.SGD(p, lr=0.1), not a {type(optimizer).__name__}"
-            )
+        check_fit(stages, schedule, optimizer)
         self.stages = stages
         self.schedule = schedule
         self.order = order
@@ -75,8 +67,8 @@ class SingleProcess:
             StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
         ]
         self._versions: list[dict[int, Weights]] = [{0: w.newest()} for w in self._workers]
-        self._grouped = Grouped(self._workers, schedule, _scalar(loss))
-        self._scheduled = Scheduled(self._workers, schedule, _scalar(loss))
+        self._grouped = Grouped(self._workers, schedule, scalar(loss))
+        self._scheduled = Scheduled(self._workers, schedule, scalar(loss))
 
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
@@ -85,8 +77,20 @@ class SingleProcess:
     @property
     def learning_rates(self) -> list[float]:
         """The learning rate of each stage's next update."""
-        optimizers = (worker.optimizer for worker in self._workers)
-        return [optimizer.param_groups[0]["lr"] for optimizer in optimizers if optimizer]
+        rates = (worker.learning_rate for worker in self._workers)
+        return [rate for rate in rates if rate is not None]
+
+    @property
+    def rank(self) -> int:
+        return 0
+
+    @property
+    def n_ranks(self) -> int:
+        return 1
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' ``values``: themselves."""
+        return values
 
     def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
         """One training step, to its last update.
@@ -127,7 +131,9 @@ class SingleProcess:
             window = min(_WINDOW, n_steps - done)
             program = self.schedule.lower(window, self.steps_done)
             yield from self._scheduled.run(
-                program, self._versions, lambda: self._divisible(*next(source))
+                program,
+                self._versions,
+                lambda step: divisible(*next(source), self.schedule.n_microbatches),
             )
             self.steps_done += window
 
@@ -137,8 +143,8 @@ class SingleProcess:
             "steps_done": self.steps_done,
             "model": self.module().state_dict(),
             "versions": [dict(versions) for versions in self._versions],
-            "optimizers": [_state(worker.optimizer) for worker in self._workers],
-            "lr_schedulers": [_state(worker.scheduler) for worker in self._workers],
+            "optimizers": [state_of(worker.optimizer) for worker in self._workers],
+            "lr_schedulers": [state_of(worker.scheduler) for worker in self._workers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -147,23 +153,8 @@ class SingleProcess:
         Raises:
             ValueError: the state is of other stages, or lacks weights that the schedule reads.
         """
-        if missing := sorted(_STATE - state.keys()):
-            raise ValueError(f"this is not the state of a SingleProcess: it lacks {missing}")
-        names = [set(worker.masters) for worker in self._workers]
-        theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
-        if names != theirs:
-            raise ValueError(
-                f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}:"
-                " partition the model as it was when the state was taken"
-            )
+        check_state(state, self.schedule, self._workers)
         steps_done = state["steps_done"]
-        for j, versions in enumerate(state["versions"]):
-            needed = set(range(self.schedule.oldest_version(j, steps_done), steps_done + 1))
-            if lacking := sorted(needed - versions.keys()):
-                raise ValueError(
-                    f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
-                    " and the state was taken under one with smaller delays: go on with that one"
-                )
         self.steps_done = steps_done
         self.module().load_state_dict(state["model"])
         for j, worker in enumerate(self._workers):
@@ -179,44 +170,9 @@ class SingleProcess:
     def _run_grouped(self, batches: Iterator[Batch], n_steps: int | None) -> Iterator[StepResult]:
         while n_steps is None or n_steps > 0:
             try:
-                inputs, targets = self._divisible(*next(batches))
+                inputs, targets = divisible(*next(batches), self.schedule.n_microbatches)
             except StopIteration:
                 return
             yield self._grouped.step(self.steps_done, self._versions, inputs, targets)
             self.steps_done += 1
             n_steps = None if n_steps is None else n_steps - 1
-
-    def _divisible(self, inputs: Tensor | Values, targets: Tensor) -> tuple[Values, Tensor]:
-        inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        n = self.schedule.n_microbatches
-        sizes = {len(tensor) for tensor in (*inputs, targets)}
-        if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
-            raise ValueError(
-                f"a batch is divided into {n} micro-batches of equal size, inputs and targets"
-                f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
-                f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
-            )
-        return inputs, targets
-
-
-def _scalar(loss: Loss) -> Loss:
-    """``loss``, refused if it gives anything but one number."""
-
-    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = loss(outputs, targets)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
-                f"the loss of a micro-batch is a scalar tensor: got {shape}; average it"
-                ' (reduction="mean")'
-            )
-        return value
-
-    return checked
-
-
-_STATE = {"steps_done", "model", "versions", "optimizers", "lr_schedulers"}
-
-
-def _state(part: Any) -> dict[str, Any] | None:
-    return None if part is None else part.state_dict()

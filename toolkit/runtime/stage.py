@@ -1,7 +1,8 @@
 """One stage at work: it computes with any weight version, and updates its newest."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -67,7 +68,7 @@ class StageWorker:
         tensors = chain(stage.parameters(), stage.buffers())
         self.compute = copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}).train()
         self.norms = replace_norms(self.compute, self.group)
-        self.random = _draws_at_random(self.compute)
+        self.random = draws_at_random(self.compute)
         self.optimizer = make_optimizer(list(self.masters.values())) if self.masters else None
         self.scheduler = (
             make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
@@ -77,17 +78,22 @@ class StageWorker:
         """A copy with parameters and optimizer state of its own."""
         twin = StageWorker(copy.deepcopy(self.stage), self.index, *self.makers, self.seed)
         twin.load(
-            copy.deepcopy(self.optimizer.state_dict()) if self.optimizer else None,
-            copy.deepcopy(self.scheduler.state_dict()) if self.scheduler else None,
+            self.optimizer.state_dict() if self.optimizer else None,
+            self.scheduler.state_dict() if self.scheduler else None,
         )
         return twin
 
     def load(self, optimizer: dict[str, Any] | None, scheduler: dict[str, Any] | None) -> None:
-        """Take over the state of another stage's optimizer and learning-rate schedule."""
+        """Take over a copy of the state of another stage's optimizer and learning-rate schedule."""
         if self.optimizer is not None and optimizer is not None:
-            self.optimizer.load_state_dict(optimizer)
+            self.optimizer.load_state_dict(copy.deepcopy(optimizer))
         if self.scheduler is not None and scheduler is not None:
-            self.scheduler.load_state_dict(scheduler)
+            self.scheduler.load_state_dict(copy.deepcopy(scheduler))
+
+    @property
+    def learning_rate(self) -> float | None:
+        """That of the next update; None where there is nothing to train."""
+        return self.optimizer.param_groups[0]["lr"] if self.optimizer else None
 
     def newest(self) -> Weights:
         """The newest version. It shares memory with the parameters until the next update."""
@@ -104,8 +110,7 @@ class StageWorker:
         parts = zip(*(tensor.chunk(len(microbatches)) for tensor in inputs), strict=True)
         outputs = []
         for microbatch, part in zip(microbatches, parts, strict=True):
-            with torch.random.fork_rng(_devices(part)):
-                torch.manual_seed(hash((self.seed, step, self.index, microbatch)))
+            with drawing(part, self.seed, step, self.index, microbatch):
                 outputs.append(torch.func.functional_call(self.compute, weights, part))
         return tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True))
 
@@ -150,15 +155,20 @@ def gradients(weights: Weights) -> dict[str, Tensor]:
     return {name: leaf.grad for name, leaf in weights.items() if leaf.grad is not None}
 
 
-def _devices(tensors: Iterable[Tensor]) -> list[torch.device]:
-    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+@contextmanager
+def drawing(inputs: Values, seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
+    """Draw at random what belongs to a stage on a micro-batch; the generators are kept."""
+    with torch.random.fork_rng({tensor.device for tensor in inputs if tensor.is_cuda}):
+        torch.manual_seed(hash((seed, step, stage, microbatch)))
+        yield
 
 
 _RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU)
 _RANDOM_FUNCTIONS = ("dropout", "stochastic_depth", "bernoulli", "rrelu", "rand", "normal_")
 
 
-def _draws_at_random(stage: nn.Module) -> bool:
+def draws_at_random(stage: nn.Module) -> bool:
+    """Whether a stage's forward in training may use a random generator."""
     for module in stage.modules():
         if isinstance(module, _RANDOM_MODULES) and getattr(module, "p", 1) > 0:
             return True

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from toolkit.schedule.program import Action, Buffer, Program, traffic_of
+from toolkit.schedule.program import Action, Buffer, Instruction, Program, Traffic, traffic_of
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import settled_steps, steady_slots
 
@@ -26,6 +26,7 @@ class Footprint:
         weights: the most weights that one rank holds at once, older versions and those passing
             through included.
         traffic: parameters and gradients that a rank sends in a step, on average.
+        messages: of parameters and gradients that a rank sends in a step, on average.
         traffic_in_slot: the most that a rank sends in a slot.
         rounds: the longest row of messages, each waiting for the one before, between two slots.
     """
@@ -36,6 +37,7 @@ class Footprint:
     parameters: Fraction
     weights: Fraction
     traffic: Fraction
+    messages: Fraction
     traffic_in_slot: Fraction
     rounds: int
 
@@ -52,28 +54,36 @@ def footprint(schedule: "Schedule") -> Footprint:
         for rank in schedule.first_holders(j):
             kept[rank] += 1
     traffic = program.traffic()[slots]
+    sent = _sent_in(program, settled)
     return Footprint(
         ranks=schedule.n_ranks,
         activations=max(map(max, activations)) * stage,
         total_activations=max(map(sum, zip(*activations, strict=True))) * stage,
         parameters=max(kept) * stage,
         weights=max(program.peak_weights()) * stage,
-        traffic=_sent_in(program, settled) * stage / schedule.n_ranks,
+        traffic=sent.units * stage / schedule.n_ranks,
+        messages=Fraction(sent.messages, schedule.n_ranks),
         traffic_in_slot=max(of_rank.units for slot in traffic for of_rank in slot) * stage,
         rounds=_rounds(program),
     )
 
 
-def _sent_in(program: Program, step: int) -> Fraction:
-    """Stage-parameters that all ranks send for the gradient of ``step`` and the weights read."""
-    total = Fraction()
+def belongs_to(i: Instruction, step: int) -> bool:
+    """Whether ``i`` moves the gradient of ``step``, or the newest weights that it reads."""
+    if i.buffer == Buffer.GRADIENT:
+        return i.step == step
+    return i.buffer == Buffer.WEIGHTS and i.version == step
+
+
+def _sent_in(program: Program, step: int) -> Traffic:
+    """What all ranks send for ``step``."""
+    messages, units = 0, Fraction()
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
-            gradient = i.buffer == Buffer.GRADIENT and i.step == step
-            weights = i.buffer == Buffer.WEIGHTS and i.version == step
-            if gradient or weights:
-                total += traffic_of(i, rank).units
-    return total
+            if belongs_to(i, step):
+                sent = traffic_of(i, rank)
+                messages, units = messages + sent.messages, units + sent.units
+    return Traffic(messages, units)
 
 
 def _rounds(program: Program) -> int:

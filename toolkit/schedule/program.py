@@ -1,6 +1,6 @@
 """What each rank does, in order: the lowered form that is verified, simulated and run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
@@ -28,6 +28,10 @@ class Action(IntEnum):
     @property
     def computes(self) -> bool:
         return self <= Action.BACKWARD_WEIGHT
+
+    @property
+    def communicates(self) -> bool:
+        return Action.SEND <= self <= Action.BROADCAST
 
 
 class Buffer(IntEnum):
@@ -125,7 +129,8 @@ class Program:
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
-        return tuple(tuple(self._alive_by_slot(rank)) for rank in self.ranks)
+        tick = self.schedule.timing.ticks_per_slot
+        return tuple(tuple(most_by_slot(_alive(r), self.n_slots, tick)) for r in self.ranks)
 
     def peak_activations(self) -> tuple[int, ...]:
         """The most stage-activations that each rank holds at once."""
@@ -172,18 +177,26 @@ class Program:
                     of_slot[rank] = Traffic(messages + sent.messages, units + sent.units)
         return tuple(map(tuple, total))
 
-    def _alive_by_slot(self, instructions: Sequence[Instruction]) -> Iterator[int]:
-        tick = self.schedule.timing.ticks_per_slot
-        changes = list(_alive(instructions))
-        alive = at = 0
-        for slot in range(self.n_slots):
-            most = alive
-            while at < len(changes) and changes[at][0] < (slot + 1) * tick:
-                when, alive = changes[at]
-                # A release at the slot's very start does not count in it, nor what it released.
-                most = alive if when == slot * tick else max(most, alive)
-                at += 1
-            yield most
+
+def most_by_slot(
+    changes: Iterable[tuple[int, int]], n_slots: int, ticks_per_slot: int
+) -> Iterator[int]:
+    """The highest level in each slot, of a quantity that changes at ticks.
+
+    A release at a slot's very start does not count in it, nor what it released.
+
+    Args:
+        changes: (tick, level from then on), in order.
+    """
+    coming = [*changes]
+    level = at = 0
+    for slot in range(n_slots):
+        most = level
+        while at < len(coming) and coming[at][0] < (slot + 1) * ticks_per_slot:
+            when, level = coming[at]
+            most = level if when == slot * ticks_per_slot else max(most, level)
+            at += 1
+        yield most
 
 
 def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:

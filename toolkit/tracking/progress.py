@@ -10,15 +10,18 @@ class Progress:
     """A bar over epochs, counted in steps; on a terminal it moves, elsewhere it prints seldom.
 
     Args:
-        n_epochs: epochs of all runs together.
+        n: epochs of all runs together, or what else is done in steps.
+        unit: of ``n``.
+        shown: whether this process is the one that shows it.
     """
 
-    def __init__(self, n_epochs: int) -> None:
+    def __init__(self, n: int, *, unit: str = "epochs", shown: bool = True) -> None:
         self._epochs = 0
         self._bar = tqdm(
-            total=n_epochs,
-            unit="epoch",
-            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
+            total=n,
+            disable=not shown,
+            unit=f" {unit}",
+            bar_format="{l_bar}{bar}| {n:.1f}/{total}{unit} [{elapsed}<{remaining}{postfix}]",
             mininterval=0.2 if sys.stderr.isatty() else 10,
         )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -12,7 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.config.build import build_model, build_schedule
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.interface import Runtime
+from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.processes.world import World, join
 from toolkit.schedule import Schedule
 from toolkit.training.data import ImageSet
 from toolkit.training.loop import Epoch, fit
@@ -25,8 +29,18 @@ class Job:
     config: DictConfig
     schedule: Schedule
     images: ImageSet
-    runtime: SingleProcess
+    runtime: Runtime
     device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the one that reports: of many ranks, the first."""
+        return self.runtime.rank == 0
+
+    @property
+    def n_ranks(self) -> int:
+        """Processes that train together."""
+        return self.runtime.n_ranks
 
     @property
     def batch_size(self) -> int:
@@ -50,6 +64,12 @@ class Job:
             on_step=on_step,
         )
 
+    def measurements(self) -> Measurements | None:
+        """What all ranks have measured, where the runtime measures. Every rank calls it."""
+        if self.config.runtime.get("record") and isinstance(self.runtime, Distributed):
+            return self.runtime.measurements()
+        return None
+
 
 def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
     """Build what ``config`` describes: equal seeds give equal weights and batches.
@@ -59,13 +79,15 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
         images: the image set, if it is loaded already.
 
     Raises:
-        ValueError: a part cannot be built, or does not fit the others.
+        ValueError: a part cannot be built, or does not fit the others; or the runtime takes many
+            processes and this is not one of them.
     """
     for name in ("stages", "microbatches", "batch", "epochs"):
         if config[name] < 1:
             raise ValueError(f"{name} is 1 or more: got {config[name]}")
-    device = pick_device(config.device)
     schedule = build_schedule(config.schedule)
+    options, world = _meet(config, schedule)
+    device = world.device if world else pick_device(config.device)
     images = instantiate(config.data) if images is None else images
     assert images is not None
     torch.manual_seed(config.seed)
@@ -90,15 +112,25 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
             lambda step: rate.factor(step, steps_per_epoch, config.epochs, batch_size),
         )
 
-    runtime = instantiate(config.runtime, _partial_=True)(
+    runtime = instantiate(options, _partial_=True)(
         stages,
         schedule,
         optimizer=_optimizer(config.optimizer),
         loss=F.cross_entropy,
         lr_scheduler=scheduler,
         seed=config.seed,
+        **({"world": world} if world else {}),
     )
     return Job(config, schedule, images, runtime, device)
+
+
+def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
+    """The runtime's own options; and the ranks, where it takes a process for each."""
+    options: dict[str, Any] = dict(config.runtime)
+    if "timeout" not in options:
+        return options, None
+    reach = {name: options.pop(name) for name in ("backend", "timeout")}
+    return options, join(schedule.n_ranks, device=config.device, **reach)
 
 
 def _optimizer(config: DictConfig) -> Callable[..., Optimizer]:

@@ -3,13 +3,18 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit.runtime import SingleProcess
+from toolkit.runtime.interface import Runtime
 from toolkit.training.data import Batches, ImageSet
+
+
+def _alone(values: Tensor) -> Tensor:
+    return values
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Epoch:
 
 
 def fit(
-    runtime: SingleProcess,
+    runtime: Runtime,
     images: ImageSet,
     *,
     epochs: int,
@@ -48,7 +53,8 @@ def fit(
     """Train for ``epochs`` and evaluate after each.
 
     Args:
-        runtime: trains; its model is on ``device``.
+        runtime: trains; its model is on ``device``. Where it is one of many ranks, all of them
+            call this alike, and get the same metrics.
         images: training and test images.
         batch_size: images a training step, all micro-batches together.
         seed: of the order of the images and their augmentation.
@@ -64,17 +70,20 @@ def fit(
         rate = runtime.learning_rates[0]
         start = time.perf_counter()
         losses = []
-        for result in runtime.run(batches):
-            losses.append(result.loss)
-            on_step(len(losses), len(batches))
-        train_loss = float(torch.stack(losses).mean())
+        for step, result in enumerate(runtime.run(batches), start=1):
+            losses.append(result.losses)
+            on_step(step, len(batches))
+        mine = torch.cat(losses).double().cpu()
+        loss, n_losses = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
+        train_loss = loss / n_losses
         seconds = time.perf_counter() - start
-        if not torch.isfinite(torch.tensor(train_loss)):
+        if not isfinite(train_loss):
             raise FloatingPointError(
                 f"the training loss of epoch {epoch} is {train_loss}: lower optimizer.lr, or warm"
                 " up with lr.warmup_epochs"
             )
-        test = evaluate(runtime.module(), images.test(max(batch_size, 256), device))
+        share = images.test(max(batch_size, 256), device, runtime.rank, runtime.n_ranks)
+        test = evaluate(runtime.module(), share, runtime.total)
         done = Epoch(
             epoch=epoch,
             train_loss=train_loss,
@@ -90,20 +99,24 @@ def fit(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches) -> Evaluation:
-    """Test ``model`` on ``batches``; its mode is afterwards what it was."""
+def evaluate(
+    model: nn.Module, batches: Batches, total: Callable[[Tensor], Tensor] = _alone
+) -> Evaluation:
+    """Test ``model`` on ``batches``; its mode is afterwards what it was.
+
+    Args:
+        total: sums over all ranks, where each tests a share.
+    """
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    n = 0
-    loss = torch.zeros(())
-    top1 = top5 = torch.zeros((), dtype=torch.long)
+    summed = torch.zeros(4, dtype=torch.float64)  # losses, first, among the first five, images
     for inputs, targets in batches:
         outputs = model(inputs)
         first = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
-        loss = loss + F.cross_entropy(outputs, targets, reduction="sum").cpu()
-        top1 = top1 + first[:, 0].sum().cpu()
-        top5 = top5 + first.sum().cpu()
-        n += len(targets)
+        loss = F.cross_entropy(outputs, targets, reduction="sum")
+        counts = (loss, first[:, 0].sum(), first.sum(), torch.tensor(len(targets)))
+        summed += torch.stack([count.double().cpu() for count in counts])
     for module, mode in modes.items():
         module.training = mode
-    return Evaluation(float(loss) / n, int(top1) / n, int(top5) / n)
+    loss, top1, top5, n = total(summed)
+    return Evaluation(float(loss / n), float(top1 / n), float(top5 / n))

@@ -2,17 +2,18 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from toolkit.training.data.images import Batch, Batches
+from toolkit.training.data.parts import Wanted, rows_of
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -75,31 +76,16 @@ class Folder:
         generator = torch.Generator().manual_seed(hash((seed, epoch)))
         order = torch.randperm(len(self._train), generator=generator)
         images = _Seeded(self._train, self._augment, hash((seed, epoch)))
-        return self._load(images, order, batch_size, device, drop_last=True)
+        chosen = [*order.split(batch_size)][: len(order) // batch_size]
+        return _Loaded(images, chosen, batch_size, device, self.num_workers)
 
-    def test(self, batch_size: int, device: torch.device) -> Batches:
-        images = _Seeded(self._test, self._centre, 0)
-        order = torch.arange(len(self._test))
-        return self._load(images, order, batch_size, device, drop_last=False)
-
-    def _load(
-        self,
-        images: "_Seeded",
-        order: Tensor,
-        batch_size: int,
-        device: torch.device,
-        *,
-        drop_last: bool,
+    def test(
+        self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
-        loader: DataLoader[Batch] = DataLoader(
-            images,
-            batch_size,
-            sampler=_Fixed(order),
-            num_workers=self.num_workers,
-            pin_memory=device.type == "cuda",
-            drop_last=drop_last,
-        )
-        return _Moved(loader, device)
+        images = _Seeded(self._test, self._centre, 0)
+        order = torch.arange(len(self._test))[rank::n_ranks]
+        chosen = [*order.split(batch_size)] if len(order) else []
+        return _Loaded(images, chosen, batch_size, device, self.num_workers)
 
 
 class DamagedImageError(ValueError):
@@ -136,30 +122,28 @@ class _Seeded(Dataset[Batch]):
             return self.transform(image), label
 
 
-class _Fixed(Sampler[int]):
-    """Indices in a given order."""
-
-    def __init__(self, order: Tensor) -> None:
-        self.order = order
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order.tolist())
-
-
 @dataclass(frozen=True)
-class _Moved:
-    loader: DataLoader[Batch]
+class _Loaded:
+    """Batches of the images at ``chosen``, read by worker processes."""
+
+    images: _Seeded
+    chosen: list[Tensor]
+    batch_size: int
     device: torch.device
+    num_workers: int
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return len(self.chosen)
 
     def __iter__(self) -> Iterator[Batch]:
+        loader: DataLoader[Batch] = DataLoader(
+            self.images,
+            batch_sampler=[indices.tolist() for indices in self.chosen],
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
         try:
-            for inputs, targets in self.loader:
+            for inputs, targets in loader:
                 yield (
                     inputs.to(self.device, non_blocking=True),
                     targets.to(self.device, non_blocking=True),
@@ -167,3 +151,9 @@ class _Moved:
         except DamagedImageError as error:  # a worker's comes with its traceback as its message
             last = str(error).strip().splitlines()[-1]
             raise DamagedImageError(last.partition("DamagedImageError: ")[2] or last) from None
+
+    def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
+        """See :class:`toolkit.runtime.interface.Divisible`."""
+        rows = rows_of(self.batch_size, n_parts, wanted)
+        parts = [indices[rows(k, len(indices))] for k, indices in enumerate(self.chosen)]
+        return iter(replace(self, chosen=[part for part in parts if len(part)]))

@@ -27,6 +27,8 @@ class ImageSet(Protocol):
         """The batches of one epoch, shuffled and augmented by (seed, epoch); full ones only."""
         ...
 
-    def test(self, batch_size: int, device: torch.device) -> Batches:
-        """The test images, in order."""
+    def test(
+        self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
+    ) -> Batches:
+        """Every ``n_ranks``-th test image from number ``rank`` on."""
         ...

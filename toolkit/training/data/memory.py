@@ -1,12 +1,13 @@
 """Small image sets: held in memory as one tensor, augmented a batch at a time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from toolkit.training.data.images import Batch, Batches
+from toolkit.training.data.parts import Rows, Wanted, all_rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ class InMemory:
         order = torch.randperm(n, generator=generator)
         return _MemoryBatches(self, self._train, order, batch_size, device, generator)
 
-    def test(self, batch_size: int, device: torch.device) -> Batches:
-        order = torch.arange(len(self._test.labels))
+    def test(
+        self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
+    ) -> Batches:
+        order = torch.arange(len(self._test.labels))[rank::n_ranks]
         return _MemoryBatches(self, self._test, order, batch_size, device, None)
 
     def prepare(
@@ -76,6 +79,7 @@ class _MemoryBatches:
     batch_size: int
     device: torch.device
     generator: torch.Generator | None
+    rows: Rows = all_rows
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.batch_size)
@@ -83,9 +87,16 @@ class _MemoryBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         generator = None if self.generator is None else self.generator.clone_state()
-        for chosen in self.order.split(self.batch_size)[: len(self)]:
+        for k, chosen in enumerate(self.order.split(self.batch_size)[: len(self)]):
+            # Drawn for the whole batch, so that a part of it is augmented like the whole.
             x = self.images.prepare(self.source.images[chosen], self.device, generator)
-            yield x, self.source.labels[chosen].to(self.device)
+            rows = self.rows(k, len(chosen))
+            if len(rows):
+                yield x[rows.to(self.device)], self.source.labels[chosen[rows]].to(self.device)
+
+    def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
+        """See :class:`toolkit.runtime.interface.Divisible`."""
+        return iter(replace(self, rows=rows_of(self.batch_size, n_parts, wanted)))
 
 
 def _random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,215 @@
+"""What each rank of the conformance suite of the distributed runtime does."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from tests.runtime import models
+from toolkit.cost import profile, simulate
+from toolkit.cost.hardware import UNIT
+from toolkit.runtime import Distributed, SingleProcess, join
+from toolkit.schedule import Schedule, catalog
+
+STEPS = 6
+
+# Stage 1 is on both ranks; sums of its gradients go from the one to the other.
+SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
+
+
+def schedules(n_ranks):
+    """Every method that takes ``n_ranks``, of 2, 3, 4 or 10; to add one is to buy the suite."""
+    if n_ranks == 10:
+        yield catalog.cyclic(4, 1, "per_stage_and_microbatch")
+        yield catalog.cyclic(4, "freshest", "per_stage_and_microbatch")
+    if n_ranks == 3:
+        yield catalog.cyclic(2, 1, "per_stage_and_microbatch")
+        yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch")
+        yield catalog.data_parallel(3, n_stages=4)
+        yield catalog.cyclic(3, n_stages=2)
+    if n_ranks not in (2, 4):
+        return
+    n = n_ranks
+    for state in ("replicated", "sharded"):
+        yield catalog.data_parallel(n, state=state)
+        yield catalog.cyclic(n, 1, state=state)
+        yield catalog.cyclic(n, "freshest", state=state)
+    for delay in (1, "freshest"):
+        yield catalog.cyclic(n, delay, "per_stage")
+    yield catalog.cyclic(n, 2)
+    yield catalog.data_parallel(n, delay=1)
+    yield catalog.gpipe(n, n)
+    yield catalog.one_f_one_b(n, 2 * n)
+    yield catalog.interleaved_1f1b(2 * n, n, n)
+    yield catalog.zero_bubble(n, n)
+    yield catalog.pipedream_2bw(n, n + 1)
+    if n == 4:
+        yield catalog.data_parallel(2, "per_stage_and_microbatch")
+        gpipe = catalog.gpipe(4, 3)
+        yield Schedule.from_csv(gpipe.to_csv(), name="CSV")
+    if n == 2:
+        yield Schedule.from_rank_orders(SPLIT, name="rank orders")
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-3)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+@dataclass
+class Trained:
+    """What came of a run.
+
+    Attributes:
+        middle, end: the model's state after 4 and after all steps.
+        steps: of the results.
+        losses: (step, micro-batch) -> loss, of all ranks.
+        peaks: activation bytes of each rank.
+        sent: bytes that each rank sent, of all buffers.
+    """
+
+    middle: dict
+    end: dict
+    steps: list[list[int]]
+    losses: dict
+    peaks: tuple[int, ...]
+    sent: list[float]
+
+
+def train(world, schedule: Schedule) -> Trained:
+    """Run ``schedule`` on ``world``: four overlapping steps, one alone, and one alone."""
+    batches = models.make_batches(schedule.n_microbatches, STEPS)
+    stages = models.cut(models.residual(), schedule)
+    runtime = Distributed(stages, schedule, sgd, F.cross_entropy, world=world, record=STEPS)
+    results = list(runtime.run(batches[:4]))
+    middle = copy.deepcopy(runtime.module().state_dict())
+    results += [runtime.step(*batch) for batch in batches[4:]]
+    end = runtime.module().state_dict()
+    found = runtime.measurements()
+    mine = {
+        (result.step, m): loss
+        for result in results
+        for m, loss in zip(result.microbatches, result.losses, strict=True)
+    }
+    losses = {key: loss for part in world.gather(mine) for key, loss in part.items()}
+    steps = world.gather([result.step for result in results])
+    sent = [row["bytes_sent"] for row in found.by_rank()]
+    return Trained(middle, end, steps, losses, found.peak_activations(), sent)
+
+
+def all_methods(sizes) -> dict[int, list[Trained]]:
+    """Every schedule of each of ``sizes``, on a part of the world."""
+    world = join()
+    trained: dict[int, list[Trained]] = {}
+    for size in sizes:
+        part = world.part(size)
+        if part is not None:
+            trained[size] = [train(part, schedule) for schedule in schedules(size)]
+        world.barrier()
+    return trained if world.rank == 0 else {}
+
+
+def predicted(schedule: Schedule) -> tuple[list[float], list[float]]:
+    """Peak activation bytes and bytes sent of each rank, in the three runs of :func:`train`."""
+    stages = models.cut(models.residual(), schedule)
+    example = torch.empty(3, 1, 6, 6, dtype=torch.float64, device="meta")
+    costs = profile(stages, example)
+    sent = [0.0] * schedule.n_ranks
+    peaks = [0.0] * schedule.n_ranks
+    for first, n_steps in ((0, 4), (4, 1), (5, 1)):
+        timeline = simulate(schedule.lower(n_steps, first), costs, UNIT)
+        sent = [a + b for a, b in zip(sent, timeline.bytes_sent(), strict=True)]
+        of_run = [timeline.peak_memory(rank, "activations") for rank in range(timeline.n_ranks)]
+        peaks = [max(pair) for pair in zip(peaks, of_run, strict=True)]
+    return peaks, sent
+
+
+def by_itself(schedule: Schedule) -> tuple[dict, dict, dict]:
+    """Middle, end and losses in a single process."""
+    batches = models.make_batches(schedule.n_microbatches, STEPS)
+    stages = models.cut(models.residual(), schedule)
+    runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy)
+    results = list(runtime.run(batches[:4]))
+    middle = copy.deepcopy(runtime.module().state_dict())
+    results += list(runtime.run(batches[4:]))
+    losses = {(r.step, m): loss for r in results for m, loss in enumerate(r.losses)}
+    return middle, runtime.module().state_dict(), losses
+
+
+def odd_jobs() -> dict[str, Any]:
+    """What one schedule is enough to show, on 2 ranks."""
+    world = join()
+    found: dict[str, Any] = {}
+    for schedule in (catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)):
+        stages = models.cut_awkward(models.awkward(), schedule)
+        scheduler = _decay
+        runtime = Distributed(
+            stages, schedule, adamw, F.cross_entropy, lr_scheduler=scheduler, seed=3, world=world
+        )
+        list(runtime.run(models.id_batches(schedule.n_microbatches)))
+        found[f"awkward {schedule.name}"] = runtime.module().state_dict()
+        found[f"rates {schedule.name}"] = runtime.learning_rates
+    found["state"] = _state_dict(world)
+    found["resumed"] = _resume(world, found["state"])
+    found["unalike"] = _unalike(world)
+    found["errors"] = _errors(world)
+    return found
+
+
+def _decay(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def _runtime(world, schedule, model=None, **options):
+    stages = models.cut(model or models.residual(), schedule)
+    return Distributed(stages, schedule, sgd, F.cross_entropy, world=world, **options)
+
+
+def _state_dict(world):
+    runtime = _runtime(world, catalog.cyclic(2, 1, state="sharded"))
+    list(runtime.run(models.make_batches(2)[:3]))
+    return copy.deepcopy(runtime.state_dict())
+
+
+def _resume(world, state):
+    """Under another placement of the same trajectory."""
+    runtime = _runtime(world, catalog.cyclic(2, 1, "per_stage"))
+    runtime.load_state_dict(state)
+    list(runtime.run(models.make_batches(2)[3:]))
+    return runtime.module().state_dict()
+
+
+def _unalike(world):
+    """Ranks that begin with other weights follow rank 0's."""
+    model = models.residual()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += world.rank
+    runtime = _runtime(world, catalog.cyclic(2), model)
+    list(runtime.run(models.make_batches(2)))
+    return runtime.module().state_dict()
+
+
+def _errors(world) -> list[str]:
+    """The messages of what every rank refuses alike."""
+    runtime = _runtime(world, catalog.cyclic(2))
+    batches = models.make_batches(2)
+    attempts = (
+        lambda: _runtime(world, catalog.cyclic(3)),
+        lambda: _runtime(world, catalog.gpipe(2, 2)).measurements(),
+        lambda: list(runtime.run(iter(batches))),
+        lambda: runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7)),
+        lambda: runtime.load_state_dict({}),
+    )
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages

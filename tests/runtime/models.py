@@ -1,0 +1,102 @@
+"""Models and batches on which every runtime is held to the reference."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.model import partition
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(self.norm(self.conv(x)) + x)
+
+
+def residual():
+    """Convolutions, batch norms and residuals, in float64."""
+    torch.manual_seed(0)
+    blocks = [Residual(4) for _ in range(4)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]
+    stem = nn.Conv2d(1, 4, 3, bias=False)
+    return nn.Sequential(stem, nn.BatchNorm2d(4), *blocks, *head).double()
+
+
+def make_batches(n_microbatches, steps=5):
+    """For :func:`residual`: micro-batches of 3 images."""
+    generator = torch.Generator().manual_seed(1)
+    size = n_microbatches * 3
+    return [
+        (
+            torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def cut(model, schedule):
+    return partition(model, schedule.n_stages, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
+
+
+class Awkward(nn.Module):
+    """Whole numbers cross boundaries; dropout, frozen and unused parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.near = nn.Embedding(7, 6)
+        self.first = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.far = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, ids):
+        x = self.dropout(torch.relu(self.first(self.near(ids))))
+        x = self.frozen(x) + self.far(ids)
+        return self.head(x.mean(1))
+
+
+def awkward():
+    torch.manual_seed(0)
+    return Awkward().double()
+
+
+def id_batches(n_microbatches, steps=5):
+    """For :func:`awkward`: micro-batches of 2 rows of 4 ids."""
+    generator = torch.Generator().manual_seed(2)
+    size = n_microbatches * 2
+    return [
+        (
+            torch.randint(7, (size, 4), generator=generator),
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def cut_awkward(model, schedule):
+    return partition(model, schedule.n_stages, torch.zeros(2, 4, dtype=torch.long))
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def differ(found, expected):
+    return any(not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected)
+
+
+def name_of(schedule):
+    delay = schedule.delay if isinstance(schedule.delay, int | str) else "matrix"
+    return (
+        f"{schedule.name}-{schedule.n_stages}x{schedule.n_microbatches}-delay={delay}"
+        f"-{schedule.layout.name}-{schedule.state}"
+    ).replace(" ", "_")

@@ -1,0 +1,206 @@
+"""Ranks that ``launch`` starts. Each costs seconds to come up, so few are."""
+
+import contextlib
+import io
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from toolkit.runtime.processes import world
+from toolkit.runtime.processes.child import report
+from toolkit.runtime.processes.lastword import Process
+from toolkit.runtime.processes.launch import RankError, launch
+from toolkit.runtime.processes.watch import JobFailedError
+
+ROOT = Path(__file__).parents[2]
+
+
+def eventually(true):
+    """Whether something becomes true within a minute."""
+    end = time.monotonic() + 60
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.fixture(scope="module")
+def ran():
+    """A job of two ranks: what they return, report and print."""
+    added = 10
+
+    def function(first, second):
+        here = world.join()
+        for number in range(3):
+            report((number, torch.tensor(here.rank)))
+        with pytest.raises(ValueError, match=rf"^rank {here.rank}: what is reported, a lock, can"):
+            report(threading.Lock())
+        print("to the output\nand more")
+        print("an error", file=sys.stderr)
+        total = here.total(torch.tensor([1.0, here.rank]))
+        threads = os.environ["OMP_NUM_THREADS"], os.environ["ADDED"]
+        return first + second + added, here.rank, here.gather(here.rank), total, threads
+
+    reports = []
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        results = launch(
+            function,
+            2,
+            1,
+            second=2,
+            on_report=lambda rank, value: reports.append((rank, threading.get_ident(), value)),
+            environment={"ADDED": "yes"},
+        )
+    return results, reports, out.getvalue(), err.getvalue()
+
+
+def test_results_come_by_rank_and_the_ranks_meet(ran):
+    for rank, (total_of_arguments, own, gathered, total, variables) in enumerate(ran[0]):
+        assert (total_of_arguments, own, gathered) == (13, rank, [0, 1])
+        assert total.tolist() == [2.0, 1.0]
+        assert variables == (os.environ["OMP_NUM_THREADS"], "yes")
+
+
+def test_reports_come_in_order_in_the_calling_thread(ran):
+    for rank in range(2):
+        values = [(number, tensor.item()) for r, _, (number, tensor) in ran[1] if r == rank]
+        assert values == [(0, rank), (1, rank), (2, rank)]
+    assert {thread for _, thread, _ in ran[1]} == {threading.get_ident()}
+
+
+def test_lines_of_the_ranks_appear_with_their_rank(ran):
+    out, err = ran[2].splitlines(), ran[3].splitlines()
+    for rank in range(2):
+        own = [line for line in out if line.startswith(f"rank {rank}: ")]
+        assert own == [f"rank {rank}: to the output", f"rank {rank}: and more"]
+        assert f"rank {rank}: an error" in err
+
+
+def test_report_does_nothing_outside_a_rank():
+    report(object())
+
+
+def test_a_mistake_is_raised_as_it_is_rather_than_what_follows_from_it(tmp_path):
+    ready = tmp_path / "ready"
+    pids = {}
+
+    def function(rank_of_mistake):
+        report(os.getpid())
+        if int(os.environ["RANK"]) == rank_of_mistake:
+            while not ready.exists():
+                time.sleep(0.01)
+            raise ValueError("batch=7 cannot be divided by 2: make it 8")
+        ready.touch()
+        raise JobFailedError("rank 1 does not answer")
+
+    with pytest.raises(ValueError, match=r"^batch=7 cannot be divided by 2: make it 8$") as caught:
+        launch(function, 2, 1, on_report=pids.__setitem__)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert "in function\n" in str(caught.value.__cause__)
+    assert len(pids) == 2
+    assert all(Process(pid).gone for pid in pids.values())
+
+
+def test_another_exception_comes_with_its_traceback():
+    def fail():
+        return 1 + "1"
+
+    with pytest.raises(RankError, match=r"^rank 0: TypeError: unsupported operand") as caught:
+        launch(fail, 1)
+    text = str(caught.value)
+    assert "Traceback (most recent call last):" in text
+    assert "in fail\n" in text
+    assert "child.py" not in text
+
+
+def test_a_rank_that_ends_without_a_word_is_named():
+    with pytest.raises(JobFailedError, match=r"^rank 0 ended with status 3 and no result$"):
+        launch(lambda: os._exit(3), 1)
+
+
+def test_the_watch_has_the_word_on_a_rank_that_has_died():
+    def function():
+        here = world.join()
+        here.gather(None)
+        if here.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        here.gather(None)
+
+    with pytest.raises(JobFailedError, match=r"^rank 1 .* rank 0 waited for it"):
+        launch(function, 2)
+
+
+def test_an_interrupt_leaves_no_process():
+    pids = {}
+
+    def function():
+        if os.environ["RANK"] == "1":
+            child = subprocess.Popen(["sleep", "1000"])
+            report((os.getpid(), child.pid))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        report((os.getpid(),))
+        threading.Event().wait()
+
+    def interrupt(rank, value):
+        pids[rank] = value
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(function, 2, on_report=interrupt)
+    assert eventually(lambda: all(Process(p).gone for p in itertools.chain(*pids.values())))
+
+
+def test_the_end_of_the_parent_leaves_no_process(tmp_path):
+    # No main guard: the ranks do not run the script.
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, threading\n"
+        "from toolkit.runtime.processes.child import report\n"
+        "from toolkit.runtime.processes.launch import launch\n"
+        "def function():\n"
+        "    report(os.getpid())\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    threading.Event().wait()\n"
+        "launch(function, 2, on_report=lambda _, pid: print(pid, flush=True))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        ranks = [Process(int(parent.stdout.readline())) for _ in range(2)]
+        parent.kill()
+    assert eventually(lambda: all(rank.gone for rank in ranks))
+
+
+def test_ranks_that_do_not_come_up_are_named():
+    with pytest.raises(JobFailedError, match=r"^rank 0, 1 has not come up within 0.01 s: start"):
+        launch(print, 2, timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 2), "function is what each rank calls: .* not a NoneType"),
+        ((print, 0), "at least 1: got 0"),
+        ((print, 1.5), "at least 1: got 1.5"),
+        ((print, 2, threading.Lock()), "go to the ranks pickled, and cannot be: cannot pickle"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        launch(*arguments)
+
+
+def test_a_time_out_is_above_zero():
+    with pytest.raises(ValueError, match="above 0: got 0"):
+        launch(print, 2, timeout=0)

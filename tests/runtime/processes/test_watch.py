@@ -1,0 +1,272 @@
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from toolkit.runtime.processes.lastword import LastWord, Process
+from toolkit.runtime.processes.verdict import Fate
+from toolkit.runtime.processes.watch import EXIT_FAILED, JobFailedError, Watch
+from toolkit.schedule import Action, Buffer, Instruction
+
+RING = Path(__file__).with_name("ring.py")
+TIMEOUT = 3.0
+RECEIVE = Instruction(12, Action.RECV, 1, 0, 7, None, Buffer.ACTIVATION, (0,))
+
+
+class Job:
+    """A ring of ranks, started by ``torchrun`` or a process each."""
+
+    def __init__(self, tmp_path: Path, fault: str, *, faulty: int = 1, size: int = 3) -> None:
+        self.path = tmp_path / "output"
+        self.folder = tmp_path / "ready"
+        self.folder.mkdir()
+        self.arguments = [str(RING), fault, str(TIMEOUT), str(faulty), str(self.folder)]
+        self.size = size
+        self.started: list[subprocess.Popen] = []
+
+    def torchrun(self) -> "Job":
+        run = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.size)]
+        self._start([*run, "--master-port", str(free_port())], {})
+        return self
+
+    def ranks(self, ranks: list[int] | None = None, port: int | None = None) -> "Job":
+        """Some ranks, that meet at a store of this process unless another ``port`` is given."""
+        agent = {}
+        if port is None:
+            self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            port, agent = self.store.port, {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        ranks = list(range(self.size)) if ranks is None else ranks
+        for absent in set(range(self.size)) - set(ranks):
+            (self.folder / str(absent)).touch()
+        for rank in ranks:
+            place = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_PORT": port}
+            self._start([], agent | {"MASTER_ADDR": "localhost"} | place)
+        return self
+
+    def _start(self, options: list[str], environment: dict) -> None:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+        with self.path.open("a") as output:
+            command = [sys.executable, *options, *self.arguments]
+            env = {name: str(value) for name, value in environment.items()}
+            self.started.append(subprocess.Popen(command, env=env, stdout=output, stderr=output))
+
+    def end(self) -> str:
+        """The one message, once all processes have ended."""
+        messages = self.wait()
+        assert len(messages) == 1, self.path.read_text()
+        return messages[0]
+
+    def wait(self) -> list[str]:
+        """The messages, once all processes have ended, which has to be in time."""
+        deadline = time.monotonic() + 60
+        processes = list(self.started)
+        try:
+            for process in processes:
+                process.wait(deadline - time.monotonic())
+        finally:
+            ended = time.time()
+            for process in processes:
+                process.kill()
+        output = self.path.read_text()
+        for pid in re.findall(r"^pid (\d+)", output, re.MULTILINE):
+            assert not Path(f"/proc/{pid}").exists(), output
+        for fault in re.findall(r"^fault (\S+)", output, re.MULTILINE):
+            # Some 1 s here, 5 s on a busy machine; 30 s where torchrun has to kill.
+            assert ended < float(fault) + TIMEOUT + 20, output
+        return re.findall(r"^error: (.*)", output, re.MULTILINE)
+
+    @property
+    def statuses(self) -> list[int]:
+        return [process.returncode for process in self.started]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+PLACE = (
+    r"in step 300 at BACKWARD stage 1 microbatch 0 step 300; rank \d waited for it in step 30\d at"
+)
+
+
+def test_a_killed_rank_ends_the_job_of_torchrun(tmp_path):
+    message = Job(tmp_path, "kill").torchrun().end()
+    assert re.match(rf"rank 1 has died \(its process is gone\), {PLACE} ", message), message
+
+
+def test_a_stopped_rank_ends_the_job_of_torchrun(tmp_path):
+    message = Job(tmp_path, "stop").torchrun().end()
+    why = r"for 3 s it has not answered \(its process is stopped\)"
+    assert re.match(rf"rank 1 has stalled: {why}, {PLACE} ", message), message
+
+
+def test_a_rank_in_an_endless_loop_ends_the_job(tmp_path):
+    job = Job(tmp_path, "loop").ranks()
+    message = job.end()
+    why = r"for \d s it has not got on \(its process is running\)"
+    assert re.match(rf"rank 1 has stalled: {why}, {PLACE} ", message), message
+    assert job.statuses in ([EXIT_FAILED, status, EXIT_FAILED] for status in (-9, EXIT_FAILED))
+
+
+def test_a_lost_connection_of_living_ranks_ends_the_job(tmp_path):
+    job = Job(tmp_path, "disconnect").ranks()
+    message = job.end()
+    assert re.match(r"the connection between rank \d and rank \d is lost", message), message
+    assert len(re.findall(r"in step 30\d at (SEND|RECV|BACKWARD) stage \d", message)) == 2, message
+    assert job.statuses == [EXIT_FAILED] * 3
+
+
+def test_the_death_of_the_rank_that_holds_the_store_ends_the_job(tmp_path):
+    job = Job(tmp_path, "kill", faulty=0).ranks(port=free_port())
+    message = job.end()
+    assert re.match(r"rank 0 has died .* in step 300 at BACKWARD stage 0", message), message
+    assert job.statuses == [-9, EXIT_FAILED, EXIT_FAILED]
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path):
+    job = Job(tmp_path, "none").ranks([0, 2])
+    assert re.match(r"rank 1 has not come to localhost:\d+ within 3 s: ", job.end())
+    assert job.statuses == [EXIT_FAILED, EXIT_FAILED]
+
+
+def test_a_port_where_nobody_listens_is_named(tmp_path):
+    port = free_port()
+    message = Job(tmp_path, "none").ranks([1], port=port).end()
+    assert message.startswith(f"rank 1 cannot meet the others at localhost:{port} within 3 s: ")
+
+
+def test_all_ranks_may_end_in_the_normal_way(tmp_path):
+    job = Job(tmp_path, "none", size=2).ranks()
+    assert job.wait() == []
+    assert job.statuses == [0, 0]
+    assert job.path.read_text().count("finished with 1 thread") == 2
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        RECEIVE,
+        Instruction(12, Action.BACKWARD, 1, 3, 7, 5),
+        Instruction(12, Action.UPDATE, 0, None, 0, 1),
+        RECEIVE._replace(action=Action.ALL_REDUCE, peers=(0, 1, 2)),
+        "a sum over all ranks",
+    ],
+)
+@pytest.mark.parametrize("step", [None, 0, 7])
+def test_a_last_word_is_read_as_it_was_said(what, step):
+    word = LastWord.make()
+    word.say(what, step)
+    assert word.read() == (str(what), step)
+    word.fate = Fate.DONE
+    word.say(what, step)
+    assert (word.fate, word.read()) == (Fate.DONE, (str(what), step))
+
+
+def test_the_last_word_of_a_process_outlives_it():
+    code = (
+        "import sys; from toolkit.runtime.processes.lastword import LastWord; word = LastWord.make();"
+        "word.say('BACKWARD', 3); print(word.fd, flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    word = LastWord.of(child.pid, int(child.stdout.readline()))
+    process = Process(child.pid)
+    assert not process.gone
+    child.kill()
+    child.communicate()
+    assert process.gone
+    assert word is not None
+    assert word.read() == ("BACKWARD", 3)
+
+
+def test_a_number_that_another_process_has_now_is_not_the_process():
+    assert not Process(os.getpid()).gone
+    assert Process(os.getpid(), "1").gone
+
+
+def watch(size: int = 1) -> Watch:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return Watch(store, 0, size, TIMEOUT)
+
+
+def test_a_wait_keeps_the_step_and_ends():
+    here = watch()
+    here.at(RECEIVE, 7, (0,))
+    with here.waiting("a sum", [0, 1]):
+        assert here.position == ("a sum", 7, (0, 1))
+    assert here.position.peers == ()
+
+
+def test_an_error_of_the_backend_is_told_where_nobody_watches():
+    here = watch()
+    told = pytest.raises(JobFailedError, match="rank 0 cannot go on, a sum: reset")
+    with told, here.waiting("a sum", [1]):
+        raise RuntimeError("[/gloo/pair.cc:5] reset")
+
+
+def test_an_error_where_no_rank_is_waited_for_is_the_users():
+    here = watch()
+    here.at("FORWARD")
+    with pytest.raises(RuntimeError, match=r"^shapes$"), here.failing():
+        raise RuntimeError("shapes")
+
+
+def test_stop_gives_the_signals_back():
+    before = signal.getsignal(signal.SIGTERM)
+    here = watch()
+    here.start()
+    assert signal.getsignal(signal.SIGTERM) != before
+    here.stop()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_handler_of_the_users_stays():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    here = watch()
+    try:
+        here.start()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        here.stop()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_on_terminate_may_go_on():
+    here = watch()
+    calls: list[int] = []
+    here.on_terminate = lambda: calls.append(1)
+    here.start()
+    os.kill(os.getpid(), signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while not calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    here.stop()
+    assert calls == [1]
+
+
+def test_a_signal_to_a_forked_process_is_not_one_to_the_rank():
+    here = watch()
+    calls: list[int] = []
+    here.on_terminate = lambda: calls.append(1)
+    here.start()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        child = os.fork()  # which Python 3.12 warns of where there are threads
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    here.stop()
+    assert not calls

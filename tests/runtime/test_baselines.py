@@ -1,0 +1,413 @@
+"""torch's own runtimes follow the trajectories of the schedules that they stand for."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional as F
+
+from toolkit.model import partition
+from toolkit.runtime import SingleProcess
+from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining
+from toolkit.runtime.baselines.pipelining import rank_orders
+from toolkit.runtime.processes.launch import launch
+from toolkit.schedule import Schedule, catalog
+
+STEPS = 6
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.fold = nn.Sequential(nn.Flatten(2), nn.Unflatten(2, (6, 6)))
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        x = self.fold(x)
+        return self.dropout(F.relu(self.norm(self.conv(x)) + x))
+
+
+class Net(nn.Module):
+    """Its input, which needs no gradient, crosses every boundary, and most cuts cross residuals."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 5, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(5)
+        self.blocks = nn.Sequential(*(Block(5, dropout) for _ in range(4)))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        features = self.blocks(self.norm(self.stem(x)))
+        return self.head(torch.cat([features.mean((2, 3)), x.mean((2, 3))], 1))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-3)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A baseline, and the schedule whose trajectory it has to follow."""
+
+    make: type
+    schedule: Schedule
+    options: dict = dataclasses.field(default_factory=dict)
+    by: str | tuple[str, ...] = "flops"
+    runs: tuple[int, ...] = (1,) * STEPS
+    dropout: float = 0.0
+    frozen: bool = False
+    optimizer: object = sgd
+    lr_scheduler: object = None
+
+    def stages(self):
+        torch.manual_seed(0)
+        model = Net(self.dropout).double()
+        if self.frozen:
+            model.stem.requires_grad_(False)
+            model.norm.requires_grad_(False)
+            model.blocks[1].conv.requires_grad_(False)
+        example = torch.zeros(2, 1, 6, 6, dtype=torch.float64)
+        return partition(model, self.schedule.n_stages, example, self.by)
+
+    def batches(self):
+        generator = torch.Generator().manual_seed(1)
+        sizes = [self.schedule.n_microbatches * b for b in (3, 3, 3, 3, 2, 3)]
+        return [
+            (
+                torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64),
+                torch.randint(3, (size,), generator=generator),
+            )
+            for size in sizes
+        ]
+
+    def arguments(self):
+        return (self.stages(), self.schedule, self.optimizer, F.cross_entropy)
+
+    def follow(self, runtime):
+        """After each run: the state, the results' micro-batches, losses and outputs, the rates."""
+        found, batches = [], iter(self.batches())
+        for n_steps in self.runs:
+            results = list(runtime.run(batches, n_steps))
+            state = copy.deepcopy(runtime.module().eval().state_dict())
+            kept = [(r.step, r.microbatches, r.losses, r.outputs) for r in results]
+            found.append((state, kept, runtime.learning_rates))
+        return found
+
+
+def every(n, variants):
+    """``variants`` of each baseline on ``n`` ranks, by name."""
+    data_parallel = catalog.data_parallel(n, n_stages=3)
+    sharded = catalog.data_parallel(n, state="sharded", n_stages=3)
+    delayed = catalog.cyclic(n, 1, n_stages=3)
+    bases = {
+        "ddp": partial(Case, DDP, data_parallel),
+        "fsdp": partial(Case, FSDP, sharded),
+        "delayed": partial(Case, DelayedAllReduce, delayed),
+        "gpipe": partial(Case, TorchPipelining, catalog.gpipe(n, n + 2)),
+        "1f1b": partial(Case, TorchPipelining, catalog.one_f_one_b(n, n + 2)),
+        "interleaved": partial(Case, TorchPipelining, catalog.interleaved_1f1b(2 * n, 2 * n, n)),
+        "zero-bubble": partial(Case, TorchPipelining, catalog.zero_bubble(n, 2 * n)),
+    }
+    return {
+        f"{name}-{variant}-{n}": base(**options)
+        for name, base in bases.items()
+        for variant, options in variants.items()
+    }
+
+
+def _cases():
+    variants = {
+        "plain": {},
+        "mixed": {
+            "frozen": True,
+            "dropout": 0.3,
+            "optimizer": adamw,
+            "lr_scheduler": falling,
+            "runs": (2, 4),
+        },
+    }
+    cases = every(2, variants) | every(4, {"plain": {}})
+    whole = {"reshard": False}
+    views = {"bucket_mb": 1e-4, "bucket_view": True}
+    cases["fsdp-zero2-2"] = Case(FSDP, catalog.data_parallel(2, n_stages=3), whole)
+    cases["ddp-views-2"] = Case(DDP, catalog.data_parallel(2, n_stages=3), views, runs=(4, 2))
+    folds = tuple(f"blocks.{block}.conv" for block in range(3))  # where views cross
+    cases["zero-bubble-folds-4"] = Case(TorchPipelining, catalog.zero_bubble(4, 4), by=folds)
+    delayed = catalog.cyclic(2, 1, n_stages=3)
+    cases["delayed-split-2"] = Case(DelayedAllReduce, delayed, runs=(4, 2))
+    simultaneous = catalog.data_parallel(2, delay=1, n_stages=3)
+    cases["delayed-simultaneous-2"] = Case(DelayedAllReduce, simultaneous, runs=(1, 3, 2))
+    return cases
+
+
+def _compressed():
+    data_parallel, delayed = catalog.data_parallel(2, n_stages=3), catalog.cyclic(2, 1, n_stages=3)
+    return {
+        f"{name}-{wire}-2": Case(make, schedule, {"compression": wire})
+        for wire in ("fp16", "bf16")
+        for name, make, schedule in (
+            ("ddp", DDP, data_parallel),
+            ("delayed", DelayedAllReduce, delayed),
+        )
+    }
+
+
+CASES = _cases()
+COMPRESSED = _compressed()
+
+
+def follow_all(n_ranks):
+    """On a rank: what all cases on ``n_ranks`` ranks come to, and what torch's pipelines ran."""
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    found = {}
+    for name, case in (CASES | COMPRESSED).items():
+        if case.schedule.n_ranks == n_ranks:
+            with _ops_run() as ops:
+                stages, *others = case.arguments()
+                if rank > 0:  # only the weights of rank 0 count
+                    for tensor in stages.model.state_dict().values():
+                        tensor.add_(1)
+                runtime = case.make(stages, *others, lr_scheduler=case.lr_scheduler, **case.options)
+                found[name] = (case.follow(runtime), ops, float(runtime.total(torch.ones(()))))
+    return found
+
+
+@contextlib.contextmanager
+def _ops_run():
+    """The ops that torch's pipelines run, as they run them."""
+    ops = []
+    methods = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    originals = {method: getattr(PipelineStage, method) for method in methods}
+
+    def spy(method):
+        def spied(stage, microbatch, *args, **options):
+            halves = not options.get("full_backward", True)
+            kind = {"f": "F", "b": "I" if halves else "B"}[method[0]]
+            kind = "W" if "weight" in method else kind
+            ops.append(f"{stage.stage_index}{kind}{microbatch}")
+            return originals[method](stage, microbatch, *args, **options)
+
+        return spied
+
+    for method in methods:
+        setattr(PipelineStage, method, spy(method))
+    try:
+        yield ops
+    finally:
+        for method, original in originals.items():
+            setattr(PipelineStage, method, original)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """By case: what each rank came to."""
+    by_case = {}
+    for n_ranks in (2, 4):
+        by_rank = launch(follow_all, n_ranks, n_ranks)
+        by_case |= {name: [on_rank[name] for on_rank in by_rank] for name in by_rank[0]}
+    return by_case
+
+
+@functools.cache
+def expected(name):
+    """What a single process comes to."""
+    return follow_single((CASES | COMPRESSED)[name])
+
+
+def follow_single(case):
+    runtime = SingleProcess(*case.arguments(), lr_scheduler=case.lr_scheduler)
+    return case.follow(runtime)
+
+
+def assert_same(found, expected, rtol=1e-10, atol=1e-12):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def differ(found, expected):
+    return any(not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_follows_the_schedule(found, name):
+    case = CASES[name]
+    for on_rank, _, total in found[name]:
+        assert total == case.schedule.n_ranks
+        for (state, _, rates), (true_state, _, true_rates) in zip(
+            on_rank, expected(name), strict=True
+        ):
+            assert_same(state, true_state)
+            assert rates == pytest.approx(true_rates, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_report_each_micro_batch_once(found, name):
+    for run, (_, true_results, _) in enumerate(expected(name)):
+        for position, (step, microbatches, losses, outputs) in enumerate(true_results):
+            seen = []
+            for on_rank, _, _ in found[name]:
+                got_step, got, got_losses, got_outputs = on_rank[run][1][position]
+                assert got_step == step
+                seen += got
+                chunks = outputs.chunk(len(microbatches))
+                torch.testing.assert_close(got_losses, losses[list(got)], rtol=1e-10, atol=0)
+                true_outputs = torch.cat([outputs[:0], *(chunks[m] for m in got)])
+                torch.testing.assert_close(got_outputs, true_outputs, rtol=1e-9, atol=1e-12)
+            assert sorted(seen) == list(microbatches)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.make is TorchPipelining])
+def test_torch_runs_the_ops_of_the_schedule(found, name):
+    schedule = CASES[name].schedule
+    for (_, ops, _), order in zip(found[name], rank_orders(schedule), strict=True):
+        assert ops == STEPS * [str(op) for op in order]
+
+
+@pytest.mark.parametrize(
+    "name", ["ddp-plain-2", "fsdp-plain-2", "delayed-plain-2", "gpipe-plain-2"]
+)
+def test_another_rule_differs(found, name):
+    """The comparison above can fail."""
+    case = CASES[name]
+    n = case.schedule.n_microbatches
+    rules = [catalog.data_parallel(n), catalog.cyclic(n, 1), catalog.cyclic(n)]
+    for rule in rules:
+        schedule = dataclasses.replace(
+            catalog.data_parallel(n, n_stages=case.schedule.n_stages),
+            delay=[list(late) for late in catalog.cyclic(n, rule.delay).staleness]
+            if case.schedule.n_stages == n
+            else rule.delay,
+        )
+        other = dataclasses.replace(case, schedule=schedule)
+        states = [state for state, _, _ in follow_single(other)]
+        same = schedule.staleness == case.schedule.staleness
+        assert differ(found[name][0][0][-1][0], states[-1]) != same
+
+
+def test_delayed_runs_do_not_differ_by_where_they_end(found):
+    """Cut after each step, after four, and nowhere: the same weights."""
+    stepwise, split = (found[f"delayed-{variant}-2"][0][0] for variant in ("plain", "split"))
+    assert_same(split[0][0], stepwise[3][0])
+    assert_same(split[1][0], stepwise[5][0])
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compression_is_close_and_not_exact(found, name):
+    true = expected(name)[-1][0]
+    for on_rank, _, _ in found[name]:
+        assert differ(on_rank[-1][0], true)
+        assert_same(on_rank[-1][0], true, rtol=0.05, atol=0.02)
+
+
+def test_frozen_parameters_stay(found):
+    for name in ("ddp-mixed-2", "fsdp-mixed-2", "delayed-mixed-2", "1f1b-mixed-2"):
+        before = CASES[name].stages().model
+        state = found[name][0][0][-1][0]
+        torch.testing.assert_close(state["stem.weight"], before.stem.weight.data, rtol=0, atol=0)
+        assert differ({"w": state["head.weight"]}, {"w": before.head.weight.data})
+
+
+GPIPE = catalog.gpipe(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule", "message"),
+    [
+        (DDP, catalog.cyclic(3), r"runtime=ddp trains data parallelism.*schedule=dp.*got CDP-v2"),
+        (DDP, catalog.data_parallel(3, state="sharded"), "state=replicated .*got ZeRO-DP"),
+        (DDP, catalog.data_parallel(3, "one"), "placement=per_microbatch .*placement=one"),
+        (DDP, GPIPE, r"runtime=ddp trains data parallelism.*got GPipe"),
+        (FSDP, catalog.data_parallel(3, delay=1), "runtime=fsdp trains data parallelism"),
+        (FSDP, GPIPE, "state=replicated or sharded"),
+        (DelayedAllReduce, catalog.data_parallel(3), "one step late.*schedule=cdp_v1.*got DP"),
+        (DelayedAllReduce, catalog.cyclic(3), "one step late.*got CDP-v2"),
+        (DelayedAllReduce, catalog.cyclic(3, 1, "per_stage"), "placement=per_stage, "),
+        (
+            TorchPipelining,
+            catalog.cyclic(3, 1, "per_stage"),
+            "schedule=gpipe; one_f_one_b.*got CDP-v1",
+        ),
+        (TorchPipelining, catalog.one_f_one_b(3, 2), "a micro-batch a stage or more.*got 1F1B"),
+        (TorchPipelining, catalog.zero_bubble(3, 7), "a multiple of the ranks"),
+        (
+            TorchPipelining,
+            Schedule.from_rank_orders(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], name="GPipe"),
+            "runtime=torch_pipelining runs what torch.distributed.pipelining has",
+        ),
+        (DDP, catalog.data_parallel(3, n_stages=2), "the schedule is for 2 stages and the model"),
+    ],
+    ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", "-"),
+)
+def test_refuses_other_schedules(make, schedule, message):
+    stages = Case(make, schedule).stages()
+    if "the model" in message:
+        stages = Case(make, catalog.data_parallel(3)).stages()
+    with pytest.raises(ValueError, match=message):
+        make(stages, schedule, sgd, F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (DDP, {"compression": "fp8"}, "unknown compression 'fp8': choose one of none, fp16, bf16"),
+        (DDP, {"bucket_mb": 0}, "bucket_mb is a size above 0: got 0"),
+        (DelayedAllReduce, {"compression": "int8"}, "unknown compression 'int8'"),
+    ],
+)
+def test_refuses_other_options(make, options, message):
+    schedule = catalog.cyclic(2, 1) if make is DelayedAllReduce else catalog.data_parallel(2)
+    with pytest.raises(ValueError, match=message):
+        make(*Case(make, schedule).arguments(), **options)
+
+
+def test_refuses_what_torch_cannot_train():
+    case = Case(DDP, catalog.data_parallel(2))
+    stages = case.stages()
+    stages.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="every parameter is frozen: set requires_grad"):
+        DDP(stages, case.schedule, sgd, F.cross_entropy)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
+    stages = partition(model, 2, torch.zeros(2, 1, 6, 6))
+    with pytest.raises(ValueError, match=r"1 is a SyncBatchNorm.*use the plain BatchNorm"):
+        DDP(stages, case.schedule, sgd, F.cross_entropy)
+
+
+class Indexed(nn.Module):
+    """Whole numbers cross its stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.first(x)
+        largest = y.argmax(1, keepdim=True)
+        return self.second(y).gather(1, largest)
+
+
+def test_refuses_crossing_tensors_without_gradients():
+    stages = partition(Indexed(), 2, torch.zeros(2, 3), ["second"])
+    with pytest.raises(ValueError, match=r"argmax is of torch.int64: cut the model where"):
+        TorchPipelining(stages, catalog.gpipe(2, 2), sgd, F.cross_entropy)

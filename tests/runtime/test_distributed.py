@@ -1,0 +1,141 @@
+"""Conformance: on many processes a schedule does what it does in one, and what was predicted."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.runtime import conform, models
+from tests.runtime.models import assert_same, differ, name_of
+from toolkit.runtime import Distributed, SingleProcess, launch
+from toolkit.schedule import catalog
+
+POOLS = {4: (2, 3, 4), 10: (10,)}  # processes, and the numbers of ranks that run on them
+CASES = [
+    pytest.param(size, k, schedule, id=f"{size}-{name_of(schedule)}")
+    for sizes in POOLS.values()
+    for size in sizes
+    for k, schedule in enumerate(conform.schedules(size))
+]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Every method on its ranks; processes start once."""
+    found = {}
+    for n_processes, sizes in POOLS.items():
+        found |= launch(conform.all_methods, n_processes, sizes)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def odd_jobs():
+    return launch(conform.odd_jobs, 2)
+
+
+@pytest.mark.parametrize(("size", "k", "schedule"), CASES)
+def test_follows_the_single_process(trained, size, k, schedule):
+    """Which follows the reference: parameter by parameter, buffer by buffer, loss by loss."""
+    found = trained[size][k]
+    middle, end, losses = conform.by_itself(schedule)
+    assert_same(found.middle, middle)
+    assert_same(found.end, end)
+    assert_same(found.losses, losses)
+    assert found.steps == [list(range(conform.STEPS))] * size
+
+
+@pytest.mark.parametrize(("size", "k", "schedule"), CASES)
+def test_holds_and_sends_what_was_predicted(trained, size, k, schedule):
+    """Activation bytes, to the byte, of each rank; and the bytes of all of its messages."""
+    peaks, sent = conform.predicted(schedule)
+    assert list(trained[size][k].peaks) == peaks
+    assert trained[size][k].sent == pytest.approx(sent, rel=1e-12)
+
+
+def test_a_wrong_rule_differs(trained):
+    """The comparisons above can fail: rules differ from each other."""
+    ends = {
+        rule: next(
+            trained[4][k].end
+            for k, schedule in enumerate(conform.schedules(4))
+            if schedule.name == rule
+        )
+        for rule in ("DP", "CDP-v1", "CDP-v2")
+    }
+    for rule, end in ends.items():
+        for other, other_end in ends.items():
+            assert differ(end, other_end) == (other != rule)
+
+
+@pytest.mark.parametrize("schedule", [catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)], ids=name_of)
+def test_awkward_models(odd_jobs, schedule):
+    """Dropout, AdamW, a learning-rate schedule, frozen parameters, whole numbers that cross."""
+    runtime = SingleProcess(
+        models.cut_awkward(models.awkward(), schedule),
+        schedule,
+        conform.adamw,
+        F.cross_entropy,
+        lr_scheduler=conform._decay,
+        seed=3,
+    )
+    list(runtime.run(models.id_batches(schedule.n_microbatches)))
+    for found in odd_jobs:  # the model is whole on every rank
+        assert_same(found[f"awkward {schedule.name}"], runtime.module().state_dict())
+        assert found[f"rates {schedule.name}"] == runtime.learning_rates == [0.0025, 0.0025]
+
+
+def test_a_state_goes_from_runtime_to_runtime(odd_jobs):
+    """Taken of ZeRO-CDP on two ranks; gone on with in a single process, and as a pipeline."""
+    schedule, batches = catalog.cyclic(2, 1), models.make_batches(2)
+    whole = SingleProcess(
+        models.cut(models.residual(), schedule), schedule, conform.sgd, F.cross_entropy
+    )
+    list(whole.run(batches))
+    resumed = SingleProcess(
+        models.cut(models.residual(), schedule), schedule, conform.sgd, F.cross_entropy
+    )
+    resumed.load_state_dict(copy.deepcopy(odd_jobs[0]["state"]))
+    list(resumed.run(batches[3:]))
+    assert_same(resumed.module().state_dict(), whole.module().state_dict())
+    assert_same(odd_jobs[1]["resumed"], whole.module().state_dict())
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first(odd_jobs):
+    schedule = catalog.cyclic(2)
+    runtime = SingleProcess(
+        models.cut(models.residual(), schedule), schedule, conform.sgd, F.cross_entropy
+    )
+    list(runtime.run(models.make_batches(2)))
+    assert_same(odd_jobs[1]["unalike"], runtime.module().state_dict())
+
+
+def test_refuses_what_does_not_fit(odd_jobs):
+    expected = (
+        "the schedule has 3 ranks and the world 2: give world.part(3), or a schedule for 2",
+        "nothing was measured: make Distributed with record=STEPS",
+        "the ranks look ahead: give n_steps to run()",
+        "make it a multiple of 2",
+        "this is not the state of a runtime: it lacks",
+    )
+    for messages in (found["errors"] for found in odd_jobs):
+        assert len(messages) == len(expected)
+        for message, words in zip(messages, expected, strict=True):
+            assert words in message
+
+
+@pytest.mark.parametrize(
+    ("program", "advice"),
+    [
+        ("ipykernel_launcher", "toolkit.runtime.launch(function, 2)"),
+        ("train.py", "torchrun --nproc-per-node 2 train.py seed=1"),
+    ],
+)
+def test_a_rank_must_have_been_started(monkeypatch, program, advice):
+    monkeypatch.setattr(sys, "argv", [program, "seed=1"])
+    schedule = catalog.cyclic(2)
+    stages = models.cut(models.residual(), schedule)
+    with pytest.raises(ValueError, match=r"not started as a rank \(RANK, ") as refused:
+        Distributed(stages, schedule, torch.optim.SGD, F.cross_entropy)
+    assert str(refused.value).endswith(f"not set): {advice}")

@@ -1,0 +1,48 @@
+"""Costs and links as a measured timeline shows them, to predict another run of the same kind."""
+
+from collections import defaultdict
+from dataclasses import replace
+from math import inf
+from statistics import median
+
+from toolkit.cost.costs import Costs, StageCost
+from toolkit.cost.hardware import Hardware
+from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Timeline
+
+
+def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
+    """The costs with the median seconds of each stage's ops, and links with those of messages.
+
+    Args:
+        timeline: measured.
+        costs: of the stages that were run.
+
+    Returns:
+        costs with seconds, and hardware whose messages and updates take the median time, whatever
+        their size.
+    """
+    seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.lane == COMPUTE:
+            kind = span.name.lstrip("0123456789")[0]
+            seconds[span.stage, kind].append(span.end - span.start)
+    timed = []
+    for stage, cost in enumerate(costs):
+        halves = [median(seconds[stage, kind]) for kind in "IW" if seconds[stage, kind]]
+        whole = [median(seconds[stage, "B"])] if seconds[stage, "B"] else halves
+        forward = median(seconds[stage, "F"])
+        timed.append(replace(cost, forward_seconds=forward, backward_seconds=sum(whole)))
+    messages = [s.end - s.start for s in timeline.spans if s.lane in (SEND, RECEIVE)]
+    updates = [
+        (s.end - s.start) / (5 * costs[s.stage].parameter_bytes)
+        for s in timeline.spans
+        if s.lane == UPDATE and costs[s.stage].parameter_bytes
+    ]
+    links = Hardware(
+        name="as observed",
+        flops=inf,
+        memory_bandwidth=1 / median(updates) if updates else inf,
+        link_bandwidth=inf,
+        link_latency=median(messages) if messages else 0.0,
+    )
+    return tuple(timed), links

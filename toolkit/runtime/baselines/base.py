@@ -1,0 +1,182 @@
+"""What the baselines have in common."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.model import Stages
+from toolkit.runtime.checks import check_fit, divisible, scalar
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.interface import Batch, Divisible
+from toolkit.runtime.processes.world import World, join
+from toolkit.runtime.result import StepResult
+from toolkit.runtime.stage import MakeOptimizer, Values
+from toolkit.schedule import Schedule
+
+
+class Baseline(ABC):
+    """A :class:`toolkit.runtime.interface.Runtime` on torch's own means.
+
+    Every rank begins with the weights of rank 0.
+
+    Args:
+        stages: the model, partitioned; on the device of ``world``.
+        schedule: for as many stages, of a kind that the baseline can run.
+        optimizer: makes the optimizer of a stage from the list of its parameters.
+        loss: mean loss of a micro-batch, from outputs and targets.
+        world: the ranks; those of this job unless given.
+
+    Raises:
+        ValueError: stages, schedule and ranks do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        world: World | None,
+    ) -> None:
+        check_fit(stages, schedule, optimizer)
+        self.stages = stages
+        self.schedule = schedule
+        self.world = join(schedule.n_ranks) if world is None else world
+        self.steps_done = 0
+        self._loss = scalar(loss)
+        self._everyone = range(self.world.size)
+        if self.world.size != schedule.n_ranks:
+            raise ValueError(
+                f"the schedule has {schedule.n_ranks} ranks and the world {self.world.size}: give"
+                f" world.part({schedule.n_ranks}), or a schedule for {self.world.size}"
+            )
+        self._check_device()
+        self._begin_alike()
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def n_ranks(self) -> int:
+        return self.world.size
+
+    @property
+    @abstractmethod
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each stage's next update."""
+
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """The whole model with the newest weights, on every rank. Every rank calls it."""
+
+    @property
+    def _reads(self) -> Sequence[int]:
+        """The micro-batches that this rank reads: its own, or all."""
+        return [self.rank]
+
+    @abstractmethod
+    def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        """Training step ``step``, on what this rank reads of its batch."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
+        return self.world.total(values)
+
+    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
+        """One training step, to its last update.
+
+        Args:
+            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors; micro-batch m is
+                slice m.
+            targets: ``[n_microbatches * b, ...]``.
+
+        Raises:
+            ValueError: the batch cannot be divided into micro-batches of equal size.
+        """
+        (result,) = self.run([(inputs, targets)])
+        return result
+
+    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
+        """Train on each global batch; yield each step's result, of this rank's micro-batches.
+
+        Exhaust it: only then are all updates in.
+
+        Args:
+            batches: ``(inputs, targets)`` as in :meth:`step`, the same on every rank. Of batches
+                that are :class:`~toolkit.runtime.interface.Divisible` a rank loads only what it
+                reads.
+            n_steps: how many of them to take; all unless given.
+
+        Raises:
+            ValueError: a batch cannot be divided.
+        """
+        for inputs, targets in islice(self._shares(batches), n_steps):
+            step = self.steps_done
+            self.world.watch.at(f"step {step}", step, self._everyone)
+            result = self._train(step, inputs, targets)
+            self.steps_done += 1
+            yield result
+
+    def _shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Values, Tensor]]:
+        """Of each batch what this rank reads, on its device."""
+        n, reads, device = self.schedule.n_microbatches, self._reads, self.world.device
+        if isinstance(batches, Divisible):
+            batches, n = batches.parts(n, lambda k: reads), len(reads)
+        for batch in batches:
+            inputs, targets = divisible(*batch, n)
+            if n > len(reads):
+                (mine,) = reads
+                inputs = tuple(tensor.chunk(n)[mine] for tensor in inputs)
+                targets = targets.chunk(n)[mine]
+            yield tuple(tensor.to(device) for tensor in inputs), targets.to(device)
+
+    def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
+        return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())
+
+    def _check_device(self) -> None:
+        on = {tensor.device for tensor in self.stages.model.parameters()}
+        if others := sorted(str(device) for device in on - {self.world.device}):
+            raise ValueError(
+                f"rank {self.rank} computes on {self.world.device} and the model is on"
+                f" {', '.join(others)}: move it with model.to(world.device) before partition()"
+            )
+
+    def _begin_alike(self) -> None:
+        model = self.stages.model
+        with self.world.watch.waiting("the first weights of rank 0", [0]):
+            for tensor in chain(model.parameters(), model.buffers()):
+                dist.broadcast(tensor.data, 0, self.world.group)
+
+
+def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) -> bool:
+    """Whether rank m runs micro-batch m, and all weights are read ``staleness`` steps late."""
+    return (
+        schedule.state in states
+        and schedule.n_ranks == schedule.n_microbatches
+        and all(late == staleness for stage in schedule.staleness for late in stage)
+        and all(
+            schedule.rank(j, m, step) == m
+            for j in range(schedule.n_stages)
+            for m in range(schedule.n_microbatches)
+            for step in range(schedule.layout.turns(j))
+        )
+    )
+
+
+def called(schedule: Schedule) -> str:
+    """The schedule, as an error names it."""
+    placement = schedule.placement if isinstance(schedule.placement, str) else schedule.layout.name
+    return (
+        f"{schedule.name}, {schedule.n_stages} stages, {schedule.n_microbatches} micro-batches,"
+        f" placement={placement}, state={schedule.state}"
+    )
+
+
+def choose(option: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse a ``value`` that is none of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"unknown {option} {value!r}: choose one of {', '.join(choices)}")

@@ -1,0 +1,84 @@
+"""torch's DistributedDataParallel."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from toolkit.model import Stages
+from toolkit.runtime.baselines.base import choose
+from toolkit.runtime.baselines.chain import Chain
+from toolkit.runtime.baselines.synchronous import Synchronous
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.processes.world import World
+from toolkit.runtime.stage import MakeOptimizer, MakeScheduler
+from toolkit.schedule import Schedule
+
+# Its newer name; the older one is deprecated there.
+_BUFFERS = "forward_sync_buffers"
+if _BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
+    _BUFFERS = "broadcast_buffers"
+
+_HOOKS = {
+    "none": None,
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+}
+
+
+class DDP(Synchronous):
+    """Data parallelism by torch's DistributedDataParallel.
+
+    Args:
+        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        schedule: ``catalog.data_parallel(n)``.
+        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
+        seed: of what the model draws at random in training, such as dropout.
+        compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
+        bucket_mb: size of the messages, in MB.
+        bucket_view: whether gradients are views into the messages, which saves their memory.
+
+    Raises:
+        ValueError: the schedule is not data parallelism, or an option has no such value.
+    """
+
+    runtime = "ddp"
+    states = ("replicated",)
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        world: World | None = None,
+        compression: str = "none",
+        bucket_mb: float = 25.0,
+        bucket_view: bool = False,
+    ) -> None:
+        choose("compression", compression, _HOOKS)
+        if not bucket_mb > 0:
+            raise ValueError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
+        self._hook = _HOOKS[compression]
+        self._buckets = (bucket_mb, bucket_view)
+        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, world)
+
+    def _wrap(self, model: Chain) -> nn.Module:
+        bucket_mb, bucket_view = self._buckets
+        # Buffers are not broadcast: they would change in place between forward and backward.
+        options: dict[str, Any] = {_BUFFERS: False}
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=self.world.group,
+            bucket_cap_mb=bucket_mb,
+            gradient_as_bucket_view=bucket_view,
+            **options,
+        )
+        if self._hook is not None:
+            wrapped.register_comm_hook(self.world.group, self._hook)
+        return wrapped

@@ -1,0 +1,184 @@
+"""What hides communication without cycles: gradients are summed during the next step."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from toolkit.model import Stages
+from toolkit.runtime.baselines.base import Baseline, called, choose, is_data_parallel
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.interface import Batch
+from toolkit.runtime.processes.world import World
+from toolkit.runtime.result import StepResult
+from toolkit.runtime.stage import (
+    MakeOptimizer,
+    MakeScheduler,
+    StageWorker,
+    Sum,
+    Values,
+    Weights,
+    gradients,
+    leaves,
+)
+from toolkit.schedule import Schedule
+
+_WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class DelayedAllReduce(Baseline):
+    """Data parallelism whose all-reduce of step t runs while step t+1 computes.
+
+    Each update is one step late, so the trajectory is that of CDP-v1::
+
+        theta_{t+1} = optimizer(theta_t, 1/M sum_m grad f_m(theta_{t-1}))
+
+    Within a run it keeps one version of the weights. The end of a run brings in the last update
+    and keeps the version before, with which the next run begins.
+
+    Args:
+        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
+        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
+        seed: of what the model draws at random in training, such as dropout.
+        compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
+
+    Raises:
+        ValueError: the schedule has another delay or placement, or an option has no such value.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        world: World | None = None,
+        compression: str = "none",
+    ) -> None:
+        choose("compression", compression, _WIRE)
+        if not is_data_parallel(schedule, 1, ("replicated",)):
+            raise ValueError(
+                "runtime=delayed_allreduce trains data parallelism with every weight one step"
+                " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
+                f" state=replicated (got {called(schedule)})"
+            )
+        super().__init__(stages, schedule, optimizer, loss, world)
+        self._wire = _WIRE[compression]
+        self._workers = [
+            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+        ]
+        self._read = [worker.newest() for worker in self._workers]
+        self._under_way: list[list[_Message]] | None = None
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each stage's next update."""
+        rates = (worker.learning_rate for worker in self._workers)
+        return [rate for rate in rates if rate is not None]
+
+    def module(self) -> nn.Module:
+        """The whole model with the newest weights, on every rank. Every rank calls it."""
+        self._update(keep_old=True)
+        return self.stages.model
+
+    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
+        """As :meth:`Baseline.run`; the last update comes in at the end."""
+        yield from super().run(batches, n_steps)
+        self._update(keep_old=True)
+
+    def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        values = inputs
+        read = [leaves(weights) for weights in self._read]
+        messages: list[list[_Message]] = [[] for _ in read]
+        for worker, weights in zip(self._workers, read, strict=True):
+            values = worker.forward(weights, values, (self.rank,), step)
+            if statistics := worker.take_statistics():
+                messages[worker.index].append(_Message(statistics, None, self.world))
+
+        def send(stage: int) -> None:
+            if found := gradients(read[stage]):
+                messages[stage].append(_Message(found, self._wire, self.world))
+            for leaf in read[stage].values():
+                leaf.grad = None  # the message has it
+
+        sending = _LastStageFirst(read, send)
+        loss = self._loss(values[0], targets)
+        (loss / self.n_ranks).backward()
+        sending.finish()
+        self._update(keep_old=False)
+        self._read = [worker.newest() for worker in self._workers]
+        self._under_way = messages
+        return self._result(step, values[0], loss)
+
+    def _update(self, *, keep_old: bool) -> None:
+        """Apply what is under way, if anything is."""
+        if self._under_way is None:
+            return
+        for worker, messages in zip(self._workers, self._under_way, strict=True):
+            total = Sum()
+            for message in messages:
+                total.add(message.received())
+            worker.update(total, self.n_ranks, keep_old=keep_old)
+        self._under_way = None
+
+
+class _Message:
+    """Tensors under way to be summed over all ranks, as one flat tensor."""
+
+    def __init__(self, tensors: dict[str, Tensor], wire: torch.dtype | None, world: World) -> None:
+        self.likes = {name: (t.shape, t.dtype, t.device) for name, t in tensors.items()}
+        self.world = world
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
+        self.flat = flat.to(world.message_device, wire)
+        self.work = dist.all_reduce(self.flat, group=world.group, async_op=True)
+
+    def received(self) -> dict[str, Tensor]:
+        """The sums, once they are there."""
+        with self.world.watch.waiting("gradients of the step before", range(self.world.size)):
+            self.work.wait()
+        parts = self.flat.split([shape.numel() for shape, _, _ in self.likes.values()])
+        return {
+            name: part.view(shape).to(device, dtype)
+            for (name, (shape, dtype, device)), part in zip(self.likes.items(), parts, strict=True)
+        }
+
+
+class _LastStageFirst:
+    """Sends each stage's gradients during backward, as soon as they are complete.
+
+    The order is the same on every rank, which the messages' backend asks for.
+    """
+
+    def __init__(self, read: list[Weights], send: Callable[[int], None]) -> None:
+        self.send = send
+        self.missing = [len(weights) for weights in read]
+        self.next = len(read) - 1
+        self.hooks = [
+            leaf.register_post_accumulate_grad_hook(self._arrival(j))
+            for j, weights in enumerate(read)
+            for leaf in weights.values()
+        ]
+
+    def finish(self) -> None:
+        """After backward: send also stages some of whose weights have no gradient."""
+        for hook in self.hooks:
+            hook.remove()
+        while self.next >= 0:
+            self._send_next()
+
+    def _arrival(self, stage: int) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            self.missing[stage] -= 1
+            while self.next >= 0 and self.missing[self.next] == 0:
+                self._send_next()
+
+        return arrived
+
+    def _send_next(self) -> None:
+        self.send(self.next)
+        self.next -= 1

@@ -1,0 +1,96 @@
+"""torch's FSDP2: ZeRO-3, or ZeRO-2."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+
+from toolkit.model import Stages
+from toolkit.runtime.baselines.chain import Chain
+from toolkit.runtime.baselines.release import Released
+from toolkit.runtime.baselines.synchronous import Synchronous
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.processes.world import World
+from toolkit.runtime.result import StepResult
+from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, Values
+from toolkit.schedule import Schedule
+
+
+class FSDP(Synchronous):
+    """Data parallelism with sharded state, by torch's fully_shard of each stage.
+
+    While it trains, the model's own parameters are empty; :meth:`module` fills them.
+
+    Args:
+        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        schedule: ``catalog.data_parallel(n)``, its state sharded or not.
+        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
+        seed: of what the model draws at random in training, such as dropout.
+        reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
+            backward (ZeRO-2).
+        cpu_offload: keep each rank's share in the CPU's memory, and update it there.
+
+    Raises:
+        ValueError: the schedule is not data parallelism, or cannot be run on this device.
+    """
+
+    runtime = "fsdp"
+    states = ("replicated", "sharded")
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        world: World | None = None,
+        reshard: bool = True,
+        cpu_offload: bool = False,
+    ) -> None:
+        self._options = (reshard, cpu_offload)
+        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, world)
+
+    def _wrap(self, model: Chain) -> nn.Module:
+        reshard, cpu_offload = self._options
+        device = self.world.device
+        if device.type == "cuda" and self.world.backend == "gloo":
+            raise ValueError(
+                "runtime=fsdp with backend=gloo runs on the CPU only: use backend=nccl with a GPU"
+                " a rank, device=cpu, or runtime=ddp"
+            )
+        if cpu_offload and device.type == "cpu":
+            raise ValueError(
+                "cpu_offload keeps weights off the GPU, and this rank computes on the CPU: leave"
+                " it out"
+            )
+        self._whole = [dict(stage.named_parameters()) for stage in model.stages]
+        self._released = Released(self.stages.model.parameters())
+        group = dist.group.WORLD if self.world.group is None else self.world.group
+        assert group is not None
+        mesh = DeviceMesh.from_group(group, device.type)
+        policy = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
+        for stage in model.stages:
+            fully_shard(stage, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+        return model
+
+    @torch.no_grad()
+    def module(self) -> nn.Module:
+        """The whole model with the newest weights, on every rank. Every rank calls it."""
+        self._released.restore()
+        for stage, whole in zip(self._chain.stages, self._whole, strict=True):
+            assert isinstance(stage, FSDPModule)
+            with self.world.watch.waiting("the shares of all ranks", self._everyone):
+                stage.unshard()
+            for name, parameter in stage.named_parameters():
+                whole[name].copy_(parameter)
+            stage.reshard()
+        return super().module()
+
+    def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        self._released.release()
+        return super()._train(step, inputs, targets)

@@ -1,0 +1,255 @@
+"""torch.distributed.pipelining, where its schedule is one of ours."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+from toolkit.model import Stages
+from toolkit.model.partition import Boundary
+from toolkit.runtime.baselines.base import Baseline, called
+from toolkit.runtime.baselines.release import Released
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.processes.world import World
+from toolkit.runtime.result import StepResult
+from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Sum, Values
+from toolkit.schedule import Kind, Op, Schedule, orders
+
+_MESSAGES = "messages of torch's pipeline"
+
+MakeRunner = Callable[[list[PipelineStage], int, Loss], Any]
+
+
+class TorchPipelining(Baseline):
+    """A pipeline run by torch.distributed.pipelining.
+
+    Batch norms keep this toolkit's contract: each micro-batch is normalised by its own
+    statistics, and running statistics advance once a step. While it trains, a rank's parameters
+    of other ranks' stages are empty; :meth:`module` fills them.
+
+    Args:
+        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        schedule: ``catalog.gpipe``, ``one_f_one_b``, ``interleaved_1f1b`` or ``zero_bubble``, or
+            any other whose ranks run their ops in the same order.
+        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
+        seed: of what the model draws at random in training, such as dropout.
+
+    Raises:
+        ValueError: torch has no such schedule, or cannot send what crosses the stages.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        world: World | None = None,
+    ) -> None:
+        self._make_runner = _torch_schedule(schedule)
+        _check_boundaries(stages)
+        super().__init__(stages, schedule, optimizer, loss, world)
+        if self.world.device.type == "cuda" and self.world.backend == "gloo":
+            raise ValueError(
+                "runtime=torch_pipelining with backend=gloo runs on the CPU only: use backend=nccl"
+                " with a GPU a rank, or device=cpu"
+            )
+        # Other ranks' stages get no gradients here; their learning rates keep in step.
+        self._workers = [
+            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+        ]
+        self._owners = [schedule.rank(j, 0) for j in range(len(stages))]
+        self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
+        last, split = (
+            len(stages) - 1,
+            any(op.kind == Kind.BACKWARD_INPUT for op in schedule.timing.starts),
+        )
+        self._parts = [_Part(self._workers[j], self.world, j == last, split) for j in self._own]
+        self._released = Released(
+            parameter
+            for j, stage in enumerate(stages)
+            if j not in self._own
+            for parameter in stage.parameters()
+        )
+        self._runner: Any = None
+        self._size = 0
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each stage's next update."""
+        rates = (worker.learning_rate for worker in self._workers)
+        return [rate for rate in rates if rate is not None]
+
+    @torch.no_grad()
+    def module(self) -> nn.Module:
+        """The whole model with the newest weights, on every rank. Every rank calls it."""
+        self._released.restore()
+        for stage, owner in zip(self.stages, self._owners, strict=True):
+            with self.world.watch.waiting(f"the weights of rank {owner}", [owner]):
+                for tensor in (*stage.parameters(), *stage.buffers()):
+                    dist.broadcast(tensor.data, owner, self.world.group)
+        return self.stages.model
+
+    @property
+    def _reads(self) -> Sequence[int]:
+        return range(self.schedule.n_microbatches)
+
+    def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        n = self.schedule.n_microbatches
+        self._released.release()
+        self._fit_to(inputs, len(targets) // n)
+        for part in self._parts:
+            part.begin(step)
+        last = len(self.stages) - 1 in self._own
+        losses: list[Tensor] = []
+        with self.world.watch.waiting(_MESSAGES, self._everyone):
+            outputs = self._runner.step(
+                *(inputs if 0 in self._own else ()),
+                target=targets if last else None,
+                losses=losses if last else None,
+            )
+        for worker in self._workers:
+            found = {name: master.grad for name, master in worker.masters.items()}
+            total = Sum()
+            total.add({name: grad for name, grad in found.items() if grad is not None})
+            total.add(worker.take_statistics())
+            worker.update(total, n, keep_old=False)
+        if last:
+            return StepResult(step, tuple(range(n)), torch.stack(losses).detach(), outputs.detach())
+        nothing = torch.empty(0, *self.stages.output.shape[1:], dtype=self.stages.output.dtype)
+        none = torch.empty(0, dtype=nothing.dtype, device=self.world.device)
+        return StepResult(step, (), none, nothing.to(self.world.device))
+
+    def _fit_to(self, inputs: Values, size: int) -> None:
+        """Make torch's schedule for micro-batches of ``size`` samples."""
+        expected = [boundary.shape[1:] for boundary in self.stages.boundaries[0]]
+        if (got := [tuple(tensor.shape[1:]) for tensor in inputs]) != expected:
+            raise ValueError(
+                "runtime=torch_pipelining takes inputs of the shape for which the model was"
+                f" partitioned: got samples of shape {_shapes(got)}, not {_shapes(expected)};"
+                " partition it with an example like them"
+            )
+        if size == self._size:
+            return
+        self._size = size
+        edges = [*self.stages.boundaries, (self.stages.output,)]
+        stages = [
+            PipelineStage(
+                part,
+                j,
+                len(self.stages),
+                self.world.device,
+                input_args=_like(edges[j], size, trained=j > 0),
+                output_args=_like(edges[j + 1], size, trained=True),
+                group=self.world.group,
+            )
+            for j, part in zip(self._own, self._parts, strict=True)
+        ]
+        self._runner = self._make_runner(stages, self.schedule.n_microbatches, self._loss)
+
+
+class _Part(nn.Module):
+    """A stage, as torch's schedule calls it: the micro-batches in order, each once a step."""
+
+    def __init__(self, worker: StageWorker, world: World, last: bool, split: bool) -> None:
+        super().__init__()
+        self.world = world
+        self.split = split
+        self.compute = worker.compute
+        self.worker = worker
+        self.last = last
+
+    def begin(self, step: int) -> None:
+        self.step = step
+        self.next = 0
+
+    def forward(self, *inputs: Tensor) -> Tensor | Values:
+        microbatch, self.next = self.next, self.next + 1
+        weights: dict[str, Tensor] = dict(self.worker.masters)
+        # An error until the next word is the model's own, and none of the messages'.
+        self.world.watch.at(f"{self.worker.index}F{microbatch}", self.step)
+        outputs = self.worker.forward(weights, inputs, (microbatch,), self.step)
+        self.world.watch.at(_MESSAGES, self.step, range(self.world.size))
+        if self.split:
+            outputs = tuple(_own(output, inputs) for output in outputs)
+        return outputs[0] if self.last else outputs
+
+
+def _own(output: Tensor, inputs: Values) -> Tensor:
+    """``output``, or a copy where torch, which detaches it in place, would change another."""
+    shared = output._is_view() or any(output is tensor for tensor in inputs)
+    return output.clone() if shared else output
+
+
+def rank_orders(schedule: Schedule) -> list[list[Op]]:
+    """The ops of one step on each rank, in order."""
+    starts = schedule.timing.starts
+    found: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
+    for op in sorted(starts, key=starts.__getitem__):
+        found[schedule.rank(op.stage, op.microbatch)].append(op)
+    return found
+
+
+def _torch_schedule(schedule: Schedule) -> MakeRunner:
+    """torch's schedule of the same orders."""
+    s, m, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
+    equal_rounds = m % max(1, m // n_ranks) == 0
+    known: list[tuple[orders.Orders, MakeRunner]] = []
+    if n_ranks == s:
+        known.append((orders.gpipe(s, m), lambda own, n, f: ScheduleGPipe(own[0], n, f)))
+        if m >= s:
+            known.append((orders.one_f_one_b(s, m), lambda own, n, f: Schedule1F1B(own[0], n, f)))
+        if equal_rounds:
+            known.append((orders.zero_bubble(s, m), lambda *of: ScheduleInterleavedZeroBubble(*of)))
+    elif s % n_ranks == 0 and equal_rounds:
+        order = orders.interleaved_1f1b(s, m, n_ranks)
+        known.append((order, lambda *of: ScheduleInterleaved1F1B(*of)))
+    if schedule.max_staleness == 0 and schedule.state == "replicated":
+        own = rank_orders(schedule)
+        for theirs, make in known:
+            if own == [list(ops) for ops in theirs]:
+                return make
+    raise ValueError(
+        "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
+        " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"
+        " rank; zero_bubble with a multiple of the ranks as micro-batches"
+        f" (got {called(schedule)})"
+    )
+
+
+def _check_boundaries(stages: Stages) -> None:
+    for boundary in (tensor for crossing in stages.boundaries[1:] for tensor in crossing):
+        if not boundary.dtype.is_floating_point:
+            raise ValueError(
+                "runtime=torch_pipelining sends a gradient back for every tensor that crosses"
+                f" stages, and {boundary.name} is of {boundary.dtype}: cut the model where"
+                " none such crosses"
+            )
+
+
+def _like(crossing: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:
+    return tuple(
+        torch.empty(
+            (size, *boundary.shape[1:]),
+            dtype=boundary.dtype,
+            device="meta",
+            requires_grad=trained and boundary.dtype.is_floating_point,
+        )
+        for boundary in crossing
+    )
+
+
+def _shapes(found: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in found)

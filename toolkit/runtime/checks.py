@@ -1,0 +1,54 @@
+"""What every runtime refuses."""
+
+from torch import Tensor
+
+from toolkit.model import Stages
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.stage import MakeOptimizer, Values
+from toolkit.schedule import Schedule
+
+
+def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
+    """Refuse stages that the schedule is not for, and an optimizer that is made already."""
+    if len(stages) != schedule.n_stages:
+        raise ValueError(
+            f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
+            f" partition it into {schedule.n_stages}"
+        )
+    if not callable(optimizer):
+        raise ValueError(
+            "optimizer makes an optimizer from a list of parameters: give a function, such as"
+            f" lambda p: torch.optim.SGD(p, lr=0.1), not a {type(optimizer).__name__}"
+        )
+
+
+def divisible(
+    inputs: Tensor | Values, targets: Tensor, n_microbatches: int
+) -> tuple[Values, Tensor]:
+    """The batch, refused if it cannot be divided into micro-batches of equal size."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    n = n_microbatches
+    sizes = {len(tensor) for tensor in (*inputs, targets)}
+    if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
+        raise ValueError(
+            f"a batch is divided into {n} micro-batches of equal size, inputs and targets"
+            f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
+            f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
+        )
+    return inputs, targets
+
+
+def scalar(loss: Loss) -> Loss:
+    """``loss``, refused if it gives anything but one number."""
+
+    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"the loss of a micro-batch is a scalar tensor: got {shape}; average it"
+                ' (reduction="mean")'
+            )
+        return value
+
+    return checked

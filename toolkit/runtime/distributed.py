@@ -1,0 +1,311 @@
+"""One rank of a schedule's program, on torch.distributed: a process for each."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.model import Stages
+from toolkit.model.analysis import meta_copy
+from toolkit.runtime.checks import check_fit, scalar
+from toolkit.runtime.feed import Feed
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.holdings import Holdings
+from toolkit.runtime.interface import Batch
+from toolkit.runtime.layout import Layouts, find_layouts
+from toolkit.runtime.links import Links
+from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.processes.world import World, join
+from toolkit.runtime.rank import Rank
+from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Shape, Source
+from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values
+from toolkit.runtime.stagger import Stagger
+from toolkit.runtime.state import check_state, state_of
+from toolkit.schedule import Action, Instruction, Program, Schedule
+
+_WINDOW = 50_000  # ops of the training steps that are lowered at once
+
+
+class Distributed:
+    """Trains stages by a schedule, one process a rank.
+
+    Every rank makes it with the same arguments, and calls the same methods in the same order;
+    rank 0's initial weights count. The trajectory is that of :class:`SingleProcess`. A rank keeps
+    the weights of the stages that it updates, and what its program has it hold.
+
+    Args:
+        stages: the model, partitioned, on the device of the rank.
+        schedule: for as many stages, on as many ranks as there are processes.
+        optimizer: makes the optimizer of a stage from the list of its parameters.
+        loss: mean loss of a micro-batch, from outputs and targets.
+        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
+        seed: of what the model draws at random in training, such as dropout.
+        world: the ranks; those of this job unless given.
+        record: first training steps of which messages, memory and time are measured (see
+            :meth:`measurements`).
+
+    Raises:
+        ValueError: stages, schedule and ranks do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        world: World | None = None,
+        record: int = 0,
+    ) -> None:
+        check_fit(stages, schedule, optimizer)
+        self.world = join(schedule.n_ranks) if world is None else world
+        if self.world.size != schedule.n_ranks:
+            raise ValueError(
+                f"the schedule has {schedule.n_ranks} ranks and the world {self.world.size}: give"
+                f" world.part({schedule.n_ranks}), or a schedule for {self.world.size}"
+            )
+        self.stages = stages
+        self.schedule = schedule
+        self.steps_done = 0
+        self._loss = scalar(loss)
+        self._workers = [
+            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+        ]
+        self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
+        self._layouts: dict[Shape, Layouts] = {}
+        self._holdings = Holdings(self.world, schedule, self._workers)
+        self._meter = (
+            Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
+        )
+        self._to_record = record
+        self._rates = self._read_rates()
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def n_ranks(self) -> int:
+        return self.world.size
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """The learning rate of each stage's next update."""
+        return self._rates
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
+        return self.world.total(values)
+
+    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
+        """One training step, to its last update.
+
+        Args:
+            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, the same on every
+                rank; micro-batch m is slice m.
+            targets: ``[n_microbatches * b, ...]``.
+
+        Returns:
+            the results of this rank's micro-batches.
+
+        Raises:
+            ValueError: the batch cannot be divided into micro-batches of equal size.
+        """
+        (result,) = self.run([(inputs, targets)])
+        return result
+
+    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
+        """Train on each batch; yield each step's result as soon as this rank has done its share.
+
+        Consecutive steps overlap as the schedule has them. Every rank has to exhaust it.
+
+        Args:
+            batches: global ``(inputs, targets)`` as in :meth:`step`, all of the same size. Of
+                batches that are :class:`~toolkit.runtime.interface.Divisible` a rank loads only
+                what it reads.
+            n_steps: how many of them to take; all unless given.
+
+        Raises:
+            ValueError: a batch cannot be divided or is of another size than the first, or the
+                number of batches is not known.
+        """
+        if n_steps is None:
+            if not isinstance(batches, Sized):
+                raise ValueError("the ranks look ahead: give n_steps to run()")
+            n_steps = len(batches)
+        if n_steps == 0:
+            return
+        schedule, begin = self.schedule, self.steps_done
+        source = Source(batches, schedule.n_microbatches, self._reads, begin, self.world.device)
+        links = Links(self.world, self._find_layouts(source.shape))
+        feed = Feed(source, begin, source.parts)
+        window = max(1, _WINDOW // len(schedule.timing.starts))
+        while (left := begin + n_steps - self.steps_done) > 0:
+            length = min(window, left, self._to_record or left)
+            program = schedule.lower(length, self.steps_done).verify()
+            yield from self._run(program, feed, links)
+            self.steps_done += length
+        feed.skip_to(self.steps_done)
+        self._rates = self._read_rates()
+
+    def module(self) -> nn.Module:
+        """The whole model with the newest weights, on every rank. Every rank calls it.
+
+        Until the next :meth:`run` it takes the memory of the whole model.
+        """
+        self._holdings.collect()
+        return self.stages.model
+
+    def measurements(self) -> Measurements:
+        """What all ranks have measured. Every rank calls it.
+
+        Raises:
+            ValueError: nothing was recorded.
+        """
+        if self._meter is None:
+            raise ValueError("nothing was measured: make Distributed with record=STEPS")
+        return Measurements(self.schedule, self.world.gather(self._meter.record))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on, but for the data; on every rank.
+
+        Every rank calls it. A :class:`SingleProcess` can go on from it, and the other way round.
+        """
+        model = self.module().state_dict()
+        mine = {
+            j: (
+                versions,
+                state_of(self._workers[j].optimizer),
+                state_of(self._workers[j].scheduler),
+            )
+            for j, versions in self._holdings.versions.items()
+            if self.schedule.owners[j] == self.rank
+        }
+        found = {j: state for part in self.world.gather(mine) for j, state in part.items()}
+        versions, optimizers, schedulers = zip(*(found[j] for j in sorted(found)), strict=True)
+        return {
+            "steps_done": self.steps_done,
+            "model": model,
+            "versions": list(versions),
+            "optimizers": list(optimizers),
+            "lr_schedulers": list(schedulers),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
+
+        Raises:
+            ValueError: the state is of other stages, or lacks weights that the schedule reads.
+        """
+        check_state(state, self.schedule, self._workers)
+        self.module().load_state_dict(state["model"])
+        self.steps_done = state["steps_done"]
+        for j in self._holdings.updated:
+            self._workers[j].load(state["optimizers"][j], state["lr_schedulers"][j])
+        self._holdings.load(state["versions"], self.steps_done)
+        self._holdings.forget()
+        self._rates = self._read_rates()
+
+    def _run(self, program: Program, feed: Feed, links: Links) -> Iterator[StepResult]:
+        groups = {tuple(sorted(i.peers)) for order in program.ranks for i in order if i.peers[1:]}
+        self.world.make_groups(sorted(groups))
+        held = self._holdings.share(links, program.first_step)
+        turn = Stagger(program, self.world)
+        meter = self._meter if self._to_record else None
+        execution = _Execution(self._make_rank(feed, meter), links)
+        execution.rank.weights = held
+        mine = program.ranks[self.rank]
+        ends = _last_ops(mine)
+        for position, i in enumerate(mine):
+            turn.before(i)
+            self.world.watch.at(i, i.step, i.peers)
+            if meter is None:
+                execution.perform(i)
+            else:
+                meter.perform(execution.rank, i, execution.perform)
+            if position in ends:
+                yield feed.result(ends[position])
+        turn.finish()
+        links.drain()
+        if meter is not None:
+            meter.finish(program)
+            self._to_record -= program.n_steps
+        self.world.watch.at("between programs")
+
+    def _make_rank(self, feed: Feed, meter: Meter | None) -> Rank:
+        workers = dict(enumerate(self._workers))
+        updaters = {j: self._workers[j] for j in self._holdings.updated}
+        watching = {} if meter is None else {"watching": meter.activations.watch}
+        return Rank(
+            self.schedule, workers, updaters, self._holdings.versions, self._loss, feed, **watching
+        )
+
+    def _reads(self, step: int) -> list[int]:
+        """The micro-batches whose inputs or targets this rank reads at ``step``."""
+        ends = (0, self.schedule.n_stages - 1)
+        return [
+            m
+            for m in range(self.schedule.n_microbatches)
+            if any(self.schedule.rank(j, m, step) == self.rank for j in ends)
+        ]
+
+    def _find_layouts(self, shape: Shape | None) -> Layouts:
+        """The layouts of micro-batches of ``shape``, which not every rank has seen."""
+        seen = next(found for found in self.world.gather(shape) if found is not None)
+        if seen not in self._layouts:
+            inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
+            self._layouts[seen] = find_layouts(self._skeletons, inputs)
+        return self._layouts[seen]
+
+    def _read_rates(self) -> list[float]:
+        """Every stage's learning rate, from its owner."""
+        mine = {
+            j: rate
+            for j in self._holdings.updated
+            if self.schedule.owners[j] == self.rank
+            and (rate := self._workers[j].learning_rate) is not None
+        }
+        found = {j: rate for part in self.world.gather(mine) for j, rate in part.items()}
+        return [found[j] for j in sorted(found)]
+
+
+class _Execution:
+    """Carries out a rank's instructions, whichever they are."""
+
+    def __init__(self, rank: Rank, links: Links) -> None:
+        self.rank, self.links = rank, links
+
+    def perform(self, i: Instruction) -> int:
+        """Carry out ``i``; return the bytes that it moved."""
+        if not i.action.communicates:
+            self.rank.execute(i)
+            return 0
+        try:
+            return self._communicate(i)
+        except RuntimeError as error:
+            self.links.world.watch.fail(error)
+
+    def _communicate(self, i: Instruction) -> int:
+        if i.action == Action.SEND:
+            return self.links.send(i, self.rank.give(i))
+        if i.action == Action.RECV:
+            payload, n_bytes = self.links.receive(i)
+            self.rank.take(i, payload)
+            return n_bytes
+        gives = i.action != Action.BROADCAST or self.links.world.rank == i.peers[0]
+        left, n_bytes = self.links.collective(i, self.rank.give(i) if gives else None)
+        if left is not None and not (gives and i.action == Action.BROADCAST):
+            self.rank.take(i, left)
+        return n_bytes
+
+
+def _last_ops(instructions: tuple[Instruction, ...]) -> dict[int, int]:
+    """The position of the last op of each training step, and the step."""
+    last = {i.step: position for position, i in enumerate(instructions) if i.action.computes}
+    return {position: step for step, position in last.items() if step is not None}

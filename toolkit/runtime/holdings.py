@@ -1,0 +1,118 @@
+"""Which weights a rank holds between programs, and how the newest come together."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.runtime.layout import Layout
+from toolkit.runtime.links import Links
+from toolkit.runtime.processes.world import World
+from toolkit.runtime.stage import StageWorker, Weights
+from toolkit.schedule import Action, Buffer, Instruction, Schedule
+
+
+class Holdings:
+    """The weights of one rank.
+
+    A rank that updates a stage keeps the versions that are still read. The others keep nothing:
+    they are given what they read first as a program begins, and the rest by the program itself.
+
+    Attributes:
+        updated: the stages that this rank updates.
+        versions: ``versions[stage]`` holds the versions of each of them that are still read.
+    """
+
+    def __init__(self, world: World, schedule: Schedule, workers: Sequence[StageWorker]) -> None:
+        self.world, self.schedule, self.workers = world, schedule, workers
+        self._updaters = _updaters(schedule)
+        self._layouts = [Layout.of(self._state(j)) for j in range(len(workers))]
+        self._begin_alike()
+        self.updated = [j for j, ranks in enumerate(self._updaters) if world.rank in ranks]
+        self.versions = {j: {0: workers[j].newest()} for j in self.updated}
+        self.forget()
+
+    def forget(self) -> None:
+        """Give back the memory of stages that this rank does not update."""
+        for j, worker in enumerate(self.workers):
+            if j not in self.versions:
+                for master in worker.masters.values():
+                    master.data = torch.empty(0, dtype=master.dtype, device=master.device)
+
+    def share(self, links: Links, step: int) -> dict[tuple, Weights]:
+        """What this rank holds as a program begins at ``step``: (stage, version) -> weights."""
+        self.forget()
+        held = {
+            (j, v): weights for j, known in self.versions.items() for v, weights in known.items()
+        }
+        for j, owner in enumerate(self.schedule.owners):
+            lacking = sorted(set(self.schedule.first_holders(j)) - self._updaters[j])
+            oldest = self.schedule.oldest_version(j, step)
+            for version in range(oldest, step + 1):
+                what = (j, None, None, version, Buffer.WEIGHTS)
+                if self.world.rank == owner:
+                    for rank in lacking:
+                        send = Instruction(0, Action.SEND, *what, (rank,))
+                        links.send(send, held[j, version])
+                elif self.world.rank in lacking:
+                    received, _ = links.receive(Instruction(0, Action.RECV, *what, (owner,)))
+                    assert isinstance(received, dict)
+                    held[j, version] = received
+        return held
+
+    def collect(self) -> None:
+        """Have every rank's stages hold the newest weights and running statistics."""
+        for j, worker in enumerate(self.workers):
+            if len(self._updaters[j]) == self.world.size:
+                continue
+            tensors = self._state(j) if j in self.versions else {}
+            received = self._broadcast(self._layouts[j], self.schedule.owners[j], tensors)
+            if j not in self.versions:
+                for name, master in worker.masters.items():
+                    master.data = received[name]
+                for name, buffer in worker.stage.named_buffers():
+                    buffer.copy_(received[name])
+
+    def load(self, versions: Sequence[Mapping[int, Weights]], step: int) -> None:
+        """Take over the versions of every stage, of which ``step`` is the newest."""
+        for j in self.updated:
+            self.versions[j] = {
+                version: {name: tensor.clone() for name, tensor in weights.items()}
+                for version, weights in versions[j].items()
+                if version != step
+            }
+            self.versions[j][step] = self.workers[j].newest()
+
+    def _state(self, j: int) -> dict[str, Tensor]:
+        """The newest weights of a stage, what of it is frozen, and its buffers."""
+        stage = self.workers[j].stage
+        return {name: p.data for name, p in stage.named_parameters()} | dict(stage.named_buffers())
+
+    def _begin_alike(self) -> None:
+        """Take over the weights and buffers of rank 0."""
+        for j, layout in enumerate(self._layouts):
+            received = self._broadcast(layout, 0, self._state(j))
+            for name, tensor in self._state(j).items():
+                tensor.copy_(received[name])
+
+    def _broadcast(self, layout: Layout, root: int, tensors: Mapping) -> dict:
+        """``tensors`` of ``root``, on every rank."""
+        device = self.world.message_device
+        if self.world.rank == root:
+            flat = layout.pack(tensors, device)
+        else:
+            flat = torch.empty(layout.n_bytes, dtype=torch.uint8, device=device)
+        with self.world.watch.waiting(f"weights of rank {root}", [root]):
+            dist.broadcast(flat, root, group=self.world.group)
+        return layout.unpack(flat.to(self.world.device))
+
+
+def _updaters(schedule: Schedule) -> list[set[int]]:
+    """The ranks that update each stage."""
+    found: list[set[int]] = [set() for _ in range(schedule.n_stages)]
+    for rank, instructions in enumerate(schedule.lower(1).ranks):
+        for i in instructions:
+            if i.action == Action.UPDATE:
+                found[i.stage].add(rank)
+    return found

@@ -1,0 +1,192 @@
+"""What each message consists of, known to its receiver before it comes.
+
+A message is one flat tensor of bytes, whatever tensors it carries, without padding.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime.rank import Gradients, Payload
+from toolkit.runtime.stage import Sum, Values
+from toolkit.schedule import Buffer, Instruction
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a message. A ``place`` is a parameter's name, or the index of a boundary's."""
+
+    place: str | int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a message, largest elements first, so that each is aligned."""
+
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> "Layout":
+        parts = [Part(place, tuple(x.shape), x.dtype) for place, x in tensors.items()]
+        parts.sort(key=lambda part: (-part.dtype.itemsize, str(part.dtype)))
+        return cls(tuple(parts))
+
+    @cached_property
+    def n_bytes(self) -> int:
+        return sum(part.n_bytes for part in self.parts)
+
+    def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
+        """One flat tensor of bytes on ``device``; ``tensors`` are those of the parts, by place."""
+        flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=device)
+        for part, view in zip(self.parts, self.views(flat), strict=True):
+            view.copy_(tensors[part.place])
+        return flat
+
+    def unpack(self, flat: Tensor) -> dict:
+        """The tensors by place; they share memory with ``flat``."""
+        views = self.views(flat)
+        return {part.place: view for part, view in zip(self.parts, views, strict=True)}
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a message as tensors."""
+        found, begin = [], 0
+        for part in self.parts:
+            end = begin + part.n_bytes
+            found.append(flat[begin:end].view(part.dtype).view(part.shape))
+            begin = end
+        return found
+
+    def by_dtype(self, flat: Tensor) -> list[Tensor]:
+        """The message as one flat tensor of each type that is in it."""
+        sizes: dict[torch.dtype, int] = {}
+        for part in self.parts:
+            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.n_bytes
+        pieces = flat.split(list(sizes.values()))
+        return [piece.view(dtype) for dtype, piece in zip(sizes, pieces, strict=True)]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The messages of every stage, for micro-batches of one size.
+
+    Attributes:
+        activations: ``activations[j]`` are the tensors that stage j passes on.
+        activation_gradients: ``activation_gradients[j]`` those of stage j's inputs, without the
+            ones that have no gradient.
+        n_inputs: how many inputs stage j has.
+        gradients: of its weights, with the statistics of its norms.
+        weights: one version of them.
+    """
+
+    activations: tuple[Layout, ...]
+    activation_gradients: tuple[Layout, ...]
+    n_inputs: tuple[int, ...]
+    gradients: tuple[Layout, ...]
+    weights: tuple[Layout, ...]
+
+    def of(self, i: Instruction) -> Layout:
+        """The layout of the message of an instruction."""
+        found = {
+            Buffer.ACTIVATION: self.activations,
+            Buffer.ACTIVATION_GRADIENT: self.activation_gradients,
+            Buffer.GRADIENT: self.gradients,
+            Buffer.WEIGHTS: self.weights,
+        }
+        assert i.buffer is not None
+        return found[i.buffer][i.stage]
+
+    def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
+        """What instruction ``i`` sends, as bytes on ``device``."""
+        if isinstance(payload, Sum):
+            tensors: Mapping = payload.tensors
+        elif isinstance(payload, tuple):
+            tensors = dict(enumerate(payload))
+        else:
+            tensors = payload
+        return self.of(i).pack(tensors, device)
+
+    def unpack(self, i: Instruction, flat: Tensor) -> Payload:
+        """What instruction ``i`` received."""
+        tensors = self.of(i).unpack(flat)
+        if i.buffer == Buffer.WEIGHTS:
+            return tensors
+        if i.buffer == Buffer.GRADIENT:
+            total = Sum()
+            total.add(tensors)
+            return total
+        passed_on = i.buffer == Buffer.ACTIVATION
+        n = len(tensors) if passed_on else self.n_inputs[i.stage]
+        return tuple(tensors.get(k) for k in range(n))
+
+
+def find_layouts(skeletons: Sequence[nn.Module], inputs: Values) -> Layouts:
+    """The layouts of all stages, found without computing or allocating anything.
+
+    Args:
+        skeletons: the stages as they compute, on the meta device (see ``meta_copy``).
+        inputs: a micro-batch, on the meta device.
+    """
+    runs = []
+    for stage in skeletons:
+        outputs: Values = stage(*inputs)
+        runs.append((inputs, outputs))
+        inputs = tuple(torch.empty_like(x).requires_grad_(x.is_floating_point()) for x in outputs)
+    given: Gradients = tuple(torch.empty_like(x) for x in runs[-1][1])
+    activation_gradients, gradients = [], []
+    for stage, (received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
+        weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+        found = _gradients(outputs, given, [*received, *weights.values()])
+        given = tuple(found[: len(received)])
+        activation_gradients.append(
+            Layout.of({k: grad for k, grad in enumerate(given) if grad is not None})
+        )
+        named = dict(zip(weights, found[len(received) :], strict=True))
+        summed = {name: grad for name, grad in named.items() if grad is not None}
+        gradients.append(Layout.of(summed | _statistics(stage)))
+    return Layouts(
+        activations=tuple(Layout.of(dict(enumerate(outputs))) for _, outputs in runs),
+        activation_gradients=tuple(reversed(activation_gradients)),
+        n_inputs=tuple(len(received) for received, _ in runs),
+        gradients=tuple(reversed(gradients)),
+        weights=tuple(weights_layout(stage) for stage in skeletons),
+    )
+
+
+def weights_layout(stage: nn.Module) -> Layout:
+    """One version of a stage's weights."""
+    return Layout.of({name: p for name, p in stage.named_parameters() if p.requires_grad})
+
+
+def _gradients(outputs: Values, given: Gradients, wanted: list[Tensor]) -> list[Tensor | None]:
+    pairs = [
+        (x, grad)
+        for x, grad in zip(outputs, given, strict=True)
+        if x.requires_grad and grad is not None
+    ]
+    trained = [x for x in wanted if x.requires_grad]
+    if not pairs or not trained:
+        return [None] * len(wanted)
+    ends, grads = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(ends, trained, grads, allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in wanted]
+
+
+def _statistics(stage: nn.Module) -> dict[str, Tensor]:
+    """What the norms have left of the forward, by the norm's name."""
+    taken = {
+        name: norm.take_statistics()
+        for name, norm in stage.named_modules()
+        if isinstance(norm, MicrobatchNorm)
+    }
+    return {name: statistics for name, statistics in taken.items() if statistics is not None}

@@ -1,0 +1,1 @@
+"""What ranks measure while they run, and what it says together."""

@@ -1,0 +1,161 @@
+"""The paper's comparison, measured: every setting run on processes, held to what was counted."""
+
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.cost import Timeline, observed, profile, simulate
+from toolkit.model import Stages, partition
+from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.processes.child import report
+from toolkit.runtime.processes.world import join
+from toolkit.schedule import Buffer, Program
+from toolkit.schedule.comparison import RULES, SETTINGS
+from toolkit.schedule.footprint import belongs_to, footprint
+from toolkit.schedule.program import traffic_of
+from toolkit.schedule.steady import settled_steps, steady_slots
+
+_PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """One setting under one rule, as it ran.
+
+    Attributes:
+        setting: of the paper.
+        rule: DP, CDP-v1 or CDP-v2.
+        measured: in the units of :class:`~toolkit.schedule.footprint.Footprint`.
+        differences: (counted, measured) where they differ; of the messages and bytes of each rank
+            in each slot, how many of these differ.
+        measurements: everything that was measured.
+    """
+
+    setting: str
+    rule: str
+    measured: dict[str, Fraction]
+    differences: dict[str, tuple[Any, Any]]
+    measurements: Measurements
+
+
+def n_ranks(n: int) -> int:
+    """Processes that :func:`measure` takes for ``n`` workers."""
+    return max(make(rule, n).n_ranks for make in SETTINGS.values() for rule in RULES)
+
+
+def measure(n: int, width: int = 256, batch: int = 64) -> list[MeasuredRow]:
+    """Run every setting under every rule. Every rank calls it; the first gets the rows.
+
+    The model is ``n`` alike stages, a linear layer and a tanh each, so that bytes can be told in
+    stages.
+
+    Args:
+        n: workers, stages and micro-batches.
+        width: of a layer.
+        batch: samples of a micro-batch.
+    """
+    world = join(n_ranks(n))
+    rows = []
+    for setting, make in SETTINGS.items():
+        for rule in RULES:
+            report(f"{setting}, {rule}")
+            schedule = make(rule, n)
+            part = world.part(schedule.n_ranks)
+            if part is not None:
+                settled = settled_steps(schedule)
+                runtime = Distributed(
+                    alike_stages(n, width, batch),
+                    schedule,
+                    lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                    _loss,
+                    world=part,
+                    record=2 * settled + 1,
+                )
+                samples = torch.ones(n * batch, width)
+                for _ in runtime.run([(samples, samples)] * (2 * settled + 1)):
+                    pass
+                found = runtime.measurements()
+                if world.rank == 0:
+                    rows.append(_row(setting, rule, found, width, batch))
+            world.barrier()
+    return rows
+
+
+def beside_prediction(
+    found: Measurements, n: int, width: int, batch: int
+) -> tuple[Timeline, Timeline]:
+    """What was measured, and what the simulator makes of ops and messages that take as long."""
+    timeline = found.timeline()
+    example = torch.empty(batch, width, device="meta")
+    costs, links = observed(timeline, profile(alike_stages(n, width, batch), example))
+    prediction = simulate(found.schedule.lower(len(timeline.step_ends)), costs, links)
+    return timeline, replace(prediction, name=f"{prediction.name}, predicted")
+
+
+def alike_stages(n: int, width: int, batch: int) -> Stages:
+    """``n`` stages with ``width * width`` parameters each."""
+    layers = [x for _ in range(n) for x in (nn.Linear(width, width, bias=False), nn.Tanh())]
+    names = [str(2 * j) for j in range(1, n)]
+    return partition(nn.Sequential(*layers), n, torch.empty(batch, width), names)
+
+
+def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def _row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
+    schedule = found.schedule
+    program = schedule.lower(2 * settled_steps(schedule) + 1)
+    item = torch.get_default_dtype().itemsize
+    measured = _footprint(found, item * width * width, item * width * batch)
+    counted = asdict(footprint(schedule))
+    differences: dict[str, tuple[Any, Any]] = {
+        name: (counted[name], value) for name, value in measured.items() if value != counted[name]
+    }
+    if cells := _differing_cells(found, program, item * width * width):
+        differences["messages and bytes by slot and rank"] = (0, cells)
+    return MeasuredRow(setting, rule, measured, differences, found)
+
+
+def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fraction]:
+    """What can be measured of a footprint, in the steady state.
+
+    Args:
+        stage: bytes of a stage's parameters.
+        activation: bytes that a stage keeps of a micro-batch.
+    """
+    schedule = found.schedule
+    settled = settled_steps(schedule)
+    slots = steady_slots(schedule, settled)
+    part = Fraction(1, schedule.n_stages)
+    held = [of_rank[slots] for of_rank in found.activations()]
+    sent = found.sent(*_PARAMETERS)[slots]
+    messages, n_bytes = 0, Fraction()
+    for record in found.records:
+        for event in record.events:
+            if belongs_to(event.instruction, settled):
+                units = traffic_of(event.instruction, record.rank)
+                messages, n_bytes = messages + units.messages, n_bytes + units.units * event.bytes
+    ranks = len(found.records)
+    return {
+        "ranks": Fraction(ranks),
+        "activations": Fraction(max(map(max, held)), activation) * part,
+        "total_activations": Fraction(max(map(sum, zip(*held, strict=True))), activation) * part,
+        "weights": Fraction(max(found.peak_weights()), stage) * part,
+        "traffic": n_bytes / stage / ranks * part,
+        "messages": Fraction(messages, ranks),
+        "traffic_in_slot": max(one.bytes for slot in sent for one in slot) / stage * part,
+    }
+
+
+def _differing_cells(found: Measurements, program: Program, stage: int) -> int:
+    """Slots and ranks whose messages or bytes of parameters are not those of the program."""
+    return sum(
+        (counted.messages, counted.units * stage) != tuple(measured)
+        for slots in zip(program.traffic(), found.sent(*_PARAMETERS), strict=True)
+        for counted, measured in zip(*slots, strict=True)
+    )

@@ -1,0 +1,119 @@
+"""What the ranks of a job have measured together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple
+
+from toolkit.cost.timeline import Timeline
+from toolkit.runtime.meters.meter import Event, Record
+from toolkit.runtime.meters.spans import timeline_of
+from toolkit.schedule import Action, Buffer, Schedule
+from toolkit.schedule.program import most_by_slot, traffic_of
+
+
+class Sent(NamedTuple):
+    """Messages and bytes; of collectives by their usual forms (see Program.traffic)."""
+
+    messages: int = 0
+    bytes: Fraction = Fraction()
+
+    def plus(self, other: "Sent") -> "Sent":
+        return Sent(self.messages + other.messages, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """The records of all ranks, by rank.
+
+    Attributes:
+        schedule: what was run.
+        records: ``records[rank]``.
+    """
+
+    schedule: Schedule
+    records: Sequence[Record]
+
+    @property
+    def device_peaks(self) -> list[int | None]:
+        """The most bytes that CUDA had allocated on each rank; None on the CPU."""
+        return [record.device_peak for record in self.records]
+
+    def sent(self, *buffers: Buffer) -> tuple[tuple[Sent, ...], ...]:
+        """What each rank sent of ``buffers``: ``[slot][rank]``.
+
+        A message counts in the slot that begins when the program sends it.
+        """
+        total = [[Sent()] * len(self.records) for _ in range(self._n_slots + 1)]
+        for record in self.records:
+            for event in record.events:
+                i = event.instruction
+                if i.buffer in buffers and i.action not in (Action.RECV, Action.FREE):
+                    slot = total[self._slot(event)]
+                    slot[record.rank] = slot[record.rank].plus(_sent(event, record.rank))
+        return tuple(map(tuple, total))
+
+    def activations(self) -> tuple[tuple[int, ...], ...]:
+        """The most bytes of activations alive in each slot: ``[rank][slot]``.
+
+        What is released as a slot begins does not count in it.
+        """
+        tick = self.schedule.timing.ticks_per_slot
+        return tuple(
+            tuple(most_by_slot(_levels(record), self._n_slots, tick)) for record in self.records
+        )
+
+    def peak_activations(self) -> tuple[int, ...]:
+        """The most bytes of activations alive at once, by rank."""
+        return tuple(max(event.activations for event in r.events) for r in self.records)
+
+    def peak_weights(self) -> tuple[int, ...]:
+        """The most bytes of weights held at once, all versions, by rank."""
+        return tuple(max(event.weights for event in r.events) for r in self.records)
+
+    def by_rank(self) -> list[dict[str, int | float | None]]:
+        """A row a rank: peaks in bytes; messages and bytes sent and received in all."""
+        every = self.sent(*Buffer)
+        rows: list[dict[str, int | float | None]] = []
+        for rank, record in enumerate(self.records):
+            sent = [of_rank[rank] for of_rank in every]
+            received = [e.bytes for e in record.events if e.instruction.action == Action.RECV]
+            rows.append(
+                {
+                    "rank": rank,
+                    "peak_activations": self.peak_activations()[rank],
+                    "peak_weights": self.peak_weights()[rank],
+                    "device_peak": record.device_peak,
+                    "messages_sent": sum(of_slot.messages for of_slot in sent),
+                    "bytes_sent": float(sum(of_slot.bytes for of_slot in sent)),
+                    "messages_received": len(received),
+                    "bytes_received": sum(received),
+                }
+            )
+        return rows
+
+    def timeline(self) -> Timeline:
+        """What happened when. A message begins when the last of its ranks is ready for it."""
+        return timeline_of(self.schedule, self.records)
+
+    @property
+    def _n_slots(self) -> int:
+        return max(self._slot(e) for r in self.records for e in r.events)
+
+    def _slot(self, event: Event) -> int:
+        return event.tick // self.schedule.timing.ticks_per_slot
+
+
+def _levels(record: Record) -> Iterator[tuple[int, int]]:
+    """(tick, bytes of activations alive) after each forward and each release."""
+    for event in record.events:
+        i = event.instruction
+        released = i.action == Action.FREE and i.buffer == Buffer.ACTIVATION
+        if released or i.action == Action.FORWARD:
+            yield event.tick, event.activations
+
+
+def _sent(event: Event, rank: int) -> Sent:
+    """What ``rank`` sent: a whole message, or its share in the usual form of a collective."""
+    messages, units = traffic_of(event.instruction, rank)
+    return Sent(messages, units * event.bytes)

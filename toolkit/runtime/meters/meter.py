@@ -1,0 +1,145 @@
+"""What a rank measures while it runs its program: time, messages, and memory that is alive."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.runtime.rank import Rank
+from toolkit.runtime.stage import Values, Weights
+from toolkit.schedule import Instruction, Program
+
+
+class Event(NamedTuple):
+    """An instruction as it was carried out.
+
+    ``tick`` counts from the beginning of the record, over all of its programs; ``start`` and
+    ``end`` are in seconds since all ranks began together, ``bytes`` what the rank gave to a
+    message or received, and what follows the bytes that it held afterwards.
+    """
+
+    instruction: Instruction
+    tick: int
+    start: float
+    end: float
+    bytes: int
+    activations: int
+    weights: int
+    gradients: int
+
+
+@dataclass
+class Record:
+    """Everything that a rank has measured.
+
+    Attributes:
+        rank: which one.
+        events: in the order of its program.
+        device_peak: the most bytes that CUDA had allocated; None on the CPU.
+    """
+
+    rank: int
+    events: list[Event] = field(default_factory=list)
+    device_peak: int | None = None
+
+
+class Meter:
+    """Measures a rank.
+
+    Activations are what autograd saves in the forward of a stage, shared storage once: neither
+    weights, nor buffers, nor the stage's inputs.
+
+    Args:
+        rank: which one.
+        device: on which it computes.
+        origin: the performance counter's time from which it counts.
+    """
+
+    def __init__(self, rank: int, device: torch.device, origin: float) -> None:
+        self.record = Record(rank)
+        self.activations = _Saved()
+        self._device = device
+        self._origin = origin
+        self._tick = 0  # at which the program began
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
+        """Have ``do`` carry out an instruction, and write down what it took."""
+        start = self._now()
+        n_bytes = do(i)
+        held = (self.activations.bytes, _held(rank.weights), _summed(rank))
+        self.record.events.append(Event(i, self._tick + i.tick, start, self._now(), n_bytes, *held))
+
+    def finish(self, program: Program) -> None:
+        """The rank has come to the end of ``program``."""
+        self._tick += (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            self.record.device_peak = max(peak, self.record.device_peak or 0)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - self._origin
+
+
+class _Saved:
+    """What autograd keeps of the forwards watched, in bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._holders: dict[int, int] = {}
+
+    @contextmanager
+    def watch(self, weights: Weights, inputs: Values, buffers: list[Tensor]) -> Iterator[None]:
+        """Count what is saved within and is none of these."""
+        known = {_storage(x) for x in (*weights.values(), *inputs, *buffers)}
+
+        def keep(tensor: Tensor) -> "Tensor | _Holder":
+            return tensor if _storage(tensor) in known else _Holder(tensor, self)
+
+        def give(kept: "Tensor | _Holder") -> Tensor:
+            return kept.tensor if isinstance(kept, _Holder) else kept
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, give):
+            yield
+
+    def gain(self, storage: int, n_bytes: int) -> None:
+        holders = self._holders.get(storage, 0)
+        self._holders[storage] = holders + 1
+        self.bytes += 0 if holders else n_bytes
+
+    def lose(self, storage: int, n_bytes: int) -> None:
+        self._holders[storage] -= 1
+        if not self._holders[storage]:
+            del self._holders[storage]
+            self.bytes -= n_bytes
+
+
+class _Holder:
+    """A tensor that autograd keeps; it is counted as long as autograd holds on to this."""
+
+    def __init__(self, tensor: Tensor, saved: _Saved) -> None:
+        self.tensor, self.saved = tensor.detach(), saved  # a graph would hold on to itself
+        self.key = _storage(tensor), tensor.untyped_storage().nbytes()
+        saved.gain(*self.key)
+
+    def __del__(self) -> None:
+        self.saved.lose(*self.key)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _held(versions: dict[tuple, Weights]) -> int:
+    return sum(x.nbytes for weights in versions.values() for x in weights.values())
+
+
+def _summed(rank: Rank) -> int:
+    return sum(x.nbytes for total in rank.sums.values() for x in total.tensors.values())

@@ -1,0 +1,118 @@
+"""From what the ranks have written down to a timeline."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from toolkit.cost.timeline import (
+    ACTIVATIONS,
+    COMPUTE,
+    GRADIENTS,
+    RECEIVE,
+    SEND,
+    UPDATE,
+    WEIGHTS,
+    Change,
+    Span,
+    Timeline,
+)
+from toolkit.runtime.meters.meter import Event, Record
+from toolkit.schedule import Action, Instruction, Schedule
+from toolkit.schedule.program import traffic_of
+
+Occasion = tuple[int, int]  # rank, and position among its events
+
+
+def timeline_of(schedule: Schedule, records: Sequence[Record]) -> Timeline:
+    """The timeline of ``records``, from the first event on.
+
+    A message lasts from when the last of its ranks was ready for it to when it had been received.
+    """
+    origin = min(record.events[0].start for record in records)
+    messages = _messages(records)
+    spans = [
+        span._replace(start=span.start - origin, end=span.end - origin)
+        for record in records
+        for position, event in enumerate(record.events)
+        for span in _spans(schedule, record.rank, event, messages.get((record.rank, position)))
+    ]
+    changes = [
+        change._replace(time=change.time - origin)
+        for record in records
+        for change in _changes(record)
+    ]
+    ends: dict[int, float] = {}
+    for event in (event for record in records for event in record.events):
+        if event.instruction.action == Action.UPDATE:
+            step = event.instruction.step or 0
+            ends[step] = max(ends.get(step, 0.0), event.end - origin)
+    step_ends = tuple(ends[step] for step in sorted(ends))
+    return Timeline(f"{schedule.name}, measured", len(records), spans, changes, step_ends)
+
+
+def _messages(records: Sequence[Record]) -> dict[Occasion, tuple[float, float]]:
+    """When each message began and ended, at the events of all of its ranks."""
+    meetings: defaultdict[tuple, list[tuple[int, int, Event]]] = defaultdict(list)
+    for record in records:
+        seen: Counter[tuple] = Counter()
+        for position, event in enumerate(record.events):
+            if event.instruction.action.communicates:
+                key = _key(record.rank, event.instruction)
+                meetings[*key, seen[key]].append((record.rank, position, event))
+                seen[key] += 1
+    times = {}
+    for met in meetings.values():
+        begin = max(event.start for _, _, event in met)
+        received = [event.end for _, _, event in met if event.instruction.action == Action.RECV]
+        for rank, position, event in met:
+            times[rank, position] = begin, max(begin, *(received or [event.end]))
+    return times
+
+
+def _key(rank: int, i: Instruction) -> tuple:
+    """What a message's instructions on all of its ranks share."""
+    if i.action == Action.SEND:
+        return (rank, *i.peers, *i[2:7])
+    if i.action == Action.RECV:
+        return (*i.peers, rank, *i[2:7])
+    return (i.peers, *i[1:7])
+
+
+def _spans(
+    schedule: Schedule, rank: int, event: Event, message: tuple[float, float] | None
+) -> Iterator[Span]:
+    i = event.instruction
+    start, end = message or (event.start, event.end)
+    n_bytes, peer = 0.0, None
+    if i.action.computes:
+        lane, name = COMPUTE, f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
+    elif i.action == Action.UPDATE:
+        lane, name = UPDATE, f"update {i.stage}"
+    elif i.action.communicates:
+        lane, name, n_bytes, peer = _message(rank, event)
+    else:
+        return
+    slot = event.tick // schedule.timing.ticks_per_slot
+    yield Span(rank, lane, start, end, name, i.stage, i.microbatch, i.step, n_bytes, peer, slot)
+
+
+def _message(rank: int, event: Event) -> tuple[str, str, float, int | None]:
+    """Lane, name, bytes through the rank's port, and peer."""
+    i = event.instruction
+    assert i.buffer is not None
+    if i.action in (Action.SEND, Action.RECV):
+        lane = SEND if i.action == Action.SEND else RECEIVE
+        return lane, i.buffer.name.lower().replace("_", " "), event.bytes, i.peers[0]
+    name = i.action.name.lower().replace("_", "-")
+    sent = float(traffic_of(i, rank).units * event.bytes)
+    return (SEND, name, sent, None) if sent else (RECEIVE, name, event.bytes, None)
+
+
+def _changes(record: Record) -> Iterator[Change]:
+    held = dict.fromkeys((ACTIVATIONS, WEIGHTS, GRADIENTS), 0)
+    for event in record.events:
+        now = (event.activations, event.weights, event.gradients)
+        for kind, n_bytes in zip(held, now, strict=True):
+            if n_bytes != held[kind]:
+                when = event.start if n_bytes > held[kind] else event.end
+                yield Change(when, record.rank, kind, n_bytes - held[kind])
+                held[kind] = n_bytes

@@ -1,0 +1,315 @@
+"""Ranks on this machine for a function: from a script, a test or a notebook."""
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from toolkit.runtime.processes.child import Raised
+from toolkit.runtime.processes.watch import JobFailedError
+
+OnReport = Callable[[int, Any], object]
+Event = tuple[int, str, Any]  # rank, what has happened, and what goes with it
+
+# Unlike -m, it does not make a second module of the one whose state report() needs.
+_BOOT = """\
+import sys
+connection, job, *sys.path[:] = sys.argv[1:]
+del sys.argv[1:]
+from toolkit.runtime.processes.child import main
+main(int(connection), int(job))
+"""
+_LOOK = 0.05  # seconds between looks at the processes
+_GRACE = 2.0  # seconds that a rank has to end by itself when it is asked to
+_FAREWELL = 10.0  # seconds that it has for it once all results are here
+
+# Why a job has failed, the best reason first, and for how many seconds a better one is looked for.
+_RAISED, _JOB_FAILED, _DIED, _LOST = range(4)
+_PATIENCE = {_RAISED: 0.0, _JOB_FAILED: 0.5, _DIED: 3.0, _LOST: 0.5}
+
+
+class RankError(RuntimeError):
+    """What a rank has raised, with the traceback there."""
+
+
+def launch(
+    function: Callable[..., Any],
+    n_ranks: int,
+    *args: Any,
+    on_report: OnReport | None = None,
+    timeout: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` in ``n_ranks`` new processes, each of them a rank.
+
+    In them :func:`toolkit.runtime.join` finds the others, :func:`toolkit.runtime.report` reaches
+    this process, and what they print appears here. All end with the call, whatever happens.
+
+    Args:
+        function: may be one of a notebook's cell. It and the arguments are pickled.
+        n_ranks: how many processes.
+        on_report: called here with the rank and the value of each report.
+        timeout: seconds within which all ranks have to be up.
+        environment: variables for the ranks, besides those of this process.
+
+    Returns:
+        What the ranks have returned, by rank.
+
+    Raises:
+        ValueError: no such ranks are possible; or a rank has raised it.
+        RankError: a rank has raised another exception.
+        JobFailedError: a rank has died, stalled or not come up.
+    """
+    if not callable(function):
+        raise ValueError(
+            f"function is what each rank calls: give launch(function, {n_ranks}, *its_arguments),"
+            f" not a {type(function).__name__}"
+        )
+    if not isinstance(n_ranks, int) or n_ranks < 1:
+        raise ValueError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
+    try:
+        job = cloudpickle.dumps((function, args, kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"the function and its arguments go to the ranks pickled, and cannot be: {error};"
+            " make within the function what only its process can have, such as open files and locks"
+        ) from error
+    running = _Job(n_ranks, on_report)
+    try:
+        running.start(job, {name: str(value) for name, value in (environment or {}).items()})
+        return running.results(timeout)
+    finally:
+        running.end()
+
+
+class _Rank:
+    """The process of a rank; what becomes of it goes to ``events``.
+
+    Args:
+        job: a file with the pickled function and arguments.
+    """
+
+    def __init__(
+        self, rank: int, environment: dict[str, str], job: IO[bytes], events: "queue.Queue[Event]"
+    ) -> None:
+        self.rank, self._events = rank, events
+        self.ended = False
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            fds = theirs.fileno(), job.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT, *map(str, fds), *map(str, sys.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                env=environment,
+                pass_fds=fds,
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            )
+        reading = (
+            (self._read_lines, "out", self.process.stdout),
+            (self._read_lines, "err", self.process.stderr),
+            (self._read_messages, "", ours),
+        )
+        self._threads = [threading.Thread(target=f, args=a, daemon=True) for f, *a in reading]
+        for thread in self._threads:
+            thread.start()
+
+    def look(self) -> None:
+        """Whether it has ended; if so, all that it has said is in the events before that."""
+        if not self.ended and self.process.poll() is not None:
+            self.ended = True
+            self._kill_group()
+            for thread in self._threads:
+                thread.join(_GRACE)
+            self._events.put((self.rank, "ended", self.process.returncode))
+
+    def kill(self) -> None:
+        """End it and what it has started, by force."""
+        if not self.ended:
+            self._kill_group()
+            self.process.wait()
+            self.look()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _read_lines(self, name: str, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self._events.put((self.rank, name, line))
+
+    def _read_messages(self, _: str, connection: Connection) -> None:
+        with connection, contextlib.suppress(EOFError, OSError):
+            while True:
+                self._events.put((self.rank, *connection.recv()))
+
+
+class _Job:
+    """The ranks of a call of ``launch``, and what has become of them."""
+
+    def __init__(self, n_ranks: int, on_report: OnReport | None) -> None:
+        self._n_ranks, self._on_report = n_ranks, on_report
+        self._events: queue.Queue[Event] = queue.Queue()
+        self._ranks: list[_Rank] = []
+        self._store: dist.TCPStore | None = None
+        self._results: dict[int, bytes] = {}
+        self._missing = set(range(n_ranks))  # not yet up
+        self._open = set(range(n_ranks))  # neither with a result nor failed
+        self._failures: list[tuple[int, int, Exception, Exception | None]] = []
+        self._decided_at = math.inf  # when no better reason of a failure is looked for any longer
+
+    def start(self, job: bytes, environment: dict[str, str]) -> None:
+        """Start the processes, and the store in which they meet."""
+        listening = socket.create_server(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # so that only this machine reaches it
+        )
+        defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // self._n_ranks))}
+        if sys.platform == "linux":
+            defaults["GLOO_SOCKET_IFNAME"] = "lo"
+        shared = {
+            "WORLD_SIZE": str(self._n_ranks),
+            "LOCAL_WORLD_SIZE": str(self._n_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        with tempfile.TemporaryFile() as file:
+            file.write(job)
+            file.flush()
+            for rank in range(self._n_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                variables = defaults | dict(os.environ) | environment | shared | own
+                self._ranks.append(_Rank(rank, variables, file, self._events))
+
+    def results(self, timeout: float) -> list[Any]:
+        """Wait for the results of all ranks, or for a failure."""
+        end = time.monotonic() + timeout
+        while self._open and time.monotonic() < self._decided_at:
+            self._step()
+            if self._missing and not self._failures and time.monotonic() > end:
+                raise JobFailedError(
+                    f"rank {', '.join(map(str, sorted(self._missing)))} has not come up within"
+                    f" {timeout:g} s: start fewer ranks, or raise timeout"
+                )
+        if self._failures:
+            *_, error, cause = min(self._failures, key=lambda failure: failure[:2])
+            raise error from cause
+        self._await_end(_FAREWELL)
+        return [_unpack(r, "the result", self._results[r]) for r in range(self._n_ranks)]
+
+    def end(self) -> None:
+        """End the processes that are left: first they are asked to, then it is done to them."""
+        self._on_report = None
+        try:
+            for rank in self._ranks:
+                rank.process.terminate()
+            self._await_end(_GRACE)
+        finally:
+            for rank in self._ranks:
+                rank.kill()
+            while not self._events.empty():
+                self._step()
+            self._store = None
+
+    def _await_end(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not all(rank.ended for rank in self._ranks) and time.monotonic() < end:
+            self._step()
+
+    def _step(self) -> None:
+        """Take the next event, if one comes soon."""
+        for rank in self._ranks:
+            rank.look()
+        with contextlib.suppress(queue.Empty):
+            self._take(*self._events.get(timeout=_LOOK))
+
+    def _take(self, rank: int, what: str, value: Any) -> None:
+        match what:
+            case "out" | "err":
+                stream = sys.stdout if what == "out" else sys.stderr
+                print(f"rank {rank}:", value.rstrip("\n"), file=stream, flush=True)
+            case "came":
+                self._missing.discard(rank)
+            case "report" if self._on_report is not None:
+                self._on_report(rank, _unpack(rank, "a report", value))
+            case "announced":
+                self._fail(_JOB_FAILED, JobFailedError(value))
+            case "returned":
+                self._open.discard(rank)
+                self._results[rank] = value
+            case "raised":
+                self._open.discard(rank)
+                error, cause = _remake(rank, value)
+                reason = _LOST if value.lost else _RAISED
+                told = isinstance(error, JobFailedError)
+                self._fail(_JOB_FAILED if told else reason, error, cause)
+            case "ended" if rank in self._open:
+                self._open.discard(rank)
+                self._fail(_DIED, JobFailedError(f"rank {rank} {_how(value)}"))
+
+    def _fail(self, reason: int, error: Exception, cause: Exception | None = None) -> None:
+        self._failures.append((reason, len(self._failures), error, cause))
+        self._decided_at = min(self._decided_at, time.monotonic() + _PATIENCE[reason])
+
+
+def _unpack(rank: int, what: str, packed: bytes) -> Any:
+    try:
+        return pickle.loads(packed)
+    except Exception as error:
+        raise RankError(f"rank {rank}: {what} cannot be unpickled here: {error}") from error
+
+
+def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
+    """What to raise for an exception in a rank, and its cause."""
+    there = RankError(f"rank {rank}: {raised.name}: {raised.message}\n\n{raised.traceback}")
+    if raised.base is None:
+        return there, None
+    with contextlib.suppress(Exception):
+        error = pickle.loads(raised.pickled)
+        if str(error) == raised.message:
+            return error, there
+    return raised.base(raised.message), there
+
+
+def _how(status: int) -> str:
+    """How a process has ended without a word."""
+    if status >= 0:
+        return f"ended with status {status} and no result"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,389 @@
+"""What each rank is doing, and the end of the job when one of them no longer answers.
+
+A rank whose main thread does not get on looks for the reason in a thread of its own. The first rank
+to find it says so, and all leave.
+"""
+
+import atexit
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from toolkit.runtime.processes.beats import Beats
+from toolkit.runtime.processes.lastword import LastWord
+from toolkit.runtime.processes.verdict import Fate, Position, Seen, Verdict, judge, lost_store
+
+EXIT_FAILED = 70
+"""The exit status of a rank that leaves because the job has failed."""
+
+_HURRY = 0.05  # seconds between looks once something is known to be wrong
+_GRACE = 0.3  # seconds for which the reason of a signal is looked for
+_PATIENCE = 5.0  # seconds for which the reason of a lost connection is looked for, or the time-out
+_LINGER = 2.0  # seconds for which a rank waits at most for another one at the end
+
+
+class JobFailedError(RuntimeError):
+    """A rank has died, stalled or not come; the message says which and where."""
+
+
+def _print(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+announce: Callable[[str], None] = _print
+"""Tells the user why the job fails. One rank calls it, once."""
+
+
+class Watch:
+    """The position of this rank, and a thread that watches over it and the others.
+
+    Args:
+        store: reaches all ranks.
+        rank: of this process.
+        size: how many ranks there are.
+        timeout: seconds after which a rank that does not answer ends the job.
+
+    Attributes:
+        position: where the main thread is.
+        on_terminate: called by the watch's thread on a SIGTERM that did not come because another
+            rank has failed. By default it ends the process.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
+        self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.position = Position("start", None, ())
+        self.on_terminate: Callable[[], None] = lambda: self._leave(128 + signal.SIGTERM)
+        self._word = LastWord.make()
+        self._beat = min(0.5, timeout / 8)
+        self._reason: Verdict | None = None
+        self._watching = False
+
+    def at(self, what: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
+        """The main thread is at ``what`` from now on; it waits for ``peers``, if there are any.
+
+        Args:
+            what: an instruction, or words.
+            step: the training step; that of before unless given.
+            peers: the ranks that it waits for.
+        """
+        if step is None:
+            step = self.position[1]
+        self.position = Position(what, step, tuple(peers))
+        self._word.say(what, step)
+
+    @contextlib.contextmanager
+    def waiting(self, what: object, peers: Iterable[int]) -> Iterator[None]:
+        """Wait for ``peers`` within; an error of the backend within ends the job."""
+        self.at(what, None, peers)
+        with self.failing():
+            yield
+        self.at("between instructions")
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """A RuntimeError within, at a position with peers, is the backend's and ends the job."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.position.peers and not isinstance(error, JobFailedError):
+                self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End the job, because this rank cannot go on. Does not return.
+
+        Raises:
+            JobFailedError: nobody watches.
+        """
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", reason)  # gloo's
+        if not self._watching:
+            raise JobFailedError(f"rank {self.rank} cannot go on, {self.position}: {reason}")
+        self._error = reason
+        self._await_end()
+
+    def give_up(self, message: str) -> NoReturn:
+        """End the job for a reason that this rank knows, such as a user's mistake.
+
+        Does not return.
+
+        Raises:
+            JobFailedError: nobody watches.
+        """
+        if not self._watching:
+            raise JobFailedError(message)
+        self._reason = Verdict(None, message)
+        self._await_end()
+
+    def _await_end(self) -> NoReturn:
+        self._wake()
+        while True:  # the watch's thread finds out why, and ends the process
+            time.sleep(60)
+
+    def start(self) -> None:
+        """Begin to watch. Called by the main thread, it also takes over SIGTERM."""
+        self._host = socket.gethostname()
+        self._error = ""
+        self._since = self._now = 0.0  # seconds that this process has lived through
+        self._seen = self.position
+        self._silence: dict[int, tuple[int, float]] = {}
+        self._beats = Beats(self.store, self.rank, self.size, self._word, self._mine)
+        self._word.fate = Fate.RUNNING
+        self._read_end, self._write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        os.set_blocking(self._write_end, False)
+        self._beats.start(self._beat, self.timeout)
+        self._watching = True
+        self._take_signals()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    def stop(self) -> None:
+        """End to watch: this rank has done its part, and leaves."""
+        self._close(Fate.DONE)
+
+    def _at_exit(self) -> None:
+        # After an exception the others shall not take this rank for one that has done its part.
+        self._close(Fate.RUNNING if hasattr(sys, "last_value") else Fate.DONE)
+
+    def _close(self, fate: Fate) -> None:
+        if not self._watching:
+            return
+        if fate != Fate.RUNNING:
+            self._word.fate = fate
+        self._watching = False
+        self._wake()
+        self._thread.join()
+        self._give_signals_back()
+        self._beats.stop(_LINGER)
+        os.close(self._read_end)
+        os.close(self._write_end)
+        atexit.unregister(self._at_exit)
+
+    # Signals. While the main thread is blocked in C++ no handler of Python's runs, but the number
+    # of the signal goes to the pipe at once.
+
+    def _take_signals(self) -> None:
+        global _signalled
+        self._old_pipe: int | None = None
+        self._took_term = False
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        # Who has a handler already means it: submitit's makes Slurm's first SIGTERM harmless.
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            self._took_term = True
+        _signalled = self
+
+    def _give_signals_back(self) -> None:
+        global _signalled
+        if _signalled is self:
+            if self._old_pipe is not None:
+                signal.set_wakeup_fd(self._old_pipe)
+            if self._took_term:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _signalled = None
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write_end, b"\0")
+
+    def _sleep(self, seconds: float) -> bytes:
+        """Sleep until something happens; the numbers of signals that have come.
+
+        Time counts only while this process runs, so that a job that is stopped as a whole and
+        goes on later does not find that everybody has been silent.
+        """
+        before = time.monotonic()
+        ready, _, _ = select.select([self._read_end], [], [], seconds)
+        signals = os.read(self._read_end, 512) if ready else b""
+        self._now += min(time.monotonic() - before, 2 * self._beat)
+        return signals
+
+    # The thread.
+
+    def _run(self) -> None:
+        told = 0  # the signal that asks this rank to end
+        told_at = hurt_at = rounds_at = 0.0
+        rounds = asked = -1
+        while self._watching:
+            if self.position is not self._seen:
+                self._seen, self._since = self.position, self._now
+            mine = self._mine()
+            hurt, stands = bool(self._error), mine.seconds > 2 * self._beat
+            hurt_at = hurt_at if hurt else self._now
+            if self._beats.rounds != rounds or not stands:
+                rounds, rounds_at = self._beats.rounds, self._now
+            lost = self._beats.lost or self._now - rounds_at >= self.timeout
+            if self._beats.verdict is not None:
+                self._follow(self._beats.verdict)
+            if self._reason is not None:
+                self._end(self._reason, lost)
+            if not (hurt or stands or told):
+                self._beats.curious = False
+                self._silence.clear()
+            elif not self._beats.curious:
+                self._beats.curious, asked = True, rounds
+            elif lost or rounds >= asked + 2:  # the round under way may not have listened
+                table = self._table(mine, told, lost)
+                if any(seen.fate == Fate.FAILED for seen in table.values()):
+                    self._leave(EXIT_FAILED)
+                patience = max(0.0, min(self.timeout, _PATIENCE) - (self._now - hurt_at))
+                verdict = judge(table, self.rank, self.timeout, patience)
+                over = mine.seconds >= self.timeout or (hurt and not patience)
+                if verdict is None and lost and over and mine.position.peers:
+                    verdict = lost_store(table, self.rank, _address(self.store))
+                if verdict is not None:
+                    self._end(verdict, lost)
+            if told and self._now - told_at >= _GRACE:
+                if told == signal.SIGTERM:
+                    self.on_terminate()
+                    told, self._word.fate = 0, Fate.RUNNING
+                elif mine.position.peers:
+                    self._leave(128 + told)
+                elif self._now - told_at > 1:  # the main thread has had its KeyboardInterrupt
+                    told, self._word.fate = 0, Fate.RUNNING
+            if hurt or told:
+                self._beats.call()
+            for number in self._sleep(_HURRY if hurt or told else self._beat):
+                if number == signal.SIGINT or (number == signal.SIGTERM and self._took_term):
+                    told, told_at = number, self._now
+                    self._word.fate = Fate.TOLD
+
+    def _mine(self) -> Seen:
+        """This rank."""
+        position = self.position
+        seconds = self._now - self._since if position is self._seen else 0.0
+        return Seen(position, seconds, self._word.fate, self._error, self._host)
+
+    def _table(self, mine: Seen, told: int, lost: bool) -> dict[int, Seen]:
+        """All ranks, as they are seen from here."""
+        table = {self.rank: mine}
+        enough = self.timeout - 3 * self._beat  # it is listened to only after this rank stands
+        for rank in range(self.size):
+            if rank != self.rank:
+                number, seen = self._beats.heard.get(rank, (-1, Seen(Position("start", None, ()))))
+                heard, since = self._silence.get(rank, (None, 0.0))
+                if heard != number:
+                    self._silence[rank] = number, self._now
+                elif seen.fate == Fate.RUNNING and not lost and self._now - since >= enough:
+                    seen = replace(seen, fate=Fate.SILENT, exact=False)
+                if rank in self._beats.local:
+                    seen = self._see(rank, seen)
+                if told and seen.fate == Fate.TOLD:  # as this rank is, so that is no reason
+                    seen = replace(seen, fate=Fate.RUNNING)
+                table[rank] = seen
+        return table
+
+    def _see(self, rank: int, seen: Seen) -> Seen:
+        """A rank of this machine, with what can be seen from outside."""
+        process, word = self._beats.local[rank]
+        fate = word.fate if word is not None else seen.fate
+        if fate in (Fate.RUNNING, Fate.SILENT):
+            fate = Fate.DEAD if process.gone else Fate.STOPPED if process.stopped else seen.fate
+        if fate == Fate.RUNNING or word is None:
+            return replace(seen, fate=fate, exact=fate == Fate.RUNNING)
+        what, step = word.read()
+        return replace(seen, fate=fate, exact=True, position=Position(what, step, ()))
+
+    def _end(self, verdict: Verdict, lost: bool) -> NoReturn:
+        """Say the verdict, if nobody else does, and leave."""
+        if self._is_elected(lost):
+            announce(verdict.message)
+            self._beats.speak(verdict.blamed)
+            self._word.fate = Fate.FAILED
+            self._kill(verdict.blamed)
+            # The last to leave, since the store may be here.
+            others = [process for process, _ in self._beats.local.values()]
+            least = 0.0 if len(others) == self.size - 1 else 3 * self._beat
+            time.sleep(least)
+            _until(lambda: all(process.gone for process in others), _LINGER - least)
+        else:
+            _until(lambda: self._beats.verdict is not None or self._someone_failed(), _LINGER)
+        self._leave(EXIT_FAILED)
+
+    def _follow(self, blamed: int) -> NoReturn:
+        """Leave on the verdict of another rank."""
+        self._kill(blamed)
+        self._leave(EXIT_FAILED)
+
+    def _is_elected(self, lost: bool) -> bool:
+        if not lost:
+            self._beats.stand()
+            _until(lambda: self._beats.elected is not None or self._beats.lost, _LINGER / 2)
+            if self._beats.elected is False:
+                return False
+        # Where the store does not answer, one rank of each machine speaks: who has the first word.
+        words = {rank: word for rank, (_, word) in self._beats.local.items() if word is not None}
+        words[self.rank] = self._word
+        return words[min(words)].take()
+
+    def _someone_failed(self) -> bool:
+        words = (word for _, word in self._beats.local.values())
+        return any(word is not None and word.fate == Fate.FAILED for word in words)
+
+    def _kill(self, rank: int | None) -> None:
+        """Kill a rank of this machine that cannot leave by itself."""
+        if rank in self._beats.local:
+            process, word = self._beats.local[rank]
+            if word is None or word.fate == Fate.RUNNING:
+                process.kill()
+
+    def _leave(self, status: int) -> NoReturn:
+        """End this process as it is: threads of a backend may hang for long in a clean end."""
+        if status == EXIT_FAILED:
+            self._word.fate = Fate.FAILED
+        printed = threading.Thread(target=_flush, daemon=True)
+        printed.start()
+        printed.join(_GRACE)  # the main thread may hold what that needs
+        os._exit(status)
+
+
+_signalled: Watch | None = None
+
+
+def _forget_signals() -> None:
+    """In a process that was forked from a rank: a signal to it is not one to the rank."""
+    global _signalled
+    if _signalled is not None:
+        signal.set_wakeup_fd(-1)
+        if _signalled._took_term:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        atexit.unregister(_signalled._at_exit)
+        _signalled._watching = False
+        _signalled = None
+
+
+os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _until(true: Callable[[], bool], seconds: float) -> None:
+    """Wait until something is true, at most for so long."""
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(_HURRY / 2)
+
+
+def _address(store: dist.Store) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else str(store)

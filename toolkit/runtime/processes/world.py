@@ -1,0 +1,330 @@
+"""The processes of a job: which of them this one is, and how it reaches the others."""
+
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from toolkit.runtime.processes import watch as watching
+from toolkit.runtime.processes.watch import Watch
+
+BACKENDS = ("auto", "nccl", "gloo")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SUBMITIT = "SUBMITIT_EXECUTOR"  # set in tasks that submitit has started
+_GRACE = 30.0  # seconds by which the watch speaks before the backend's own time-out
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: among all ranks, and among those of its machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+class World:
+    """The ranks of a job, seen from one of them.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many there are.
+        device: where this rank computes.
+        backend: ``nccl`` or ``gloo``.
+        watch: what this rank is doing, told to the others, and what they are doing.
+        group: the process group; None for that of all processes.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        backend: str,
+        watch: Watch,
+        store: dist.Store,
+        group: dist.ProcessGroup | None = None,
+        name: str = "world",
+    ) -> None:
+        self.rank, self.size = place.rank, place.size
+        self.place = place
+        self.device = device
+        self.backend = backend
+        self.watch = watch
+        self.store = store
+        self.group = group
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._name, self._n_names = name, 0
+
+    @property
+    def message_device(self) -> torch.device:
+        """Where tensors must be to be sent."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def make_groups(self, wanted: Sequence[tuple[int, ...]]) -> None:
+        """Make process groups of some of the ranks. Every rank calls it with the same ones.
+
+        Raises:
+            ValueError: this is a part of a job, of which the other processes would have to call.
+        """
+        for ranks in wanted:
+            if ranks in self._groups or len(ranks) == self.size:
+                continue
+            if self.group is not None:
+                raise ValueError(
+                    f"ranks {list(ranks)} of a part of the world cannot make a group of their own:"
+                    f" start {self.size} processes"
+                )
+            self._groups[ranks] = self._new_group(ranks)
+
+    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The process group of ``ranks``, ascending."""
+        return self._groups.get(ranks, self.group)
+
+    def finish_computing(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        with self.watch.waiting("all ranks to come together", range(self.size)):
+            dist.barrier(group=self.group)
+
+    def common_moment(self) -> float:
+        """One moment by this process's performance counter, the same on every rank.
+
+        Within a machine the ranks share the counter; between machines it is as exact as their
+        leaving a gather together.
+        """
+        mine = (socket.gethostname(), time.perf_counter())
+        first, *_ = self.gather(mine)
+        return first[1] if first[0] == mine[0] else time.perf_counter()
+
+    def next_name(self) -> str:
+        """A name that no other call gets, the same on every rank that calls as often."""
+        self._n_names += 1
+        return f"{self._name}/{self._n_names}"
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' ``values``, on each of them."""
+        total = values.to(self.message_device, copy=True)
+        with self.watch.waiting("a sum over all ranks", range(self.size)):
+            dist.all_reduce(total, group=self.group)
+        return total.to(values.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, on each of them."""
+        found: list[Any] = [None] * self.size
+        with self.watch.waiting("results of all ranks", range(self.size)):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def part(self, n_ranks: int) -> "World | None":
+        """The first ``n_ranks`` ranks as a world; None on the others. Every rank calls it."""
+        if n_ranks == self.size:
+            return self
+        name = self.next_name()
+        group = self._new_group(range(n_ranks))
+        if self.rank >= n_ranks:
+            return None
+        place = Place(self.rank, n_ranks, self.place.local_rank, self.place.local_size)
+        return World(place, self.device, self.backend, self.watch, self.store, group, name)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        with self.watch.waiting("new process group", range(self.size)):
+            group = dist.new_group(list(ranks), timeout=_patience(self.watch))
+        return cast(dist.ProcessGroup, group)  # or a mark, on ranks that are not in it
+
+
+_joined: World | None = None
+
+
+def join(
+    n_ranks: int | None = None,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout: float = 120.0,
+) -> World:
+    """Meet the other ranks of this job, as torchrun, Slurm or ``launch`` started them.
+
+    A process joins once; asked again, it gets the same world.
+
+    Args:
+        n_ranks: how many there have to be; any number unless given.
+        device: ``auto`` is the GPU of this rank where there is one, else the CPU.
+        backend: ``auto`` is NCCL where every rank of this machine has a GPU of its own, else gloo,
+            whose messages go through the CPU's memory.
+        timeout: seconds after which a rank that does not answer ends the job.
+
+    Raises:
+        ValueError: not started as a rank, or as one of another number than ``n_ranks``.
+        SystemExit: the others do not come; what is wrong has been announced.
+    """
+    global _joined
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    if not timeout > 0:
+        raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
+    place = _place(n_ranks)
+    if n_ranks is not None and place.size != n_ranks:
+        raise ValueError(
+            f"the schedule has {n_ranks} ranks and {place.size} were started: {command(n_ranks)}"
+        )
+    if _joined is not None:
+        return _joined
+    on = _device(device, place)
+    backend = _backend(backend, on, place)
+    if on.type == "cuda":
+        torch.cuda.set_device(on)
+    store = _meet(place, timeout)
+    watch = Watch(store, place.rank, place.size, timeout)
+    watch.start()
+    with watch.waiting("connections to all ranks", range(place.size)):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=_patience(watch),
+            device_id=on if backend == "nccl" else None,
+        )
+    _joined = World(place, on, backend, watch, store)
+    return _joined
+
+
+def joined() -> World | None:
+    """The ranks that this process has met."""
+    return _joined
+
+
+def leave() -> None:
+    """Part from the other ranks, having finished."""
+    global _joined
+    if _joined is not None:
+        _joined.watch.stop()
+        dist.destroy_process_group()
+        _joined = None
+
+
+def command(n_ranks: int) -> str:
+    """The command that starts this program on ``n_ranks`` ranks of one machine."""
+    if _SUBMITIT in os.environ:
+        return f"make hydra.launcher.nodes times hydra.launcher.tasks_per_node {n_ranks}"
+    script, *arguments = sys.argv
+    if not script.endswith(".py"):
+        return f"toolkit.runtime.launch(function, {n_ranks})"
+    path = Path(script).resolve()
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"torchrun --nproc-per-node {n_ranks} {shlex.join([str(shown), *arguments])}"
+
+
+def _place(n_ranks: int | None) -> Place:
+    if "RANK" not in os.environ and _SUBMITIT in os.environ:
+        _read_submitit()
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"a rank is a process of its own and this one was not started as a rank"
+            f" ({', '.join(missing)} not set): {command(n_ranks or 2)}"
+        )
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    except ValueError as error:
+        raise ValueError(f"torchrun's variables are whole numbers: {error}") from error
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
+    return Place(rank, size, local_rank, local_size)
+
+
+def _read_submitit() -> None:
+    """Set torchrun's variables in a task that submitit has started, on Slurm or elsewhere."""
+    from submitit.helpers import TorchDistributedEnvironment
+
+    TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+
+
+def _device(name: str, place: Place) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if name not in ("auto", "cuda"):
+        raise ValueError(f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device=cuda cannot be used: there is no GPU; try device=auto")
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def _backend(name: str, device: torch.device, place: Place) -> str:
+    own = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+    if name == "nccl" and not own:
+        raise ValueError(
+            f"backend=nccl takes a GPU a rank, and {place.local_size} ranks are on a machine with"
+            f" {torch.cuda.device_count()}: use backend=gloo, or fewer ranks a machine"
+        )
+    return ("nccl" if own else "gloo") if name == "auto" else name
+
+
+def _meet(place: Place, timeout: float) -> dist.Store:
+    """The store that all ranks share, once all of them have come to it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    patience = timedelta(seconds=timeout)
+    end = time.monotonic() + timeout
+    # As torch.distributed's env:// does it, except for waiting for who is missing to name them.
+    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        if not hosts:
+            _await_port(host, port, end)
+        store = dist.TCPStore(
+            host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=hosts
+        )
+    except (OSError, dist.DistError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        watching.announce(
+            f"rank {place.rank} cannot meet the others at {host}:{port} within {timeout:g} s:"
+            f" {reason}; is rank 0 running, and the port open?"
+        )
+        raise SystemExit(watching.EXIT_FAILED) from error
+    store.set(f"came/{place.rank}", "")
+    came = [f"came/{rank}" for rank in range(place.size)]
+    while not store.check(came):
+        if time.monotonic() < end:
+            time.sleep(0.05)
+            continue
+        who = ", ".join(str(r) for r in range(place.size) if not store.check(came[r : r + 1]))
+        if store.add("missing", 1) == 1:
+            watching.announce(
+                f"rank {who} has not come to {host}:{port} within {timeout:g} s: look at its log,"
+                " or start all ranks at the same time"
+            )
+        time.sleep(1)  # the announcement is out before a rank leaves, and all have seen the store
+        raise SystemExit(watching.EXIT_FAILED)
+    return store
+
+
+def _await_port(host: str, port: int, end: float) -> None:
+    """Wait until somebody listens; TCPStore's own tries go on long after its time-out."""
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, end - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+
+
+def _patience(watch: Watch) -> timedelta:
+    return timedelta(seconds=watch.timeout + _GRACE)

@@ -1,0 +1,201 @@
+"""One rank at work: its buffers, and what an instruction does to them.
+
+What crosses from rank to rank is given and taken as a payload, and how it travels is not known
+here: :mod:`toolkit.runtime.scheduled` hands it over in memory, :mod:`toolkit.runtime.distributed`
+sends it to another process.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.runtime.feed import Feed
+from toolkit.runtime.grouped import Loss
+from toolkit.runtime.stage import StageWorker, Sum, Values, Weights, gradients, leaves
+from toolkit.schedule import Action, Buffer, Instruction, Schedule
+
+Gradients = tuple[Tensor | None, ...]
+Payload = Weights | Sum | Gradients
+"""A weight version, a sum of gradients, or what crosses a boundary, by the kind of buffer."""
+
+Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None]]
+
+
+def _unwatched(weights: Weights, inputs: Values, buffers: list[Tensor]) -> nullcontext[None]:
+    return nullcontext()
+
+
+@dataclass
+class Kept:
+    """What a forward leaves for its backward."""
+
+    weights: Weights
+    inputs: Values
+    outputs: Values
+    output_gradients: Gradients = ()
+
+
+class Rank:
+    """The memory of one rank; each dictionary entry is one buffer of the program.
+
+    Args:
+        schedule: whose programs it runs.
+        workers: of each stage that it computes.
+        updaters: of each stage that it updates.
+        versions: ``versions[stage]`` holds the weights of a stage that it owns and the schedule
+            still reads; kept up to date.
+        loss: mean loss of a micro-batch.
+        feed: micro-batches.
+        watching: around each forward of a stage, with its weights, inputs and buffers.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workers: Mapping[int, StageWorker],
+        updaters: Mapping[int, StageWorker],
+        versions: Mapping[int, dict[int, Weights]],
+        loss: Loss,
+        feed: Feed,
+        watching: Watching = _unwatched,
+    ) -> None:
+        self.schedule = schedule
+        self.last_stage = schedule.n_stages - 1
+        self.workers, self.updaters, self.versions = workers, updaters, versions
+        self.loss, self.feed = loss, feed
+        self.watching = watching
+        self.weights: dict[tuple, Weights] = {}
+        self.kept: dict[tuple, Kept] = {}
+        self.boundaries: dict[tuple, Gradients] = {}
+        self.sums: defaultdict[tuple, Sum] = defaultdict(Sum)
+        self._do: dict[Action, Callable[[Instruction], None]] = {
+            Action.FORWARD: self._forward,
+            Action.BACKWARD: self._backward,
+            Action.BACKWARD_INPUT: self._backward_input,
+            Action.BACKWARD_WEIGHT: self._backward_weight,
+            Action.UPDATE: self._update,
+            Action.FREE: self._free,
+        }
+
+    def execute(self, i: Instruction) -> None:
+        """Carry out an instruction that concerns no other rank."""
+        self._do[i.action](i)
+
+    def give(self, i: Instruction) -> Payload:
+        """What ``i`` sends to another rank. This one keeps weights only."""
+        if i.buffer == Buffer.WEIGHTS:
+            return self.weights[i.stage, i.version]
+        if i.buffer == Buffer.GRADIENT:
+            return self.sums.pop((i.stage, i.step))
+        return self.boundaries.pop((i.buffer, i.stage, i.microbatch, i.step))
+
+    def take(self, i: Instruction, payload: Payload) -> None:
+        """Take over what ``i`` received from another rank; a sum of gradients is added."""
+        if isinstance(payload, Sum):
+            self.sums[i.stage, i.step].add(payload.tensors)
+        elif isinstance(payload, dict):
+            self.weights[i.stage, i.version] = payload
+        else:
+            self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = payload
+
+    def _forward(self, i: Instruction) -> None:
+        m, step = _int(i.microbatch), _int(i.step)
+        if i.stage == 0:
+            inputs = self.feed.inputs(step, m)
+        else:
+            received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
+            inputs = tuple(_leaf(tensor) for tensor in received if tensor is not None)
+        weights = leaves(self.weights[i.stage, i.version])
+        worker = self.workers[i.stage]
+        with self.watching(weights, inputs, list(worker.compute.buffers())):
+            outputs = worker.forward(weights, inputs, (m,), step)
+        self.sums[i.stage, step].add(worker.take_statistics())
+        if i.stage == self.last_stage:
+            loss = self.loss(outputs[0], self.feed.targets(step, m))
+            self.feed.finished(step, m, loss.detach(), outputs[0].detach())
+            outputs = (loss / self.schedule.n_microbatches,)
+        else:
+            sent = tuple(tensor.detach() for tensor in outputs)
+            self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
+        self.kept[i.stage, m, step] = Kept(weights, inputs, outputs)
+
+    def _take_output_gradients(self, i: Instruction) -> Kept:
+        kept = self.kept[i.stage, i.microbatch, i.step]
+        found: Gradients = (None,)
+        if i.stage < self.last_stage:
+            later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+            found = self.boundaries.pop(later)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(kept.outputs, found, strict=True)
+            if output.requires_grad and (gradient is not None or i.stage == self.last_stage)
+        ]
+        kept.outputs = tuple(output for output, _ in pairs)
+        kept.output_gradients = tuple(gradient for _, gradient in pairs)
+        return kept
+
+    def _backward(self, i: Instruction) -> None:
+        kept = self._take_output_gradients(i)
+        torch.autograd.backward(kept.outputs, kept.output_gradients)
+        self.sums[i.stage, i.step].add(gradients(kept.weights))
+        if i.stage > 0:
+            self._give_input_gradients(i, tuple(tensor.grad for tensor in kept.inputs))
+
+    def _backward_input(self, i: Instruction) -> None:
+        kept = self._take_output_gradients(i)
+        wanted = [tensor for tensor in kept.inputs if tensor.requires_grad]
+        if i.stage > 0:
+            found = iter(_grad(kept, wanted, retain_graph=True))
+            grads = tuple(next(found) if x.requires_grad else None for x in kept.inputs)
+            self._give_input_gradients(i, grads)
+
+    def _backward_weight(self, i: Instruction) -> None:
+        kept = self.kept[i.stage, i.microbatch, i.step]
+        found = zip(kept.weights, _grad(kept, list(kept.weights.values())), strict=True)
+        self.sums[i.stage, i.step].add({k: grad for k, grad in found if grad is not None})
+
+    def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
+        self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
+
+    def _update(self, i: Instruction) -> None:
+        step, worker = _int(i.step), self.updaters[i.stage]
+        total = self.sums.pop((i.stage, step))
+        worker.update(total, self.schedule.n_microbatches, keep_old=True)
+        self.weights[i.stage, i.version] = worker.newest()
+        if i.stage in self.versions:
+            known = self.versions[i.stage]
+            known[step + 1] = worker.newest()
+            oldest = self.schedule.oldest_version(i.stage, step + 1)
+            for version in [version for version in known if version < oldest]:
+                del known[version]
+
+    def _free(self, i: Instruction) -> None:
+        if i.buffer == Buffer.WEIGHTS:
+            del self.weights[i.stage, i.version]
+        else:
+            del self.kept[i.stage, i.microbatch, i.step]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _grad(kept: Kept, wanted: list[Tensor], *, retain_graph: bool = False) -> Gradients:
+    if not wanted:
+        return ()
+    return torch.autograd.grad(
+        kept.outputs,
+        wanted,
+        kept.output_gradients,
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+
+
+def _int(value: int | None) -> int:
+    assert value is not None
+    return value

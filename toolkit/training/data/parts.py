@@ -1,0 +1,35 @@
+"""Which images of a batch are read, where a process reads a part of it only."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Wanted = Callable[[int], Sequence[int]]
+"""The parts of a batch, by its number, that are wanted."""
+
+Rows = Callable[[int, int], Tensor]
+"""The rows of a batch, by its number and size, that are read."""
+
+
+def all_rows(batch: int, size: int) -> Tensor:
+    return torch.arange(size)
+
+
+def rows_of(batch_size: int, n_parts: int, wanted: Wanted) -> Rows:
+    """The rows of the ``wanted`` ones of ``n_parts`` equal parts.
+
+    Raises:
+        ValueError: a batch cannot be divided.
+    """
+    if batch_size % n_parts:
+        raise ValueError(
+            f"a batch of {batch_size} images cannot be divided into {n_parts} micro-batches of"
+            f" equal size: make it a multiple of {n_parts}"
+        )
+
+    def rows(batch: int, size: int) -> Tensor:
+        parts = torch.arange(size).view(n_parts, -1)
+        return parts[list(wanted(batch))].flatten()
+
+    return rows
