@@ -52,12 +52,13 @@ def main(config: DictConfig) -> None:
     write_json(folder / "result.json", {"metrics": records, "provenance": source})
     print(f"written to {folder}")
     wrong = 0
-    for of, found in ((("formula", "count"), rows), (("count", "measurement"), measured)):
+    for words, found in (("by its formula", rows), ("as counted", measured)):
         for row in found:
-            for name, pair in row.differences.items():
+            for name, (expected, value) in row.differences.items():
                 wrong += 1
-                values = " and ".join(f"{v} by its {w}" for v, w in zip(pair, of, strict=True))
-                print(f"{row.setting}, {row.rule}: {name} is {values}", file=sys.stderr)
+                how = "as counted" if found is rows else "as measured"
+                told = f"{name} is {expected} {words} and {value} {how}"
+                print(f"{row.setting}, {row.rule}: {told}", file=sys.stderr)
     if wrong:
         sys.exit(1)
     print("every formula equals its count" + (", and its measurement" if measured else ""))

@@ -14,19 +14,19 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
     ("schedule", "expected"),
     [
         # 2 all-reduces of half a model; each sends 2(n-1)/n = 1 time what it reduces.
-        (catalog.data_parallel(2), Footprint(2, 1, 2, 1, 1 + HALF, 1, HALF, 2)),
+        (catalog.data_parallel(2), Footprint(2, 1, 2, 1, 1 + HALF, 1, 4, HALF, 2)),
         # Each stage: one sum to the owner, one version back. Two versions of a stage are alive.
-        (catalog.cyclic(2), Footprint(2, 1, 1 + HALF, 1, 1 + HALF, 1, HALF, 1)),
-        (catalog.data_parallel(2, "one"), Footprint(1, 2, 2, 1, 1 + HALF, 0, 0, 0)),
+        (catalog.cyclic(2), Footprint(2, 1, 1 + HALF, 1, 1 + HALF, 1, 2, HALF, 1)),
+        (catalog.data_parallel(2, "one"), Footprint(1, 2, 2, 1, 1 + HALF, 0, 0, 0, 0)),
         # One stage a rank, and a second version of it while it is remade.
-        (catalog.gpipe(2, 2), Footprint(2, 1, 2, HALF, 1, 0, 0, 0)),
-        (catalog.one_f_one_b(2, 2), Footprint(2, 1, 1 + HALF, HALF, 1, 0, 0, 0)),
+        (catalog.gpipe(2, 2), Footprint(2, 1, 2, HALF, 1, 0, 0, 0, 0)),
+        (catalog.one_f_one_b(2, 2), Footprint(2, 1, 1 + HALF, HALF, 1, 0, 0, 0, 0)),
         # 1F1B of 3 stages and many micro-batches: 3 + 2 + 1 stage-activations.
-        (catalog.one_f_one_b(3, 9), Footprint(3, 1, 2, THIRD, 2 * THIRD, 0, 0, 0)),
+        (catalog.one_f_one_b(3, 9), Footprint(3, 1, 2, THIRD, 2 * THIRD, 0, 0, 0, 0)),
         # Every stage lives where it is owned.
         (
             catalog.data_parallel(2, state="sharded"),
-            Footprint(2, 1, 2, HALF, 1 + HALF, Fraction(5, 4), 1, 2),
+            Footprint(2, 1, 2, HALF, 1 + HALF, Fraction(5, 4), Fraction(5, 2), 1, 2),
         ),
     ],
     ids=lambda value: value.name if isinstance(value, Schedule) else "",

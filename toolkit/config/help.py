@@ -43,7 +43,8 @@ def choices(conf: Path, group: str) -> list[str]:
 
 
 def groups(conf: Path) -> list[str]:
-    return sorted(path.name for path in conf.iterdir() if path.is_dir())
+    """The project's own; those of Hydra itself are not among them."""
+    return sorted(path.name for path in conf.iterdir() if path.is_dir() and path.name != "hydra")
 
 
 def _groups(name: str, conf: Path) -> dict[str, str]:

@@ -81,14 +81,19 @@ def _form(
     sent: Fraction | int = 0,
     slot: Fraction | int = 0,
     rounds: int = 0,
+    size: Fraction | int = 1,
 ) -> dict[str, Fraction]:
-    """``sent`` by all ranks together in a step and ``slot`` by one in a slot, in models."""
+    """``sent`` by all ranks together in a step and ``slot`` by one in a slot, in models.
+
+    ``size`` is that of a message.
+    """
     return {
         "ranks": Fraction(ranks),
         "activations": Fraction(activations),
         "total_activations": Fraction(total),
         "parameters": Fraction(parameters),
         "traffic": Fraction(sent, ranks),
+        "messages": Fraction(sent, ranks) / size,
         "traffic_in_slot": Fraction(slot),
         "rounds": Fraction(rounds),
     }
@@ -106,16 +111,17 @@ def _one(rule: str, n: int) -> dict[str, Fraction]:
 def _multi(rule: str, n: int) -> dict[str, Fraction]:
     slot = Fraction(2 * (n - 1), n * n) if rule == "DP" else Fraction(1, n)
     rounds = 2 * (n - 1) if rule == "DP" else 1
-    return _form(n, 1, _half(rule, n), 1, 2 * (n - 1), slot, rounds)
+    size = Fraction(1, n * n if rule == "DP" else n)
+    return _form(n, 1, _half(rule, n), 1, 2 * (n - 1), slot, rounds, size)
 
 
 def _model_parallel(rule: str, n: int) -> dict[str, Fraction]:
     share = Fraction(1, n)
     if rule == "DP":
         slot = Fraction(2 * (n - 1), n * n)
-        return _form(n * n, share, n, share, 2 * (n - 1), slot, 2 * (n - 1))
+        return _form(n * n, share, n, share, 2 * (n - 1), slot, 2 * (n - 1), share * share)
     rounds = 2 if rule == "CDP-v2" and n > 2 else 1
-    return _form(n * (n + 1) // 2, share, _half(rule, n), share, n - 1, share, rounds)
+    return _form(n * (n + 1) // 2, share, _half(rule, n), share, n - 1, share, rounds, share)
 
 
 def _pipelined(rule: str, n: int) -> dict[str, Fraction]:
@@ -126,11 +132,11 @@ def _zero(rule: str, n: int) -> dict[str, Fraction]:
     share, log = Fraction(1, n), (n - 1).bit_length()
     least = Fraction((3 * n - 1) * (n - 1), n)
     if rule == "DP":
-        return _form(n, 1, n, share, least, (log + 1) * share, 2 * log)
+        return _form(n, 1, n, share, least, (log + 1) * share, 2 * log, share)
     total = _half(rule, n)
     if rule == "CDP-v1":
-        return _form(n, 1, total, share, 3 * (n - 1), min(n, 3) * share, 1 + n % 2)
-    return _form(n, 1, total, share, least, min(n - 1, 2) * share, 1)
+        return _form(n, 1, total, share, 3 * (n - 1), min(n, 3) * share, 1 + n % 2, share)
+    return _form(n, 1, total, share, least, min(n - 1, 2) * share, 1, share)
 
 
 _FORMULAS: dict[str, Callable[[str, int], dict[str, Fraction]]] = {

@@ -174,7 +174,8 @@ def test_a_last_word_is_read_as_it_was_said(what, step):
 
 def test_the_last_word_of_a_process_outlives_it():
     code = (
-        "import sys; from toolkit.runtime.processes.lastword import LastWord; word = LastWord.make();"
+        "import sys; from toolkit.runtime.processes.lastword import LastWord;"
+        "word = LastWord.make();"
         "word.say('BACKWARD', 3); print(word.fd, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
