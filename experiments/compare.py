@@ -17,7 +17,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config import entry_point
+from toolkit.config import entry_point, leads
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
@@ -37,6 +37,8 @@ def main(config: DictConfig) -> None:
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     runs = train_all(config)
     seconds = time.perf_counter() - start
+    if not leads():
+        return
 
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -81,7 +83,8 @@ def train_all(config: DictConfig) -> Runs:
     images = instantiate(config.data)
     seeds = range(config.seed, config.seed + config.seeds)
     runs: Runs = []
-    with Progress(config.epochs * len(config.rules) * len(seeds)) as progress:
+    n_epochs = config.epochs * len(config.rules) * len(seeds)
+    with Progress(n_epochs, shown=leads()) as progress:
         for seed in seeds:
             for name in config.rules:
                 schedule = {"schedule": config.rules[name], "seed": seed}

@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point
+from toolkit.config import entry_point, leads
 
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
@@ -24,7 +24,7 @@ def main(config: DictConfig) -> None:
     start = time.perf_counter()
     job = prepare(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with Progress(config.epochs, shown=job.leads) as progress:
+    with Progress(config.epochs, shown=leads()) as progress:
         progress.run(f"{job.schedule.name}, seed {config.seed}")
 
         def report(epoch: Epoch) -> None:
@@ -35,7 +35,7 @@ def main(config: DictConfig) -> None:
 
         epochs = [asdict(epoch) for epoch in job.run(report, progress.step)]
     measured = job.measurements()
-    if not job.leads:
+    if not leads():
         return
     seconds = time.perf_counter() - start
     write_csv(folder / "epochs.csv", epochs)

@@ -2,5 +2,6 @@
 
 from toolkit.config.build import build_model, build_schedule, image_shape
 from toolkit.config.cli import entry_point
+from toolkit.config.ranks import leads
 
-__all__ = ["build_model", "build_schedule", "entry_point", "image_shape"]
+__all__ = ["build_model", "build_schedule", "entry_point", "image_shape", "leads"]

@@ -37,6 +37,8 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return str(error)
     if type(error).__name__ == "JobFailedError":  # known by name: torch may not be loaded
         return str(error)
+    if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
+        return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if type(error).__name__ == "FailedJobError":  # of a task elsewhere, with its traceback
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
     if isinstance(error, OSError) and error.filename is not None:
@@ -66,6 +68,8 @@ def _raised_in(error: Exception, folders: list[Path]) -> bool:
 
 def _missing_choice(error: MissingConfigException, conf: Path) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+    if choice.startswith("submitit_"):
+        return "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"

@@ -301,6 +301,20 @@ class GroupedBench:
 
 
 @dataclass
+class FailureBench:
+    """Whether a job on many processes ends with one named error, whatever befalls a rank."""
+
+    _target_: str = "benchmarks.failure.run"
+    ranks: int = option(4, "processes that train")
+    rounds: int = option(10, "jobs that each fault ends")
+    timeout: float = option(5.0, "runtime.timeout of the jobs, in seconds")
+    margin: float = option(5.0, "seconds beyond the time-out within which all has ended")
+    faults: list[str] = option_list(
+        ["killed", "stopped", "cut", "no_port"], "what is done to a random rank"
+    )
+
+
+@dataclass
 class Bench:
     bench: Any = MISSING
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -341,7 +355,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "torch_pipelining": TorchPipeliningRuntime,
     },
     "hardware": {"hardware": Hardware},
-    "bench": {"grouped": GroupedBench, "simulator": SimulatorBench},
+    "bench": {"failure": FailureBench, "grouped": GroupedBench, "simulator": SimulatorBench},
 }
 
 

@@ -126,7 +126,7 @@ def _draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: f
     edges = np.linspace(0, timeline.end, _BINS + 1)
     rate = _sent(timeline) * _BINS / timeline.end
     axes.stairs(rate / traffic_unit, edges / unit, fill=True, color=PURPLE, alpha=0.8)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1.1 * float(rate.max()) / traffic_unit))
 
 
 def _sent(timeline: "Timeline") -> NDArray[np.float64]:

@@ -1,5 +1,6 @@
 """One training run, from its configuration to its metrics."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -31,11 +32,6 @@ class Job:
     images: ImageSet
     runtime: Runtime
     device: torch.device
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the one that reports: of many ranks, the first."""
-        return self.runtime.rank == 0
 
     @property
     def n_ranks(self) -> int:
@@ -128,6 +124,11 @@ def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World
     """The runtime's own options; and the ranks, where it takes a process for each."""
     options: dict[str, Any] = dict(config.runtime)
     if "timeout" not in options:
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ValueError(
+                f"this runtime is one process and {started} were started: leave torchrun out, or"
+                " choose runtime=distributed"
+            )
         return options, None
     reach = {name: options.pop(name) for name in ("backend", "timeout")}
     return options, join(schedule.n_ranks, device=config.device, **reach)

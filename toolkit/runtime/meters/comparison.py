@@ -80,7 +80,7 @@ def measure(n: int, width: int = 256, batch: int = 64) -> list[MeasuredRow]:
                     pass
                 found = runtime.measurements()
                 if world.rank == 0:
-                    rows.append(_row(setting, rule, found, width, batch))
+                    rows.append(make_row(setting, rule, found, width, batch))
             world.barrier()
     return rows
 
@@ -107,7 +107,8 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
-def _row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
+def make_row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
+    """What was measured, held to what is counted; see :func:`measure`."""
     schedule = found.schedule
     program = schedule.lower(2 * settled_steps(schedule) + 1)
     item = torch.get_default_dtype().itemsize

@@ -1,0 +1,95 @@
+"""The benchmark of failures: what passes, and one round of one fault."""
+
+import re
+
+import pytest
+
+from tests.experiments.command import EXPERIMENTS, refused, run
+from tests.experiments.test_results import rows
+
+PLACE = "in step 8 at UPDATE stage 1 step 8 version 9"
+KILLED = f"rank 1 has died (its process is gone), {PLACE}; rank 2 waited for it in step 8 at RECV"
+CUT = (
+    "the connection between rank 3 and rank 1 is lost, and both run: rank 3 was in step 8 at SEND"
+    " weights stage 1; rank 1 was in step 9 at RECV weights stage 1 (Connection closed)"
+)
+NO_PORT = "rank 1 cannot meet the others at localhost:4000 within 5 s: refused"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    from benchmarks import failure
+
+    return failure
+
+
+def ended(bench, fault="killed", message=KILLED, place=PLACE, **changes):
+    usual = {"ranks_seconds": 1.0, "seconds": 2.0, "status": 1, "n_lines": 1}
+    return bench.Round(fault, 0, 1, 0.5, place, messages=[message], **usual | changes)
+
+
+def test_a_round_passes_whose_message_names_the_rank_and_its_place(bench):
+    assert bench.problems(ended(bench), 10) == []
+    assert bench.problems(ended(bench, "cut", CUT), 10) == []
+    assert bench.problems(ended(bench, "no_port", NO_PORT, "localhost:4000"), 10) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"seconds": None}, "it does not end"),
+        ({"seconds": 10.5}, "it ended after 10.5 s, and not within 10"),
+        ({"left": 2}, "2 processes are left"),
+        ({"status": 0}, "its status is 0"),
+        ({"n_lines": 0}, "the message does not begin a line"),
+        ({"message": KILLED.replace("1 has", "0 has")}, "blames 0, and not rank 1"),
+        ({"message": KILLED.replace("UPDATE", "BACKWARD")}, "does not say where rank 1 was"),
+        ({"fault": "cut", "message": CUT.replace("rank 1", "rank 2")}, "blames 3, 2, and not"),
+        ({"fault": "cut", "message": CUT.replace("in step 9", "")}, "does not say where rank 1"),
+    ],
+)
+def test_a_round_fails_for_one_reason(bench, changes, expected):
+    (problem,) = bench.problems(ended(bench, **changes), 10)
+    assert expected in problem
+
+
+def test_a_round_fails_without_a_message_or_with_two(bench):
+    for messages in ([], [KILLED, KILLED]):
+        done = ended(bench)
+        done.messages = messages
+        assert bench.problems(done, 10) == [f"{len(messages)} messages begin with error:"]
+
+
+def test_the_row_of_a_fault(bench):
+    failed = ended(bench, seconds=9.0, left=1)
+    failed.problems = bench.problems(failed, 10)
+    row = bench.summary([failed, ended(bench), ended(bench, seconds=4.0)], timeout=5)
+    assert (row["rounds"], row["passed"], row["left"]) == (3, "2 of 3", 1)
+    assert (row["end (s)"], row["beyond time-out (s)"], row["at most (s)"]) == (4.0, -1.0, 4.0)
+    assert row["message"] == KILLED
+
+
+def test_a_killed_rank_of_two(tmp_path):
+    options = ("bench.ranks=2", "bench.rounds=1", "bench.timeout=3", "bench.margin=60")
+    finished = run(
+        "bench", "bench=failure", *options, "bench.faults=[killed]", f"hydra.run.dir={tmp_path}"
+    )
+    assert finished.status == 0, finished.err
+    (row,) = rows(tmp_path / "bench.csv")
+    (done,) = rows(tmp_path / "rounds.csv")
+    assert re.match(rf"rank {done['rank']} has died .* in step \d+ at ", row["message"]), finished
+    assert row["left"] == "0"
+    assert not done["problems"], done
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("bench.ranks=1", "bench.ranks is 2 or more: got 1"),
+        ("bench.timeout=0", "bench.timeout is a number of seconds above 0: got 0"),
+        ("bench.faults=[burnt]", "bench.faults are some of killed, stopped, cut, no_port: got"),
+    ],
+)
+def test_what_is_refused(option, expected):
+    assert expected in refused("bench", "bench=failure", option)

@@ -1,0 +1,173 @@
+"""Experiments on many processes: the same results, from one of them; mistakes told once."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hydra.errors import MissingConfigException
+
+from tests.experiments.command import EXPERIMENTS, TINY, refused, run
+from toolkit.config.errors import explain
+from toolkit.runtime import launch
+from toolkit.runtime.meters import comparison
+from toolkit.runtime.processes.watch import EXIT_FAILED
+
+OPTIONS = (*TINY, "workers=2", "stages=2", "schedule=cdp_v2", "seed=3")
+
+
+def torchrun(folder, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(EXPERIMENTS / "train.py"), *OPTIONS, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def result(folder):
+    (found,) = folder.rglob("result.json")
+    return json.loads(found.read_text())
+
+
+def test_the_same_results_as_in_one_process(tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    together.mkdir()
+    assert run("train", *OPTIONS, f"hydra.run.dir={alone}").status == 0
+    finished = torchrun(together, "runtime=distributed", "runtime.record=2")
+    assert finished.returncode == 0, finished.stderr
+    assert [path.name for path in together.iterdir()] == ["outputs"]
+    expected, found = result(alone), result(together)
+    varying = ("images_per_second",)
+    for name, value in expected["metrics"].items():
+        if name not in varying:
+            assert found["metrics"][name] == pytest.approx(value, rel=1e-4), name
+    assert [row["rank"] for row in found["ranks"]] == [0, 1]
+    assert all(row["bytes_sent"] > 0 and row["peak_activations"] > 0 for row in found["ranks"])
+    assert {"ranks.csv", "spans.csv", "trace.json", "timeline.png"} <= {
+        path.name for path in together.rglob("*.*")
+    }
+    assert "measured in the first 2 training steps" in finished.stdout
+
+
+def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
+    finished = torchrun(tmp_path, "runtime=distributed", "partition=halves")
+    assert finished.returncode != 0
+    told = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert len(told) == 1
+    assert told[0].startswith("error: unknown measure 'halves'")
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """This process is told that it is rank 0 of 2."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "runtime", ["distributed", "ddp", "fsdp", "delayed_allreduce", "torch_pipelining"]
+)
+def test_refuses_to_run_alone(runtime):
+    message = refused("train", *TINY, f"runtime={runtime}", "workers=3")
+    assert "not started as a rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set)" in message
+    assert message.count("torchrun --nproc-per-node ") == 1
+    assert message.endswith(f"runtime={runtime} workers=3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["runtime=distributed", "workers=3"],
+            "the schedule has 3 ranks and 2 were started: torchrun --nproc-per-node 3 ",
+        ),
+        (
+            ["runtime=distributed", "workers=2", "schedule.placement=per_stage_and_microbatch"],
+            "the schedule has 6 ranks and 2 were started",
+        ),
+        (["runtime=single_process", "workers=2"], "this runtime is one process and 2 were started"),
+        (["runtime=distributed", "workers=2", "runtime.timeout=0"], "above 0: got 0.0"),
+        (["runtime=ddp", "workers=2", "runtime.backend=mpi"], "choose one of auto, nccl, gloo"),
+        (["runtime=ddp", "workers=2", "device=cuda:1"], "so auto, cuda or cpu"),
+        (["runtime=ddp", "workers=2", "runtime.bucket=3"], "no option runtime.bucket"),
+    ],
+)
+def test_refuses_before_it_meets_the_others(rank, arguments, message):
+    assert message in refused("train", *TINY, *arguments)
+
+
+def test_nobody_listens(rank, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    finished = run(
+        "train", *TINY, "runtime=distributed", "workers=2", "runtime.timeout=0.5", "device=cpu"
+    )
+    assert finished.status == EXIT_FAILED
+    assert "rank 1 cannot meet the others at 127.0.0.1:1 within 0.5 s" in finished.err
+    assert "Traceback" not in finished.err
+
+
+def test_refuses_slurm_where_it_is_not(monkeypatch):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    message = refused("train", "-m", *TINY, "runtime=distributed", "hydra/launcher=slurm")
+    assert message == (
+        "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
+    )
+
+
+def test_submitit_may_be_missing():
+    error = MissingConfigException("", missing_cfg_file="hydra/launcher/submitit_slurm")
+    message = explain(error, "train", EXPERIMENTS.parent / "conf", [])
+    assert message == "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """N = 2, on 4 processes: every setting of the paper, under every rule."""
+    return launch(comparison.measure, comparison.n_ranks(2), 2)[0]
+
+
+def measuring(monkeypatch, folder, rows):
+    """The experiment, with ``rows`` for what the processes return."""
+    monkeypatch.setattr("toolkit.runtime.launch", lambda *arguments, **options: [rows])
+    return run("communication", "workers=2", "measured=true", f"hydra.run.dir={folder}")
+
+
+def test_measures_what_was_counted(measured, monkeypatch, tmp_path):
+    finished = measuring(monkeypatch, tmp_path, measured)
+    assert finished.status == 0, finished.err
+    assert "every formula equals its count, and its measurement" in finished.out
+    rows = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    assert len(rows) == 15
+    names = ("ranks", "activations", "total_activations", "weights", "traffic", "messages")
+    for row in rows:
+        for name in (*names, "traffic_in_slot"):
+            assert row[f"{name}_measured"] == row[name]
+    assert {"timeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "names"),
+    [
+        ("CDP-v2", lambda event: {"bytes": event.bytes + 4}, {"traffic", "traffic_in_slot"}),
+        ("CDP-v1", lambda event: {"activations": event.activations + 4}, {"activations"}),
+        ("DP", lambda event: {"weights": 2 * event.weights}, {"weights"}),
+    ],
+)
+def test_fails_where_a_measurement_differs(measured, monkeypatch, tmp_path, rule, change, names):
+    """A few bytes more in every event of one rank."""
+    rows = [*measured]
+    place = next(k for k, r in enumerate(rows) if (r.setting, r.rule) == ("multi-device", rule))
+    found = rows[place].measurements
+    wrong = [event._replace(**change(event)) for event in found.records[0].events]
+    records = [replace(found.records[0], events=wrong), *found.records[1:]]
+    tampered = replace(found, records=records)
+    rows[place] = comparison.make_row("multi-device", rule, tampered, 256, 64)
+    assert names <= rows[place].differences.keys()
+    finished = measuring(monkeypatch, tmp_path, rows)
+    assert finished.status == 1
+    for name in names:
+        assert f"multi-device, {rule}: {name} is " in finished.err
