@@ -71,6 +71,9 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
     from toolkit.runtime.meters import comparison
     from toolkit.tracking import Progress, table
 
+    for name in ("width", "batch"):
+        if config[name] < 1:
+            raise ValueError(f"{name} is 1 or more: got {config[name]}")
     n = config.workers
     n_ranks = comparison.n_ranks(n)
     n_settings = len(comparison.SETTINGS) * len(comparison.RULES)
@@ -88,6 +91,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
             n,
             config.width,
             config.batch,
+            config.timeout,
             on_report=show,
             timeout=config.timeout,
         )[0]

@@ -7,6 +7,7 @@ experiments/results/NAME/result.json, and how it came about. --check only says w
 import json
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,31 @@ def _memory(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
+def _measured(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
+    def value(row: dict[str, Any], name: str) -> str:
+        return str(Fraction(row[f"{name}_measured"]).limit_denominator(10_000))
+
+    def equal(row: dict[str, Any]) -> bool:
+        names = [name for name in row if f"{name}_measured" in row]
+        return all(row[name] == row[f"{name}_measured"] for name in names)
+
+    return [
+        {
+            "setting": row["setting"],
+            "rule": row["rule"],
+            "ranks": value(row, "ranks"),
+            "activations (all)": (
+                f"{value(row, 'activations')} ({value(row, 'total_activations')}) A"
+            ),
+            "weights": f"{value(row, 'weights')} P",
+            "sent": f"{value(row, 'traffic')} P",
+            "messages": value(row, "messages"),
+            "as counted": "yes" if equal(row) else "no",
+        }
+        for row in metrics
+    ]
+
+
 def _bench(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: "" if v is None else v for k, v in row.items()} for row in metrics]
 
@@ -71,7 +97,9 @@ _ROWS = {
     "digits": _digits,
     "memory_resnet50": _memory,
     "memory_vit_b_16": _memory,
+    "communication_measured": _measured,
     "bench_grouped": _bench,
+    "bench_failure": _bench,
     "bench_simulator": _bench,
 }
 

@@ -24,6 +24,18 @@ _LOOK = 0.02  # seconds between looks at the processes
 _PIDFD_GETFD = 438  # the system call's number, the same on every architecture since Linux 5.6
 _libc = ctypes.CDLL(None, use_errno=True)
 
+SAYS_WHEN = """\
+import runpy, sys, time
+said = []
+def hook(event, _):
+    if event == "socket.connect" and not said:
+        said.append(print("connects", time.time(), flush=True))
+sys.addaudithook(hook)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script that says when it first connects: what its imports take is not the time-out's."""
+
 
 class Job:
     """A command, and all that it starts: known by a mark in the environment.

@@ -12,6 +12,7 @@ from torchvision.models import VisionTransformer
 from toolkit.cost import Hardware, StageCost, profile, unit_costs
 from toolkit.model import build, partition
 from toolkit.model.analysis import Work
+from toolkit.runtime.stage import StageWorker
 
 FLOAT = 4
 MACHINE = Hardware("hand", flops=2.0, memory_bandwidth=5.0, link_bandwidth=1.0)
@@ -124,6 +125,48 @@ def test_parameters_that_are_not_trained_cost_no_gradient():
     model[0].requires_grad_(False)
     stages = partition(model, 2, torch.zeros(5, 3), by="parameters")
     assert [c.parameter_bytes for c in profile(stages, torch.zeros(5, 3).to("meta"))] == [0, 40]
+
+
+def test_statistics_of_batch_norms():
+    """A mean and a variance a channel; not where they are not kept, nor of other norms."""
+    model = nn.Sequential(
+        nn.BatchNorm1d(4),
+        nn.Linear(4, 6),
+        nn.BatchNorm1d(6, affine=False),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 3),
+        nn.BatchNorm1d(3, track_running_stats=False),
+        nn.LayerNorm(3),
+    )
+    stages = partition(model, 3, torch.zeros(5, 4), by=["1", "4"])
+    first, second, last = profile(stages, torch.empty(5, 4, device="meta"))
+    assert first.statistics_bytes == 2 * 4 * FLOAT
+    assert second.statistics_bytes == 2 * (6 + 6) * FLOAT
+    assert last.statistics_bytes == 0
+
+
+def test_statistics_are_kept_and_travel_with_the_gradients():
+    """One micro-batch's beside its activations; those of a sum beside the gradients."""
+    cost = StageCost(1, 1, activation_bytes=10, parameter_bytes=200, statistics_bytes=3)
+    assert (cost.kept_bytes, cost.gradient_bytes) == (13, 203)
+    plain = replace(cost, statistics_bytes=0)
+    assert (plain.kept_bytes, plain.gradient_bytes) == (10, 200)
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_sums_are_of_the_bytes_that_a_run_adds_up(n_stages):
+    """Gradients of what is trained, and the statistics that the runtime's norms leave."""
+    example = torch.randn(2, 3, 8, 8)
+    stages = partition(network(), n_stages, example)
+    costs = profile(stages, example.to("meta"))
+    values = (example,)
+    for j, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
+        worker = StageWorker(stage, j, lambda p: torch.optim.SGD(p, 0.1), None, 0)
+        values = worker.forward(worker.newest(), values, (0,), 0)
+        statistics = sum(x.nbytes for x in worker.take_statistics().values())
+        weights = sum(x.nbytes for x in worker.newest().values())
+        assert cost.statistics_bytes == statistics
+        assert cost.gradient_bytes == weights + statistics
 
 
 def test_the_dtype_of_the_model_counts():

@@ -15,6 +15,7 @@ from toolkit.model import partition
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.layout import Layout, Layouts, Part, find_layouts, weights_layout
+from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageWorker, Sum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
@@ -175,7 +176,7 @@ def found_of(workers, inputs):
 
 
 class Awkward(nn.Module):
-    """A residual and whole numbers cross the cut; a norm, frozen and unused parameters."""
+    """A residual and whole numbers cross the cut; a norm, and frozen parameters."""
 
     def __init__(self):
         super().__init__()
@@ -183,7 +184,6 @@ class Awkward(nn.Module):
         self.first = nn.Linear(6, 4)
         self.second = nn.Linear(4, 4)
         self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.unused = nn.Parameter(torch.ones(3))
         self.far = nn.Embedding(7, 4)
         self.norm = nn.BatchNorm1d(4)
 
@@ -196,30 +196,60 @@ class Awkward(nn.Module):
 def test_layouts_of_an_awkward_model():
     float32 = torch.float32
     found = found_for(Awkward(), 2, torch.zeros(5, dtype=torch.long), by=["second"])
-    first, last = ({place: shape for place, shape in shapes(x).items()} for x in found.weights)
+    first, last = map(shapes, found.weights)
     assert first == {
         "near.weight": ((7, 6), float32),
         "first.weight": ((4, 6), float32),
         "first.bias": ((4,), float32),
     }
-    trained = {
+    assert last == {
         "second.weight": ((4, 4), float32),
         "second.bias": ((4,), float32),
         "far.weight": ((7, 4), float32),
         "norm.weight": ((4,), float32),
         "norm.bias": ((4,), float32),
     }
-    unused = {name: shape for name, shape in last.items() if name not in trained}
-    assert last == trained | unused  # where an unused one is does not matter: no gradient is sent
     assert shapes(found.gradients[0]) == first
-    assert shapes(found.gradients[1]) == trained | {"norm": ((2, 4), float32)}  # its statistics
-    crossing = sorted(shapes(found.activations[0]).values(), key=str)
-    assert crossing == [((5,), torch.int64), ((5, 4), float32)]
-    (ids,) = (k for k, (_, dtype) in shapes(found.activations[0]).items() if dtype == torch.int64)
+    assert shapes(found.gradients[1]) == last | {"norm": ((2, 4), float32)}  # its statistics
+    crossing = shapes(found.activations[0])
+    assert sorted(crossing) == [0, 1]
+    assert set(crossing.values()) == {((5,), torch.int64), ((5, 4), float32)}
+    (ids,) = (place for place, (_, dtype) in crossing.items() if dtype == torch.int64)
     assert shapes(found.activation_gradients[1]) == {1 - ids: ((5, 4), float32)}
     assert shapes(found.activation_gradients[0]) == {}  # whole numbers come in
     assert found.n_inputs == (1, 2)
     assert shapes(found.activations[1]) == {0: ((5, 4), float32)}
+
+
+class Unused(nn.Module):
+    """Reads the first of four inputs; of the three more that it passes on one is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(5, 5)
+
+    def forward(self, x, *others):
+        y = self.used(x)
+        return y, x.argmax(1), x.new_zeros(2, 7), y + 1
+
+
+def test_what_is_not_used_has_no_gradient():
+    """A parameter, an input; and an output that nothing leads to. Weights travel as they are."""
+    stages = [meta_copy(Unused()) for _ in range(2)]
+    found = find_layouts(stages, (torch.empty(2, 3, device="meta"),))
+    used = {"used.weight": ((3, 3), torch.float32), "used.bias": ((3,), torch.float32)}
+    unused = {"unused.weight": ((5, 5), torch.float32), "unused.bias": ((5,), torch.float32)}
+    assert [shapes(x) for x in found.gradients] == [used, used]
+    assert [shapes(x) for x in found.weights] == [used | unused] * 2
+    passed_on = {
+        0: ((2, 3), torch.float32),
+        1: ((2,), torch.int64),
+        2: ((2, 7), torch.float32),
+        3: ((2, 3), torch.float32),
+    }
+    assert [shapes(x) for x in found.activations] == [passed_on, passed_on]
+    assert [shapes(x) for x in found.activation_gradients] == [{}, {0: ((2, 3), torch.float32)}]
+    assert found.n_inputs == (1, 4)
 
 
 def test_a_stage_that_is_frozen():
@@ -264,12 +294,11 @@ def test_finding_layouts_leaves_no_statistics():
     stages = partition(models.residual(), 2, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
     workers = [StageWorker(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
     skeletons = [meta_copy(worker.compute) for worker in workers]
-    small, large = (
-        torch.empty(n, 1, 6, 6, dtype=torch.float64, device="meta", requires_grad=False)
-        for n in (3, 8)
-    )
+    small, large = (torch.empty(n, 1, 6, 6, dtype=torch.float64, device="meta") for n in (3, 8))
     first, other = find_layouts(skeletons, (small,)), find_layouts(skeletons, (large,))
     assert find_layouts(skeletons, (small,)) == first
+    norms = [m for stage in skeletons for m in stage.modules() if isinstance(m, MicrobatchNorm)]
+    assert {norm.statistics for norm in norms} == {None}
     assert (other.gradients, other.weights) == (first.gradients, first.weights)
     assert other.activations[0].n_bytes * 3 == first.activations[0].n_bytes * 8
 

@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from math import inf
+from math import ceil, inf, log2
 from statistics import median
 
 from toolkit.cost.costs import Costs, StageCost
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Timeline
+from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
 
 
 def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
@@ -32,7 +32,15 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         whole = [median(seconds[stage, "B"])] if seconds[stage, "B"] else halves
         forward = median(seconds[stage, "F"])
         timed.append(replace(cost, forward_seconds=forward, backward_seconds=sum(whole)))
-    messages = [s.end - s.start for s in timeline.spans if s.lane in (SEND, RECEIVE)]
+    meetings: defaultdict[tuple, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.lane in (SEND, RECEIVE):
+            meetings[span.name, span.stage, span.step, span.microbatch, span.start].append(span)
+    messages = [
+        (span.end - span.start) / (_rounds(span.name, len(met)) if span.peer is None else 1)
+        for met in meetings.values()
+        for span in met
+    ]
     updates = [
         (s.end - s.start) / (5 * costs[s.stage].parameter_bytes)
         for s in timeline.spans
@@ -46,3 +54,8 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         link_latency=median(messages) if messages else 0.0,
     )
     return tuple(timed), links
+
+
+def _rounds(name: str, n_ranks: int) -> int:
+    """Messages of a collective that wait for each other."""
+    return 2 * (n_ranks - 1) if name == "all-reduce" else ceil(log2(n_ranks))

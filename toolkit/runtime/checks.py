@@ -1,11 +1,16 @@
 """What every runtime refuses."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from toolkit.model import Stages
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.stage import MakeOptimizer, Values
 from toolkit.schedule import Schedule
+
+if TYPE_CHECKING:
+    from toolkit.runtime.processes.world import World
 
 
 def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
@@ -19,6 +24,21 @@ def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> N
         raise ValueError(
             "optimizer makes an optimizer from a list of parameters: give a function, such as"
             f" lambda p: torch.optim.SGD(p, lr=0.1), not a {type(optimizer).__name__}"
+        )
+
+
+def check_world(world: "World", stages: Stages, schedule: Schedule) -> None:
+    """Refuse another number of ranks than the schedule has, and a model on another device."""
+    if world.size != schedule.n_ranks:
+        raise ValueError(
+            f"the schedule has {schedule.n_ranks} ranks and the world {world.size}: give"
+            f" world.part({schedule.n_ranks}), or a schedule for {world.size}"
+        )
+    on = {tensor.device for tensor in stages.model.parameters()}
+    if others := sorted(str(device) for device in on - {world.device}):
+        raise ValueError(
+            f"rank {world.rank} computes on {world.device} and the model is on"
+            f" {', '.join(others)}: move it with model.to(world.device) before partition()"
         )
 
 

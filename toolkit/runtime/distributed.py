@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
-from toolkit.runtime.checks import check_fit, scalar
+from toolkit.runtime.checks import check_fit, check_world, scalar
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.holdings import Holdings
@@ -65,11 +65,7 @@ class Distributed:
     ) -> None:
         check_fit(stages, schedule, optimizer)
         self.world = join(schedule.n_ranks) if world is None else world
-        if self.world.size != schedule.n_ranks:
-            raise ValueError(
-                f"the schedule has {schedule.n_ranks} ranks and the world {self.world.size}: give"
-                f" world.part({schedule.n_ranks}), or a schedule for {self.world.size}"
-            )
+        check_world(self.world, stages, schedule)
         self.stages = stages
         self.schedule = schedule
         self.steps_done = 0

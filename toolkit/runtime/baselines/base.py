@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, divisible, scalar
+from toolkit.runtime.checks import check_fit, check_world, divisible, scalar
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.processes.world import World, join
@@ -48,12 +48,7 @@ class Baseline(ABC):
         self.steps_done = 0
         self._loss = scalar(loss)
         self._everyone = range(self.world.size)
-        if self.world.size != schedule.n_ranks:
-            raise ValueError(
-                f"the schedule has {schedule.n_ranks} ranks and the world {self.world.size}: give"
-                f" world.part({schedule.n_ranks}), or a schedule for {self.world.size}"
-            )
-        self._check_device()
+        check_world(self.world, stages, schedule)
         self._begin_alike()
 
     @property
@@ -136,14 +131,6 @@ class Baseline(ABC):
 
     def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
         return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())
-
-    def _check_device(self) -> None:
-        on = {tensor.device for tensor in self.stages.model.parameters()}
-        if others := sorted(str(device) for device in on - {self.world.device}):
-            raise ValueError(
-                f"rank {self.rank} computes on {self.world.device} and the model is on"
-                f" {', '.join(others)}: move it with model.to(world.device) before partition()"
-            )
 
     def _begin_alike(self) -> None:
         model = self.stages.model

@@ -47,7 +47,9 @@ def n_ranks(n: int) -> int:
     return max(make(rule, n).n_ranks for make in SETTINGS.values() for rule in RULES)
 
 
-def measure(n: int, width: int = 256, batch: int = 64) -> list[MeasuredRow]:
+def measure(
+    n: int, width: int = 256, batch: int = 64, timeout: float = 120.0
+) -> list[MeasuredRow]:
     """Run every setting under every rule. Every rank calls it; the first gets the rows.
 
     The model is ``n`` alike stages, a linear layer and a tanh each, so that bytes can be told in
@@ -57,8 +59,9 @@ def measure(n: int, width: int = 256, batch: int = 64) -> list[MeasuredRow]:
         n: workers, stages and micro-batches.
         width: of a layer.
         batch: samples of a micro-batch.
+        timeout: seconds after which a rank that does not answer ends the job.
     """
-    world = join(n_ranks(n))
+    world = join(n_ranks(n), timeout=timeout)
     rows = []
     for setting, make in SETTINGS.items():
         for rule in RULES:

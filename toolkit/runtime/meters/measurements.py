@@ -98,7 +98,8 @@ class Measurements:
 
     @property
     def _n_slots(self) -> int:
-        return max(self._slot(e) for r in self.records for e in r.events)
+        last = max(event.tick for record in self.records for event in record.events)
+        return -(-last // self.schedule.timing.ticks_per_slot)
 
     def _slot(self, event: Event) -> int:
         return event.tick // self.schedule.timing.ticks_per_slot

@@ -38,7 +38,8 @@ class JobFailedError(RuntimeError):
 
 
 def _print(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    # On a line of its own, though some rank's progress bar may stand in the one before.
+    print(f"\nerror: {message}", file=sys.stderr, flush=True)
 
 
 announce: Callable[[str], None] = _print

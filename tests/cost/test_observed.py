@@ -1,0 +1,161 @@
+"""Costs read from a timeline: what was put into the simulation comes out of it."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import programs, quick
+from toolkit.cost import UNIT, Hardware, Span, StageCost, Timeline, observed, simulate, unit_costs
+from toolkit.schedule import Action, catalog
+
+FIRST = StageCost(7.0, 9.0, 10.0, 6.0, 4.0, 8.0, 2.0, forward_seconds=2.0, backward_seconds=3.0)
+SECOND = StageCost(1.0, 1.0, 20.0, 4.0, 6.0, 12.0, 1.0, forward_seconds=1.0, backward_seconds=4.0)
+LATENT = Hardware("latent", 1.0, memory_bandwidth=10.0, link_bandwidth=inf, link_latency=0.5)
+
+
+def timeline(*spans):
+    return Timeline("by hand", 1, spans, (), (1.0,))
+
+
+def compute(name, seconds, start=0.0):
+    stage = int(name.rstrip("0123456789")[:-1])
+    return Span(0, "compute", start, start + seconds, name, stage, 0, 0)
+
+
+def link(lane, seconds, stage=0):
+    return Span(0, lane, 1.0, 1.0 + seconds, "weights", stage, None, 0, 8.0, 1)
+
+
+def update(stage, seconds):
+    return Span(0, "update", 2.0, 2.0 + seconds, f"update {stage}", stage, None, 0)
+
+
+# By hand
+
+
+def test_medians_of_each_stage():
+    spans = [compute(f"0F{m}", seconds, 10.0 * m) for m, seconds in enumerate((1, 2, 30))]
+    spans += [compute(f"0B{m}", seconds) for m, seconds in enumerate((4, 40, 5))]
+    spans += [compute("1F0", 7), compute("1F1", 9), compute("1B10", 6)]
+    (first, second), _ = observed(timeline(*spans), (FIRST, SECOND))
+    assert first == replace(FIRST, forward_seconds=2, backward_seconds=5)
+    assert second == replace(SECOND, forward_seconds=8, backward_seconds=6)
+
+
+def test_a_backward_in_two_halves_is_both():
+    spans = [compute("0F0", 1)]
+    spans += [compute(f"0I{m}", seconds) for m, seconds in enumerate((2, 3, 4))]
+    spans += [compute(f"0W{m}", seconds) for m, seconds in enumerate((10, 20, 60))]
+    (cost,), _ = observed(timeline(*spans), (FIRST,))
+    assert (cost.forward_seconds, cost.backward_seconds) == (1, 3 + 20)
+
+
+def test_stages_of_two_digits():
+    spans = [compute(f"{j}{kind}0", j + 1) for j in range(12) for kind in "FB"]
+    costs, _ = observed(timeline(*spans), unit_costs(12))
+    assert [cost.seconds(UNIT) for cost in costs] == [(j + 1, j + 1) for j in range(12)]
+
+
+def test_links_take_the_median_whatever_the_size():
+    spans = [compute("0F0", 1), compute("0B0", 1)]
+    spans += [link("send", 1.0), link("receive", 2.0), link("send", 9.0)]
+    _, links = observed(timeline(*spans), (FIRST,))
+    assert (links.link_latency, links.link_bandwidth) == (2, inf)
+    assert links.message(0) == links.message(1e9) == 2
+
+
+def test_updates_take_the_median_time_of_their_bytes():
+    """Each moves five times its parameters: of 8 bytes here, of 12 there."""
+    spans = [compute(f"{j}{kind}0", 1) for j in range(2) for kind in "FB"]
+    spans += [update(0, 4.0), update(1, 6.0), update(1, 60.0)]
+    _, links = observed(timeline(*spans), (FIRST, SECOND))
+    assert links.memory_bandwidth == pytest.approx(10)
+
+
+def test_what_was_not_seen_takes_no_time():
+    _, links = observed(timeline(compute("0F0", 1), compute("0B0", 1)), (FIRST,))
+    assert (links.link_latency, links.link_bandwidth, links.memory_bandwidth) == (0, inf, inf)
+    spans = [compute("0F0", 1), compute("0B0", 1), update(0, 1.0)]
+    _, links = observed(timeline(*spans), (replace(FIRST, parameter_bytes=0.0),))
+    assert links.memory_bandwidth == inf  # an update of nothing tells nothing
+
+
+# Of the simulator's own timelines
+
+
+SCHEDULES = [
+    catalog.cyclic(2, 1),
+    catalog.cyclic(2, "freshest", state="sharded"),
+    catalog.cyclic(2, 1, "per_stage"),
+    catalog.gradient_accumulation(2, 3),
+    catalog.gpipe(2, 3),
+    catalog.one_f_one_b(2, 4),
+    catalog.zero_bubble(2, 3),
+    catalog.pipedream_2bw(2, 3),
+]
+everything = pytest.mark.parametrize(
+    "schedule", SCHEDULES, ids=lambda s: f"{s.name} {s.layout.name}"
+)
+
+
+@everything
+def test_what_was_put_in_comes_out(schedule):
+    found, links = observed(simulate(schedule.lower(3), (FIRST, SECOND), LATENT), (FIRST, SECOND))
+    assert found == (FIRST, SECOND)
+    assert links.memory_bandwidth == pytest.approx(10)
+    alone = schedule.n_ranks == 1
+    assert links.link_latency == pytest.approx(0.0 if alone else 0.5)
+
+
+@everything
+def test_it_predicts_the_run_that_it_was_seen_in(schedule):
+    program = schedule.lower(4)
+    seen = simulate(program, (FIRST, SECOND), LATENT)
+    blank = [replace(c, forward_seconds=None, backward_seconds=None) for c in (FIRST, SECOND)]
+    again = simulate(program, *observed(seen, blank))
+    assert again.step_time == pytest.approx(seen.step_time)
+    assert again.step_ends == pytest.approx(seen.step_ends)
+    assert again.end == pytest.approx(seen.end)
+
+
+seconds = st.floats(0.125, 8)
+
+
+@given(programs(), st.data())
+@quick
+def test_it_predicts_any_run_without_collectives(program, data):
+    """Where messages are alike: each takes the latency and no more."""
+    schedule = program.schedule
+    collective = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+    assume(not any(i.action in collective for order in program.ranks for i in order))
+    costs = [
+        StageCost(1, 1, 1, 1, 1, 1, forward_seconds=f, backward_seconds=b)
+        for f, b in data.draw(
+            st.lists(
+                st.tuples(seconds, seconds),
+                min_size=schedule.n_stages,
+                max_size=schedule.n_stages,
+            )
+        )
+    ]
+    hardware = replace(UNIT, link_latency=data.draw(seconds))
+    seen = simulate(program, costs, hardware)
+    found, links = observed(seen, costs)
+    assert [cost.seconds(UNIT) for cost in found] == [
+        pytest.approx(cost.seconds(UNIT)) for cost in costs
+    ]
+    assert simulate(program, found, links).step_ends == pytest.approx(seen.step_ends)
+
+
+@pytest.mark.parametrize(
+    "schedule", [catalog.data_parallel(4), catalog.data_parallel(4, state="sharded")]
+)
+def test_it_predicts_collectives(schedule):
+    """Which are several rounds of messages: 2(n-1) of a ring, log2(n) of a tree."""
+    program = schedule.lower(3)
+    costs = unit_costs(4)
+    seen = simulate(program, costs, replace(UNIT, link_latency=0.5))
+    assert simulate(program, *observed(seen, costs)).step_time == pytest.approx(seen.step_time)

@@ -1,0 +1,420 @@
+"""Measurements and timelines, of records by hand and of records that follow a program."""
+
+import json
+
+import pytest
+from hypothesis import given
+
+from tests.schedule.strategies import programs, quick
+from toolkit.cost import Change
+from toolkit.cost.timeline import LANES
+from toolkit.runtime.meters.measurements import Measurements, Sent
+from toolkit.runtime.meters.meter import Event, Record
+from toolkit.schedule import Action, Buffer, Instruction, catalog
+
+PIPELINE = catalog.gpipe(2, 1)
+CYCLIC = catalog.cyclic(3, n_stages=2)  # of 3 ticks a slot
+
+
+def event(i, start, end, n_bytes=0, activations=0, weights=0, gradients=0, tick=None):
+    tick = i.tick if tick is None else tick
+    return Event(i, tick, start, end, n_bytes, activations, weights, gradients)
+
+
+def op(tick, action, stage=0, step=0, microbatch=0):
+    return Instruction(tick, action, stage, microbatch, step, 0)
+
+
+def boundary(tick, action, buffer, stage, peer, step=0, microbatch=0):
+    return Instruction(tick, action, stage, microbatch, step, None, buffer, (peer,))
+
+
+def pipeline_records():
+    """One step of two ranks; rank 0's clock begins at 10, and each forward keeps 5 or 7 bytes."""
+    first = Record(
+        0,
+        [
+            event(op(0, Action.FORWARD), 10, 12, 0, 5, 100),
+            event(boundary(1, Action.SEND, Buffer.ACTIVATION, 0, 1), 12, 12.25, 40, 5, 100),
+            event(boundary(3, Action.RECV, Buffer.ACTIVATION_GRADIENT, 1, 1), 12.5, 20, 60, 5, 100),
+            event(op(3, Action.BACKWARD), 20, 23, 0, 0, 100, 50),
+            event(op(4, Action.UPDATE), 23, 24, 0, 0, 200, 0),
+            event(
+                Instruction(4, Action.FREE, 0, 0, 0, None, Buffer.ACTIVATION),
+                *(24, 24.125, 0, 0, 200, 0),
+            ),
+            event(
+                Instruction(4, Action.FREE, 0, version=0, buffer=Buffer.WEIGHTS),
+                *(24.25, 24.5, 0, 0, 100, 0),
+            ),
+        ],
+    )
+    second = Record(
+        1,
+        [
+            event(boundary(1, Action.RECV, Buffer.ACTIVATION, 0, 0), 10.5, 14, 40, 0, 30),
+            event(op(1, Action.FORWARD, 1), 14, 15, 0, 7, 30),
+            event(op(2, Action.BACKWARD, 1), 15, 17, 0, 0, 30, 15),
+            event(
+                boundary(3, Action.SEND, Buffer.ACTIVATION_GRADIENT, 1, 0), 17, 17.5, 60, 0, 30, 15
+            ),
+            event(op(3, Action.UPDATE, 1), 18, 19, 0, 0, 60, 0),
+        ],
+        device_peak=1234,
+    )
+    return [first, second]
+
+
+@pytest.fixture
+def pipeline():
+    return Measurements(PIPELINE, pipeline_records())
+
+
+# Messages and memory
+
+
+def test_sent_by_slot_and_rank(pipeline):
+    none = Sent()
+    activation, gradient = Sent(1, 40), Sent(1, 60)
+    nothing = (none, none)
+    assert pipeline.sent(Buffer.ACTIVATION) == (
+        nothing,
+        (activation, none),
+        nothing,
+        nothing,
+        nothing,
+    )
+    assert pipeline.sent(Buffer.ACTIVATION, Buffer.ACTIVATION_GRADIENT) == (
+        nothing,
+        (activation, none),
+        nothing,
+        (none, gradient),
+        nothing,
+    )
+    assert pipeline.sent(Buffer.WEIGHTS) == (nothing,) * 5  # what is freed is not sent
+    assert pipeline.sent() == (nothing,) * 5
+
+
+def test_sent_by_collectives():
+    """An all-reduce as a ring; a broadcast and a reduction as trees, of which leaves send less."""
+    ranks = range(4)
+
+    def of(action, buffer, tick):
+        return Instruction(tick, action, 0, None, 0, 0, buffer, (2, 0, 1, 3))
+
+    kinds = [
+        of(Action.ALL_REDUCE, Buffer.GRADIENT, 0),
+        of(Action.BROADCAST, Buffer.WEIGHTS, 1),
+        of(Action.REDUCE, Buffer.GRADIENT, 2),
+    ]
+    records = [Record(rank, [event(i, 0, 1, 80) for i in kinds]) for rank in ranks]
+    found = Measurements(catalog.data_parallel(4), records)
+    reduced, broadcast, to_one = found.sent(Buffer.GRADIENT, Buffer.WEIGHTS)
+    assert reduced == (Sent(6, 120),) * 4
+    assert broadcast == (Sent(1, 80), Sent(0, 0), Sent(2, 160), Sent(0, 0))
+    assert to_one == (Sent(1, 80), Sent(1, 80), Sent(0, 0), Sent(1, 80))
+    assert found.sent(Buffer.WEIGHTS)[0] == (Sent(),) * 4
+
+
+def test_slots_of_several_ticks():
+    """A message counts in the slot that begins when it is sent."""
+    records = [
+        Record(0, [event(boundary(t, Action.SEND, Buffer.ACTIVATION, 0, 1), 0, 0, 8)])
+        for t in (5, 6)
+    ]
+    records[1].rank = 1
+    found = Measurements(CYCLIC, records).sent(Buffer.ACTIVATION)
+    assert found == ((Sent(), Sent()), (Sent(1, 8), Sent()), (Sent(), Sent(1, 8)))
+
+
+def test_peaks(pipeline):
+    assert pipeline.peak_activations() == (5, 7)
+    assert pipeline.peak_weights() == (200, 60)
+    assert pipeline.device_peaks == [None, 1234]
+
+
+def test_activations_by_slot(pipeline):
+    """Until they are freed; in the slot that begins then they do not count."""
+    events = pipeline.records[0].events
+    # Autograd lets go of them within the backward; the program, when it frees them.
+    events[3] = events[3]._replace(activations=5)
+    assert pipeline.activations() == ((5, 5, 5, 5), (0, 7, 7, 7))
+
+
+def test_a_row_a_rank(pipeline):
+    assert pipeline.by_rank() == [
+        {
+            "rank": 0,
+            "peak_activations": 5,
+            "peak_weights": 200,
+            "device_peak": None,
+            "messages_sent": 1,
+            "bytes_sent": 40.0,
+            "messages_received": 1,
+            "bytes_received": 60,
+        },
+        {
+            "rank": 1,
+            "peak_activations": 7,
+            "peak_weights": 60,
+            "device_peak": 1234,
+            "messages_sent": 1,
+            "bytes_sent": 60.0,
+            "messages_received": 1,
+            "bytes_received": 40,
+        },
+    ]
+
+
+def followed(program):
+    """Records of ranks that do what the program says: a byte a stage, activation and version."""
+    schedule, records = program.schedule, []
+    for rank, order in enumerate(program.ranks):
+        alive = 0
+        held = sum(
+            program.first_step + 1 - schedule.oldest_version(j, program.first_step)
+            for j in range(schedule.n_stages)
+            if rank in schedule.first_holders(j)
+        )
+        record = Record(rank)
+        for time, i in enumerate(order):
+            frees = i.action == Action.FREE
+            alive += (i.action == Action.FORWARD) - (frees and i.buffer == Buffer.ACTIVATION)
+            comes = i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
+            made = i.action == Action.UPDATE or (i.buffer == Buffer.WEIGHTS and comes)
+            held += made - (frees and i.buffer == Buffer.WEIGHTS)
+            n_bytes = int(i.action.communicates)
+            record.events.append(event(i, time, time + 1, n_bytes, alive, held))
+        records.append(record)
+    return records
+
+
+@given(programs())
+@quick
+def test_ranks_that_follow_the_program_measure_what_it_says(program):
+    found = Measurements(program.schedule, followed(program))
+    assert found.peak_activations() == program.peak_activations()
+    peaks = zip(found.peak_weights(), program.peak_weights(), program.ranks, strict=True)
+    for measured, peak, order in peaks:  # what goes before the first event's end is not seen
+        assert measured == peak or (measured < peak and order[0].action == Action.FREE)
+    expected = program.traffic()
+    sent = found.sent(Buffer.GRADIENT, Buffer.WEIGHTS)
+    nothing = ((0, 0),) * len(program.ranks)
+    assert [*sent] + [nothing] * (len(expected) - len(sent)) == [*expected]
+
+
+@given(programs())
+@quick
+def test_activations_by_slot_are_those_of_the_program(program):
+    found = Measurements(program.schedule, followed(program)).activations()
+    for measured, expected in zip(found, program.activations(), strict=True):
+        assert measured == expected[: len(measured)]
+
+
+@pytest.mark.parametrize("schedule", [CYCLIC, catalog.cyclic(3, n_stages=1)])
+def test_activations_of_all_slots(schedule):
+    """Whose last instruction is within a slot, of 3 ticks."""
+    program = schedule.lower(1)
+    found = Measurements(schedule, followed(program))
+    assert found.activations() == program.activations()
+
+
+# Timelines
+
+
+def spans_of(timeline):
+    return {(s.rank, s.lane, s.name): (s.start, s.end) for s in timeline.spans}
+
+
+def test_a_timeline(pipeline):
+    """A message lasts from when the last is ready for it to when it has been received."""
+    found = pipeline.timeline()
+    assert found.name == "GPipe, measured"
+    assert found.n_ranks == 2
+    assert spans_of(found) == {
+        (0, "compute", "0F0"): (0, 2),
+        (0, "send", "activation"): (2, 4),
+        (1, "receive", "activation"): (2, 4),
+        (1, "compute", "1F0"): (4, 5),
+        (1, "compute", "1B0"): (5, 7),
+        (1, "send", "activation gradient"): (7, 10),
+        (0, "receive", "activation gradient"): (7, 10),
+        (0, "compute", "0B0"): (10, 13),
+        (1, "update", "update 1"): (8, 9),
+        (0, "update", "update 0"): (13, 14),
+    }
+    assert len(found.spans) == 10
+    sent = next(s for s in found.spans if s.lane == "send" and s.rank == 0)
+    assert sent[5:] == (0, 0, 0, 40, 1, 1)  # stage, micro-batch, step, bytes, peer, slot
+    received = next(s for s in found.spans if s.lane == "receive" and s.rank == 0)
+    assert received[5:] == (1, 0, 0, 60, 1, 3)
+    assert found.step_ends == (14,)
+    assert found.bytes_sent() == (40, 60)
+    assert found.bytes_by_link() == {(0, 1): 40, (1, 0): 60}
+
+
+def test_memory_is_gained_at_the_start_and_lost_at_the_end(pipeline):
+    found = pipeline.timeline()
+    assert [change for change in found.changes if change.rank == 0] == [
+        Change(0, 0, "activations", 5),
+        Change(0, 0, "weights", 100),
+        Change(13, 0, "activations", -5),
+        Change(10, 0, "gradients", 50),
+        Change(13, 0, "weights", 100),
+        Change(14, 0, "gradients", -50),
+        Change(14.5, 0, "weights", -100),
+    ]
+    assert found.memory(1, "activations") == [(4, 7), (7, 0)]
+    assert found.peak_memory(1, "weights") == 60
+
+
+def test_a_message_that_is_late():
+    """Its receiver has come first or last; a receive that was already there takes no time."""
+    for ready, came, received, expected in (
+        (1.0, 5.0, 6.0, (5.0, 6.0)),
+        (5.0, 1.0, 6.0, (5.0, 6.0)),
+        (5.0, 1.0, 4.0, (5.0, 5.0)),  # clocks that differ a little: no time runs backwards
+    ):
+        send = boundary(1, Action.SEND, Buffer.ACTIVATION, 0, 1)
+        receive = boundary(1, Action.RECV, Buffer.ACTIVATION, 0, 0)
+        start = event(op(0, Action.FORWARD), 0, 1)
+        records = [
+            Record(0, [start, event(send, ready, ready + 0.1, 8)]),
+            Record(1, [event(receive, came, received, 8)]),
+        ]
+        found = spans_of(Measurements(PIPELINE, records).timeline())
+        assert found[0, "send", "activation"] == expected
+        assert found[1, "receive", "activation"] == expected
+
+
+def test_messages_of_a_kind_pair_in_their_order():
+    """A version is sent twice, and one the other way; each meets its own receive."""
+
+    def weights(tick, action, peer):
+        return Instruction(tick, action, 0, version=3, buffer=Buffer.WEIGHTS, peers=(peer,))
+
+    records = [
+        Record(
+            0,
+            [
+                event(weights(0, Action.SEND, 1), 0, 1, 8),
+                event(weights(1, Action.SEND, 1), 1, 2, 8),
+                event(weights(2, Action.RECV, 1), 2, 30, 8),
+            ],
+        ),
+        Record(
+            1,
+            [
+                event(weights(0, Action.RECV, 0), 5, 6, 8),
+                event(weights(1, Action.RECV, 0), 10, 12, 8),
+                event(weights(2, Action.SEND, 0), 20, 21, 8),
+            ],
+        ),
+    ]
+    found = Measurements(PIPELINE, records).timeline().spans
+    assert [(s.rank, s.lane, s.start, s.end, s.slot) for s in found] == [
+        (0, "send", 5, 6, 0),
+        (0, "send", 10, 12, 1),
+        (0, "receive", 20, 30, 2),
+        (1, "receive", 5, 6, 0),
+        (1, "receive", 10, 12, 1),
+        (1, "send", 20, 30, 2),
+    ]
+    assert [s.peer for s in found] == [1, 1, 1, 0, 0, 0]
+
+
+def test_collectives():
+    """They begin when the last rank has come; each ends where it was done."""
+    reduce = Instruction(0, Action.ALL_REDUCE, 0, None, 0, None, Buffer.GRADIENT, (0, 1))
+    broadcast = Instruction(1, Action.BROADCAST, 0, None, None, 1, Buffer.WEIGHTS, (1, 0))
+    records = [
+        Record(0, [event(reduce, 0, 7, 80), event(broadcast, 8, 11, 80)]),
+        Record(1, [event(reduce, 4, 6, 80), event(broadcast, 6, 10, 80)]),
+    ]
+    found = Measurements(catalog.data_parallel(2), records).timeline()
+    assert spans_of(found) == {
+        (0, "send", "all-reduce"): (4, 7),
+        (1, "send", "all-reduce"): (4, 6),
+        (1, "send", "broadcast"): (8, 10),
+        (0, "receive", "broadcast"): (8, 11),
+    }
+    assert {(s.rank, s.name): (s.bytes, s.peer) for s in found.spans} == {
+        (0, "all-reduce"): (80, None),
+        (1, "all-reduce"): (80, None),
+        (1, "broadcast"): (80, None),
+        (0, "broadcast"): (80, None),
+    }
+    assert found.bytes_sent() == (80, 160)
+
+
+def test_steps_end_with_their_last_update():
+    """On whichever rank; of two steps that overlap."""
+    records = [
+        Record(0, [event(op(k, Action.UPDATE, 0, k), 2 + k, 3 + k) for k in (4, 5)]),
+        Record(
+            1, [event(op(k, Action.UPDATE, 1, k), 1 + 9 * (k - 4), 9 * (k - 4) + 2) for k in (4, 5)]
+        ),
+    ]
+    found = Measurements(PIPELINE, records).timeline()
+    assert found.step_ends == (6, 10)  # seconds since 1, the first of all
+    assert found.step_time == 4
+
+
+def test_ops_by_name_and_halves():
+    records = [
+        Record(
+            0,
+            [
+                event(op(0, Action.FORWARD, 12, 0, 3), 5, 6),
+                event(op(1, Action.BACKWARD_INPUT, 12, 0, 3), 6, 7),
+                event(op(2, Action.BACKWARD_WEIGHT, 12, 0, 3), 7, 9),
+            ],
+        )
+    ]
+    found = Measurements(PIPELINE, records).timeline().spans
+    assert [(s.name, s.start, s.end) for s in found] == [
+        ("12F3", 0, 1),
+        ("12I3", 1, 2),
+        ("12W3", 2, 4),
+    ]
+
+
+@given(programs())
+@quick
+def test_every_message_of_a_program_finds_its_other_end(program):
+    """Sent and received from one moment to one other, and as often."""
+    found = Measurements(program.schedule, followed(program)).timeline()
+    ends = {"send": [], "receive": []}
+    for s in found.spans:
+        assert 0 <= s.start <= s.end
+        if s.peer is not None:
+            pair = (s.rank, s.peer) if s.lane == "send" else (s.peer, s.rank)
+            ends[s.lane].append((pair, s.start, s.end, s.name, s.stage, s.slot, s.bytes))
+    assert sorted(ends["send"]) == sorted(ends["receive"])
+    drawn = [i for order in program.ranks for i in order if i.action != Action.FREE]
+    assert len(found.spans) == len(drawn)
+    assert len(found.step_ends) == program.n_steps
+
+
+def test_a_trace_has_a_row_of_slots(pipeline, tmp_path):
+    """From the slot's first op to its last; slots without one are not drawn."""
+    pipeline.timeline().to_chrome_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    row = len(LANES)
+    names = {
+        (e["pid"], e["args"]["name"])
+        for e in events
+        if e["name"] == "thread_name" and e["tid"] == row
+    }
+    assert names == {(0, "slots"), (1, "slots")}
+    drawn = [
+        (e["pid"], e["name"], e["ts"], e["dur"])
+        for e in events
+        if e["ph"] == "X" and e["tid"] == row
+    ]
+    assert sorted(drawn) == [
+        (0, "slot 0", 0.0, 2e6),
+        (0, "slot 3", 10e6, 3e6),
+        (1, "slot 1", 4e6, 1e6),
+        (1, "slot 2", 5e6, 2e6),
+    ]

@@ -1,0 +1,262 @@
+"""What a meter counts: the tensors that autograd keeps, once each and as long as it keeps them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.runtime import conform, models
+from toolkit.runtime import SingleProcess
+from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.rank import Rank
+from toolkit.runtime.stage import Sum
+from toolkit.schedule import Action, Buffer, Instruction, catalog
+
+CPU = torch.device("cpu")
+FLOAT = 4
+
+
+def meter():
+    return Meter(0, CPU, 0.0)
+
+
+def forward(found, function, *inputs, weights=(), buffers=()):
+    """``function`` of all of them, watched."""
+    named = {str(k): w for k, w in enumerate(weights)}
+    with found.activations.watch(named, inputs, [*buffers]):
+        return function(*inputs, *weights, *buffers)
+
+
+def leaf(*shape):
+    return torch.ones(shape, requires_grad=True)
+
+
+# Activations
+
+
+@pytest.mark.parametrize("inputs_want_gradients", [False, True])
+def test_weights_inputs_and_buffers_do_not_count(inputs_want_gradients):
+    """Of tanh(x w) b there is one tensor more than these: the hyperbolic tangent."""
+    found, x, w, b = meter(), torch.ones(2, 3), leaf(3, 5), torch.ones(5)
+    x.requires_grad_(inputs_want_gradients)
+    y = forward(found, lambda x, w, b: torch.tanh(x @ w) * b, x, weights=[w], buffers=[b])
+    assert found.activations.bytes == 2 * 5 * FLOAT
+    y.sum().backward()
+    assert found.activations.bytes == 0
+
+
+def test_views_of_weights_and_inputs_do_not_count():
+    found, x, w = meter(), torch.ones(2, 6), leaf(5, 3)
+    y = forward(found, lambda x, w: x.view(4, 3) @ w.t(), x, weights=[w])
+    assert found.activations.bytes == 0
+    y.sum().backward()
+    assert torch.equal(w.grad, torch.full((5, 3), 4.0))
+
+
+def test_shared_storage_counts_once():
+    """The exponential is kept by itself, by both sides of a product, and by a product of views."""
+    found, x = meter(), leaf(6)
+
+    def function(x):
+        y = x.exp()
+        return (y * y).sum() + (y.view(2, 3) * y[:3]).sum()
+
+    z = forward(found, function, x)
+    assert found.activations.bytes == 6 * FLOAT
+    z.backward()
+    assert found.activations.bytes == 0
+
+
+def test_a_view_counts_as_all_that_it_keeps_alive():
+    found, w = meter(), leaf(2)
+    big = torch.ones(100)
+    y = forward(found, lambda w: w * big[:2], weights=[w])
+    assert found.activations.bytes == 100 * FLOAT
+    del y
+    assert found.activations.bytes == 0
+
+
+def test_what_is_not_watched_does_not_count():
+    found, x = meter(), leaf(6)
+    y = x.exp()
+    z = forward(found, torch.tanh, y)
+    (z.exp() + z).sum()
+    assert found.activations.bytes == 6 * FLOAT
+
+
+def test_forwards_add_up_until_their_backwards():
+    """In either order, as a schedule has them."""
+    found, w = meter(), leaf(3, 5)
+    first, second, third = (
+        forward(found, lambda x, w: torch.tanh(x @ w), torch.ones(n, 3), weights=[w])
+        for n in (1, 2, 4)
+    )
+    assert found.activations.bytes == 7 * 5 * FLOAT
+    second.sum().backward()
+    assert found.activations.bytes == 5 * 5 * FLOAT
+    del third
+    assert found.activations.bytes == 1 * 5 * FLOAT
+    first.sum().backward()
+    assert found.activations.bytes == 0
+
+
+def test_one_forward_in_another_s_place():
+    """A storage that is gone and one that comes after it may have the same address."""
+    found, w = meter(), leaf(3, 5)
+    for n in (4, 4, 4, 1):
+        y = forward(found, lambda x, w: torch.tanh(x @ w), torch.ones(n, 3), weights=[w])
+        assert found.activations.bytes == n * 5 * FLOAT
+        y.sum().backward()
+        del y
+        assert found.activations.bytes == 0
+
+
+def test_a_graph_that_is_retained_counts_on():
+    found, w = meter(), leaf(6)
+    y = forward(found, torch.tanh, weights=[w]).sum()
+    y.backward(retain_graph=True)
+    assert found.activations.bytes == 6 * FLOAT
+    y.backward()
+    assert found.activations.bytes == 0
+
+
+def test_backwards_in_two_halves_leave_nothing():
+    """First for the input, retaining the graph, then for the weights; then all is dropped."""
+    found, x, w = meter(), leaf(2, 3), leaf(3, 5)
+    y = forward(found, lambda x, w: torch.tanh(torch.tanh(x) @ w), x, weights=[w])
+    both = (2 * 3 + 2 * 5) * FLOAT
+    assert found.activations.bytes == both
+    torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    assert found.activations.bytes == both
+    torch.autograd.grad(y.sum(), [w])
+    assert found.activations.bytes > 0  # the way to the input has not been gone
+    del y
+    assert found.activations.bytes == 0
+
+
+def test_a_graph_that_is_dropped_leaves_nothing():
+    """Though a node keeps its own result, which would hold on to the graph for ever."""
+    found, x = meter(), leaf(6)
+    y = forward(found, lambda x: torch.tanh(x.exp().sigmoid()), x)
+    assert found.activations.bytes == 3 * 6 * FLOAT
+    del y
+    assert found.activations.bytes == 0
+
+
+def test_gradients_are_those_without_a_meter():
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Tanh())
+    x = torch.randn(5, 3, requires_grad=True)
+    weights, buffers = dict(stage.named_parameters()), [*stage.buffers()]
+    found = meter()
+    with found.activations.watch(weights, (x,), buffers):
+        y = stage(x)
+    assert found.activations.bytes > 0
+    watched = torch.autograd.grad(y.square().sum(), [x, *weights.values()])
+    plain = torch.autograd.grad(stage(x).square().sum(), [x, *weights.values()])
+    for gradient, expected in zip(watched, plain, strict=True):
+        assert torch.equal(gradient, expected)
+    del y
+    assert found.activations.bytes == 0
+
+
+@pytest.mark.parametrize(
+    "schedule", [catalog.cyclic(3), catalog.one_f_one_b(3, 4), catalog.zero_bubble(3, 4)]
+)
+def test_a_run_leaves_nothing(monkeypatch, schedule):
+    """Every rank's forwards, counted by one meter; every instruction's too."""
+    found, most = meter(), []
+    execute, init = Rank.execute, Rank.__init__
+
+    def watching(self, *arguments):
+        init(self, *arguments, watching=found.activations.watch)
+
+    def counted(self, i):
+        execute(self, i)
+        most.append(found.activations.bytes)
+
+    monkeypatch.setattr(Rank, "__init__", watching)
+    monkeypatch.setattr(Rank, "execute", counted)
+    stages = models.cut(models.residual(), schedule)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, "scheduled")
+    list(runtime.run(models.make_batches(schedule.n_microbatches, 2)))
+    assert max(most) > 0
+    assert found.activations.bytes == most[-1] == 0
+
+
+# Events
+
+
+def test_events():
+    """What an instruction was, when, what it moved, and what the rank holds after it."""
+    found = meter()
+    total = Sum()
+    rank = SimpleNamespace(weights={}, sums={})
+    steps = [
+        Instruction(0, Action.RECV, 0, version=0, buffer=Buffer.WEIGHTS, peers=(1,)),
+        Instruction(0, Action.FORWARD, 0, 0, 0, 0),
+        Instruction(1, Action.BACKWARD, 0, 0, 0, 0),
+        Instruction(2, Action.FREE, 0, version=0, buffer=Buffer.WEIGHTS),
+    ]
+    w, kept = leaf(3, 5), []
+
+    def do(i):
+        if i.action == Action.RECV:
+            rank.weights[0, 0] = {"w": w, "b": torch.zeros(5)}
+            return 20 * FLOAT
+        if i.action == Action.FORWARD:
+            y = forward(found, lambda x, w: torch.tanh(x @ w), torch.ones(2, 3), weights=[w])
+            kept.append(y)
+        elif i.action == Action.BACKWARD:
+            kept.pop().sum().backward()
+            total.add({"w": w.grad})
+            rank.sums[0, 0] = total
+        else:
+            rank.weights.clear()
+        return 0
+
+    for i in steps:
+        found.perform(rank, i, do)
+    events = found.record.events
+    assert found.record.rank == 0
+    assert found.record.device_peak is None
+    assert [event.instruction for event in events] == steps
+    assert [event.tick for event in events] == [0, 0, 1, 2]
+    assert [event[4:] for event in events] == [
+        (80, 0, 80, 0),
+        (0, 40, 80, 0),
+        (0, 0, 80, 60),
+        (0, 0, 0, 60),
+    ]
+    times = [time for event in events for time in (event.start, event.end)]
+    assert times == sorted(times)
+
+
+def test_seconds_count_from_the_origin():
+    (early, late) = (Meter(0, CPU, origin) for origin in (0.0, 1000.0))
+    rank = SimpleNamespace(weights={}, sums={})
+    for found in (early, late):
+        found.perform(rank, Instruction(0, Action.FORWARD, 0, 0, 0, 0), lambda i: 0)
+    first, second = (found.record.events[0].start for found in (early, late))
+    assert first > second
+
+
+@pytest.mark.parametrize("schedule", [catalog.cyclic(2), catalog.cyclic(3, n_stages=2)])
+def test_ticks_go_on_from_program_to_program(schedule):
+    """No slot is in two programs."""
+    found = meter()
+    rank = SimpleNamespace(weights={}, sums={})
+    slots = []
+    for first_step in (0, 2):
+        program = schedule.lower(2, first_step)
+        before = len(found.record.events)
+        for i in program.ranks[0]:
+            found.perform(rank, i, lambda i: 0)
+        found.finish(program)
+        events = found.record.events[before:]
+        offsets = {event.tick - event.instruction.tick for event in events}
+        assert len(offsets) == 1
+        slots.append({event.tick // schedule.timing.ticks_per_slot for event in events})
+    assert max(slots[0]) < min(slots[1])

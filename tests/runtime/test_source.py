@@ -1,0 +1,237 @@
+"""What a rank reads of the batches, and how it is cut into micro-batches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick
+from toolkit.runtime.feed import Feed
+from toolkit.runtime.source import Source
+
+CPU = torch.device("cpu")
+
+
+def make_batches(n, size=6, width=2, dtype=torch.float32):
+    """Batches in which every number is another."""
+    return [
+        (
+            torch.arange(size * width, dtype=dtype).view(size, width) + 1000 * k,
+            torch.arange(size) + 100 * k,
+        )
+        for k in range(n)
+    ]
+
+
+class Parts:
+    """Batches of which a part can be loaded; it notes which were."""
+
+    def __init__(self, batches):
+        self.batches, self.asked, self.loaded = batches, [], []
+
+    def __iter__(self):
+        raise AssertionError("the whole batches are not to be loaded")
+
+    def parts(self, n_parts, wanted):
+        self.asked.append(n_parts)
+        for k, batch in enumerate(self.batches):
+            if parts := [*wanted(k)]:
+                self.loaded += [(k, m) for m in parts]
+                yield tuple(torch.cat([x.chunk(n_parts)[m] for m in parts]) for x in batch)
+
+
+def feed_of(batches, wanted, n_microbatches=3, first_step=0, device=CPU):
+    source = Source(batches, n_microbatches, wanted, first_step, device)
+    return source, Feed(source, first_step, source.parts)
+
+
+def assert_microbatch(feed, step, m, batch, n_microbatches=3):
+    inputs, targets = (x.chunk(n_microbatches)[m] for x in batch)
+    (found,) = feed.inputs(step, m)
+    assert torch.equal(found, inputs)
+    assert torch.equal(feed.targets(step, m), targets)
+
+
+# Sources
+
+
+def test_whole_batches_are_given_as_they_are():
+    """Everything is read of batches that cannot be divided, whatever is wanted."""
+    batches = make_batches(2)
+    source = Source(iter(batches), 3, lambda step: [1], 4, CPU)
+    assert [*source.parts(4)] == [0, 1, 2]
+    assert source.shape == (((2, 2), torch.float32),)
+    for step, (inputs, targets) in enumerate(batches, start=4):
+        (found,), labels = source(step)
+        assert torch.equal(found, inputs)
+        assert torch.equal(labels, targets)
+
+
+def test_only_what_is_wanted_is_loaded():
+    """Steps are counted from the first of the source, batches from 0."""
+    wanted = {5: [0, 2], 6: [], 7: [1]}
+    batches = Parts(make_batches(3))
+    source = Source(batches, 3, wanted.__getitem__, 5, CPU)
+    assert source.shape == (((2, 2), torch.float32),)
+    assert batches.loaded == [(0, 0), (0, 2)]
+    (inputs,), targets = source(5)
+    assert targets.tolist() == [0, 1, 4, 5]
+    assert inputs[:, 0].tolist() == [0, 2, 8, 10]
+    (inputs,), targets = source(7)
+    assert targets.tolist() == [202, 203]
+    assert batches.loaded == [(0, 0), (0, 2), (2, 1)]
+    assert batches.asked == [3]
+
+
+def test_a_rank_that_reads_nothing():
+    batches = Parts(make_batches(3))
+    source = Source(batches, 3, lambda step: [], 0, CPU)
+    assert source.shape is None
+    assert batches.loaded == []
+
+
+def test_a_rank_that_reads_nothing_at_first():
+    batches = Parts(make_batches(2))
+    source = Source(batches, 3, lambda step: [2] if step else [], 0, CPU)
+    assert source.shape is None
+    assert source(1)[1].tolist() == [104, 105]
+    assert source.shape == (((2, 2), torch.float32),)
+
+
+def test_several_inputs_and_their_types():
+    inputs = torch.zeros(6, 4), torch.zeros(6, 3, 2, dtype=torch.int64)
+    source = Source([(inputs, torch.zeros(6))], 2, lambda step: [], 0, CPU)
+    assert source.shape == (((3, 4), torch.float32), ((3, 3, 2), torch.int64))
+    assert [x.shape for x in source(0)[0]] == [(6, 4), (6, 3, 2)]
+
+
+@pytest.mark.parametrize("divisible", [False, True])
+def test_batches_are_moved_to_the_device(divisible):
+    """Every step's, the first one's too."""
+    meta = torch.device("meta")
+    batches = Parts(make_batches(2)) if divisible else make_batches(2)
+    source = Source(batches, 3, lambda step: [0], 0, meta)
+    for step in range(2):
+        (inputs,), targets = source(step)
+        assert inputs.device == targets.device == meta
+
+
+@pytest.mark.parametrize(
+    ("other", "seen"),
+    [
+        (make_batches(1, size=3), r"\[\[1, 2\]\]"),
+        (make_batches(1, width=5), r"\[\[2, 5\]\]"),
+        (make_batches(1, dtype=torch.float64), r"\[\[2, 2\]\]"),
+    ],
+    ids=["size", "width", "dtype"],
+)
+@pytest.mark.parametrize("divisible", [False, True])
+def test_batches_that_are_not_alike_are_refused(other, seen, divisible):
+    batches = [*make_batches(2), *other]
+    source = Source(Parts(batches) if divisible else batches, 3, lambda step: [1], 7, CPU)
+    source(7)
+    source(8)
+    message = (
+        rf"^the batches of one run are alike: the micro-batches of step 9 are of shape {seen}"
+        r" and the first ones of \[\[2, 2\]\]; use drop_last=True, or a run each$"
+    )
+    with pytest.raises(ValueError, match=message):
+        source(9)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.zeros(7, 2), torch.zeros(7)),
+        (torch.zeros(6, 2), torch.zeros(3)),
+        (torch.zeros(0, 2), torch.zeros(0)),
+        ((torch.zeros(6), torch.zeros(9)), torch.zeros(6)),
+    ],
+    ids=["not a multiple", "targets differ", "empty", "inputs differ"],
+)
+def test_what_cannot_be_divided_is_refused(batch):
+    with pytest.raises(ValueError, match="a batch is divided into 3 micro-batches of equal size"):
+        Source([batch], 3, lambda step: [0], 0, CPU)
+    source = Source([*make_batches(1), batch], 3, lambda step: [0], 0, CPU)
+    source(0)
+    with pytest.raises(ValueError, match="a batch is divided into 3 micro-batches of equal size"):
+        source(1)
+
+
+# Feeds
+
+
+def test_micro_batches_are_slices():
+    batches = make_batches(2)
+    _, feed = feed_of(batches, lambda step: [0])
+    for step, batch in enumerate(batches):
+        for m in range(3):
+            assert_microbatch(feed, step, m, batch)
+
+
+def test_steps_may_overlap():
+    """A later step's is asked for while an earlier one's is still wanted."""
+    batches = Parts(make_batches(3))
+    _, feed = feed_of(batches, lambda step: [0, 2])
+    for step, m in ((2, 0), (0, 2), (1, 0), (0, 0), (2, 2)):
+        assert_microbatch(feed, step, m, batches.batches[step])
+    assert batches.loaded == [(k, m) for k in range(3) for m in (0, 2)]
+
+
+def test_results_are_in_order_of_micro_batches():
+    _, feed = feed_of(make_batches(1), lambda step: [0])
+    assert feed.n_finished(0) == 0
+    for m in (2, 0):
+        feed.finished(0, m, torch.tensor(float(m)), torch.full((2, 1), m))
+    assert feed.n_finished(0) == 2
+    result = feed.result(0)
+    assert (result.step, result.microbatches) == (0, (0, 2))
+    assert result.losses.tolist() == [0, 2]
+    assert result.outputs.tolist() == [[0], [0], [2], [2]]
+    assert float(result.loss) == 1
+    assert feed.n_finished(0) == 0
+
+
+def test_a_result_of_no_micro_batch():
+    _, feed = feed_of(Parts(make_batches(1)), lambda step: [])
+    result = feed.result(0)
+    assert result.microbatches == ()
+    assert result.losses.shape == result.outputs.shape == (0,)
+
+
+def test_a_result_drops_the_batch():
+    _, feed = feed_of(make_batches(2), lambda step: [0])
+    feed.inputs(0, 0)
+    feed.result(0)
+    with pytest.raises(KeyError):
+        feed.inputs(0, 0)
+
+
+def test_what_is_left_is_taken():
+    """So that a run ends at the same batch on every rank; what it does not read is not loaded."""
+    iterator = iter(make_batches(5))
+    _, feed = feed_of(iterator, lambda step: [0], first_step=2)
+    feed.skip_to(5)
+    assert len([*iterator]) == 2
+    batches = Parts(make_batches(5))
+    _, feed = feed_of(batches, lambda step: [1] if step % 2 else [], first_step=2)
+    feed.skip_to(6)
+    assert batches.loaded == [(1, 1), (3, 1)]
+    feed.skip_to(3)  # which is past
+    assert batches.loaded == [(1, 1), (3, 1)]
+
+
+@given(st.data())
+@quick
+def test_any_rank_gets_its_slices(data):
+    """Whatever it reads of each step, and in whichever order it asks."""
+    n_parts, n_steps = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.integers(1, 4))
+    first = data.draw(st.integers(0, 3))
+    parts = st.sets(st.integers(0, n_parts - 1)).map(sorted)
+    wanted = {first + k: data.draw(parts) for k in range(n_steps)}
+    batches = Parts(make_batches(n_steps))
+    _, feed = feed_of(batches, wanted.__getitem__, n_parts, first)
+    for step, m in data.draw(st.permutations([(t, m) for t in wanted for m in wanted[t]])):
+        assert_microbatch(feed, step, m, batches.batches[step - first], n_parts)
+    feed.skip_to(first + n_steps)
+    assert batches.loaded == [(step - first, m) for step in wanted for m in wanted[step]]

@@ -1,0 +1,257 @@
+"""Parts of batches are slices of the whole batches, bit for bit, and only they are read."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.schedule.strategies import quick
+from tests.training.test_data import CLASSES, CPU, write_images
+from toolkit.runtime.interface import Divisible
+from toolkit.training import evaluate
+from toolkit.training.data import folder as folder_module
+from toolkit.training.data import image_folder, synthetic
+from toolkit.training.data.memory import InMemory, Labelled
+from toolkit.training.data.parts import all_rows, rows_of
+
+SIZE = 6  # of a batch: parts of 1, 2, 3 and 6 images
+
+
+def augmented(n_train=24, n_test=13):
+    """In memory, cropped and mirrored at random."""
+    generator = torch.Generator().manual_seed(0)
+    train, test = (
+        Labelled(
+            torch.randint(256, (n, 3, 8, 8), dtype=torch.uint8, generator=generator),
+            torch.arange(n) % 4,
+        )
+        for n in (n_train, n_test)
+    )
+    return InMemory(train, test, 4, (0.5,) * 3, (0.25,) * 3, crop_padding=2, flip=True)
+
+
+MEMORY = augmented()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    write_images(root / "train", CLASSES, n=6, size=(20, 24))
+    write_images(root / "val", CLASSES, n=3, size=(20, 24), seed=1)
+    return root
+
+
+@pytest.fixture(params=["memory", "folder"])
+def images(request, root):
+    """Of every kind; each has 3 batches of 6 or more."""
+    return MEMORY if request.param == "memory" else image_folder(str(root), 8, num_workers=0)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The numbers of the images that are read from their files."""
+    found = []
+    read = folder_module.read
+
+    def spy(images, index):
+        found.append(index)
+        return read(images, index)
+
+    monkeypatch.setattr(folder_module, "read", spy)
+    return found
+
+
+def slices(batch, n_parts, wanted):
+    """The wanted ones of equal parts of each tensor."""
+    return [torch.cat([x.chunk(n_parts)[m] for m in wanted]) for x in batch]
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for batch, other in zip(found, expected, strict=True):
+        for x, y in zip(batch, other, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+
+
+# Rows
+
+
+def test_rows_by_hand():
+    assert all_rows(3, 4).tolist() == [0, 1, 2, 3]
+    rows = rows_of(6, 3, lambda k: [[0], [1, 2], [], [2, 0]][k])
+    assert [rows(k, 6).tolist() for k in range(4)] == [[0, 1], [2, 3, 4, 5], [], [4, 5, 0, 1]]
+
+
+@pytest.mark.parametrize(("size", "n_parts"), [(6, 4), (5, 2), (3, 6)])
+def test_what_cannot_be_divided_is_refused(images, size, n_parts):
+    message = f"a batch of {size} images cannot be divided into {n_parts} micro-batches of equal"
+    with pytest.raises(ValueError, match=f"{message} size: make it a multiple of {n_parts}$"):
+        rows_of(size, n_parts, lambda k: [0])
+    with pytest.raises(ValueError, match=message):
+        images.train(size, 0, 0, CPU).parts(n_parts, lambda k: [0])
+
+
+# Batches
+
+
+def test_image_sets_are_divisible(images):
+    assert isinstance(images.train(SIZE, 0, 0, CPU), Divisible)
+    assert isinstance(images.test(SIZE, CPU), Divisible)
+    assert not isinstance([(torch.zeros(2), torch.zeros(2))], Divisible)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        [[0], [0], [0]],
+        [[2], [1], [0]],
+        [[0, 2], [1], [0, 1, 2]],
+        [[], [1, 2], []],
+        [[0], [], [2]],
+        [[], [], []],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_parts_are_slices(images, wanted, epoch):
+    """Of batches in their order; those of which nothing is wanted are left out."""
+    batches = images.train(SIZE, 3, epoch, CPU)
+    whole = [*batches][:3]
+    found = [*batches.parts(3, lambda k: wanted[k] if k < 3 else [])]
+    expected = [slices(b, 3, w) for b, w in zip(whole, wanted, strict=True) if w]
+    assert_equal(found, expected)
+
+
+def test_augmentation_of_a_part_is_that_of_the_whole():
+    """Where every image is the same, only what is drawn at random tells them apart."""
+    image = torch.arange(64, dtype=torch.uint8).view(1, 1, 8, 8).expand(12, -1, -1, -1)
+    labelled = Labelled(image, torch.zeros(12, dtype=torch.long))
+    images = InMemory(labelled, labelled, 1, (0.0,), (1 / 255,), crop_padding=2, flip=True)
+    batches = images.train(6, 0, 0, CPU)
+    (first, _), (second, _) = batches
+    assert len({x.flatten().numpy().tobytes() for x in (*first, *second)}) > 6
+    (found,) = batches.parts(6, lambda k: [4] if k == 1 else [])
+    assert torch.equal(found[0], second[4:5])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_workers_read_the_same_parts(root, num_workers):
+    images = image_folder(str(root), 8, num_workers)
+    wanted = [[0, 2], [], [1]]
+    whole = [*image_folder(str(root), 8, 0).train(SIZE, 0, 0, CPU)]
+    found = [*images.train(SIZE, 0, 0, CPU).parts(3, wanted.__getitem__)]
+    assert_equal(found, [slices(whole[k], 3, wanted[k]) for k in (0, 2)])
+
+
+@pytest.mark.parametrize("wanted", [[[0], [0], [0]], [[0, 2], [], [1]], [[], [], []]], ids=str)
+def test_only_what_is_wanted_is_read(root, reads, wanted):
+    images = image_folder(str(root), 8, num_workers=0)
+    batches = images.train(SIZE, 0, 0, CPU)
+    list(batches)
+    everything = torch.tensor(reads).view(3, 3, 2)
+    reads.clear()
+    list(batches.parts(3, wanted.__getitem__))
+    assert reads == [n for k in range(3) for m in wanted[k] for n in everything[k][m].tolist()]
+
+
+def test_parts_are_read_when_they_are_taken(root, reads):
+    images = image_folder(str(root), 8, num_workers=0)
+    parts = iter(images.train(SIZE, 0, 0, CPU).parts(3, lambda k: [1]))
+    assert not reads
+    next(parts)
+    assert len(reads) == 2
+
+
+def test_a_batch_can_be_divided_again(images):
+    batches = images.train(SIZE, 0, 0, CPU)
+    first = [*batches.parts(2, lambda k: [1])]
+    assert_equal([*batches.parts(2, lambda k: [1])], first)
+
+
+@st.composite
+def divisions(draw):
+    """A number of parts, and the ranks' shares of each of four batches: all parts, each once."""
+    n_parts, n_ranks = draw(st.sampled_from([1, 2, 3, 6])), draw(st.integers(1, 4))
+    owners = st.lists(st.integers(0, n_ranks - 1), min_size=n_parts, max_size=n_parts)
+    by_batch = [draw(owners) for _ in range(4)]
+    shares = [
+        [[m for m, owner in enumerate(owners) if owner == rank] for owners in by_batch]
+        for rank in range(n_ranks)
+    ]
+    return n_parts, shares
+
+
+@given(divisions(), st.integers(0, 3))
+@quick
+def test_ranks_read_the_batch_together(division, seed):
+    """Laid side by side in their order, the parts of all ranks are the batches."""
+    n_parts, shares = division
+    batches = MEMORY.train(SIZE, seed, 0, CPU)
+    whole = [*batches]
+    laid = [[None] * n_parts for _ in whole]
+    for share in shares:
+        found = iter(batches.parts(n_parts, share.__getitem__))
+        for k, parts in enumerate(share):
+            if parts:
+                pieces = zip(*(x.chunk(len(parts)) for x in next(found)), strict=True)
+                for m, piece in zip(parts, pieces, strict=True):
+                    laid[k][m] = piece
+        assert next(found, None) is None
+    joined = [[torch.cat(x) for x in zip(*parts, strict=True)] for parts in laid]
+    assert_equal(joined, whole)
+
+
+def test_parts_are_put_on_the_device(images):
+    meta = torch.device("meta")
+    for device in (CPU, meta):
+        (part,) = images.train(18, 0, 0, device).parts(3, lambda k: [1])
+        assert [x.device for x in part] == [device, device]
+        assert part[0].shape == (6, 3, 8, 8)
+
+
+# Test images
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 20])
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_shares_partition_the_test_images(images, n_ranks, batch_size):
+    """Each image once, as it is in the whole; a rank may have none."""
+    everything = [torch.cat(x) for x in zip(*images.test(100, CPU), strict=True)]
+    counts = []
+    for rank in range(n_ranks):
+        batches = images.test(batch_size, CPU, rank, n_ranks)
+        found = [*batches]
+        assert len(found) == len(batches)
+        assert all(len(x) == len(y) > 0 for x, y in found)
+        expected = [x[rank::n_ranks] for x in everything]
+        joined = [torch.cat(x) for x in zip(*found, strict=True)] if found else expected
+        assert_equal([joined], [expected])
+        counts.append(sum(len(y) for _, y in found))
+    assert sum(counts) == len(everything[1])
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3, 50])
+def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
+    """Whatever each has summed, all of them come to the same."""
+    images = synthetic(n_train=8, n_test=37, n_classes=7, image_size=8)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
+    alone = evaluate(model, images.test(5, CPU))
+    shares = [images.test(5, CPU, rank, n_ranks) for rank in range(n_ranks)]
+    sums = []
+
+    def note(values):
+        sums.append(values)
+        return torch.ones_like(values)
+
+    for share in shares:
+        evaluate(model, share, note)
+    total = torch.stack(sums).sum(0)
+    for share in shares:
+        found = evaluate(model, share, lambda values: total)
+        assert (found.top1, found.top5) == (alone.top1, alone.top5)
+        assert found.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert total[3] == 37
