@@ -7,6 +7,7 @@ python experiments/bench.py grouped device=cuda bench.batch=64
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -28,7 +29,15 @@ def main(config: DictConfig) -> None:
     source = provenance(config, describe(device), time.perf_counter() - start)
     write_csv(folder / "bench.csv", rows)
     write_json(folder / "result.json", {"metrics": rows, "provenance": source})
-    print(f"\n{table(rows)}\n\n{source['device']}\nwritten to {folder}")
+    shown = [{k: _short(value) for k, value in row.items()} for row in rows]
+    print(f"\n{table(shown)}\n\n{source['device']}\nwritten to {folder}")
+    if any(row.get("failed") for row in rows):
+        sys.exit(1)
+
+
+def _short(value: Any) -> Any:
+    """As much of a text as a column of the terminal's table shows."""
+    return f"{value[:57]}..." if isinstance(value, str) and len(value) > 60 else value
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def summary(rounds: list[Round], timeout: float) -> dict[str, Any]:
     return {
         "fault": rounds[0].fault,
         "rounds": len(rounds),
-        "passed": f"{len(passed)} of {len(rounds)}",
+        "failed": len(rounds) - len(passed),
         "ranks' end (s)": round(median(of_ranks), 2) if of_ranks else None,
         "end (s)": round(median(of_all), 2) if of_all else None,
         "beyond time-out (s)": round(median(of_all) - timeout, 2) if of_all else None,

@@ -65,7 +65,7 @@ def test_the_row_of_a_fault(bench):
     failed = ended(bench, seconds=9.0, left=1)
     failed.problems = bench.problems(failed, 10)
     row = bench.summary([failed, ended(bench), ended(bench, seconds=4.0)], timeout=5)
-    assert (row["rounds"], row["passed"], row["left"]) == (3, "2 of 3", 1)
+    assert (row["rounds"], row["failed"], row["left"]) == (3, 1, 1)
     assert (row["end (s)"], row["beyond time-out (s)"], row["at most (s)"]) == (4.0, -1.0, 4.0)
     assert row["message"] == KILLED
 

@@ -272,6 +272,12 @@ def test_scheduled_needs_to_know_how_many_steps(model):
         list(runtime.run(iter(make_batches(3))))
 
 
+def test_refuses_more_steps_than_batches(model):
+    runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
+    with pytest.raises(ValueError, match="there are 2 batches and more steps are to be run"):
+        list(runtime.run(make_batches(3)[:2], n_steps=3))
+
+
 def test_refuses_synchronised_batch_norm():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
     with pytest.raises(ValueError, match="use the plain BatchNorm"):

@@ -119,9 +119,9 @@ def test_batches_are_moved_to_the_device(divisible):
 @pytest.mark.parametrize(
     ("other", "seen"),
     [
-        (make_batches(1, size=3), r"\[\[1, 2\]\]"),
-        (make_batches(1, width=5), r"\[\[2, 5\]\]"),
-        (make_batches(1, dtype=torch.float64), r"\[\[2, 2\]\]"),
+        (make_batches(1, size=3), r"\[1, 2\] of torch.float32"),
+        (make_batches(1, width=5), r"\[2, 5\] of torch.float32"),
+        (make_batches(1, dtype=torch.float64), r"\[2, 2\] of torch.float64"),
     ],
     ids=["size", "width", "dtype"],
 )
@@ -132,8 +132,8 @@ def test_batches_that_are_not_alike_are_refused(other, seen, divisible):
     source(7)
     source(8)
     message = (
-        rf"^the batches of one run are alike: the micro-batches of step 9 are of shape {seen}"
-        r" and the first ones of \[\[2, 2\]\]; use drop_last=True, or a run each$"
+        rf"^the batches of one run are alike: the micro-batches of step 9 are {seen}"
+        r" and the first ones \[2, 2\] of torch.float32; use drop_last=True, or a run each$"
     )
     with pytest.raises(ValueError, match=message):
         source(9)

@@ -18,8 +18,8 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         costs: of the stages that were run.
 
     Returns:
-        costs with seconds, and hardware whose messages and updates take the median time, whatever
-        their size.
+        costs with seconds; and hardware whose messages take the median time, whatever their size,
+        and whose memory is as fast as the updates show.
     """
     seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
@@ -49,7 +49,7 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
     links = Hardware(
         name="as observed",
         flops=inf,
-        memory_bandwidth=1 / median(updates) if updates else inf,
+        memory_bandwidth=1 / median(updates) if updates and median(updates) else inf,
         link_bandwidth=inf,
         link_latency=median(messages) if messages else 0.0,
     )
@@ -58,4 +58,4 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
 
 def _rounds(name: str, n_ranks: int) -> int:
     """Messages of a collective that wait for each other."""
-    return 2 * (n_ranks - 1) if name == "all-reduce" else ceil(log2(n_ranks))
+    return max(1, 2 * (n_ranks - 1)) if name == "all-reduce" else max(1, ceil(log2(n_ranks)))

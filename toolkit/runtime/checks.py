@@ -1,11 +1,13 @@
 """What every runtime refuses."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from toolkit.model import Stages
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.interface import Batch
 from toolkit.runtime.stage import MakeOptimizer, Values
 from toolkit.schedule import Schedule
 
@@ -40,6 +42,17 @@ def check_world(world: "World", stages: Stages, schedule: Schedule) -> None:
             f"rank {world.rank} computes on {world.device} and the model is on"
             f" {', '.join(others)}: move it with model.to(world.device) before partition()"
         )
+
+
+def next_batch(batches: Iterator[Batch], taken: int) -> Batch:
+    """The next of ``batches``, of which ``taken`` have been taken; refused if there is none."""
+    try:
+        return next(batches)
+    except StopIteration:
+        raise ValueError(
+            f"there are {taken} batches and more steps are to be run: make n_steps {taken}, or"
+            " leave it out"
+        ) from None
 
 
 def divisible(

@@ -282,12 +282,6 @@ class _Execution:
         if not i.action.communicates:
             self.rank.execute(i)
             return 0
-        try:
-            return self._communicate(i)
-        except RuntimeError as error:
-            self.links.world.watch.fail(error)
-
-    def _communicate(self, i: Instruction) -> int:
         if i.action == Action.SEND:
             return self.links.send(i, self.rank.give(i))
         if i.action == Action.RECV:

@@ -54,11 +54,15 @@ class Holdings:
                 if self.world.rank == owner:
                     for rank in lacking:
                         send = Instruction(0, Action.SEND, *what, (rank,))
+                        self.world.watch.at(send, step, send.peers)
                         links.send(send, held[j, version])
                 elif self.world.rank in lacking:
-                    received, _ = links.receive(Instruction(0, Action.RECV, *what, (owner,)))
+                    receive = Instruction(0, Action.RECV, *what, (owner,))
+                    self.world.watch.at(receive, step, receive.peers)
+                    received, _ = links.receive(receive)
                     assert isinstance(received, dict)
                     held[j, version] = received
+        self.world.watch.at("between instructions")
         return held
 
     def collect(self) -> None:

@@ -17,6 +17,8 @@ from toolkit.schedule import Action, Instruction
 class Links:
     """Carries out the instructions that concern other ranks.
 
+    An error of the backend ends the job, with the position that the watch was told last.
+
     Args:
         world: the ranks.
         layouts: of the messages.
@@ -25,20 +27,22 @@ class Links:
     def __init__(self, world: World, layouts: Layouts) -> None:
         self.world = world
         self.layouts = layouts
-        self._posted: list[tuple[dist.Work, Tensor]] = []
+        self._posted: list[tuple[Instruction, dist.Work, Tensor]] = []
 
     def send(self, i: Instruction, payload: Payload) -> int:
         """Begin to send; return how many bytes."""
         flat = self.layouts.pack(i, payload, self.world.message_device)
-        work = dist.isend(flat, i.peers[0], group=self.world.group)
+        with self.world.watch.failing():
+            work = dist.isend(flat, i.peers[0], group=self.world.group)
         assert work is not None
-        self._posted.append((work, flat))  # which must live, unchanged, until it has been sent
+        self._posted.append((i, work, flat))  # flat must live, unchanged, until it has been sent
         return flat.nbytes
 
     def receive(self, i: Instruction) -> tuple[Payload, int]:
         """Wait for a message; return it and how many bytes it had."""
         flat = self._empty(i)
-        dist.recv(flat, i.peers[0], group=self.world.group)
+        with self.world.watch.failing():
+            dist.recv(flat, i.peers[0], group=self.world.group)
         return self.layouts.unpack(i, flat.to(self.world.device)), flat.nbytes
 
     def collective(self, i: Instruction, payload: Payload | None) -> tuple[Payload | None, int]:
@@ -48,21 +52,24 @@ class Links:
             flat = self._empty(i)
         else:
             flat = self.layouts.pack(i, payload, self.world.message_device)
-        if i.action == Action.BROADCAST:
-            dist.broadcast(flat, root, group=group)
-        for piece in self.layouts.of(i).by_dtype(flat):
-            if i.action == Action.ALL_REDUCE:
-                dist.all_reduce(piece, group=group)
-            elif i.action == Action.REDUCE:
-                dist.reduce(piece, root, group=group)
+        with self.world.watch.failing():
+            if i.action == Action.BROADCAST:
+                dist.broadcast(flat, root, group=group)
+            for piece in self.layouts.of(i).by_dtype(flat):
+                if i.action == Action.ALL_REDUCE:
+                    dist.all_reduce(piece, group=group)
+                elif i.action == Action.REDUCE:
+                    dist.reduce(piece, root, group=group)
         if i.action == Action.REDUCE and self.world.rank != root:
             return None, flat.nbytes
         return self.layouts.unpack(i, flat.to(self.world.device)), flat.nbytes
 
     def drain(self) -> None:
         """Wait until everything has been sent."""
-        for work, _ in self._posted:
-            work.wait()
+        for i, work, _ in self._posted:
+            self.world.watch.at(i, i.step, i.peers)
+            with self.world.watch.failing():
+                work.wait()
         self._posted.clear()
 
     def _empty(self, i: Instruction) -> Tensor:

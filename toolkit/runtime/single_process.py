@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, divisible, scalar
+from toolkit.runtime.checks import check_fit, divisible, next_batch, scalar
 from toolkit.runtime.grouped import Grouped, Loss
 from toolkit.runtime.interface import Batch
 from toolkit.runtime.result import StepResult
@@ -126,14 +126,16 @@ class SingleProcess:
             if not isinstance(batches, Sized):
                 raise ValueError('order="scheduled" looks ahead: give n_steps to run()')
             n_steps = len(batches)
-        source = iter(batches)
+        source, begin = iter(batches), self.steps_done
         for done in range(0, n_steps, _WINDOW):
             window = min(_WINDOW, n_steps - done)
             program = self.schedule.lower(window, self.steps_done)
             yield from self._scheduled.run(
                 program,
                 self._versions,
-                lambda step: divisible(*next(source), self.schedule.n_microbatches),
+                lambda step: divisible(
+                    *next_batch(source, step - begin), self.schedule.n_microbatches
+                ),
             )
             self.steps_done += window
 

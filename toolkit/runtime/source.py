@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.runtime.checks import divisible
+from toolkit.runtime.checks import divisible, next_batch
 from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.stage import Values
 
@@ -35,6 +35,7 @@ class Source:
     ) -> None:
         self.parts = wanted
         self._device = device
+        self._first_step = first_step
         if isinstance(batches, Divisible):
             batches = batches.parts(n_microbatches, lambda k: wanted(first_step + k))
         else:
@@ -60,14 +61,18 @@ class Source:
 
     def _checked(self, step: int) -> tuple[Values, Tensor]:
         n_parts = len(self.parts(step))
-        inputs, targets = divisible(*next(self._batches), n_parts)
+        inputs, targets = divisible(*next_batch(self._batches, step - self._first_step), n_parts)
         shape = tuple(((len(x) // n_parts, *x.shape[1:]), x.dtype) for x in inputs)
         if self._shape is None:
             self._shape = shape
         if shape != self._shape:
             raise ValueError(
-                f"the batches of one run are alike: the micro-batches of step {step} are of shape"
-                f" {[list(s) for s, _ in shape]} and the first ones of"
-                f" {[list(s) for s, _ in self._shape]}; use drop_last=True, or a run each"
+                f"the batches of one run are alike: the micro-batches of step {step} are"
+                f" {_words(shape)} and the first ones {_words(self._shape)}; use drop_last=True,"
+                " or a run each"
             )
         return tuple(x.to(self._device) for x in inputs), targets.to(self._device)
+
+
+def _words(shape: Shape) -> str:
+    return ", ".join(f"{list(size)} of {dtype}" for size, dtype in shape)

@@ -176,7 +176,7 @@ def followed(program):
             for j in range(schedule.n_stages)
             if rank in schedule.first_holders(j)
         )
-        record = Record(rank)
+        record = Record(rank, first_weights=held)
         for time, i in enumerate(order):
             frees = i.action == Action.FREE
             alive += (i.action == Action.FORWARD) - (frees and i.buffer == Buffer.ACTIVATION)
@@ -194,9 +194,7 @@ def followed(program):
 def test_ranks_that_follow_the_program_measure_what_it_says(program):
     found = Measurements(program.schedule, followed(program))
     assert found.peak_activations() == program.peak_activations()
-    peaks = zip(found.peak_weights(), program.peak_weights(), program.ranks, strict=True)
-    for measured, peak, order in peaks:  # what goes before the first event's end is not seen
-        assert measured == peak or (measured < peak and order[0].action == Action.FREE)
+    assert found.peak_weights() == program.peak_weights()
     expected = program.traffic()
     sent = found.sent(Buffer.GRADIENT, Buffer.WEIGHTS)
     nothing = ((0, 0),) * len(program.ranks)
@@ -206,9 +204,8 @@ def test_ranks_that_follow_the_program_measure_what_it_says(program):
 @given(programs())
 @quick
 def test_activations_by_slot_are_those_of_the_program(program):
-    found = Measurements(program.schedule, followed(program)).activations()
-    for measured, expected in zip(found, program.activations(), strict=True):
-        assert measured == expected[: len(measured)]
+    found = Measurements(program.schedule, followed(program))
+    assert found.activations() == program.activations()
 
 
 @pytest.mark.parametrize("schedule", [CYCLIC, catalog.cyclic(3, n_stages=1)])

@@ -135,7 +135,8 @@ class _Message:
         self.world = world
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
         self.flat = flat.to(world.message_device, wire)
-        self.work = dist.all_reduce(self.flat, group=world.group, async_op=True)
+        with world.watch.failing():
+            self.work = dist.all_reduce(self.flat, group=world.group, async_op=True)
 
     def received(self) -> dict[str, Tensor]:
         """The sums, once they are there."""

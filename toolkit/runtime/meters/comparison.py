@@ -47,9 +47,7 @@ def n_ranks(n: int) -> int:
     return max(make(rule, n).n_ranks for make in SETTINGS.values() for rule in RULES)
 
 
-def measure(
-    n: int, width: int = 256, batch: int = 64, timeout: float = 120.0
-) -> list[MeasuredRow]:
+def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -> list[MeasuredRow]:
     """Run every setting under every rule. Every rank calls it; the first gets the rows.
 
     The model is ``n`` alike stages, a linear layer and a tanh each, so that bytes can be told in

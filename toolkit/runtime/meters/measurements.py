@@ -69,7 +69,9 @@ class Measurements:
 
     def peak_weights(self) -> tuple[int, ...]:
         """The most bytes of weights held at once, all versions, by rank."""
-        return tuple(max(event.weights for event in r.events) for r in self.records)
+        return tuple(
+            max(r.first_weights, *(event.weights for event in r.events)) for r in self.records
+        )
 
     def by_rank(self) -> list[dict[str, int | float | None]]:
         """A row a rank: peaks in bytes; messages and bytes sent and received in all."""

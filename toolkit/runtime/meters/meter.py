@@ -39,11 +39,13 @@ class Record:
     Attributes:
         rank: which one.
         events: in the order of its program.
+        first_weights: bytes of weights that it held before the first of them.
         device_peak: the most bytes that CUDA had allocated; None on the CPU.
     """
 
     rank: int
     events: list[Event] = field(default_factory=list)
+    first_weights: int = 0
     device_peak: int | None = None
 
 
@@ -70,6 +72,8 @@ class Meter:
 
     def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
         """Have ``do`` carry out an instruction, and write down what it took."""
+        if not self.record.events:
+            self.record.first_weights = _held(rank.weights)
         start = self._now()
         n_bytes = do(i)
         held = (self.activations.bytes, _held(rank.weights), _summed(rank))
@@ -101,7 +105,9 @@ class _Saved:
         known = {_storage(x) for x in (*weights.values(), *inputs, *buffers)}
 
         def keep(tensor: Tensor) -> "Tensor | _Holder":
-            return tensor if _storage(tensor) in known else _Holder(tensor, self)
+            # Detached, or a result kept by its own node would hold on to itself.
+            kept = tensor.detach()
+            return kept if _storage(tensor) in known else _Holder(kept, self)
 
         def give(kept: "Tensor | _Holder") -> Tensor:
             return kept.tensor if isinstance(kept, _Holder) else kept
@@ -125,7 +131,7 @@ class _Holder:
     """A tensor that autograd keeps; it is counted as long as autograd holds on to this."""
 
     def __init__(self, tensor: Tensor, saved: _Saved) -> None:
-        self.tensor, self.saved = tensor.detach(), saved  # a graph would hold on to itself
+        self.tensor, self.saved = tensor, saved
         self.key = _storage(tensor), tensor.untyped_storage().nbytes()
         saved.gain(*self.key)
 

@@ -154,9 +154,10 @@ def _lost_connection(table: Table, me: int) -> Verdict:
         return Verdict(me, f"rank {me} cannot go on, {_where(mine)}: {mine.error}")
     whom = ("rank " if len(ends) == 1 else "one of ranks ") + ", ".join(map(str, ends))
     seats = "".join(f"; rank {r} was {_where(table[r])}" for r in ends)
+    run = "both" if len(ends) == 1 else "all"
     return Verdict(
         None,
-        f"the connection between rank {me} and {whom} is lost, and both run: rank {me} was"
+        f"the connection between rank {me} and {whom} is lost, and {run} run: rank {me} was"
         f" {_where(mine)}{seats} ({mine.error})",
     )
 

@@ -22,14 +22,19 @@ def rows_of(batch_size: int, n_parts: int, wanted: Wanted) -> Rows:
     Raises:
         ValueError: a batch cannot be divided.
     """
-    if batch_size % n_parts:
-        raise ValueError(
-            f"a batch of {batch_size} images cannot be divided into {n_parts} micro-batches of"
-            f" equal size: make it a multiple of {n_parts}"
-        )
 
     def rows(batch: int, size: int) -> Tensor:
+        _check(size, n_parts)
         parts = torch.arange(size).view(n_parts, -1)
         return parts[list(wanted(batch))].flatten()
 
+    _check(batch_size, n_parts)
     return rows
+
+
+def _check(size: int, n_parts: int) -> None:
+    if size % n_parts:
+        raise ValueError(
+            f"a batch of {size} images cannot be divided into {n_parts} micro-batches of equal"
+            f" size: make it a multiple of {n_parts}"
+        )
