@@ -93,13 +93,17 @@ def _bench(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: "" if v is None else v for k, v in row.items()} for row in metrics]
 
 
+def _failure(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "message"} for row in metrics]
+
+
 _ROWS = {
     "digits": _digits,
     "memory_resnet50": _memory,
     "memory_vit_b_16": _memory,
     "communication_measured": _measured,
     "bench_grouped": _bench,
-    "bench_failure": _bench,
+    "bench_failure": _failure,
     "bench_simulator": _bench,
 }
 
