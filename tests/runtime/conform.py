@@ -161,6 +161,24 @@ def odd_jobs() -> dict[str, Any]:
     return found
 
 
+def on_gpus() -> dict[str, Any]:
+    """A few schedules on the GPUs of this machine, which ranks may share; states on the CPU."""
+    world = join(device="cuda")
+    found = {}
+    for schedule in (
+        catalog.data_parallel(2),
+        catalog.cyclic(2),
+        catalog.cyclic(2, 1, "per_stage"),
+    ):
+        stages = models.cut(models.residual().to(world.device), schedule)
+        runtime = Distributed(stages, schedule, sgd, F.cross_entropy, world=world, record=2)
+        list(runtime.run(models.make_batches(2)))
+        assert all(peak and peak > 0 for peak in runtime.measurements().device_peaks)
+        state = runtime.module().state_dict()
+        found[schedule.name] = {name: tensor.cpu() for name, tensor in state.items()}
+    return found
+
+
 def _decay(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 

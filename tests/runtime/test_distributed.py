@@ -139,3 +139,15 @@ def test_a_rank_must_have_been_started(monkeypatch, program, advice):
     with pytest.raises(ValueError, match=r"not started as a rank \(RANK, ") as refused:
         Distributed(stages, schedule, torch.optim.SGD, F.cross_entropy)
     assert str(refused.value).endswith(f"not set): {advice}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_gpus():
+    """By NCCL where there are two; else two ranks share one, and gloo takes messages by host."""
+    for found in launch(conform.on_gpus, 2):
+        for schedule in (catalog.data_parallel(2), catalog.cyclic(2), catalog.cyclic(2, 1)):
+            stages = models.cut(models.residual(), schedule)
+            runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy)
+            list(runtime.run(models.make_batches(2)))
+            assert_same(found[schedule.name], runtime.module().state_dict())
