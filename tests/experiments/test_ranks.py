@@ -89,7 +89,10 @@ def test_refuses_to_run_alone(runtime):
             ["runtime=distributed", "workers=2", "schedule.placement=per_stage_and_microbatch"],
             "the schedule has 6 ranks and 2 were started",
         ),
-        (["runtime=single_process", "workers=2"], "this runtime is one process and 2 were started"),
+        (
+            ["runtime=single_process", "workers=2"],
+            "runtime=single_process is one process and 2 were",
+        ),
         (["runtime=distributed", "workers=2", "runtime.timeout=0"], "above 0: got 0.0"),
         (["runtime=ddp", "workers=2", "runtime.backend=mpi"], "choose one of auto, nccl, gloo"),
         (["runtime=ddp", "workers=2", "device=cuda:1"], "so auto, cuda or cpu"),
@@ -98,6 +101,21 @@ def test_refuses_to_run_alone(runtime):
 )
 def test_refuses_before_it_meets_the_others(rank, arguments, message):
     assert message in refused("train", *TINY, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        ("one", "2", "torchrun's variables are whole numbers"),
+        ("0", "two", "torchrun's variables are whole numbers"),
+        ("5", "2", "RANK=5 is outside WORLD_SIZE=2: start with torchrun"),
+    ],
+)
+def test_a_place_that_cannot_be_is_told(monkeypatch, rank, size, message):
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert message in refused("train", *TINY, "runtime=distributed", "workers=2")
 
 
 def test_nobody_listens(rank, monkeypatch):

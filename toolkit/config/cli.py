@@ -71,7 +71,8 @@ def entry_point(
                     return
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
             except KeyboardInterrupt:
-                print("interrupted", file=sys.stderr)
+                if ranks.leads():
+                    print("interrupted", file=sys.stderr)
                 sys.exit(_INTERRUPTED)
             except BrokenPipeError:  # the reader, such as head, has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

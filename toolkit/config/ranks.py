@@ -9,8 +9,9 @@ if TYPE_CHECKING:
 
 
 def leads() -> bool:
-    """Whether this process writes results: the first rank, or none of many."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process writes and speaks: unless it is another rank than the first."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
 
 
 def refuse(message: str) -> None:

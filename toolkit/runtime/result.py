@@ -24,5 +24,8 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss: over all micro-batches it is what the step minimises."""
+        """The mean of the losses: over all micro-batches it is what the step minimises.
+
+        nan where this process has computed none, as a rank of a pipeline but the last.
+        """
         return self.losses.mean()

@@ -1,5 +1,6 @@
 """Where a result comes from: command, configuration, code, versions, device and time."""
 
+import os
 import platform
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
         seconds: wall time.
     """
     return {
-        "command": shlex.join(["python", *_relative(sys.argv)]),
+        "command": shlex.join([*_starter(), *_relative(sys.argv)]),
         "config": OmegaConf.to_container(config, resolve=True),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | _versions(),
@@ -67,6 +68,16 @@ def _git(*arguments: str) -> str:
         ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True
     )
     return found.stdout.strip()
+
+
+def _starter() -> list[str]:
+    """What started this process: Python, or torchrun on so many machines."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ["python"]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    nodes = [] if size == local else ["--nnodes", str(size // local)]
+    return ["torchrun", *nodes, "--nproc-per-node", str(local)]
 
 
 def _relative(arguments: list[str]) -> list[str]:

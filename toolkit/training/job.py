@@ -126,8 +126,8 @@ def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World
     if "timeout" not in options:
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise ValueError(
-                f"this runtime is one process and {started} were started: leave torchrun out, or"
-                " choose runtime=distributed"
+                f"runtime=single_process is one process and {started} were started: leave torchrun"
+                " out, or choose runtime=distributed"
             )
         return options, None
     reach = {name: options.pop(name) for name in ("backend", "timeout")}

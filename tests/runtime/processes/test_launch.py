@@ -101,7 +101,7 @@ def test_a_mistake_is_raised_as_it_is_rather_than_what_follows_from_it(tmp_path)
         ready.touch()
         raise JobFailedError("rank 1 does not answer")
 
-    with pytest.raises(ValueError, match=r"^batch=7 cannot be divided by 2: make it 8$") as caught:
+    with pytest.raises(ValueError, match=r"^batch=7 cannot be divided by 2: make it 8\n") as caught:
         launch(function, 2, 1, on_report=pids.__setitem__)
     assert isinstance(caught.value.__cause__, RankError)
     assert "in function\n" in str(caught.value.__cause__)

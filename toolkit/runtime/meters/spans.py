@@ -38,7 +38,7 @@ def timeline_of(schedule: Schedule, records: Sequence[Record]) -> Timeline:
     changes = [
         change._replace(time=change.time - origin)
         for record in records
-        for change in _changes(record)
+        for change in _changes(record, origin)
     ]
     ends: dict[int, float] = {}
     for event in (event for record in records for event in record.events):
@@ -107,8 +107,10 @@ def _message(rank: int, event: Event) -> tuple[str, str, float, int | None]:
     return (SEND, name, sent, None) if sent else (RECEIVE, name, event.bytes, None)
 
 
-def _changes(record: Record) -> Iterator[Change]:
-    held = dict.fromkeys((ACTIVATIONS, WEIGHTS, GRADIENTS), 0)
+def _changes(record: Record, origin: float) -> Iterator[Change]:
+    held = {ACTIVATIONS: 0, WEIGHTS: record.first_weights, GRADIENTS: 0}
+    if record.first_weights:
+        yield Change(origin, record.rank, WEIGHTS, record.first_weights)
     for event in record.events:
         now = (event.activations, event.weights, event.gradients)
         for kind, n_bytes in zip(held, now, strict=True):

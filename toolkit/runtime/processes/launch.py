@@ -292,11 +292,12 @@ def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
     there = RankError(f"rank {rank}: {raised.name}: {raised.message}\n\n{raised.traceback}")
     if raised.base is None:
         return there, None
+    error: Exception = raised.base(raised.message)
     with contextlib.suppress(Exception):
-        error = pickle.loads(raised.pickled)
-        if str(error) == raised.message:
-            return error, there
-    return raised.base(raised.message), there
+        same = pickle.loads(raised.pickled)
+        error = same if str(same) == raised.message else error
+    error.add_note(f"It was raised on rank {rank}.")
+    return error, there
 
 
 def _how(status: int) -> str:
