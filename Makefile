@@ -9,7 +9,7 @@ demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/python experiments/compare.py experiment=digits
 
 test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .
