@@ -25,6 +25,10 @@ fault, timeout = sys.argv[1], float(sys.argv[2])
 faulty, folder = int(sys.argv[3]), Path(sys.argv[4])
 
 
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())  # at once: other ranks write to the same file
+
+
 def disconnect() -> None:
     """Shut the connections to other ranks down, all but those to the store."""
     ours = int(os.environ["MASTER_PORT"])
@@ -43,7 +47,7 @@ def disconnect() -> None:
 
 
 def fail() -> None:
-    print("fault", time.time(), flush=True)
+    say(f"fault {time.time()}")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stop":
@@ -60,7 +64,7 @@ def fail() -> None:
         raise ValueError("a mistake in the user's code")
 
 
-print("pid", os.getpid(), flush=True)
+say(f"pid {os.getpid()}")
 (folder / os.environ["RANK"]).touch()
 deadline = time.monotonic() + 60
 while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
@@ -78,4 +82,4 @@ for step in range(STEP + 3):
             here.watch.at(Instruction(0, action, here.rank, 0, step, peers=(peer,)), step, (peer,))
             dist.send(token, peer) if is_send else dist.recv(token, peer)
 world.leave()
-print("finished with", threading.active_count(), "thread", flush=True)
+say(f"finished with {threading.active_count()} thread")

@@ -38,8 +38,10 @@ class JobFailedError(RuntimeError):
 
 
 def _print(message: str) -> None:
-    # On a line of its own, though some rank's progress bar may stand in the one before.
-    print(f"\nerror: {message}", file=sys.stderr, flush=True)
+    # On a line of its own, though some rank's progress bar may stand in the one before; and in one
+    # piece, though other ranks write too.
+    sys.stderr.write(f"\nerror: {message}\n")
+    sys.stderr.flush()
 
 
 announce: Callable[[str], None] = _print
