@@ -20,7 +20,9 @@ SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
 
 
 def schedules(n_ranks):
-    """Every method that takes ``n_ranks``, of 2, 3, 4 or 10; to add one is to buy the suite."""
+    """Every method that takes ``n_ranks``, of 2, 3, 4, 10 or 16; to add one is to buy the suite."""
+    if n_ranks == 16:
+        yield catalog.data_parallel(4, "per_stage_and_microbatch")
     if n_ranks == 10:
         yield catalog.cyclic(4, 1, "per_stage_and_microbatch")
         yield catalog.cyclic(4, "freshest", "per_stage_and_microbatch")
