@@ -87,10 +87,10 @@ def test_a_message_by_hand():
     }
     found = Layout.of(given_tensors)
     assert found.parts == (
-        Part("ids", (2,), torch.int64),
-        Part("none", (0, 3), torch.float32),
-        Part("weight", (1, 2), torch.float32),
-        Part("flag", (), torch.bool),
+        Part("ids", (2,), torch.int64, torch.int64),
+        Part("none", (0, 3), torch.float32, torch.float32),
+        Part("weight", (1, 2), torch.float32, torch.float32),
+        Part("flag", (), torch.bool, torch.bool),
     )
     assert found.n_bytes == 2 * 8 + 0 + 2 * 4 + 1
     flat = found.pack(given_tensors, CPU)

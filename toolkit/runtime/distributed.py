@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
-from toolkit.runtime.checks import check_fit, check_world, scalar
+from toolkit.runtime.checks import check_fit, check_world, choose, scalar
+from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.holdings import Holdings
 from toolkit.runtime.interface import Batch
-from toolkit.runtime.layout import Layouts, find_layouts
+from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.links import Links
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
@@ -46,9 +47,16 @@ class Distributed:
         world: the ranks; those of this job unless given.
         record: first training steps of which messages, memory and time are measured (see
             :meth:`measurements`).
+        overlap: whether messages and updates go on beside computing, which then waits only for
+            what it uses. If not, everything waits for its turn in the program.
+        chunk_mb: largest part of a message that is sent at once, in MB.
+        compression: ``none``, or ``fp16`` or ``bf16`` for the messages of gradients and weights.
+            Sums are made in the model's own type, and the rank that updates a stage keeps its
+            exact weights; other ranks compute with what they receive.
+        pacing: whether each rank spreads what it sends over the training step.
 
     Raises:
-        ValueError: stages, schedule and ranks do not fit.
+        ValueError: stages, schedule and ranks do not fit, or an option has no such value.
     """
 
     def __init__(
@@ -62,8 +70,15 @@ class Distributed:
         seed: int = 0,
         world: World | None = None,
         record: int = 0,
+        overlap: bool = True,
+        chunk_mb: float = 4.0,
+        compression: str = "none",
+        pacing: bool = False,
     ) -> None:
         check_fit(stages, schedule, optimizer)
+        choose("compression", compression, COMPRESSIONS)
+        if not chunk_mb > 0:
+            raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         self.world = join(schedule.n_ranks) if world is None else world
         check_world(self.world, stages, schedule)
         self.stages = stages
@@ -75,6 +90,10 @@ class Distributed:
         ]
         self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
         self._layouts: dict[Shape, Layouts] = {}
+        self._compressed = COMPRESSIONS[compression]
+        self._chunk_bytes = max(1, round(chunk_mb * 1e6))
+        self._overlap = overlap
+        self._paced = pacing
         self._holdings = Holdings(self.world, schedule, self._workers)
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
@@ -139,14 +158,15 @@ class Distributed:
             return
         schedule, begin = self.schedule, self.steps_done
         source = Source(batches, schedule.n_microbatches, self._reads, begin, self.world.device)
-        links = Links(self.world, self._find_layouts(source.shape))
+        layouts = self._find_layouts(source.shape)
         feed = Feed(source, begin, source.parts)
         window = max(1, _WINDOW // len(schedule.timing.starts))
-        while (left := begin + n_steps - self.steps_done) > 0:
-            length = min(window, left, self._to_record or left)
-            program = schedule.lower(length, self.steps_done).verify()
-            yield from self._run(program, feed, links)
-            self.steps_done += length
+        with Links(self.world, layouts, self._chunk_bytes, paced=self._paced) as links:
+            while (left := begin + n_steps - self.steps_done) > 0:
+                length = min(window, left, self._to_record or left)
+                program = schedule.lower(length, self.steps_done).verify()
+                yield from self._run(program, feed, links)
+                self.steps_done += length
         feed.skip_to(self.steps_done)
         self._rates = self._read_rates()
 
@@ -209,26 +229,21 @@ class Distributed:
         self._rates = self._read_rates()
 
     def _run(self, program: Program, feed: Feed, links: Links) -> Iterator[StepResult]:
-        groups = {tuple(sorted(i.peers)) for order in program.ranks for i in order if i.peers[1:]}
-        self.world.make_groups(sorted(groups))
+        self.world.make_groups(*_who_meets(program))
         held = self._holdings.share(links, program.first_step)
         turn = Stagger(program, self.world)
         meter = self._meter if self._to_record else None
-        execution = _Execution(self._make_rank(feed, meter), links)
-        execution.rank.weights = held
-        mine = program.ranks[self.rank]
-        ends = _last_ops(mine)
-        for position, i in enumerate(mine):
-            turn.before(i)
-            self.world.watch.at(i, i.step, i.peers)
-            if meter is None:
-                execution.perform(i)
-            else:
-                meter.perform(execution.rank, i, execution.perform)
-            if position in ends:
-                yield feed.result(ends[position])
-        turn.finish()
-        links.drain()
+        rank = self._make_rank(feed, meter)
+        rank.weights = held
+        if meter is not None:
+            meter.begin(rank)
+        ends = _last_ops(program.ranks[self.rank])
+        with Execution(rank, links, program, turn, meter, overlap=self._overlap) as execution:
+            for position in execution.in_order:
+                execution.perform(position)
+                if position in ends:
+                    yield feed.result(ends[position])
+            execution.finish()
         if meter is not None:
             meter.finish(program)
             self._to_record -= program.n_steps
@@ -256,7 +271,7 @@ class Distributed:
         seen = next(found for found in self.world.gather(shape) if found is not None)
         if seen not in self._layouts:
             inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
-            self._layouts[seen] = find_layouts(self._skeletons, inputs)
+            self._layouts[seen] = find_layouts(self._skeletons, inputs, self._compressed)
         return self._layouts[seen]
 
     def _read_rates(self) -> list[float]:
@@ -271,28 +286,16 @@ class Distributed:
         return [found[j] for j in sorted(found)]
 
 
-class _Execution:
-    """Carries out a rank's instructions, whichever they are."""
-
-    def __init__(self, rank: Rank, links: Links) -> None:
-        self.rank, self.links = rank, links
-
-    def perform(self, i: Instruction) -> int:
-        """Carry out ``i``; return the bytes that it moved."""
-        if not i.action.communicates:
-            self.rank.execute(i)
-            return 0
-        if i.action == Action.SEND:
-            return self.links.send(i, self.rank.give(i))
-        if i.action == Action.RECV:
-            payload, n_bytes = self.links.receive(i)
-            self.rank.take(i, payload)
-            return n_bytes
-        gives = i.action != Action.BROADCAST or self.links.world.rank == i.peers[0]
-        left, n_bytes = self.links.collective(i, self.rank.give(i) if gives else None)
-        if left is not None and not (gives and i.action == Action.BROADCAST):
-            self.rank.take(i, left)
-        return n_bytes
+def _who_meets(program: Program) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+    """The ranks of every collective, ascending; and (sender, receiver) of every message."""
+    groups, pairs = set(), set()
+    for rank, instructions in enumerate(program.ranks):
+        for i in instructions:
+            if i.action == Action.SEND:
+                pairs.add((rank, i.peers[0]))
+            elif i.action.communicates and i.action != Action.RECV:
+                groups.add(tuple(sorted(i.peers)))
+    return sorted(groups), sorted(pairs)
 
 
 def _last_ops(instructions: tuple[Instruction, ...]) -> dict[int, int]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.runtime.layout import Layout
-from toolkit.runtime.links import Links
+from toolkit.runtime.links import Links, Transfer
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.stage import StageWorker, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
@@ -46,6 +46,7 @@ class Holdings:
         held = {
             (j, v): weights for j, known in self.versions.items() for v, weights in known.items()
         }
+        sent = []
         for j, owner in enumerate(self.schedule.owners):
             lacking = sorted(set(self.schedule.first_holders(j)) - self._updaters[j])
             oldest = self.schedule.oldest_version(j, step)
@@ -54,16 +55,23 @@ class Holdings:
                 if self.world.rank == owner:
                     for rank in lacking:
                         send = Instruction(0, Action.SEND, *what, (rank,))
-                        self.world.watch.at(send, step, send.peers)
-                        links.send(send, held[j, version])
+                        sent.append((send, links.send(send, held[j, version])))
                 elif self.world.rank in lacking:
                     receive = Instruction(0, Action.RECV, *what, (owner,))
-                    self.world.watch.at(receive, step, receive.peers)
-                    received, _ = links.receive(receive)
+                    transfer = links.receive(receive)
+                    self._await(receive, step, transfer)
+                    received = links.received(receive, transfer)
                     assert isinstance(received, dict)
                     held[j, version] = received
+        for send, transfer in sent:
+            self._await(send, step, transfer)
         self.world.watch.at("between instructions")
         return held
+
+    def _await(self, i: Instruction, step: int, transfer: Transfer) -> None:
+        self.world.watch.at(i, step, i.peers)
+        with self.world.watch.failing():
+            transfer.wait()
 
     def collect(self) -> None:
         """Have every rank's stages hold the newest weights and running statistics."""

@@ -16,18 +16,29 @@ from toolkit.runtime.rank import Gradients, Payload
 from toolkit.runtime.stage import Sum, Values
 from toolkit.schedule import Buffer, Instruction
 
+COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""The types in which gradients and weights can travel, by the name of the option."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a message. A ``place`` is a parameter's name, or the index of a boundary's."""
+    """One tensor of a message.
+
+    Attributes:
+        place: a parameter's name, or the index of a boundary's tensor.
+        shape: of the tensor.
+        dtype: of the tensor.
+        sent_as: the type that travels.
+    """
 
     place: str | int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sent_as: torch.dtype
 
     @property
     def n_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.sent_as.itemsize
 
 
 @dataclass(frozen=True)
@@ -37,9 +48,18 @@ class Layout:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor] | Mapping[int, Tensor]) -> "Layout":
-        parts = [Part(place, tuple(x.shape), x.dtype) for place, x in tensors.items()]
-        parts.sort(key=lambda part: (-part.dtype.itemsize, str(part.dtype)))
+    def of(
+        cls,
+        tensors: Mapping[str, Tensor] | Mapping[int, Tensor],
+        compressed: Mapping[str, torch.dtype] | None = None,
+    ) -> "Layout":
+        """The layout of ``tensors``, of which those that are ``compressed`` travel as that type."""
+        sent_as = compressed or {}
+        parts = [
+            Part(place, tuple(x.shape), x.dtype, sent_as.get(str(place), x.dtype))
+            for place, x in tensors.items()
+        ]
+        parts.sort(key=lambda part: (-part.sent_as.itemsize, str(part.sent_as)))
         return cls(tuple(parts))
 
     @cached_property
@@ -54,16 +74,16 @@ class Layout:
         return flat
 
     def unpack(self, flat: Tensor) -> dict:
-        """The tensors by place; they share memory with ``flat``."""
+        """The tensors by place; those that travelled as what they are share memory with it."""
         views = self.views(flat)
-        return {part.place: view for part, view in zip(self.parts, views, strict=True)}
+        return {p.place: view.to(p.dtype) for p, view in zip(self.parts, views, strict=True)}
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a message as tensors."""
         found, begin = [], 0
         for part in self.parts:
             end = begin + part.n_bytes
-            found.append(flat[begin:end].view(part.dtype).view(part.shape))
+            found.append(flat[begin:end].view(part.sent_as).view(part.shape))
             begin = end
         return found
 
@@ -71,7 +91,7 @@ class Layout:
         """The message as one flat tensor of each type that is in it."""
         sizes: dict[torch.dtype, int] = {}
         for part in self.parts:
-            sizes[part.dtype] = sizes.get(part.dtype, 0) + part.n_bytes
+            sizes[part.sent_as] = sizes.get(part.sent_as, 0) + part.n_bytes
         pieces = flat.split(list(sizes.values()))
         return [piece.view(dtype) for dtype, piece in zip(sizes, pieces, strict=True)]
 
@@ -130,12 +150,15 @@ class Layouts:
         return tuple(tensors.get(k) for k in range(n))
 
 
-def find_layouts(skeletons: Sequence[nn.Module], inputs: Values) -> Layouts:
+def find_layouts(
+    skeletons: Sequence[nn.Module], inputs: Values, compressed: torch.dtype | None = None
+) -> Layouts:
     """The layouts of all stages, found without computing or allocating anything.
 
     Args:
         skeletons: the stages as they compute, on the meta device (see ``meta_copy``).
         inputs: a micro-batch, on the meta device.
+        compressed: the type in which gradients and weights travel; their own unless given.
     """
     runs = []
     for stage in skeletons:
@@ -153,19 +176,30 @@ def find_layouts(skeletons: Sequence[nn.Module], inputs: Values) -> Layouts:
         )
         named = dict(zip(weights, found[len(received) :], strict=True))
         summed = {name: grad for name, grad in named.items() if grad is not None}
-        gradients.append(Layout.of(summed | _statistics(stage)))
+        travel = _compressed(summed, compressed)
+        gradients.append(Layout.of(summed | _statistics(stage), travel))
     return Layouts(
         activations=tuple(Layout.of(dict(enumerate(outputs))) for _, outputs in runs),
         activation_gradients=tuple(reversed(activation_gradients)),
         n_inputs=tuple(len(received) for received, _ in runs),
         gradients=tuple(reversed(gradients)),
-        weights=tuple(weights_layout(stage) for stage in skeletons),
+        weights=tuple(weights_layout(stage, compressed) for stage in skeletons),
     )
 
 
-def weights_layout(stage: nn.Module) -> Layout:
-    """One version of a stage's weights."""
-    return Layout.of({name: p for name, p in stage.named_parameters() if p.requires_grad})
+def weights_layout(stage: nn.Module, compressed: torch.dtype | None = None) -> Layout:
+    """One version of a stage's weights; ``compressed`` as in :func:`find_layouts`."""
+    weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+    return Layout.of(weights, _compressed(weights, compressed))
+
+
+def _compressed(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.dtype] | None:
+    """The type of each of ``tensors`` that is larger than ``dtype``."""
+    if dtype is None:
+        return None
+    return {name: dtype for name, x in tensors.items() if x.dtype.itemsize > dtype.itemsize}
 
 
 def _gradients(outputs: Values, given: Gradients, wanted: list[Tensor]) -> list[Tensor | None]:

@@ -1,77 +1,146 @@
 """The messages of one rank, over torch.distributed.
 
-Instructions come in an order that has been proven free of deadlock for channels that block. Sends
-do not block here, which only ever lets a rank go on earlier.
+A message travels in chunks and has a tag of its own, so that messages need no order among each
+other. NCCL knows no tags: there each direction between two ranks is a channel by itself, and its
+messages keep the order of the program.
 """
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.runtime.layout import Layouts
+from toolkit.runtime.pacing import Pacer
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Payload
 from toolkit.schedule import Action, Instruction
 
+_FOR_EVER = timedelta(days=1)  # a wait that is too long is the watch's business
+
+Works = Sequence[dist.Work | None]  # None only of groups to which this rank does not belong
+
+
+class Transfer:
+    """A message under way.
+
+    Args:
+        flat: its bytes, which live until it has ended.
+        works: returns those of its chunks, once all of them have begun.
+    """
+
+    def __init__(self, flat: Tensor, works: Callable[[], Works]) -> None:
+        self.flat = flat
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait until it has ended. Only once: gloo does not answer a second time.
+
+        Raises:
+            RuntimeError: of the backend.
+        """
+        for work in self._works():
+            assert work is not None
+            work.wait(_FOR_EVER)
+
 
 class Links:
-    """Carries out the instructions that concern other ranks.
-
-    An error of the backend ends the job, with the position that the watch was told last.
+    """Begins the messages of a rank.
 
     Args:
         world: the ranks.
         layouts: of the messages.
+        chunk_bytes: largest part of a message that is sent at once.
+        paced: whether what is sent is spread over time; the context ends it.
+
+    Attributes:
+        pacer: spreads it; None where all is sent at once.
     """
 
-    def __init__(self, world: World, layouts: Layouts) -> None:
+    def __init__(self, world: World, layouts: Layouts, chunk_bytes: int, *, paced: bool) -> None:
         self.world = world
         self.layouts = layouts
-        self._posted: list[tuple[Instruction, dist.Work, Tensor]] = []
+        self.pacer = Pacer() if paced else None
+        self._chunk_bytes = chunk_bytes
 
-    def send(self, i: Instruction, payload: Payload) -> int:
-        """Begin to send; return how many bytes."""
+    def __enter__(self) -> "Links":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.pacer is not None:
+            self.pacer.close()
+
+    def send(self, i: Instruction, payload: Payload, tag: int = 0) -> Transfer:
+        """Begin to send; ``payload`` may change afterwards."""
         flat = self.layouts.pack(i, payload, self.world.message_device)
-        with self.world.watch.failing():
-            work = dist.isend(flat, i.peers[0], group=self.world.group)
-        assert work is not None
-        self._posted.append((i, work, flat))  # flat must live, unchanged, until it has been sent
-        return flat.nbytes
+        peer = i.peers[0]
+        group = self.world.channel(self.world.rank, peer)
+        begin = [
+            partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in self._chunks(flat)
+        ]
+        if self.pacer is not None:
+            sizes = [chunk.nbytes for chunk in self._chunks(flat)]
+            return Transfer(flat, self.pacer.put(begin, sizes, i.tick).result)
+        works = [start() for start in begin]
+        return Transfer(flat, lambda: works)
 
-    def receive(self, i: Instruction) -> tuple[Payload, int]:
-        """Wait for a message; return it and how many bytes it had."""
-        flat = self._empty(i)
-        with self.world.watch.failing():
-            dist.recv(flat, i.peers[0], group=self.world.group)
-        return self.layouts.unpack(i, flat.to(self.world.device)), flat.nbytes
+    def receive(self, i: Instruction, tag: int = 0) -> Transfer:
+        """Be ready for a message."""
+        flat, peer = self._empty(i), i.peers[0]
+        group = self.world.channel(peer, self.world.rank)
+        works = [dist.irecv(chunk, peer, group=group, tag=tag) for chunk in self._chunks(flat)]
+        return Transfer(flat, lambda: works)
 
-    def collective(self, i: Instruction, payload: Payload | None) -> tuple[Payload | None, int]:
-        """Take part in a collective; return what it leaves on this rank, and its bytes."""
+    def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
+        """Take part in a collective, with what this rank gives to it."""
         root, group = i.peers[0], self.world.group_of(tuple(sorted(i.peers)))
         if payload is None:
             flat = self._empty(i)
         else:
             flat = self.layouts.pack(i, payload, self.world.message_device)
-        with self.world.watch.failing():
-            if i.action == Action.BROADCAST:
-                dist.broadcast(flat, root, group=group)
-            for piece in self.layouts.of(i).by_dtype(flat):
-                if i.action == Action.ALL_REDUCE:
-                    dist.all_reduce(piece, group=group)
-                elif i.action == Action.REDUCE:
-                    dist.reduce(piece, root, group=group)
-        if i.action == Action.REDUCE and self.world.rank != root:
-            return None, flat.nbytes
-        return self.layouts.unpack(i, flat.to(self.world.device)), flat.nbytes
+        if i.action == Action.BROADCAST:
+            works = [dist.broadcast(flat, root, group=group, async_op=True)]
+        else:
+            pieces = self.layouts.of(i).by_dtype(flat)
+            if i.action == Action.ALL_REDUCE:
+                works = [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]
+            else:
+                works = [dist.reduce(piece, root, group=group, async_op=True) for piece in pieces]
+        return Transfer(flat, lambda: works)
 
-    def drain(self) -> None:
-        """Wait until everything has been sent."""
-        for i, work, _ in self._posted:
-            self.world.watch.at(i, i.step, i.peers)
-            with self.world.watch.failing():
-                work.wait()
-        self._posted.clear()
+    def received(self, i: Instruction, transfer: Transfer) -> Payload:
+        """What ``i`` has left on this rank, as its ``transfer`` has ended."""
+        return self.layouts.unpack(i, transfer.flat.to(self.world.device))
+
+    def n_bytes(self, i: Instruction) -> int:
+        """Of the message of an instruction."""
+        return self.layouts.of(i).n_bytes
+
+    @property
+    def ordered(self) -> bool:
+        """Whether messages from one rank to another must begin in the order of the program."""
+        return self.world.backend == "nccl"
+
+    def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
+        return flat.split(self._chunk_bytes)
 
     def _empty(self, i: Instruction) -> Tensor:
         n_bytes = self.layouts.of(i).n_bytes
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.world.message_device)
+
+
+def tags(instructions: Sequence[Instruction]) -> list[int]:
+    """A tag for each of a rank's messages, which its peer finds likewise; 0 for all else."""
+    count: Counter[tuple] = Counter()
+    found = []
+    for i in instructions:
+        tag = 0
+        if i.action in (Action.SEND, Action.RECV):
+            count[i.action, i.peers] += 1
+            tag = count[i.action, i.peers]
+        found.append(tag)
+    return found

@@ -161,9 +161,3 @@ def called(schedule: Schedule) -> str:
         f"{schedule.name}, {schedule.n_stages} stages, {schedule.n_microbatches} micro-batches,"
         f" placement={placement}, state={schedule.state}"
     )
-
-
-def choose(option: str, value: str, choices: Iterable[str]) -> None:
-    """Refuse a ``value`` that is none of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"unknown {option} {value!r}: choose one of {', '.join(choices)}")

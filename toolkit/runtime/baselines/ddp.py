@@ -8,9 +8,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.model import Stages
-from toolkit.runtime.baselines.base import choose
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.synchronous import Synchronous
+from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.stage import MakeOptimizer, MakeScheduler

@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.baselines.base import Baseline, called, choose, is_data_parallel
+from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
+from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch
+from toolkit.runtime.layout import COMPRESSIONS
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import (
@@ -23,8 +25,6 @@ from toolkit.runtime.stage import (
     leaves,
 )
 from toolkit.schedule import Schedule
-
-_WIRE = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DelayedAllReduce(Baseline):
@@ -60,7 +60,7 @@ class DelayedAllReduce(Baseline):
         world: World | None = None,
         compression: str = "none",
     ) -> None:
-        choose("compression", compression, _WIRE)
+        choose("compression", compression, COMPRESSIONS)
         if not is_data_parallel(schedule, 1, ("replicated",)):
             raise ValueError(
                 "runtime=delayed_allreduce trains data parallelism with every weight one step"
@@ -68,7 +68,7 @@ class DelayedAllReduce(Baseline):
                 f" state=replicated (got {called(schedule)})"
             )
         super().__init__(stages, schedule, optimizer, loss, world)
-        self._wire = _WIRE[compression]
+        self._wire = COMPRESSIONS[compression]
         self._workers = [
             StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
         ]

@@ -67,26 +67,38 @@ class Meter:
         self._device = device
         self._origin = origin
         self._tick = 0  # at which the program began
+        self._n_before = 0  # events of the programs before
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
-        """Have ``do`` carry out an instruction, and write down what it took."""
+    def begin(self, rank: Rank) -> None:
+        """The rank is about to run a program."""
         if not self.record.events:
             self.record.first_weights = _held(rank.weights)
-        start = self._now()
-        n_bytes = do(i)
+        self._n_before = len(self.record.events)
+
+    def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
+        """Have ``do`` carry out an instruction, and write down what it took."""
+        start = self.now()
+        self.note(rank, i, start, do(i))
+
+    def note(self, rank: Rank, i: Instruction, start: float, n_bytes: int) -> None:
+        """Write down an instruction that began at ``start`` and has just ended. Any thread may."""
         held = (self.activations.bytes, _held(rank.weights), _summed(rank))
-        self.record.events.append(Event(i, self._tick + i.tick, start, self._now(), n_bytes, *held))
+        self.record.events.append(Event(i, self._tick + i.tick, start, self.now(), n_bytes, *held))
 
     def finish(self, program: Program) -> None:
-        """The rank has come to the end of ``program``."""
+        """The rank has come to the end of ``program``; its events are put in its order."""
+        place = {i: position for position, i in enumerate(program.ranks[self.record.rank])}
+        mine = self.record.events[self._n_before :]
+        self.record.events[self._n_before :] = sorted(mine, key=lambda e: place[e.instruction])
         self._tick += (program.n_slots + 1) * program.schedule.timing.ticks_per_slot
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self.record.device_peak = max(peak, self.record.device_peak or 0)
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds since all ranks began together."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - self._origin
@@ -144,8 +156,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _held(versions: dict[tuple, Weights]) -> int:
-    return sum(x.nbytes for weights in versions.values() for x in weights.values())
+    # Lists, since other threads put in and take out meanwhile.
+    return sum(x.nbytes for weights in list(versions.values()) for x in weights.values())
 
 
 def _summed(rank: Rank) -> int:
-    return sum(x.nbytes for total in rank.sums.values() for x in total.tensors.values())
+    totals = list(rank.sums.values())
+    return sum(x.nbytes for total in totals for x in list(total.tensors.values()))

@@ -64,6 +64,7 @@ class World:
         self.store = store
         self.group = group
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._name, self._n_names = name, 0
 
     @property
@@ -71,25 +72,37 @@ class World:
         """Where tensors must be to be sent."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    def make_groups(self, wanted: Sequence[tuple[int, ...]]) -> None:
-        """Make process groups of some of the ranks. Every rank calls it with the same ones.
+    def make_groups(
+        self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]]
+    ) -> None:
+        """Make what messages of a program need. Every rank calls it with the same ones.
+
+        A program's collectives have groups of their own, since a thread of its own begins them.
+        A direction between two ranks has one with NCCL, where a receive that was begun early would
+        otherwise hold up a send.
+
+        Args:
+            groups: of ranks, ascending, that have collectives.
+            pairs: sender and receiver.
 
         Raises:
             ValueError: this is a part of a job, of which the other processes would have to call.
         """
-        for ranks in wanted:
-            if ranks in self._groups or len(ranks) == self.size:
-                continue
-            if self.group is not None:
-                raise ValueError(
-                    f"ranks {list(ranks)} of a part of the world cannot make a group of their own:"
-                    f" start {self.size} processes"
-                )
-            self._groups[ranks] = self._new_group(ranks)
+        for ranks in groups:
+            whole = len(ranks) == self.size and self.group is not None
+            if not whole and ranks not in self._groups:
+                self._groups[ranks] = self._own_group(ranks)
+        for pair in pairs if self.backend == "nccl" else ():
+            if pair not in self._channels:
+                self._channels[pair] = self._own_group(pair)
 
     def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of ``ranks``, ascending."""
+        """The process group of the collectives of ``ranks``, ascending."""
         return self._groups.get(ranks, self.group)
+
+    def channel(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        """The process group of the messages from ``sender`` to ``receiver``."""
+        return self._channels.get((sender, receiver), self.group)
 
     def finish_computing(self) -> None:
         """Wait until the device has done what it was given."""
@@ -140,6 +153,14 @@ class World:
             return None
         place = Place(self.rank, n_ranks, self.place.local_rank, self.place.local_size)
         return World(place, self.device, self.backend, self.watch, self.store, group, name)
+
+    def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        if self.group is not None:
+            raise ValueError(
+                f"ranks {list(ranks)} of a part of the world cannot make a group of their own:"
+                f" start {self.size} processes"
+            )
+        return self._new_group(ranks)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         with self.watch.waiting("new process group", range(self.size)):

@@ -1,0 +1,117 @@
+"""Which of a rank's instructions can be done next, when each waits only for what it uses."""
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from toolkit.schedule import Action, Buffer, Instruction
+from toolkit.schedule.needs import needs
+
+
+def in_background(i: Instruction) -> bool:
+    """Whether an instruction can go on beside the ops; the others keep their order."""
+    frees_weights = i.action == Action.FREE and i.buffer == Buffer.WEIGHTS
+    return i.action.communicates or i.action == Action.UPDATE or frees_weights
+
+
+class Dataflow:
+    """The instructions of a rank, by their positions in its program.
+
+    One in the background begins when it has been opened, what it needs has ended, and those of
+    its queue that come before have begun. Collectives make a queue, since all of their ranks must
+    begin them in one order; receives from a rank make one for each kind of buffer, in which they
+    are waited for.
+
+    Args:
+        instructions: of the rank.
+        rank: which one.
+        ordered: whether all messages from one rank to another must begin in order.
+    """
+
+    def __init__(self, instructions: Sequence[Instruction], rank: int, *, ordered: bool) -> None:
+        self.instructions = instructions
+        self.needs = needs(instructions, rank)
+        self.n_left = len(instructions)
+        self._lacking = [len(needed) for needed in self.needs]
+        self._users: list[list[int]] = [[] for _ in instructions]
+        for position, needed in enumerate(self.needs):
+            for other in needed:
+                self._users[other].append(position)
+        self._ended = bytearray(len(instructions))
+        self._n_opened = 0
+        self._ready: list[int] = []  # a heap
+        self._queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
+        self._queue_of: dict[int, deque[int]] = {}
+        for position, i in enumerate(instructions):
+            if (name := _queue(i, ordered)) is not None:
+                self._queue_of[position] = queue = self._queues[name]
+                queue.append(position)
+
+    def open(self, end: int) -> None:
+        """Those in the background before position ``end`` may begin."""
+        for position in range(self._n_opened, end):
+            self._n_opened = position + 1
+            if in_background(self.instructions[position]):
+                self._consider(position)
+
+    def open_until(self, tick: int) -> None:
+        """:meth:`open` what starts at ``tick`` or before."""
+        end = self._n_opened
+        while end < len(self.instructions) and self.instructions[end].tick <= tick:
+            end += 1
+        self.open(end)
+
+    def next(self) -> int | None:
+        """The first in the background that can begin, which it thereby has."""
+        if not self._ready:
+            return None
+        position = heappop(self._ready)
+        if position in self._queue_of:
+            queue = self._queue_of[position]
+            queue.popleft()
+            if queue:
+                self._consider(queue[0])
+        return position
+
+    def end(self, position: int) -> None:
+        """An instruction has ended."""
+        assert not self._ended[position]
+        self._ended[position] = True
+        self.n_left -= 1
+        for user in self._users[position]:
+            self._lacking[user] -= 1
+            if user < self._n_opened and in_background(self.instructions[user]):
+                self._consider(user)
+
+    def has_ended(self, position: int) -> bool:
+        return bool(self._ended[position])
+
+    def lacks_nothing(self, position: int) -> bool:
+        """Whether everything that an instruction needs has ended."""
+        return self._lacking[position] == 0
+
+    def held_up_by(self, position: int) -> int:
+        """The first instruction for which another one waits in the end: itself, if for none."""
+        while missing := [p for p in self.needs[position] if not self._ended[p]]:
+            position = missing[0]
+        return position
+
+    def first_left(self) -> int:
+        """The first instruction that has not ended."""
+        return self._ended.index(0)
+
+    def _consider(self, position: int) -> None:
+        """Have it begin, if it can."""
+        queue = self._queue_of.get(position)
+        its_turn = queue is None or (bool(queue) and queue[0] == position)
+        if position < self._n_opened and its_turn and self._lacking[position] == 0:
+            heappush(self._ready, position)
+
+
+def _queue(i: Instruction, ordered: bool) -> tuple | None:
+    """The queue in which an instruction stands."""
+    if i.action == Action.SEND:
+        return ("send", *i.peers) if ordered else None
+    if i.action == Action.RECV:
+        return ("receive", *i.peers, None if ordered else i.buffer)
+    return ("collective",) if i.action.communicates else None

@@ -1,0 +1,260 @@
+"""A rank's program under way: ops one after another, and all else beside them.
+
+The main thread computes, in the order of the program, and waits only for what the next op uses. A
+second thread begins messages and makes updates, each as soon as what it uses is there; others wait
+for messages to end. A receive is begun early, so that its message need not wait for this rank.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+
+from toolkit.runtime.dataflow import Dataflow, in_background
+from toolkit.runtime.links import Links, Transfer, tags
+from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.rank import Payload, Rank
+from toolkit.runtime.stagger import Stagger
+from toolkit.runtime.streams import Streams
+from toolkit.runtime.waiter import Waiter
+from toolkit.schedule import Action, Buffer, Instruction, Program
+
+
+class Execution:
+    """Carries out the instructions of one rank. A context: at its end the threads end.
+
+    Args:
+        rank: its memory.
+        links: to the others.
+        program: verified.
+        turn: when the rank starts.
+        meter: writes down what is done; none, where nothing is measured.
+        overlap: whether messages and updates go on beside the ops. If not, each instruction is
+            waited for before the next, so that what is held when is what the program says.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        links: Links,
+        program: Program,
+        turn: Stagger,
+        meter: Meter | None,
+        *,
+        overlap: bool,
+    ) -> None:
+        self._rank, self._links, self._turn, self._meter = rank, links, turn, meter
+        self._world, self._watch = links.world, links.world.watch
+        self._order = program.ranks[self._world.rank]
+        self._tags = tags(self._order)
+        self._flow = Dataflow(self._order, self._world.rank, ordered=links.ordered)
+        self._overlap = overlap
+        # As long as a micro-batch is under way: a message a step is received into two buffers.
+        self._ahead = 2 * program.schedule.n_stages * program.schedule.timing.ticks_per_slot
+        self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
+        self._began: dict[int, float] = {}
+        self._marks: dict[int, torch.cuda.Event | None] = {}
+        self._streams = Streams(self._world.device)
+        self._unsent: set[int] = set()
+        self._failure: tuple[int, BaseException] | None = None
+        self._closed = False
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)  # for the second thread
+        self._news = threading.Condition(lock)  # for the main one
+        self._waiters: dict[tuple, Waiter] = {}
+        self._thread = threading.Thread(target=self._go_on, name="messages", daemon=True)
+
+    def __enter__(self) -> "Execution":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._work:
+            self._closed = True
+            self._work.notify()
+        self._thread.join()
+        for waiter in self._waiters.values():
+            waiter.close()
+
+    @property
+    def in_order(self) -> list[int]:
+        """The positions of what the main thread carries out, or waits for."""
+        everything = enumerate(self._order)
+        return [p for p, i in everything if not (self._overlap and in_background(i))]
+
+    def perform(self, position: int) -> None:
+        """Carry out an instruction of :attr:`in_order`, all of which come in turn.
+
+        Raises:
+            JobFailedError: a message has failed, and nobody watches.
+        """
+        i = self._order[position]
+        with self._work:
+            if self._overlap:
+                self._flow.open_until(i.tick + self._ahead)
+            else:
+                self._flow.open(position)
+            self._work.notify()
+        self._turn.before(i)
+        self._watch.at(i, i.step, i.peers)
+        if in_background(i):
+            with self._work:
+                self._flow.open(position + 1)
+                self._work.notify()
+            self._await(lambda: self._flow.has_ended(position), lambda: position)
+            return
+        self._await(lambda: self._flow.lacks_nothing(position), lambda: position)
+        self._watch.at(i, i.step)
+        self._measured(i, self._compute)
+        self._marks[position] = self._streams.mark()
+        self._end(position)
+
+    def finish(self) -> None:
+        """Wait until everything has been done, received and sent."""
+        self._turn.finish()
+        with self._work:
+            self._flow.open(len(self._order))
+            self._work.notify()
+        self._await(lambda: self._flow.n_left == 0, self._flow.first_left)
+        self._await(lambda: not self._unsent, lambda: min(self._unsent))
+
+    def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
+        """Wait until ``done``. The watch is told who holds up ``what``."""
+        told = None
+        with self._news:
+            while self._failure is None and not done():
+                held_up = self._flow.held_up_by(what())
+                i = self._order[held_up]
+                if held_up != told and i.action.communicates:
+                    self._watch.at(i, i.step, i.peers)
+                    told = held_up
+                self._news.wait()
+        if self._failure is not None:
+            self._raise(*self._failure)
+
+    def _raise(self, position: int, error: BaseException) -> NoReturn:
+        i = self._order[position]
+        if i.action.communicates and isinstance(error, RuntimeError):  # the backend's
+            self._watch.at(i, i.step, i.peers)
+            self._watch.fail(error)
+        raise error
+
+    def _compute(self, i: Instruction) -> int:
+        self._rank.execute(i)
+        return 0
+
+    def _measured(self, i: Instruction, do: Callable[[Instruction], int]) -> None:
+        if self._meter is None:
+            do(i)
+        else:
+            self._meter.perform(self._rank, i, do)
+
+    def _end(self, position: int) -> None:
+        with self._work:
+            self._flow.end(position)
+            self._work.notify()
+            self._news.notify()
+
+    def _fail(self, position: int, error: BaseException) -> None:
+        with self._work:
+            if self._failure is None:
+                self._failure = position, error
+            self._work.notify()
+            self._news.notify()
+
+    # The second thread.
+
+    def _go_on(self) -> None:
+        while (position := self._take()) is not None:
+            try:
+                self._begin(position)
+            except BaseException as error:
+                self._fail(position, error)
+
+    def _take(self) -> int | None:
+        """The next instruction to begin; None at the end."""
+        with self._work:
+            while not self._closed and self._failure is None:
+                if (position := self._flow.next()) is not None:
+                    return position
+                self._work.wait()
+        return None
+
+    def _begin(self, position: int) -> None:
+        i = self._order[position]
+        with self._streams.beside(self._marks.get(p) for p in self._flow.needs[position]):
+            if i.action == Action.RECV:
+                self._begin_message(position, self._links.receive(i, self._tags[position]))
+                return
+            self._add_received(i)
+            if i.action == Action.SEND:
+                self._measured(i, lambda i: self._send(position, i))
+            elif i.action.communicates:
+                gives = i.action != Action.BROADCAST or self._is_root(i)
+                payload = self._rank.give(i) if gives else None
+                self._begin_message(position, self._links.collective(i, payload))
+                return
+            else:
+                self._measured(i, self._compute)
+        self._end(position)
+
+    def _add_received(self, i: Instruction) -> None:
+        """Add what has been received of the sum that ``i`` uses, in the order of the program."""
+        if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
+            for position, payload in sorted(self._received.pop((i.stage, i.step), ())):
+                self._rank.take(self._order[position], payload)
+
+    def _send(self, position: int, i: Instruction) -> int:
+        payload = self._rank.give(i)
+        transfer = self._links.send(i, payload, self._tags[position])
+        with self._work:
+            self._unsent.add(position)
+        self._waiter(("send", *i.peers), self._sent).put(position, transfer)
+        return transfer.flat.nbytes
+
+    def _begin_message(self, position: int, transfer: Transfer) -> None:
+        """Have somebody wait for a message that leaves something on this rank."""
+        i = self._order[position]
+        if self._meter is not None:
+            self._began[position] = self._meter.now()
+        name = (i.buffer, *i.peers) if i.action == Action.RECV else ("collective",)
+        self._waiter(name, self._arrived).put(position, transfer)
+
+    def _waiter(self, name: tuple, then: Callable[[int, Transfer], None]) -> Waiter:
+        if name not in self._waiters:
+            self._waiters[name] = Waiter(then, self._fail)
+        return self._waiters[name]
+
+    def _is_root(self, i: Instruction) -> bool:
+        return i.peers[0] == self._world.rank
+
+    # The waiters' threads.
+
+    def _sent(self, position: int, transfer: Transfer) -> None:
+        with self._work:
+            self._unsent.remove(position)
+            self._news.notify()
+
+    def _arrived(self, position: int, transfer: Transfer) -> None:
+        i = self._order[position]
+        leaves_nothing = i.action == Action.REDUCE and not self._is_root(i)
+        if not leaves_nothing and not (i.action == Action.BROADCAST and self._is_root(i)):
+            with self._streams.beside():
+                payload = self._links.received(i, transfer)
+                if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
+                    self._received[i.stage, i.step].append((position, payload))
+                else:
+                    self._rank.take(i, payload)
+                    if isinstance(payload, tuple):
+                        self._streams.lend(payload)
+        if self._meter is not None:
+            self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
+        self._end(position)

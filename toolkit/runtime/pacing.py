@@ -1,0 +1,94 @@
+"""Spreads what a rank sends over time, so that its link sees an even load."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+import torch.distributed as dist
+
+Begin = Callable[[], dist.Work | None]
+"""Begins to send a chunk."""
+
+
+@dataclass(order=True)
+class _Message:
+    urgency: int
+    number: int
+    begin: Sequence[Begin] = field(compare=False)
+    sizes: Sequence[int] = field(compare=False)
+    works: list[dist.Work | None] = field(default_factory=list, compare=False)
+    begun: "Future[list[dist.Work | None]]" = field(default_factory=Future, compare=False)
+
+
+class Pacer:
+    """Begins chunks at a steady rate, the most urgent message's first.
+
+    Attributes:
+        rate: bytes a second; None until it is known, when nothing is held back.
+    """
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self._waiting: list[_Message] = []
+        self._numbers = count()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._next = 0.0  # when the next chunk may begin
+        self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
+        self._thread.start()
+
+    def put(
+        self, begin: Sequence[Begin], sizes: Sequence[int], urgency: int
+    ) -> "Future[list[dist.Work | None]]":
+        """Begin a message's chunks, of ``sizes`` in bytes, in their turn.
+
+        Args:
+            urgency: the smaller, the sooner.
+
+        Returns:
+            the works, once all have begun.
+        """
+        with self._changed:
+            message = _Message(urgency, next(self._numbers), begin, sizes)
+            heappush(self._waiting, message)
+            self._changed.notify()
+        return message.begun
+
+    def close(self) -> None:
+        """End; what waits is not sent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (message := self._take()) is not None:
+            at = len(message.works)
+            try:
+                message.works.append(message.begin[at]())
+            except RuntimeError as error:
+                message.begun.set_exception(error)
+                continue
+            if at + 1 == len(message.begin):
+                message.begun.set_result(message.works)
+            else:
+                with self._changed:
+                    heappush(self._waiting, message)
+            if self.rate is not None:
+                seconds = message.sizes[at] / self.rate
+                # Who wakes up late may catch up by one chunk, and no more.
+                self._next = max(self._next, time.monotonic() - seconds) + seconds
+
+    def _take(self) -> _Message | None:
+        """The most urgent message, when its next chunk may begin; None at the end."""
+        with self._changed:
+            while not self._closed:
+                left = self._next - time.monotonic()
+                if self._waiting and left <= 0:
+                    return heappop(self._waiting)
+                self._changed.wait(left if self._waiting else None)
+        return None

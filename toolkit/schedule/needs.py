@@ -1,0 +1,118 @@
+"""What each instruction of a rank waits for: the instructions whose results it uses.
+
+The order of a program is one order in which everything can be done. Whoever does an instruction
+before or after its place need only wait for these. As each of them comes earlier in the program,
+nobody can wait for ever.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from toolkit.schedule.program import Action, Buffer, Instruction
+
+
+def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:
+    """For each of the instructions of ``rank`` the positions of those that it waits for, ascending.
+
+    A sum of gradients is used when everything before its use has been added; a received part is
+    added when it is used. A weight version is freed after its last use, and comes again only after
+    that.
+    """
+    return _Needs(rank).of(instructions)
+
+
+class _Needs:
+    """Who has made, and who uses, each buffer of the rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.made: dict[tuple, int] = {}  # weights and boundaries
+        self.freed: dict[tuple, int] = {}  # weights
+        self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
+        self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
+        self.kept: dict[tuple, list[int]] = {}  # ops of a stage on a micro-batch
+        self.updated: dict[int, int] = {}  # the last update of each stage
+
+    def of(self, instructions: Sequence[Instruction]) -> list[tuple[int, ...]]:
+        return [tuple(sorted(self._waits_for(p, i))) for p, i in enumerate(instructions)]
+
+    def _waits_for(self, position: int, i: Instruction) -> set[int]:
+        if i.action.computes:
+            return self._computes(position, i)
+        if i.action == Action.UPDATE:
+            return self._updates(position, i)
+        if i.action == Action.FREE:
+            return self._frees(position, i)
+        return self._communicates(position, i)
+
+    def _computes(self, position: int, i: Instruction) -> set[int]:
+        key = (i.stage, i.microbatch, i.step)
+        found = self._uses_weights(position, i)
+        if i.action == Action.FORWARD:
+            found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
+            self.made[(Buffer.ACTIVATION, *key)] = position
+            self.kept[key] = []
+        else:
+            if i.action != Action.BACKWARD_WEIGHT:
+                later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+                found |= self._takes(later)
+                self.made[(Buffer.ACTIVATION_GRADIENT, *key)] = position
+            found |= set(self.kept.get(key, ()))
+        if key in self.kept:
+            self.kept[key].append(position)
+        if i.action != Action.BACKWARD_INPUT:  # a forward adds the statistics of norms
+            self.parts[i.stage, i.step].append(position)
+        return found
+
+    def _updates(self, position: int, i: Instruction) -> set[int]:
+        found = set(self.parts.pop((i.stage, i.step), ()))
+        if i.stage in self.updated:
+            found.add(self.updated[i.stage])
+        if i.step is not None:  # it begins with the version before
+            base = (i.stage, i.step)
+            found |= self._takes(base, keep=True)
+            self.uses[base].append(position)
+        self.updated[i.stage] = position
+        self.made[i.stage, i.version] = position
+        return found
+
+    def _frees(self, position: int, i: Instruction) -> set[int]:
+        if i.buffer != Buffer.WEIGHTS:
+            return set(self.kept.pop((i.stage, i.microbatch, i.step), ()))
+        key = (i.stage, i.version)
+        self.freed[key] = position
+        return set(self.uses.pop(key, ())) | self._takes(key)
+
+    def _communicates(self, position: int, i: Instruction) -> set[int]:
+        if i.buffer == Buffer.WEIGHTS:
+            if i.action == Action.SEND or (i.action == Action.BROADCAST and self._is_root(i)):
+                return self._uses_weights(position, i)
+            key = (i.stage, i.version)
+            self.made[key] = position
+            return {self.freed[key]} if key in self.freed else set()
+        if i.buffer == Buffer.GRADIENT:
+            if i.action == Action.RECV:
+                self.parts[i.stage, i.step].append(position)
+                return set()
+            found = set(self.parts.pop((i.stage, i.step), ()))
+            if i.action == Action.ALL_REDUCE or (i.action == Action.REDUCE and self._is_root(i)):
+                self.parts[i.stage, i.step].append(position)
+            return found
+        boundary = (i.buffer, i.stage, i.microbatch, i.step)
+        if i.action == Action.SEND:
+            return self._takes(boundary)
+        self.made[boundary] = position
+        return set()
+
+    def _is_root(self, i: Instruction) -> bool:
+        return i.peers[0] == self.rank
+
+    def _uses_weights(self, position: int, i: Instruction) -> set[int]:
+        key = (i.stage, i.version)
+        self.uses[key].append(position)
+        return self._takes(key, keep=True)
+
+    def _takes(self, key: tuple, *, keep: bool = False) -> set[int]:
+        """Who has made a buffer; nobody, if it was there before the program."""
+        maker = self.made.get(key) if keep else self.made.pop(key, None)
+        return set() if maker is None else {maker}
