@@ -41,6 +41,7 @@ def schedules(n_ranks):
     for delay in (1, "freshest"):
         yield catalog.cyclic(n, delay, "per_stage")
     yield catalog.cyclic(n, 2)
+    yield catalog.cyclic(n, 1, chains="rotated")
     yield catalog.data_parallel(n, delay=1)
     yield catalog.gpipe(n, n)
     yield catalog.one_f_one_b(n, 2 * n)

@@ -40,6 +40,9 @@ def _schedules():
         yield catalog.data_parallel(n, n_stages=n_stages)
         for delay in (1, 2, "freshest"):
             yield catalog.cyclic(n, delay, n_stages=n_stages)
+    for n_stages, n in (*SIZES, (4, 2)):
+        yield catalog.cyclic(n, 1, n_stages=n_stages, chains="rotated")
+    yield catalog.cyclic(3, [[1, 2, 1], [1, 1, 3], [2, 1, 1]], chains="rotated")
     for placement in ("one", "per_stage_and_microbatch"):
         yield catalog.data_parallel(3, placement)
     yield catalog.data_parallel(3, state="sharded")

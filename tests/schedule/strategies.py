@@ -1,11 +1,11 @@
-"""Random schedules, small: any sizes, timing, placement, delay and state that fit together."""
+"""Random schedules, small: any sizes, timing, placement, delay, state, chains that fit together."""
 
 from dataclasses import replace
 
 from hypothesis import HealthCheck, reject, settings
 from hypothesis import strategies as st
 
-from toolkit.schedule import PLACEMENTS, STATES, Kind, Op, Schedule, Timing, timing
+from toolkit.schedule import CHAINS, PLACEMENTS, STATES, Kind, Op, Schedule, Timing, timing
 
 quick = settings(
     deadline=None,
@@ -56,7 +56,7 @@ def matrices(draw, least):
 
 
 @st.composite
-def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULES):
+def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULES, chains=CHAINS):
     s, m = draw(st.integers(1, max_size)), draw(st.integers(1, max_size))
     placement, state = draw(st.sampled_from(placements)), draw(st.sampled_from(states))
     when = draw(timings(s, m, rules))
@@ -70,7 +70,16 @@ def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULE
         delay = draw(matrices(free.staleness))
     elif delay != "freshest":
         delay = max(delay, free.max_staleness)
-    return replace(free, delay=delay)
+    return draw(st.sampled_from([*with_chains(replace(free, delay=delay), chains)]))
+
+
+def with_chains(schedule, chains):
+    """The schedule with those of the chains that it takes."""
+    for one in chains:
+        try:
+            yield replace(schedule, chains=one)
+        except ValueError as error:
+            assert f'chains="{one}" takes' in str(error)  # noqa: PT017 - nothing else is wrong
 
 
 @st.composite

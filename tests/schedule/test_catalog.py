@@ -15,6 +15,7 @@ from toolkit.schedule import catalog, timing
         (catalog.cyclic(2), "CDP-v2"),
         (catalog.cyclic(2, 1), "CDP-v1"),
         (catalog.cyclic(2, 2), "CDP"),
+        (catalog.cyclic(2, 1, chains="rotated"), "CDP-v1 rotated"),
         (catalog.cyclic(2, [[1, 1], [1, 1]]), "CDP"),
         (catalog.cyclic(2, state="sharded"), "ZeRO-CDP-v2"),
         (catalog.cyclic(2, 1, state="sharded"), "ZeRO-CDP-v1"),

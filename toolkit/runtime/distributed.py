@@ -25,7 +25,7 @@ from toolkit.runtime.source import Shape, Source
 from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values
 from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import check_state, state_of
-from toolkit.schedule import Action, Instruction, Program, Schedule
+from toolkit.schedule import Action, Program, Schedule
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
@@ -237,12 +237,11 @@ class Distributed:
         rank.weights = held
         if meter is not None:
             meter.begin(rank)
-        ends = _last_ops(program.ranks[self.rank])
         with Execution(rank, links, program, turn, meter, overlap=self._overlap) as execution:
             for position in execution.in_order:
                 execution.perform(position)
-                if position in ends:
-                    yield feed.result(ends[position])
+                if position in execution.ends:
+                    yield feed.result(execution.ends[position])
             execution.finish()
         if meter is not None:
             meter.finish(program)
@@ -296,9 +295,3 @@ def _who_meets(program: Program) -> tuple[list[tuple[int, ...]], list[tuple[int,
             elif i.action.communicates and i.action != Action.RECV:
                 groups.add(tuple(sorted(i.peers)))
     return sorted(groups), sorted(pairs)
-
-
-def _last_ops(instructions: tuple[Instruction, ...]) -> dict[int, int]:
-    """The position of the last op of each training step, and the step."""
-    last = {i.step: position for position, i in enumerate(instructions) if i.action.computes}
-    return {position: step for step, position in last.items() if step is not None}

@@ -7,7 +7,7 @@ for messages to end. A receive is begun early, so that its message need not wait
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -34,6 +34,9 @@ class Execution:
         meter: writes down what is done; none, where nothing is measured.
         overlap: whether messages and updates go on beside the ops. If not, each instruction is
             waited for before the next, so that what is held when is what the program says.
+
+    Attributes:
+        ends: the position of the last op of each training step, and the step.
     """
 
     def __init__(
@@ -50,6 +53,10 @@ class Execution:
         self._world, self._watch = links.world, links.world.watch
         self._order = program.ranks[self._world.rank]
         self._tags = tags(self._order)
+        if links.pacer is not None:
+            sends = (i for i in self._order if i.action == Action.SEND)
+            links.pacer.begin(sum(map(links.n_bytes, sends)) / program.n_steps)
+        self.ends = _last_ops(self._order)
         self._flow = Dataflow(self._order, self._world.rank, ordered=links.ordered)
         self._overlap = overlap
         # As long as a micro-batch is under way: a message a step is received into two buffers.
@@ -116,6 +123,8 @@ class Execution:
         self._measured(i, self._compute)
         self._marks[position] = self._streams.mark()
         self._end(position)
+        if self._links.pacer is not None and position in self.ends:
+            self._links.pacer.end_step()
 
     def finish(self) -> None:
         """Wait until everything has been done, received and sent."""
@@ -258,3 +267,9 @@ class Execution:
         if self._meter is not None:
             self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
         self._end(position)
+
+
+def _last_ops(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """The position of a rank's last op of each training step, and the step."""
+    last = {i.step: position for position, i in enumerate(instructions) if i.action.computes}
+    return {position: step for step, position in last.items() if step is not None}

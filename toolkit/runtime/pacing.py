@@ -7,8 +7,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from math import inf
 
 import torch.distributed as dist
+
+_HEADROOM = 1.25
 
 Begin = Callable[[], dist.Work | None]
 """Begins to send a chunk."""
@@ -27,12 +30,19 @@ class _Message:
 class Pacer:
     """Begins chunks at a steady rate, the most urgent message's first.
 
+    The rate is what spreads the bytes of a training step over the shortest step so far, and some
+    more, so that who has been held up can catch up. Until two steps have ended nothing is held
+    back.
+
     Attributes:
-        rate: bytes a second; None until it is known, when nothing is held back.
+        rate: bytes a second; None until it is known.
     """
 
     def __init__(self) -> None:
         self.rate: float | None = None
+        self._step_bytes = 0.0
+        self._shortest = inf
+        self._step_began: float | None = None
         self._waiting: list[_Message] = []
         self._numbers = count()
         self._changed = threading.Condition()
@@ -40,6 +50,19 @@ class Pacer:
         self._next = 0.0  # when the next chunk may begin
         self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
         self._thread.start()
+
+    def begin(self, step_bytes: float) -> None:
+        """A program begins, in which this rank sends so much a training step."""
+        self._step_bytes = step_bytes
+        self._step_began = None
+
+    def end_step(self) -> None:
+        """The rank has computed all of a training step."""
+        now = time.perf_counter()
+        if self._step_began is not None and self._step_bytes:
+            self._shortest = min(self._shortest, now - self._step_began)
+            self.rate = _HEADROOM * self._step_bytes / self._shortest
+        self._step_began = now
 
     def put(
         self, begin: Sequence[Begin], sizes: Sequence[int], urgency: int

@@ -1,6 +1,7 @@
 """Schedules as data: which op runs when, where and on which weights. Standard library only."""
 
 from toolkit.schedule import catalog
+from toolkit.schedule.chains import CHAINS
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import PLACEMENTS, Placement
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
@@ -10,6 +11,7 @@ from toolkit.schedule.steady import SteadyState, steady_state
 from toolkit.schedule.timing import Timing
 
 __all__ = [
+    "CHAINS",
     "FRESHEST",
     "PLACEMENTS",
     "STATES",

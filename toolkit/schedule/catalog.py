@@ -1,6 +1,7 @@
 """The named methods: each is one choice of timing, placement, weights and state."""
 
 from toolkit.schedule import orders, timing
+from toolkit.schedule.chains import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay
 
@@ -34,6 +35,7 @@ def cyclic(
     state: str = "replicated",
     *,
     n_stages: int | None = None,
+    chains: str = IN_ORDER,
 ) -> Schedule:
     """Cyclic data parallelism: ``n`` micro-batches staggered uniformly over the step.
 
@@ -43,13 +45,15 @@ def cyclic(
         placement: any; ``per_stage`` makes it a pipeline.
         state: ``replicated``, or ``sharded`` (ZeRO).
         n_stages: stages of the model, ``n`` unless given.
+        chains: ``in_order``, or ``rotated``: the same bytes and updates on every rank; but sums
+            wait longer, gradients are held longer, and messages bunch where a backward ends.
 
     Source: arXiv 2403.08837.
     """
     s, m = _sizes(n_stages, n)
     rule = {1: "CDP-v1", FRESHEST: "CDP-v2"}.get(delay if isinstance(delay, int | str) else -1)
-    name = _name(rule or "CDP", state)
-    return Schedule(name, s, m, timing.cyclic(s, m), placement, delay, state)
+    name = _name(rule or "CDP", state) + (" rotated" if chains == ROTATED else "")
+    return Schedule(name, s, m, timing.cyclic(s, m), placement, delay, state, chains)
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:

@@ -7,11 +7,11 @@ Everything inferred follows from five rules.
 2. *Gradients.* A rank sums what it computed. Sums that are complete on several ranks at the same
    moment meet in a collective: an all-reduce, or, where the state is sharded, a reduction to the
    owner. Otherwise a running sum is handed from rank to rank in the order in which they finish,
-   and ends at the stage's owner.
+   or round the stage's ring if chains are rotated, and ends at the stage's owner.
 3. *Updates.* The owner updates; after an all-reduce every rank does, from the same sum.
 4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
-   need it. Where the state is sharded a rank keeps it for one op only and hands it on after that;
-   ranks that need it at the same moment get it by a broadcast from the owner.
+   need it, or round the ring. Where the state is sharded a rank keeps it for one op only and hands
+   it on after that; ranks that need it at the same moment get it by a broadcast from the owner.
 5. *Frees.* Activations go when their backward has ended, a weight version when the rank no longer
    reads it, hands it on or updates it.
 
@@ -20,9 +20,9 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.schedule.collector import collector_paused
@@ -103,6 +103,7 @@ class _Lowering:
         self.schedule = schedule
         self.steps = steps
         self.owner = schedule.owners
+        self.rings = schedule.rings
         self.slot = schedule.timing.ticks_per_slot
         self.ranks: list[list[Instruction]] = [[] for _ in range(schedule.n_ranks)]
         # (stage, version) -> reads; (stage, step) -> rank -> tick at which its share is summed
@@ -194,15 +195,21 @@ class _Lowering:
                 )
                 self.ranks[rank].append(reduce)
         else:
-            chain = sorted(shares.keys() | {owner}, key=lambda r: (r == owner, shares.get(r), r))
             summed = 0
-            for source, target in pairwise(chain):
+            for source, target in pairwise(self._chain(j, shares)):
                 summed = max(summed, shares[source])
                 self._message(source, target, summed, Buffer.GRADIENT, j, step=step)
         for rank in updaters:
             update = Instruction(ready, Action.UPDATE, j, step=step, version=step + 1)
             self.ranks[rank].append(update)
         return _Update(ready, updaters)
+
+    def _chain(self, j: int, shares: dict[int, int]) -> Sequence[int]:
+        """The ranks that hand on stage j's running sum, its owner last."""
+        if self.rings:
+            return self.rings[j]
+        owner = self.owner[j]
+        return sorted(shares.keys() | {owner}, key=lambda r: (r == owner, shares.get(r), r))
 
     def _hand_on(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Replicated: the version goes once to each rank that reads it, and stays there."""
@@ -211,15 +218,15 @@ class _Lowering:
         for read in reads:
             first.setdefault(read.rank, read)
         until = dict.fromkeys(made.ranks, made.tick)
-        source, at = self.owner[j], made.tick
-        for rank, read in first.items():
-            if rank not in until:
-                used = first[source].end if source in first else read.start
-                at = max(at, min(used, read.start - self.slot))
-                self._send_weights(at, j, version, source, rank)
-                until[source] = max(until[source], at)
-                until[rank] = at
-                source = rank
+        targets = [rank for rank in self._receivers(j, first) if rank not in until]
+        hops = [*pairwise([self.owner[j], *targets])]
+        due = [self._due(first.get(a, reads[-1]), first.get(b, reads[-1])) for a, b in hops]
+        latest = [*accumulate(reversed(due), min)]
+        for (source, target), before in zip(hops, reversed(latest), strict=True):
+            at = max(made.tick, before)
+            self._send_weights(at, j, version, source, target)
+            until[source] = max(until[source], at)
+            until[target] = at
         for read in reads:
             until[read.rank] = max(until[read.rank], read.end)
         if remade:
@@ -227,6 +234,17 @@ class _Lowering:
                 until[rank] = max(until[rank], remade.tick)
         for rank, tick in until.items():
             self._free_weights(tick, rank, j, version)
+
+    def _receivers(self, j: int, first: dict[int, _Read]) -> list[int]:
+        """Who gets a version, in order: its readers, and in a ring those on the way to them."""
+        if not self.rings:
+            return [*first]
+        way = reversed(self.rings[j][:-1])
+        return [*dropwhile(lambda rank: rank not in first, way)][::-1]
+
+    def _due(self, source: _Read, target: _Read) -> int:
+        """When weights are handed on: after their first use, or a slot before they are read."""
+        return min(source.end, target.start - self.slot)
 
     def _travel(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Sharded: the version goes from op to op; its owner keeps it until the update.

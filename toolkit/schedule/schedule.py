@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.schedule import grid as _grid
 from toolkit.schedule import orders as _orders
 from toolkit.schedule import text as _text
+from toolkit.schedule.chains import CHAINS, IN_ORDER, check_chains, ring_of
 from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
@@ -35,9 +36,14 @@ class Schedule:
             ``[stage][microbatch]`` of them; or ``"freshest"``, the least that the timing allows.
         state: ``replicated``, or ``sharded`` (each stage's parameters, gradients and optimizer
             state have one owner).
+        chains: ``in_order``, or ``rotated``: each stage's sum begins at another rank. Every rank
+            then sends as many bytes and makes as many updates as any other; but sums wait longer,
+            gradients are held longer, and traffic is no longer even over the step. It takes
+            replicated state, a rank for each micro-batch, and a delay that leaves weights time to
+            go round. See :mod:`toolkit.schedule.chains`.
 
     Raises:
-        ValueError: the four choices contradict each other; where an op is to blame, the message
+        ValueError: the choices contradict each other; where an op is to blame, the message
             shows the grid with that op in brackets.
     """
 
@@ -48,12 +54,15 @@ class Schedule:
     placement: str | Placement = "one"
     delay: Delay = 0
     state: str = "replicated"
+    chains: str = IN_ORDER
     staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
             raise ValueError(f"unknown state {self.state!r}: choose one of {', '.join(STATES)}")
+        if self.chains not in CHAINS:
+            raise ValueError(f"unknown chains {self.chains!r}: choose one of {', '.join(CHAINS)}")
         check_complete(self.timing.starts, self.n_stages, self.n_microbatches)
         layout = self.placement
         if not isinstance(layout, Placement):
@@ -64,6 +73,8 @@ class Schedule:
         staleness = requested(self.delay, self.timing, self.n_stages, self.n_microbatches)
         object.__setattr__(self, "staleness", staleness)
         self._check_staleness()
+        if self.chains != IN_ORDER:
+            check_chains(self)
 
     @property
     def n_ranks(self) -> int:
@@ -82,18 +93,27 @@ class Schedule:
     def owners(self) -> tuple[int, ...]:
         """The rank that updates each stage and keeps its optimizer state.
 
-        Replicated: the rank that completes the gradient. Sharded among the ranks of data
-        parallelism: the stages are dealt out evenly, the last stage to the first rank, which in
-        cyclic timing is the first to read new weights.
+        Replicated: the rank that completes the gradient, the last of its chain. Sharded among the
+        ranks of data parallelism: the stages are dealt out evenly, the last stage to the first
+        rank, which in cyclic timing is the first to read new weights.
         """
         if self.state == "sharded" and self.layout.name == "per_microbatch":
             last = self.n_ranks - 1
             return tuple(last - j * self.n_ranks // self.n_stages for j in range(self.n_stages))
+        if self.rings:
+            return tuple(ring[-1] for ring in self.rings)
         microbatches = range(self.n_microbatches)
         return tuple(
             self.rank(j, max(microbatches, key=partial(self.timing.gradient_end, j)))
             for j in range(self.n_stages)
         )
+
+    @cached_property
+    def rings(self) -> tuple[tuple[int, ...], ...]:
+        """Of each stage where chains are rotated: who hands its gradient on, its owner last."""
+        if self.chains == IN_ORDER:
+            return ()
+        return tuple(ring_of(self, j) for j in range(self.n_stages))
 
     def oldest_version(self, stage: int, step: int) -> int:
         """The oldest weight version of ``stage`` that is read at ``step`` or later."""

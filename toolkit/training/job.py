@@ -130,7 +130,7 @@ def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World
                 " out, or choose runtime=distributed"
             )
         return options, None
-    reach = {name: options.pop(name) for name in ("backend", "timeout")}
+    reach = {name: options.pop(name) for name in ("backend", "timeout", "interface")}
     return options, join(schedule.n_ranks, device=config.device, **reach)
 
 

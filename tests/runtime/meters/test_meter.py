@@ -252,10 +252,12 @@ def test_ticks_go_on_from_program_to_program(schedule):
     for first_step in (0, 2):
         program = schedule.lower(2, first_step)
         before = len(found.record.events)
-        for i in program.ranks[0]:
+        found.begin(rank)
+        for i in reversed(program.ranks[found.record.rank]):  # in whichever order they end
             found.perform(rank, i, lambda i: 0)
         found.finish(program)
         events = found.record.events[before:]
+        assert tuple(event.instruction for event in events) == program.ranks[found.record.rank]
         offsets = {event.tick - event.instruction.tick for event in events}
         assert len(offsets) == 1
         slots.append({event.tick // schedule.timing.ticks_per_slot for event in events})

@@ -50,6 +50,7 @@ def n_ranks(n: int) -> int:
 def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -> list[MeasuredRow]:
     """Run every setting under every rule. Every rank calls it; the first gets the rows.
 
+    Everything waits for its turn in the program, so that the weights held are those of its ticks.
     The model is ``n`` alike stages, a linear layer and a tanh each, so that bytes can be told in
     stages.
 
@@ -75,6 +76,7 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
                     _loss,
                     world=part,
                     record=2 * settled + 1,
+                    overlap=False,
                 )
                 samples = torch.ones(n * batch, width)
                 for _ in runtime.run([(samples, samples)] * (2 * settled + 1)):

@@ -19,13 +19,16 @@ from toolkit.runtime.meters.meter import Event, Record
 from toolkit.schedule import Action, Instruction, Schedule
 from toolkit.schedule.program import traffic_of
 
+_MESSAGES = (Action.SEND, Action.RECV)
+
 Occasion = tuple[int, int]  # rank, and position among its events
 
 
 def timeline_of(schedule: Schedule, records: Sequence[Record]) -> Timeline:
     """The timeline of ``records``, from the first event on.
 
-    A message lasts from when the last of its ranks was ready for it to when it had been received.
+    A message lasts from when the last of its ranks was ready for it, and the one before it on the
+    same way had ended, to when it had been received.
     """
     origin = min(record.events[0].start for record in records)
     messages = _messages(records)
@@ -60,9 +63,12 @@ def _messages(records: Sequence[Record]) -> dict[Occasion, tuple[float, float]]:
                 meetings[*key, seen[key]].append((record.rank, position, event))
                 seen[key] += 1
     times = {}
-    for met in meetings.values():
-        begin = max(event.start for _, _, event in met)
-        received = [event.end for _, _, event in met if event.instruction.action == Action.RECV]
+    free: defaultdict[tuple, float] = defaultdict(float)  # when each way is free again
+    for key, met in sorted(meetings.items(), key=lambda item: max(e.end for *_, e in item[1])):
+        way = key[:2] if met[0][2].instruction.action in _MESSAGES else key[0]
+        begin = max(free[way], *(event.start for *_, event in met))
+        received = [event.end for *_, event in met if event.instruction.action == Action.RECV]
+        free[way] = max(begin, *(received or [event.end for *_, event in met]))
         for rank, position, event in met:
             times[rank, position] = begin, max(begin, *(received or [event.end]))
     return times
@@ -111,10 +117,11 @@ def _changes(record: Record, origin: float) -> Iterator[Change]:
     held = {ACTIVATIONS: 0, WEIGHTS: record.first_weights, GRADIENTS: 0}
     if record.first_weights:
         yield Change(origin, record.rank, WEIGHTS, record.first_weights)
-    for event in record.events:
+    for event in sorted(record.events, key=lambda event: event.end):
         now = (event.activations, event.weights, event.gradients)
         for kind, n_bytes in zip(held, now, strict=True):
             if n_bytes != held[kind]:
-                when = event.start if n_bytes > held[kind] else event.end
+                grows = n_bytes > held[kind] and not event.instruction.action.communicates
+                when = event.start if grows else event.end
                 yield Change(when, record.rank, kind, n_bytes - held[kind])
                 held[kind] = n_bytes

@@ -177,6 +177,7 @@ def join(
     device: str = "auto",
     backend: str = "auto",
     timeout: float = 120.0,
+    interface: str | None = None,
 ) -> World:
     """Meet the other ranks of this job, as torchrun, Slurm or ``launch`` started them.
 
@@ -188,9 +189,12 @@ def join(
         backend: ``auto`` is NCCL where every rank of this machine has a GPU of its own, else gloo,
             whose messages go through the CPU's memory.
         timeout: seconds after which a rank that does not answer ends the job.
+        interface: network interface of this machine's messages, such as ``eth1``; by the
+            environment (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
 
     Raises:
-        ValueError: not started as a rank, or as one of another number than ``n_ranks``.
+        ValueError: not started as a rank, or as one of another number than ``n_ranks``; or there is
+            no such interface.
         SystemExit: the others do not come; what is wrong has been announced.
     """
     global _joined
@@ -205,6 +209,7 @@ def join(
         )
     if _joined is not None:
         return _joined
+    _choose_interface(interface)
     on = _device(device, place)
     backend = _backend(backend, on, place)
     if on.type == "cuda":
@@ -286,6 +291,15 @@ def _device(name: str, place: Place) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("device=cuda cannot be used: there is no GPU; try device=auto")
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def _choose_interface(name: str | None) -> None:
+    if name is None:
+        return
+    there = [interface for _, interface in socket.if_nameindex()]
+    if name not in there:
+        raise ValueError(f"no network interface {name!r} here: choose one of {', '.join(there)}")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def _backend(name: str, device: torch.device, place: Place) -> str:

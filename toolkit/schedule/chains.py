@@ -1,0 +1,91 @@
+"""The order in which ranks hand on the sum of a stage's gradient: the last of them updates.
+
+``in_order``
+    as they finish. In cyclic timing it is the last rank that makes every update, and it and the
+    rank before it send less than the others.
+``rotated``
+    as they finish, but stage j begins with the j-th rank and goes round: the rank before that one
+    updates. New weights go on round the same ring, so that each rank sends to one neighbour only.
+    Where the stages are a multiple of the N ranks, every rank sends 2(N-1)/N models a step and
+    makes as many updates as any other. In return sums wait for the rank that finishes last in the
+    middle of their way, a rank holds gradients longer, at times of all stages, and the messages
+    of a stage bunch where its last backward ends, up to N-1 in a row: traffic is even over the
+    ranks and no longer over the step.
+"""
+
+from typing import TYPE_CHECKING
+
+from toolkit.schedule import grid
+from toolkit.schedule.op import Kind, Op
+
+if TYPE_CHECKING:
+    from toolkit.schedule.schedule import Schedule
+
+IN_ORDER, ROTATED = "in_order", "rotated"
+CHAINS = (IN_ORDER, ROTATED)
+_TAKES = f'chains="{ROTATED}" takes'
+_INSTEAD = f'use chains="{IN_ORDER}"'
+
+
+def ring_of(schedule: "Schedule", stage: int) -> tuple[int, ...]:
+    """The ranks of a rotated chain: from the first to give its gradient to the one that updates."""
+    timing, n = schedule.timing, schedule.n_microbatches
+    order = sorted(range(n), key=lambda m: (timing.gradient_end(stage, m), m))
+    turn = stage % n
+    return tuple(schedule.rank(stage, m) for m in (*order[turn:], *order[:turn]))
+
+
+def check_chains(schedule: "Schedule") -> None:
+    """Whether rotated chains can be honoured.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if schedule.state != "replicated":
+        raise ValueError(
+            f'{_TAKES} state="replicated": got state={schedule.state!r}; choose that, or {_INSTEAD}'
+        )
+    if not _has_a_rank_for_each_microbatch(schedule):
+        raise ValueError(
+            f"{_TAKES} a rank for each micro-batch, the same at every stage: got placement"
+            f' {schedule.layout.name!r}; choose placement="per_microbatch", or {_INSTEAD}'
+        )
+    for j in range(schedule.n_stages):
+        _check_ends(schedule, j)
+        _check_delays(schedule, j)
+
+
+def _has_a_rank_for_each_microbatch(schedule: "Schedule") -> bool:
+    layout, microbatches = schedule.layout, range(schedule.n_microbatches)
+    stages = range(schedule.n_stages)
+    rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
+    if len(rows) > 1 or any(layout.turns(j) > 1 for j in stages):
+        return False
+    return len(set(rows.pop())) == schedule.n_microbatches
+
+
+def _check_ends(schedule: "Schedule", stage: int) -> None:
+    """There is a chain, not an all-reduce."""
+    n = schedule.n_microbatches
+    ends = {schedule.timing.gradient_end(stage, m) for m in range(n)}
+    if len(ends) == 1 < n:
+        raise ValueError(
+            f"{_TAKES} micro-batches that end one after another: at stage {stage} all {n} end at"
+            f" once, and their gradients meet in an all-reduce; choose another timing, or"
+            f" {_INSTEAD}"
+        )
+
+
+def _check_delays(schedule: "Schedule", stage: int) -> None:
+    """No rank reads new weights at once: there is time for them to go round."""
+    timing, microbatches = schedule.timing, range(schedule.n_microbatches)
+    made = max(timing.gradient_end(stage, m) for m in microbatches)
+    for m in microbatches:
+        op, delay = Op(Kind.FORWARD, stage, m), schedule.staleness[stage][m]
+        if timing.starts[op] + (delay + 1) * timing.period <= made:
+            raise ValueError(
+                f"{_TAKES} a delay that leaves new weights time to go round the ranks: stage"
+                f" {stage} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
+                f" for delay={delay + 1} there, or {_INSTEAD}\n"
+                + grid.render(schedule, mark=(op, 0))
+            )
