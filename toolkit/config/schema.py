@@ -46,6 +46,7 @@ class Cyclic(ScheduleFile):
     delay: Any = "freshest"
     placement: str = "per_microbatch"
     state: str = "replicated"
+    chains: str = "in_order"  # or rotated: the same bytes and updates on every rank
 
 
 @dataclass
@@ -167,12 +168,17 @@ class Ranks:
     _target_: str = MISSING
     backend: str = "auto"  # nccl or gloo
     timeout: float = 120.0  # seconds after which a rank that does not answer ends the job
+    interface: str | None = None  # network interface of this machine's messages, such as eth1
 
 
 @dataclass
 class DistributedRuntime(Ranks):
     _target_: str = "toolkit.runtime.Distributed"
     record: int = 6  # training steps of which messages, memory and time are measured
+    overlap: bool = True  # messages and updates go on beside computing
+    chunk_mb: float = 1.0  # largest part of a message that is sent at once
+    compression: str = "none"  # fp16 or bf16: messages of gradients and weights
+    pacing: bool = False  # each rank spreads what it sends over the training step
 
 
 @dataclass
@@ -315,6 +321,29 @@ class FailureBench:
 
 
 @dataclass
+class LinksBench:
+    """Training on links of limited bandwidth, made with network namespaces; as root."""
+
+    _target_: str = "benchmarks.links.run"
+    workers: list[int] = option_list([2, 4], "numbers of workers, each a process")
+    ratios: list[float] = option_list(
+        [0.5, 1.0, 2.0, 0.0], "time of sending all parameters to that of computing; 0: no limit"
+    )
+    methods: list[str] = option_list([], "what is compared; all unless given")
+    rounds: int = option(3, "runs of each method on each link, in random order")
+    steps: int = option(10, "training steps of a run")
+    skip: int = option(3, "steps are timed from the end of this one on; the first is 0")
+    model: str = option("resnet18", "any of toolkit.model.MODELS")
+    image_size: int = option(32, "pixels")
+    batch: int = option(16, "images of a worker")
+    stages: int = option(8, "parts into which the model is cut")
+    partition: Any = option("parameters", "flops, parameters, activations, or [names of modules]")
+    chunk_mb: float | None = option(None, "of CDP's messages; the runtime's own unless given")
+    chains: str | None = option("rotated", "of CDP-v1: in_order or rotated")
+    timeout: float = option(600.0, "seconds in which a run has to end")
+
+
+@dataclass
 class Bench:
     bench: Any = MISSING
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -355,7 +384,12 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "torch_pipelining": TorchPipeliningRuntime,
     },
     "hardware": {"hardware": Hardware},
-    "bench": {"failure": FailureBench, "grouped": GroupedBench, "simulator": SimulatorBench},
+    "bench": {
+        "failure": FailureBench,
+        "grouped": GroupedBench,
+        "links": LinksBench,
+        "simulator": SimulatorBench,
+    },
 }
 
 

@@ -19,8 +19,8 @@ class Dataflow:
 
     One in the background begins when it has been opened, what it needs has ended, and those of
     its queue that come before have begun. Collectives make a queue, since all of their ranks must
-    begin them in one order; receives from a rank make one for each kind of buffer, in which they
-    are waited for.
+    begin them in one order; receives from a rank make one for each kind of buffer and stage, in
+    which they are waited for.
 
     Args:
         instructions: of the rank.
@@ -113,5 +113,5 @@ def _queue(i: Instruction, ordered: bool) -> tuple | None:
     if i.action == Action.SEND:
         return ("send", *i.peers) if ordered else None
     if i.action == Action.RECV:
-        return ("receive", *i.peers, None if ordered else i.buffer)
+        return ("receive", *i.peers) if ordered else ("receive", *i.peers, i.buffer, i.stage)
     return ("collective",) if i.action.communicates else None

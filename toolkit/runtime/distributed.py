@@ -71,7 +71,7 @@ class Distributed:
         world: World | None = None,
         record: int = 0,
         overlap: bool = True,
-        chunk_mb: float = 4.0,
+        chunk_mb: float = 1.0,
         compression: str = "none",
         pacing: bool = False,
     ) -> None:

@@ -59,8 +59,8 @@ class Execution:
         self.ends = _last_ops(self._order)
         self._flow = Dataflow(self._order, self._world.rank, ordered=links.ordered)
         self._overlap = overlap
-        # As long as a micro-batch is under way: a message a step is received into two buffers.
-        self._ahead = 2 * program.schedule.n_stages * program.schedule.timing.ticks_per_slot
+        # Twice as long as a micro-batch is under way: a message of every step has two buffers.
+        self._ahead = 4 * program.schedule.n_stages * program.schedule.timing.ticks_per_slot
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
         self._began: dict[int, float] = {}
         self._marks: dict[int, torch.cuda.Event | None] = {}
@@ -234,7 +234,7 @@ class Execution:
         i = self._order[position]
         if self._meter is not None:
             self._began[position] = self._meter.now()
-        name = (i.buffer, *i.peers) if i.action == Action.RECV else ("collective",)
+        name = (i.buffer, i.stage, *i.peers) if i.action == Action.RECV else ("collective",)
         self._waiter(name, self._arrived).put(position, transfer)
 
     def _waiter(self, name: tuple, then: Callable[[int, Transfer], None]) -> Waiter:

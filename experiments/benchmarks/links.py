@@ -1,0 +1,216 @@
+"""Cyclic data parallelism on links of limited bandwidth, against DDP and its relatives.
+
+Ranks are processes of this machine in network namespaces, their links limited by token buckets. C
+is the time of a training step without any message, M that in which all parameters go from one rank
+to another: links are set to ratios of M to C. In every round all methods train on each link, in
+random order; medians over rounds are quoted, and ratios to DDP. Linux, as root.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from benchmarks import links_summary as summary
+from benchmarks import network, traffic
+from benchmarks.links_summary import Link, Run
+from benchmarks.methods import ALL, COMPUTE, Task
+from benchmarks.network import Network
+from benchmarks.orders import Ranks
+from benchmarks.traffic import Array, Traffic
+from toolkit.figures import link_times, save
+from toolkit.model import MODELS
+from toolkit.tracking import table, write_csv
+
+_CLOSE = 0.03  # of M/C, beside what was asked for
+_CORRECTIONS = 3
+_SENDS = 3  # of all parameters, of which the median counts
+_DRAWN = ("DDP", "CDP-v1", "CDP-v1 paced")  # whose traffic is shown ...
+_DRAWN_AT = (1.0, 0.0)  # ... at these ratios
+
+Curves = dict[str, dict[str, Array]]
+"""Mbit/s of all ranks together in each window of two training steps, by link and method."""
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row for each number of workers, link and method; then one a bar."""
+    check(config, device)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    runs: list[Run] = []
+    links: list[Link] = []
+    for workers in config.workers:
+        curves: Curves = {}
+        with network.network(workers) as net, traffic.sampled(net) as sent:
+            task = _task(config, workers, seed)
+            log = folder / f"ranks_{workers}.log"
+            with Ranks(net, task, config.timeout, log) as ranks:
+                here = calibrate(config, net, ranks, workers)
+                links += here
+                write_csv(folder / "links.csv", [asdict(link) for link in links])
+                for done, curve in _all_runs(config, seed, net, sent, ranks, here):
+                    runs.append(done)
+                    write_csv(folder / "runs.csv", [asdict(each) for each in runs])
+                    if done.round == 0 and done.method in _DRAWN and done.ratio in _DRAWN_AT:
+                        curves.setdefault(done.link, {})[done.method] = curve
+        _show(links, runs, workers, curves, folder)
+    print(f"\n{table([_shown(link) for link in links])}\n\n{summary.WORDS}")
+    rows = summary.table(runs, links)
+    return [*rows, *summary.bars(rows)]
+
+
+def calibrate(config: DictConfig, net: Network, ranks: Ranks, workers: int) -> list[Link]:
+    """Measure C, and find the rates at which M/C is what was asked for."""
+    n_bytes, *_ = ranks.order("hello")
+    answers = ranks.order("train", method=COMPUTE, steps=config.steps)
+    compute = max(
+        median(after - before for before, after in pairwise(moments[config.skip :]))
+        for moments in answers
+    )
+    return [_find(ratio, n_bytes, compute, net, ranks, workers) for ratio in config.ratios]
+
+
+def _find(
+    ratio: float, n_bytes: int, compute: float, net: Network, ranks: Ranks, workers: int
+) -> Link:
+    def measured(rate: float | None) -> Link:
+        net.shape(rate)
+        begins, ends, *_ = ranks.order("send", bytes=n_bytes, times=_SENDS)
+        one_way = median(end - begin for begin, end in zip(begins, ends, strict=True))
+        return Link(workers, ratio, None if rate is None else rate / 1e6, compute, one_way)
+
+    if ratio == 0:
+        return measured(None)
+    rate = 8 * n_bytes / (ratio * compute)
+    link = measured(rate)
+    for _ in range(_CORRECTIONS):
+        off = link.one_way / (ratio * compute)
+        if abs(off - 1) <= _CLOSE:
+            break
+        rate *= off
+        link = measured(rate)
+    return link
+
+
+def _all_runs(
+    config: DictConfig, seed: int, net: Network, sent: Traffic, ranks: Ranks, links: list[Link]
+) -> Iterator[tuple[Run, Array]]:
+    """:func:`one_run` of every method in all rounds on all links."""
+    methods = list(config.methods) or list(ALL)
+    n = config.rounds * len(links) * len(methods)
+    with tqdm(total=n, unit="run", leave=False) as bar:
+        for number in range(config.rounds):
+            for link in links:
+                net.shape(None if link.mbit is None else 1e6 * link.mbit)
+                order = random.Random(f"{seed} {number} {link.name}").sample(methods, len(methods))
+                for method in order:
+                    bar.set_description_str(f"{link.workers} workers, {link.name}, {method}")
+                    yield one_run(config, link, number, method, ranks, sent)
+                    bar.update()
+
+
+def one_run(
+    config: DictConfig, link: Link, number: int, method: str, ranks: Ranks, sent: Traffic
+) -> tuple[Run, Array]:
+    """Train some steps, of which the first do not count; also the traffic of two, in Mbit/s."""
+    sent.mark()
+    answers = ranks.order("train", method=method, steps=config.steps)
+    seconds = step_time(answers, config.skip)
+    start, end = answers[0][config.skip], answers[0][-1]
+    samples = sent.samples(end)
+    windows = traffic.in_windows(*samples, start, end)
+    n_steps = config.steps - 1 - config.skip
+    all_sent = np.array([np.interp((start, end), samples[0], of) for of in samples[1].T])
+    done = Run(
+        link.workers,
+        link.ratio,
+        number,
+        method,
+        seconds,
+        traffic.peak_over_mean(windows),
+        traffic.worst_peak_over_mean(windows),
+        float((all_sent[:, 1] - all_sent[:, 0]).mean()) / n_steps / 1e6,
+    )
+    shown = windows[: round(2 * seconds / traffic.WINDOW)].sum(axis=1)
+    return done, 8e-6 * shown / traffic.WINDOW
+
+
+def step_time(answers: list[list[float]], skip: int) -> float:
+    """Seconds of a step, of the slowest rank.
+
+    Args:
+        answers: of each rank, the moments at which its steps ended.
+        skip: steps are timed from the end of step ``skip`` on, the first being 0.
+    """
+    return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in answers)
+
+
+def check(config: DictConfig, device: torch.device) -> None:
+    """Refuse what cannot be measured, or not here."""
+    if device.type != "cpu":
+        raise ValueError(f"bench=links computes on the CPU: got {device}; give device=cpu")
+    for name in ("image_size", "batch", "stages", "rounds"):
+        if config[name] < 1:
+            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    if config.skip < 0 or config.steps < config.skip + 2:
+        raise ValueError(
+            f"bench.steps is bench.skip and 2 or more, and bench.skip 0 or more:"
+            f" got {config.steps} and {config.skip}"
+        )
+    for name in ("timeout", "chunk_mb"):
+        if config[name] is not None and not config[name] > 0:
+            raise ValueError(f"bench.{name} is above 0: got {config[name]}")
+    for name in ("workers", "ratios"):
+        if not config[name] or len(set(config[name])) < len(config[name]):
+            raise ValueError(f"bench.{name} are one or more, all different: got {config[name]}")
+    if min(config.ratios) < 0:
+        raise ValueError(f"bench.ratios are of M to C, 0 for no limit: got {config.ratios}")
+    if set(config.methods) - set(ALL) or len(set(config.methods)) < len(config.methods):
+        raise ValueError(
+            f"bench.methods are some of {', '.join(ALL)}, each once: got {config.methods}"
+        )
+    if config.model not in MODELS:
+        raise ValueError(f"bench.model is one of {', '.join(MODELS)}: got {config.model}")
+    for workers in config.workers:
+        network.check(workers)
+
+
+def _task(config: DictConfig, workers: int, seed: int) -> Task:
+    same = ("model", "image_size", "batch", "stages", "chunk_mb", "chains")
+    cuts = config.partition
+    partition = OmegaConf.to_container(cuts) if OmegaConf.is_config(cuts) else cuts
+    options = {name: config[name] for name in same}
+    return Task(workers=workers, partition=partition, seed=seed, **options)
+
+
+def _show(links: list[Link], runs: list[Run], workers: int, curves: Curves, folder: Path) -> None:
+    """The figure of a number of workers, and the traffic in it."""
+    here = [link for link in links if link.workers == workers]
+    save(link_times(summary.table(runs, here), curves, traffic.WINDOW), folder / f"links_{workers}")
+    series = [
+        {"link": link, "method": method, "seconds": round(k * traffic.WINDOW, 3), "Mbit/s": value}
+        for link, by_method in curves.items()
+        for method, curve in by_method.items()
+        for k, value in enumerate(curve.round(3).tolist())
+    ]
+    if series:
+        write_csv(folder / f"traffic_{workers}.csv", series)
+
+
+def _shown(link: Link) -> dict[str, Any]:
+    return {
+        "workers": link.workers,
+        "link": link.name,
+        "Mbit/s": None if link.mbit is None else round(link.mbit, 1),
+        "C (s)": round(link.compute, 4),
+        "M (s)": round(link.one_way, 4),
+        "M/C": round(link.one_way / link.compute, 3),
+    }

@@ -1,0 +1,65 @@
+"""The conformance suite of the distributed runtime over and over: python -m tests.runtime.soak 100
+
+Processes start once, and every round runs every method on as many ranks as are asked for. It ends
+with status 1 at the first difference to the single process, and at a rank that does not answer.
+"""
+
+import argparse
+import sys
+import time
+
+from tests.runtime import conform
+from tests.runtime.models import assert_same, name_of
+from toolkit.runtime import join, launch, report
+
+
+def rounds(n_rounds: int, n_ranks: int) -> int:
+    """Run them all; the number of the rounds without a difference. Every rank compares."""
+    world = join(timeout=60)
+    expected = [conform.by_itself(schedule) for schedule in conform.schedules(n_ranks)]
+    for number in range(1, n_rounds + 1):
+        start = time.monotonic()
+        trained = [conform.train(world, schedule) for schedule in conform.schedules(n_ranks)]
+        wrong = [
+            name_of(schedule)
+            for schedule, found, (middle, end, losses) in zip(
+                conform.schedules(n_ranks), trained, expected, strict=True
+            )
+            if _differ(found.middle, middle)
+            or _differ(found.end, end)
+            or _differ(found.losses, losses)
+        ]
+        if any(world.gather(wrong)):
+            report((number, wrong, time.monotonic() - start))
+            return number - 1
+        if world.rank == 0:
+            report((number, wrong, time.monotonic() - start))
+    return n_rounds
+
+
+def _differ(found: dict, expected: dict) -> bool:
+    try:
+        assert_same(found, expected)
+    except AssertionError:
+        return True
+    return False
+
+
+def _say(rank: int, said: tuple[int, list[str], float]) -> None:
+    number, wrong, seconds = said
+    result = f"rank {rank} differs: {', '.join(wrong)}" if wrong else "equal"
+    print(f"round {number}: {result}, {seconds:.1f} s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("ranks", type=int, nargs="?", default=4, choices=(2, 3, 4, 10, 16))
+    wanted = parser.parse_args()
+    done = launch(rounds, wanted.ranks, wanted.rounds, wanted.ranks, on_report=_say)
+    print(f"{min(done)} of {wanted.rounds} rounds at {wanted.ranks} ranks: all equal")
+    sys.exit(min(done) < wanted.rounds)
+
+
+if __name__ == "__main__":
+    main()
