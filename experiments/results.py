@@ -97,6 +97,25 @@ def _failure(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "message"} for row in metrics]
 
 
+def _links(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a method; what is held to a bar has rows of its own, which are left out."""
+    rows = [row for row in metrics if row["at most"] is None]
+    return [
+        {"workers": workers, "method": method}
+        | {row["link"]: f"{row['/ DDP']:.2f}" for row in rows if _is(row, workers, method)}
+        | {
+            "peak/mean, unshaped": row["peak/mean"] or ""
+            for row in rows
+            if _is(row, workers, method) and row["link"] == "unshaped"
+        }
+        for workers, method in dict.fromkeys((row["workers"], row["method"]) for row in rows)
+    ]
+
+
+def _is(row: dict[str, Any], workers: int, method: str) -> bool:
+    return bool(row["workers"] == workers and row["method"] == method)
+
+
 _ROWS = {
     "digits": _digits,
     "memory_resnet50": _memory,
@@ -104,6 +123,8 @@ _ROWS = {
     "communication_measured": _measured,
     "bench_grouped": _bench,
     "bench_failure": _failure,
+    "bench_links": _links,
+    "bench_links_four": _links,
     "bench_simulator": _bench,
 }
 

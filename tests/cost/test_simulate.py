@@ -122,6 +122,17 @@ def test_ports_send_and_receive_at_once():
     assert when(timeline)["0 1F1"] == when(timeline)["1 1F0"] == (4.5, 5.5)
 
 
+def test_who_is_ready_need_not_wait_for_who_is_not():
+    """The program hands on stage 0 first, which is needed first; it is updated last."""
+    schedule = catalog.cyclic(2, 1, n_stages=4)
+    machine = replace(UNIT, link_bandwidth=1)
+    costs = [replace(cost, parameter_bytes=1) for cost in unit_costs(4)]
+    timeline = simulate(schedule.lower(4).verify(), costs, machine)
+    sent = [s for s in timeline.spans if (s.rank, s.lane, s.name) == (1, "send", "weights")]
+    assert [s.stage for s in sorted(sent, key=lambda s: s.slot)][:4] == [0, 1, 2, 3]
+    assert [s.stage for s in sorted(sent, key=lambda s: s.start)][:4] == [3, 2, 1, 0]
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_an_all_reduce_is_a_ring(n):
     """Stage 1's overlaps with the backward of stage 0; stage 0's waits for the port."""

@@ -2,9 +2,9 @@
 
 Each rank has a compute lane, an optimizer and a full-duplex port, that work side by side. A rank
 computes in the order of its program, each op as soon as the one before has ended and its inputs are
-there, and updates a stage when its gradient is complete. A port sends in the order of the program,
-and receives likewise; a message starts when its content is ready and both ports are free.
-Collectives take both ports of all their ranks.
+there, and updates a stage when its gradient is complete. A message starts when its content is ready
+and both ports have time for it: it need not wait for one that comes before it in the program and is
+not ready. Collectives take both ports of all their ranks, in the order of the program.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
@@ -14,6 +14,7 @@ One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear
 
 from toolkit.cost.costs import Costs
 from toolkit.cost.hardware import Hardware
+from toolkit.cost.port import Port, meet
 from toolkit.cost.timeline import (
     ACTIVATIONS,
     COMPUTE,
@@ -70,8 +71,9 @@ class _Simulation:
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # when the compute lane is free
         self.updated = [0.0] * n_ranks  # when the optimizer is free
-        self.sent = [0.0] * n_ranks  # when the port may send
-        self.received = [0.0] * n_ranks  # when the port may receive
+        self.sending = [Port() for _ in range(n_ranks)]
+        self.receiving = [Port() for _ in range(n_ranks)]
+        self.met = [0.0] * n_ranks  # when the last collective began
         self.seconds = [self._seconds(stage) for stage in range(len(costs))]
         self._stagger()
         self.boundaries: dict[tuple, float] = {}
@@ -207,9 +209,12 @@ class _Simulation:
     def _send(self, rank: int, i: Instruction) -> None:
         peer = i.peers[0]
         ready, n_bytes = self._content(rank, i)
-        start = max(ready, self.sent[rank], self.received[peer])
-        end = start + self.hardware.message(n_bytes)
-        self.sent[rank] = self.received[peer] = self.arrival = end
+        seconds = self.hardware.message(n_bytes)
+        ports = [self.sending[rank], self.receiving[peer]]
+        start = meet(ports, ready, seconds)
+        self.arrival = end = start + seconds
+        for port in ports:
+            port.take(start, end)
         what = (_NAMES[i.buffer], i.stage, i.microbatch, i.step, n_bytes)
         slot = self.program.slot(i)
         self.spans.append(Span(rank, SEND, start, end, *what, peer, slot))
@@ -233,13 +238,18 @@ class _Simulation:
         n_ranks, n_bytes = len(i.peers), self._content(i.peers[0], i)[1]
         holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
         ready = max(self._content(peer, i)[0] for peer in holders)
-        start = max(ready, *(max(self.sent[p], self.received[p]) for p in i.peers))
+        ready = max(ready, *(self.met[peer] for peer in i.peers))
         ring = i.action == Action.ALL_REDUCE
         cost = self.hardware.all_reduce if ring else self.hardware.tree
-        end = start + cost(n_bytes, n_ranks)
+        seconds = cost(n_bytes, n_ranks)
+        ports = [port[peer] for port in (self.sending, self.receiving) for peer in i.peers]
+        start = meet(ports, ready, seconds)
+        end = start + seconds
+        for port in ports:
+            port.take(start, end)
         name = i.action.name.lower().replace("_", "-")
         for peer in i.peers:
-            self.sent[peer] = self.received[peer] = end
+            self.met[peer] = start
             units = float(traffic_of(i, peer).units)
             lane, through = (SEND, units * n_bytes) if units else (RECEIVE, n_bytes)
             what = (i.stage, None, i.step, through, None, self.program.slot(i))

@@ -248,25 +248,36 @@ class Execution:
     # The waiters' threads.
 
     def _sent(self, position: int, transfer: Transfer) -> None:
+        with self._streams.beside():
+            transfer.wait()
         with self._work:
             self._unsent.remove(position)
             self._news.notify()
 
     def _arrived(self, position: int, transfer: Transfer) -> None:
         i = self._order[position]
-        leaves_nothing = i.action == Action.REDUCE and not self._is_root(i)
-        if not leaves_nothing and not (i.action == Action.BROADCAST and self._is_root(i)):
-            with self._streams.beside():
-                payload = self._links.received(i, transfer)
-                if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
-                    self._received[i.stage, i.step].append((position, payload))
-                else:
-                    self._rank.take(i, payload)
-                    if isinstance(payload, tuple):
-                        self._streams.lend(payload)
+        with self._streams.beside():
+            transfer.wait()
+            if self._leaves_something(i):
+                self._store(position, self._links.received(i, transfer))
         if self._meter is not None:
             self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
         self._end(position)
+
+    def _leaves_something(self, i: Instruction) -> bool:
+        if i.action == Action.REDUCE:
+            return self._is_root(i)
+        return i.action != Action.BROADCAST or not self._is_root(i)
+
+    def _store(self, position: int, payload: Payload) -> None:
+        """Take over what has been received; part of a sum waits until the sum is used."""
+        i = self._order[position]
+        if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
+            self._received[i.stage, i.step].append((position, payload))
+            return
+        if isinstance(payload, tuple):
+            self._streams.lend(payload)
+        self._rank.take(i, payload)
 
 
 def _last_ops(instructions: Sequence[Instruction]) -> dict[int, int]:

@@ -1,10 +1,12 @@
-"""What is computed on the device for messages, beside what is computed for training.
+"""What the threads of messages do on the device, beside the ops.
 
-On the CPU there is nothing to do. On a GPU messages are packed, unpacked and turned into updates on
-a stream of their own, by threads that wait until that has been done; and before that until the ops
-whose results they use have been done.
+On the CPU there is nothing to do. On a GPU each thread has a stream of its own, on which messages
+are packed, awaited, unpacked and turned into updates. A thread waits until that has been done, and
+before that until the ops whose results it uses have been done; so who is told of an end need not
+wait for the device.
 """
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -13,14 +15,14 @@ from torch import Tensor
 
 
 class Streams:
-    """The stream of a rank's messages beside that of its ops."""
+    """The streams of a rank's threads; the ops are on that of the thread that makes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
         if self._gpu:
             self._device = device
             self._ops = torch.cuda.current_stream(device)
-            self._messages = torch.cuda.Stream(device)
+            self._threads = threading.local()
 
     def mark(self) -> "torch.cuda.Event | None":
         """The end of what the ops have been told to do so far."""
@@ -28,16 +30,18 @@ class Streams:
 
     @contextmanager
     def beside(self, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
-        """Work on the stream of messages, after ``marks``; at the end all has been done."""
+        """Work on this thread's stream, after ``marks``; at the end all has been done."""
         if not self._gpu:
             yield
             return
         for mark in marks:
             if mark is not None:
                 mark.synchronize()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._messages):
+        if not hasattr(self._threads, "stream"):
+            self._threads.stream = torch.cuda.Stream(self._device)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._threads.stream):
             yield
-            self._messages.synchronize()
+            self._threads.stream.synchronize()
 
     def lend(self, tensors: Iterable[Tensor | None]) -> None:
         """The ops will use these, and drop them before they have been done with them."""

@@ -6,19 +6,21 @@ from queue import SimpleQueue
 
 from toolkit.runtime.links import Transfer
 
-Then = Callable[[int, Transfer], None]
-
 
 class Waiter:
-    """Waits for transfers, one after another, and says of each when it has ended.
+    """Deals with transfers one after another.
 
     Args:
-        then: told the number of a transfer that has ended, and the transfer.
-        failed: told the number of one that has not, and why. The waiter ends.
+        do: waits for a transfer, of which it is told the number, and does what follows.
+        failed: told the number of one that has failed, and why. The waiter ends.
     """
 
-    def __init__(self, then: Then, failed: Callable[[int, BaseException], None]) -> None:
-        self._then, self._failed = then, failed
+    def __init__(
+        self,
+        do: Callable[[int, Transfer], None],
+        failed: Callable[[int, BaseException], None],
+    ) -> None:
+        self._do, self._failed = do, failed
         self._coming: SimpleQueue[tuple[int, Transfer] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="waiter", daemon=True)
         self._thread.start()
@@ -33,11 +35,9 @@ class Waiter:
     def _run(self) -> None:
         while (item := self._coming.get()) is not None:
             number, transfer = item
-            del item
             try:
-                transfer.wait()
-                self._then(number, transfer)
+                self._do(number, transfer)
             except BaseException as error:
                 self._failed(number, error)
                 return
-            del transfer
+            del item, transfer  # or the message would live until the next one

@@ -1,0 +1,627 @@
+"""What instructions wait for: literal cases; and that any order that keeps to it is right."""
+
+import copy
+import random
+from collections import defaultdict, deque
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from tests.runtime import models
+from tests.schedule.strategies import programs, quick
+from toolkit.runtime import SingleProcess
+from toolkit.runtime.dataflow import Dataflow, in_background
+from toolkit.runtime.feed import Feed
+from toolkit.runtime.scheduled import Scheduled
+from toolkit.runtime.stage import Sum
+from toolkit.schedule import Action, Buffer, Instruction, Schedule, catalog
+from toolkit.schedule.needs import needs
+from toolkit.schedule.replay import replay
+
+COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+
+
+def written(program):
+    """The instructions by their positions, and what each waits for."""
+    return "\n\n".join(
+        "\n".join(
+            f"{p} {i}" + (f" <- {' '.join(map(str, found))}" if found else "")
+            for p, (i, found) in enumerate(zip(order, needs(order, rank), strict=True))
+        )
+        for rank, order in enumerate(program.ranks)
+    )
+
+
+# Rank 0 computes step 1 without waiting for its gradient of step 0 to be sent. Rank 1 begins with
+# the weights of step 0 and updates them when all is added, while it computes step 1.
+CDP_V1 = """
+0 FORWARD stage 0 microbatch 0 step 0 version 0
+1 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 0
+2 SEND gradient stage 0 step 0 to rank 1 <- 0 1
+3 FREE activation stage 0 microbatch 0 step 0 <- 0 1
+4 FORWARD stage 0 microbatch 0 step 1 version 0
+5 RECV weights stage 0 version 1 from rank 1
+6 BACKWARD stage 0 microbatch 0 step 1 version 0 <- 4
+7 SEND gradient stage 0 step 1 to rank 1 <- 4 6
+8 FREE activation stage 0 microbatch 0 step 1 <- 4 6
+9 FREE weights stage 0 version 0 <- 0 1 4 6
+10 FORWARD stage 0 microbatch 0 step 2 version 1 <- 5
+11 BACKWARD stage 0 microbatch 0 step 2 version 1 <- 5 10
+12 SEND gradient stage 0 step 2 to rank 1 <- 10 11
+13 FREE activation stage 0 microbatch 0 step 2 <- 10 11
+14 FREE weights stage 0 version 1 <- 5 10 11
+
+0 FORWARD stage 0 microbatch 1 step 0 version 0
+1 RECV gradient stage 0 step 0 from rank 0
+2 BACKWARD stage 0 microbatch 1 step 0 version 0 <- 0
+3 UPDATE stage 0 step 0 version 1 <- 0 1 2
+4 SEND weights stage 0 version 1 to rank 0 <- 3
+5 FREE activation stage 0 microbatch 1 step 0 <- 0 2
+6 FORWARD stage 0 microbatch 1 step 1 version 0
+7 RECV gradient stage 0 step 1 from rank 0
+8 BACKWARD stage 0 microbatch 1 step 1 version 0 <- 6
+9 UPDATE stage 0 step 1 version 2 <- 3 6 7 8
+10 FREE activation stage 0 microbatch 1 step 1 <- 6 8
+11 FREE weights stage 0 version 0 <- 0 2 3 6 8
+12 FORWARD stage 0 microbatch 1 step 2 version 1 <- 3
+13 RECV gradient stage 0 step 2 from rank 0
+14 BACKWARD stage 0 microbatch 1 step 2 version 1 <- 3 12
+15 UPDATE stage 0 step 2 version 3 <- 9 12 13 14
+16 FREE activation stage 0 microbatch 1 step 2 <- 12 14
+17 FREE weights stage 0 version 1 <- 3 4 9 12 14
+18 FREE weights stage 0 version 2 <- 9 15
+"""
+# A version that comes a second time waits until it is freed; an owner's update, for the reduction.
+ZERO_DP = """
+0 RECV weights stage 0 version 0 from rank 1
+1 SEND weights stage 1 version 0 to rank 1
+2 FORWARD stage 0 microbatch 0 step 0 version 0 <- 0
+3 FREE weights stage 0 version 0 <- 0 2
+4 FORWARD stage 1 microbatch 0 step 0 version 0 <- 2
+5 RECV weights stage 0 version 0 from rank 1 <- 3
+6 BACKWARD stage 1 microbatch 0 step 0 version 0 <- 4
+7 REDUCE gradient stage 1 step 0 among rank 0, 1 <- 4 6
+8 UPDATE stage 1 step 0 version 1 <- 7
+9 FREE activation stage 1 microbatch 0 step 0 <- 4 6
+10 FREE weights stage 1 version 0 <- 1 4 6 8
+11 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 2 5 6
+12 REDUCE gradient stage 0 step 0 among rank 1, 0 <- 2 11
+13 FREE activation stage 0 microbatch 0 step 0 <- 2 11
+14 FREE weights stage 0 version 0 <- 5 11
+
+0 SEND weights stage 0 version 0 to rank 0
+1 RECV weights stage 1 version 0 from rank 0
+2 FORWARD stage 0 microbatch 1 step 0 version 0
+3 FORWARD stage 1 microbatch 1 step 0 version 0 <- 1 2
+4 SEND weights stage 0 version 0 to rank 0
+5 BACKWARD stage 1 microbatch 1 step 0 version 0 <- 1 3
+6 REDUCE gradient stage 1 step 0 among rank 0, 1 <- 3 5
+7 FREE activation stage 1 microbatch 1 step 0 <- 3 5
+8 FREE weights stage 1 version 0 <- 1 3 5
+9 BACKWARD stage 0 microbatch 1 step 0 version 0 <- 2 5
+10 REDUCE gradient stage 0 step 0 among rank 1, 0 <- 2 9
+11 UPDATE stage 0 step 0 version 1 <- 10
+12 FREE activation stage 0 microbatch 1 step 0 <- 2 9
+13 FREE weights stage 0 version 0 <- 0 2 4 9 11
+"""
+# The gradient of an input goes on before that of the parameters has been computed.
+SPLIT = """
+0 FORWARD stage 0 microbatch 0 step 0 version 0
+1 SEND activation stage 0 microbatch 0 step 0 to rank 1 <- 0
+2 RECV activation gradient stage 1 microbatch 0 step 0 from rank 1
+3 BACKWARD_INPUT stage 0 microbatch 0 step 0 version 0 <- 0 2
+4 BACKWARD_WEIGHT stage 0 microbatch 0 step 0 version 0 <- 0 3
+5 UPDATE stage 0 step 0 version 1 <- 0 4
+6 FREE activation stage 0 microbatch 0 step 0 <- 0 3 4
+7 FREE weights stage 0 version 0 <- 0 3 4 5
+
+0 RECV activation stage 0 microbatch 0 step 0 from rank 0
+1 FORWARD stage 1 microbatch 0 step 0 version 0 <- 0
+2 BACKWARD_INPUT stage 1 microbatch 0 step 0 version 0 <- 1
+3 SEND activation gradient stage 1 microbatch 0 step 0 to rank 0 <- 2
+4 BACKWARD_WEIGHT stage 1 microbatch 0 step 0 version 0 <- 1 2
+5 UPDATE stage 1 step 0 version 1 <- 1 4
+6 FREE activation stage 1 microbatch 0 step 0 <- 1 2 4
+7 FREE weights stage 1 version 0 <- 1 2 4 5
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "n_steps", "expected"),
+    [
+        pytest.param(catalog.cyclic(2, 1, n_stages=1), 3, CDP_V1, id="CDP-v1"),
+        pytest.param(catalog.data_parallel(2, state="sharded"), 1, ZERO_DP, id="ZeRO-DP"),
+        pytest.param(catalog.zero_bubble(2, 1), 1, SPLIT, id="split backward"),
+    ],
+)
+def test_literal_needs(schedule, n_steps, expected):
+    assert written(schedule.lower(n_steps)) == expected.strip("\n")
+
+
+def test_a_sum_after_an_all_reduce():
+    """Every rank's update waits for it, not for what was added before."""
+    first, second = catalog.data_parallel(2, n_stages=1).lower(1).ranks
+    for rank, order in enumerate((first, second)):
+        at = next(p for p, i in enumerate(order) if i.action == Action.ALL_REDUCE)
+        found = needs(order, rank)
+        assert found[at] == (0, 1)
+        assert found[at + 1] == (at,)
+
+
+def test_a_broadcast():
+    """Its root uses what it holds; the others wait until they have freed what they held."""
+
+    def weights(action, version, peers=()):
+        return Instruction(0, action, 0, None, None, version, Buffer.WEIGHTS, peers)
+
+    order = [
+        weights(Action.BROADCAST, 7, (2, 0)),
+        weights(Action.FREE, 7),
+        weights(Action.BROADCAST, 7, (2, 0)),
+        weights(Action.FREE, 7),
+    ]
+    assert needs(order, 2) == [(), (0,), (), (2,)]
+    assert needs(order, 0) == [(), (0,), (1,), (2,)]
+
+
+@given(programs())
+@quick
+def test_they_come_earlier(program):
+    for rank, order in enumerate(program.ranks):
+        for position, found in enumerate(needs(order, rank)):
+            assert list(found) == sorted({*found})
+            assert all(0 <= p < position for p in found)
+
+
+# Any order, symbolically
+
+
+class Held:
+    """What a rank holds. A sum is the set of what has been added."""
+
+    def __init__(self, weights):
+        self.weights = set(weights)
+        self.activations, self.boundaries = set(), set()
+        self.sums = defaultdict(frozenset)
+
+    def add(self, key, parts):
+        assert not self.sums[key] & parts, "added twice"
+        self.sums[key] |= parts
+
+    def gain(self, where, key):
+        assert key not in where, "there already"
+        where.add(key)
+
+    def lose(self, where, key):
+        assert key in where, "not there: never made, used up or freed"
+        where.remove(key)
+
+
+class Symbols:
+    """Does a program's instructions, in whatever order; notes the sum that each of them uses."""
+
+    def __init__(self, program):
+        self.program, self.schedule = program, program.schedule
+        first, schedule = program.first_step, program.schedule
+        self.ranks = [
+            Held(
+                (j, version)
+                for j in range(schedule.n_stages)
+                if rank in schedule.first_holders(j)
+                for version in range(schedule.oldest_version(j, first), first + 1)
+            )
+            for rank in range(len(program.ranks))
+        ]
+        self.sent = {}  # what is on its way, by the occasion on which it is received
+        self.met = defaultdict(dict)  # what ranks have given to a collective
+        self.used = {}
+        self.other_end = _other_ends(program)
+
+    def begin(self, rank, position):
+        """What a background instruction does as it begins, an op altogether."""
+        i, here = self.program.ranks[rank][position], self.ranks[rank]
+        if i.action.computes:
+            self._compute(here, i)
+        elif i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
+            here.lose(here.weights, (i.stage, i.version))
+        elif i.action == Action.FREE:
+            here.lose(here.activations, (i.stage, i.microbatch, i.step))
+        elif i.action == Action.UPDATE:
+            every = {(kind, m) for kind in "FB" for m in range(self.schedule.n_microbatches)}
+            assert self._use_sum(rank, position, i) == every
+            assert (i.stage, i.step) in here.weights
+            here.gain(here.weights, (i.stage, i.version))
+        elif i.action == Action.SEND:
+            self.sent[self.other_end[rank, position]] = self._give(rank, position, i)
+        elif i.action != Action.RECV:
+            gives = i.action != Action.BROADCAST or rank == i.peers[0]
+            self.met[_occasion(i)][rank] = self._give(rank, position, i) if gives else None
+
+    def may_end(self, rank, position):
+        i = self.program.ranks[rank][position]
+        if i.action == Action.RECV:
+            return (rank, position) in self.sent
+        return i.action not in COLLECTIVES or len(self.met[_occasion(i)]) == len(i.peers)
+
+    def end(self, rank, position):
+        """What a message leaves as it ends."""
+        i, here = self.program.ranks[rank][position], self.ranks[rank]
+        is_root = i.peers[:1] == (rank,)
+        if i.action == Action.RECV:
+            payload = self.sent.pop((rank, position))
+            if i.buffer == Buffer.GRADIENT:
+                here.add((i.stage, i.step), payload)
+            else:
+                here.gain(here.weights if i.buffer == Buffer.WEIGHTS else here.boundaries, payload)
+        elif i.action == Action.ALL_REDUCE or (i.action == Action.REDUCE and is_root):
+            for part in self.met[_occasion(i)].values():
+                here.add((i.stage, i.step), part)
+        elif i.action == Action.BROADCAST and not is_root:
+            here.gain(here.weights, (i.stage, i.version))
+
+    def _compute(self, here, i):
+        key = (i.stage, i.microbatch, i.step)
+        last = self.schedule.n_stages - 1
+        assert i.version == self.schedule.version(*key)
+        assert (i.stage, i.version) in here.weights, "the version is not there"
+        if i.action == Action.FORWARD:
+            if i.stage > 0:
+                before = (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step)
+                here.lose(here.boundaries, before)
+            if i.stage < last:
+                here.gain(here.boundaries, (Buffer.ACTIVATION, *key))
+            here.gain(here.activations, key)
+            here.add((i.stage, i.step), {("F", i.microbatch)})
+            return
+        assert key in here.activations
+        if i.action != Action.BACKWARD_WEIGHT:
+            if i.stage < last:
+                after = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+                here.lose(here.boundaries, after)
+            if i.stage > 0:
+                here.gain(here.boundaries, (Buffer.ACTIVATION_GRADIENT, *key))
+        if i.action != Action.BACKWARD_INPUT:
+            here.add((i.stage, i.step), {("B", i.microbatch)})
+
+    def _give(self, rank, position, i):
+        here = self.ranks[rank]
+        if i.buffer == Buffer.GRADIENT:
+            return self._use_sum(rank, position, i)
+        key = (i.buffer, i.stage, i.microbatch, i.step)
+        if i.buffer == Buffer.WEIGHTS:
+            key = (i.stage, i.version)
+            assert key in here.weights
+        else:
+            here.lose(here.boundaries, key)
+        return key
+
+    def _use_sum(self, rank, position, i):
+        found = self.ranks[rank].sums.pop((i.stage, i.step), frozenset())
+        assert found, "there is no sum"
+        self.used[rank, position] = found
+        return found
+
+
+def _occasion(i):
+    return i[1:]
+
+
+def _other_ends(program):
+    """Where each send is received: the k-th from one rank to another is the k-th there."""
+    ways = defaultdict(lambda: ([], []))
+    for rank, order in enumerate(program.ranks):
+        for position, i in enumerate(order):
+            if i.action == Action.SEND:
+                ways[rank, i.peers[0]][0].append((rank, position))
+            elif i.action == Action.RECV:
+                ways[i.peers[0], rank][1].append((rank, position))
+    pairs = {}
+    for sends, receives in ways.values():
+        pairs |= dict(zip(sends, receives, strict=True))
+    for (a, p), (b, q) in pairs.items():
+        assert program.ranks[a][p][2:7] == program.ranks[b][q][2:7]
+    return pairs
+
+
+def in_the_order_of_the_program(program):
+    """What is done as the verifier sees it."""
+    symbols = Symbols(program)
+    at = [0] * len(program.ranks)
+    open_ends = []
+    for rank, i in replay(program):
+        symbols.begin(rank, at[rank])
+        open_ends.append((rank, at[rank]))
+        at[rank] += 1
+        if i.action not in COLLECTIVES or symbols.may_end(*open_ends[-1]):
+            for occasion in open_ends:
+                symbols.end(*occasion)
+            open_ends = []
+    return symbols
+
+
+def in_any_order(program, chance, waits_for=needs, late=None):
+    """Whatever is possible: ops and frees of activations in order, collectives begun in order.
+
+    Args:
+        waits_for: what instructions wait for.
+        late: an instruction to which everything else is preferred.
+    """
+    symbols = Symbols(program)
+    orders = program.ranks
+    found = [waits_for(order, rank) for rank, order in enumerate(orders)]
+    lacking = [[len(needed) for needed in of_rank] for of_rank in found]
+    users = [defaultdict(list) for _ in orders]
+    queues = [defaultdict(deque) for _ in orders]
+    for rank, order in enumerate(orders):
+        for position, i in enumerate(order):
+            if (name := _queue(i)) is not None:
+                queues[rank][name].append(position)
+            for needed in found[rank][position]:
+                users[rank][needed].append(position)
+    possible, under_way = [], []
+
+    def consider(rank, position):
+        queue = queues[rank].get(_queue(orders[rank][position]))
+        if not lacking[rank][position] and (queue is None or (queue and queue[0] == position)):
+            possible.append((rank, position))
+
+    def end(rank, position):
+        symbols.end(rank, position)
+        for user in users[rank][position]:
+            lacking[rank][user] -= 1
+            consider(rank, user)
+
+    for rank, order in enumerate(orders):
+        for position in range(len(order)):
+            consider(rank, position)
+    while possible or under_way:
+        may_end = [occasion for occasion in under_way if symbols.may_end(*occasion)]
+        choice = [*possible, *may_end]
+        assert choice, "stuck"
+        chosen = chance.choice([one for one in choice if one != late] or choice)
+        if chosen in may_end:
+            under_way.remove(chosen)
+            end(*chosen)
+            continue
+        possible.remove(chosen)
+        rank, position = chosen
+        symbols.begin(rank, position)
+        if (name := _queue(orders[rank][position])) is not None:
+            queue = queues[rank][name]
+            queue.popleft()
+        if name == "main":
+            end(rank, position)
+        else:
+            under_way.append((rank, position))
+        if name is not None and queue and queue[0] not in users[rank][position]:
+            consider(rank, queue[0])
+    assert not any(map(any, lacking))
+    assert not any(queue for of_rank in queues for queue in of_rank.values())
+    return symbols
+
+
+def _queue(i):
+    if i.action in COLLECTIVES:
+        return "collectives"
+    return None if in_background(i) else "main"
+
+
+def assert_nothing_is_left(symbols):
+    schedule, steps = symbols.schedule, symbols.program.steps
+    for here in symbols.ranks:
+        assert not here.activations
+        assert not here.boundaries
+        assert not any(here.sums.values())
+        assert here.weights <= {(j, steps.stop) for j in range(schedule.n_stages)}
+    assert not symbols.sent
+    for j, owner in enumerate(schedule.owners):
+        assert (j, steps.stop) in symbols.ranks[owner].weights
+
+
+@given(programs(), st.integers(0, 10**6))
+@quick
+def test_any_order_that_keeps_to_them_is_right(program, seed):
+    """Every op reads what is promised, and every sum is what the program's own order makes it."""
+    expected = in_the_order_of_the_program(program)
+    assert_nothing_is_left(expected)
+    found = in_any_order(program, random.Random(seed))
+    assert_nothing_is_left(found)
+    assert found.used == expected.used
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        catalog.cyclic(3, 1),
+        catalog.cyclic(3, 1, chains="rotated"),
+        catalog.cyclic(3, "freshest", state="sharded"),
+        catalog.data_parallel(3, state="sharded"),
+        catalog.zero_bubble(3, 3),
+        catalog.pipedream_2bw(2, 3),
+    ],
+    ids=models.name_of,
+)
+def test_each_of_them_counts(schedule):
+    """Whoever waited for one instruction less would sooner or later go wrong somewhere."""
+    program = schedule.lower(2)
+    expected = in_the_order_of_the_program(program).used
+    kinds = defaultdict(list)
+    for rank, order in enumerate(program.ranks):
+        for position, other in _direct(order, needs(order, rank)):
+            i, j = order[position], order[other]
+            if in_background(i) or in_background(j):
+                kinds[i.action, i.buffer, j.action, j.buffer].append((rank, position, other))
+    assert kinds
+    # A broadcast's root could free what it has given as soon as it has begun.
+    kinds.pop((Action.FREE, Buffer.WEIGHTS, Action.BROADCAST, Buffer.WEIGHTS), None)
+    for kind, cases in kinds.items():
+        assert any(_goes_wrong(program, expected, *case) for case in cases), kind
+
+
+def _direct(order, found):
+    """Who waits for whom, without what follows from the rest and the order of the ops."""
+    before = []  # of each position, those that have ended when it begins
+    last = None
+    for position, needed in enumerate(found):
+        direct = {*needed}
+        if not in_background(order[position]):
+            direct |= {last} - {None}
+            last = position
+        farther = set().union(*(before[p] for p in direct))
+        before.append(direct | farther)
+        yield from ((position, p) for p in direct - farther if p in needed)
+
+
+def _goes_wrong(program, expected, rank, position, other):
+    def fewer(order, of_rank):
+        found = needs(order, of_rank)
+        if of_rank == rank:
+            found[position] = tuple(p for p in found[position] if p != other)
+        return found
+
+    for seed in range(20):
+        late = (rank, other) if seed < 10 else None
+        try:
+            found = in_any_order(program, random.Random(seed), fewer, late)
+            if found.used != expected:
+                return True
+        except AssertionError:
+            return True
+    return False
+
+
+# Any order, with tensors
+
+
+class InAnyOrder(Scheduled):
+    """Does a program's instructions as they become possible, drawn at random."""
+
+    def __init__(self, scheduled, seed):
+        self.__dict__ |= scheduled.__dict__
+        self.chance = random.Random(seed)
+
+    def run(self, program, versions, next_batch):
+        steps, microbatches = program.steps, range(self.schedule.n_microbatches)
+        self.feed = Feed(next_batch, program.first_step, lambda step: microbatches)
+        self.orders = program.ranks
+        self.ranks = self._ranks(program, versions, self.feed)
+        self.flows = [Dataflow(order, r, ordered=False) for r, order in enumerate(self.orders)]
+        self.main = [
+            deque(p for p, i in enumerate(order) if not in_background(i)) for order in self.orders
+        ]
+        self.on_its_way, self.other_end = {}, _other_ends(program)
+        self.met = defaultdict(dict)
+        self.received = defaultdict(list)  # parts of sums, until they are used
+        self.under_way = []
+        self.opened = [0] * len(self.orders)
+        while any(flow.n_left for flow in self.flows):
+            assert any([self._advance(rank) for rank in self._shuffled(range(len(self.orders)))])
+        yield from map(self.feed.result, steps)
+
+    def _shuffled(self, some):
+        return self.chance.sample([*some], len(some))
+
+    def _advance(self, rank):
+        """Do some of what is possible on a rank; whether anything is."""
+        flow, main, order = self.flows[rank], self.main[rank], self.orders[rank]
+        ahead = self.chance.choice((1, 3, 30))
+        self.opened[rank] = max(self.opened[rank], (main[0] if main else len(order)) + ahead)
+        flow.open(min(self.opened[rank], len(order)))
+        begun = []
+        while (position := flow.next()) is not None:
+            begun.append(position)
+        for position in self._shuffled(begun):
+            self._begin(rank, position)
+        ended = [x for x in self._shuffled(self.under_way) if x[0] == rank and self._end(*x)]
+        computes = bool(main) and flow.lacks_nothing(main[0])
+        if computes:
+            position = main.popleft()
+            self.ranks[rank].execute(order[position])
+            flow.end(position)
+        return bool(begun or ended or computes)
+
+    def _begin(self, rank, position):
+        i, here = self.orders[rank][position], self.ranks[rank]
+        if i.action != Action.RECV and (i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE):
+            for _, j, payload in sorted(self.received.pop((rank, i.stage, i.step), ())):
+                here.take(j, payload)
+        if not i.action.communicates:
+            here.execute(i)
+            self.flows[rank].end(position)
+            return
+        if i.action == Action.SEND:
+            self.on_its_way[self.other_end[rank, position]] = copy.deepcopy(here.give(i))
+        elif i.action in COLLECTIVES:
+            gives = i.action != Action.BROADCAST or rank == i.peers[0]
+            self.met[_occasion(i)][rank] = copy.deepcopy(here.give(i)) if gives else None
+        self.under_way.append((rank, position))
+
+    def _end(self, rank, position):
+        i, here = self.orders[rank][position], self.ranks[rank]
+        is_root = rank == i.peers[0]
+        if i.action == Action.RECV:
+            if (rank, position) not in self.on_its_way:
+                return False
+            payload = self.on_its_way.pop((rank, position))
+            if i.buffer == Buffer.GRADIENT:
+                self.received[rank, i.stage, i.step].append((position, i, payload))
+            else:
+                here.take(i, payload)
+        elif i.action in COLLECTIVES:
+            if len(self.met[_occasion(i)]) < len(i.peers):
+                return False
+            parts = [copy.deepcopy(self.met[_occasion(i)][peer]) for peer in i.peers]
+            if i.action == Action.BROADCAST and not is_root:
+                here.take(i, parts[0])
+            elif i.action == Action.ALL_REDUCE or (i.action == Action.REDUCE and is_root):
+                total = Sum()
+                for part in parts:
+                    total.add(part.tensors)
+                here.take(i, total)
+        self.under_way.remove((rank, position))
+        self.flows[rank].end(position)
+        return True
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        catalog.data_parallel(3),
+        catalog.data_parallel(3, state="sharded"),
+        catalog.cyclic(3, 1),
+        catalog.cyclic(3, "freshest"),
+        catalog.cyclic(3, 1, chains="rotated"),
+        catalog.cyclic(3, "freshest", state="sharded"),
+        catalog.cyclic(2, 1, "per_stage_and_microbatch"),
+        catalog.interleaved_1f1b(4, 2, 2),
+        catalog.zero_bubble(3, 3),
+        catalog.pipedream_2bw(2, 3),
+        Schedule.from_rank_orders(("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="rank orders"),
+    ],
+    ids=models.name_of,
+)
+def test_any_order_trains_alike(schedule):
+    """Bit by bit as in the order of the program, whatever comes first."""
+    batches = models.make_batches(schedule.n_microbatches, 3)
+
+    def trained(seed):
+        stages = models.cut(models.residual(), schedule)
+        runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, "scheduled")
+        if seed is not None:
+            runtime._scheduled = InAnyOrder(runtime._scheduled, seed)
+        losses = [result.losses for result in runtime.run(batches)]
+        return runtime.module().state_dict() | dict(enumerate(losses))
+
+    expected = trained(None)
+    for seed in range(2):
+        found = trained(seed)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
