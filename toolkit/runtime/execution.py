@@ -8,7 +8,6 @@ for messages to end. A receive is begun early, so that its message need not wait
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -78,12 +77,7 @@ class Execution:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._work:
             self._closed = True
             self._work.notify()
@@ -108,14 +102,11 @@ class Execution:
             if self._overlap:
                 self._flow.open_until(i.tick + self._ahead)
             else:
-                self._flow.open(position)
+                self._flow.open(position + 1)
             self._work.notify()
         self._turn.before(i)
         self._watch.at(i, i.step, i.peers)
         if in_background(i):
-            with self._work:
-                self._flow.open(position + 1)
-                self._work.notify()
             self._await(lambda: self._flow.has_ended(position), lambda: position)
             return
         self._await(lambda: self._flow.lacks_nothing(position), lambda: position)
