@@ -112,7 +112,7 @@ def test_an_impossible_delay_shows_the_grid(tmp_path):
         ("compare", ["rules.dpp.delay=1"], "did you mean rules.NAME.delay?"),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
         ("communication", ["measured=true", "width=0"], "width is 1 or more: got 0"),
-        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of failure, grouped, links, simulator"),
+        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of failure, grouped, links"),
         ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
         ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
         ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),

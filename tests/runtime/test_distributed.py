@@ -141,6 +141,27 @@ def test_a_rank_must_have_been_started(monkeypatch, program, advice):
     assert str(refused.value).endswith(f"not set): {advice}")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compression": "fp8"}, "unknown compression 'fp8': choose one of none, fp16, bf16"),
+        ({"compression": None}, "unknown compression None: choose one of none, fp16, bf16"),
+        ({"chunk_mb": 0}, "chunk_mb is a size above 0: got 0; 1 to 4 is usual"),
+        ({"chunk_mb": -1.5}, "chunk_mb is a size above 0: got -1.5; 1 to 4 is usual"),
+        ({"chunk_mb": float("inf")}, "chunk_mb is a size above 0: got inf; 1 to 4 is usual"),
+        ({"chunk_mb": float("nan")}, "chunk_mb is a size above 0: got nan; 1 to 4 is usual"),
+    ],
+    ids=str,
+)
+def test_refuses_options_of_no_such_value(options, words):
+    """Before the ranks meet."""
+    schedule = catalog.cyclic(2)
+    stages = models.cut(models.residual(), schedule)
+    with pytest.raises(ValueError, match=r"compression|chunk_mb") as refused:
+        Distributed(stages, schedule, torch.optim.SGD, F.cross_entropy, **options)
+    assert str(refused.value) == words
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_gpus():

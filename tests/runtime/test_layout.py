@@ -350,6 +350,94 @@ def test_what_is_sent_is_a_copy():
     assert torch.equal(LAYOUTS.unpack(i, flat)["weight"], VALUES)
 
 
+# Compressed
+
+
+def compressed_layout(tensors, dtype):
+    return Layout.of(tensors, {name: dtype for name in tensors if name != "whole"})
+
+
+def test_a_compressed_message_by_hand():
+    """What is whole keeps its type and comes first; 1 in bf16 is the upper half of 1 in float32."""
+    given_tensors = {
+        "small": torch.tensor([1.0, -2.0]),
+        "whole": torch.tensor([1.0]),
+        "wide": torch.tensor(1.0, dtype=torch.float64),
+    }
+    found = compressed_layout(given_tensors, torch.bfloat16)
+    assert found.parts == (
+        Part("whole", (1,), torch.float32, torch.float32),
+        Part("small", (2,), torch.float32, torch.bfloat16),
+        Part("wide", (), torch.float64, torch.bfloat16),
+    )
+    assert found.n_bytes == 4 + 2 * 2 + 2
+    flat = found.pack(given_tensors, CPU)
+    assert flat.tolist() == [*(0, 0, 0x80, 0x3F), *(0x80, 0x3F), *(0, 0xC0), *(0x80, 0x3F)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_was_compressed_is_rounded_and_of_its_own_type_again(dtype):
+    torch.manual_seed(0)
+    given_tensors = {
+        "a": torch.randn(3, 5),
+        "wide": torch.randn(4, dtype=torch.float64),
+        "none": torch.empty(0, 2),
+        "whole": torch.randn(7),
+    }
+    found = compressed_layout(given_tensors, dtype)
+    flat = found.pack(given_tensors, CPU)
+    unpacked = found.unpack(flat)
+    for name, tensor in given_tensors.items():
+        expected = tensor if name == "whole" else tensor.to(dtype).to(tensor.dtype)
+        assert unpacked[name].dtype == tensor.dtype
+        assert torch.equal(unpacked[name], expected)
+        assert torch.equal(tensor, expected) == (name in ("whole", "none"))
+    again = found.unpack(found.pack(unpacked, CPU))
+    assert all(torch.equal(again[name], x) for name, x in unpacked.items())  # rounded only once
+    assert {piece.dtype: piece.numel() for piece in found.by_dtype(flat)} == {
+        torch.float32: 7,
+        dtype: 3 * 5 + 4,
+    }
+
+
+def sent_as(found):
+    return {part.place: part.sent_as for part in found.parts}
+
+
+def test_what_of_a_model_is_compressed():
+    """Weights and their gradients; neither the statistics of norms nor what crosses boundaries."""
+    stages = partition(Awkward(), 2, torch.zeros(5, dtype=torch.long), ["second"])
+    workers = [StageWorker(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
+    skeletons = [meta_copy(worker.compute) for worker in workers]
+    inputs = (torch.zeros(5, dtype=torch.long, device="meta"),)
+    plain = find_layouts(skeletons, inputs)
+    found = find_layouts(skeletons, inputs, torch.bfloat16)
+    assert (found.activations, found.activation_gradients) == (
+        plain.activations,
+        plain.activation_gradients,
+    )
+    for j in range(2):
+        assert set(sent_as(found.weights[j]).values()) == {torch.bfloat16}
+        assert shapes(found.weights[j]) == shapes(plain.weights[j])
+        assert found.weights[j].n_bytes * 2 == plain.weights[j].n_bytes
+        assert shapes(found.gradients[j]) == shapes(plain.gradients[j])
+    assert set(sent_as(found.gradients[0]).values()) == {torch.bfloat16}
+    last = sent_as(found.gradients[1])
+    assert last.pop("norm") == torch.float32
+    assert set(last.values()) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_small_already_is_not_compressed(dtype):
+    found = weights_layout(nn.Linear(3, 2).to(torch.float16), dtype)
+    assert set(sent_as(found).values()) == {torch.float16}
+
+
+def test_complex_weights_are_not_compressed():
+    found = weights_layout(nn.Linear(3, 2, dtype=torch.complex64), torch.bfloat16)
+    assert set(sent_as(found).values()) == {torch.complex64}
+
+
 # Against real runs
 
 

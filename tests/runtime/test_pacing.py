@@ -238,8 +238,6 @@ def test_an_error_is_its_message_s_own(pacer, sent):
     assert sent.names == ["a0", "b0", "b1"]
 
 
-@pytest.mark.xfail(strict=True, reason="only a RuntimeError reaches the future")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_any_error_arrives(pacer, sent):
     """Or whoever waits for the message would do so for ever."""
 

@@ -1,6 +1,7 @@
 """One rank of a schedule's program, on torch.distributed: a process for each."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from math import inf
 from typing import Any
 
 import torch
@@ -51,8 +52,9 @@ class Distributed:
             what it uses. If not, everything waits for its turn in the program.
         chunk_mb: largest part of a message that is sent at once, in MB.
         compression: ``none``, or ``fp16`` or ``bf16`` for the messages of gradients and weights.
-            Sums are made in the model's own type, and the rank that updates a stage keeps its
-            exact weights; other ranks compute with what they receive.
+            Sums that are handed on are made in the model's own type, those of collectives in
+            16 bits. The rank that updates a stage keeps its exact weights; other ranks compute
+            with what they receive.
         pacing: whether each rank spreads what it sends over the training step.
 
     Raises:
@@ -77,7 +79,7 @@ class Distributed:
     ) -> None:
         check_fit(stages, schedule, optimizer)
         choose("compression", compression, COMPRESSIONS)
-        if not chunk_mb > 0:
+        if not 0 < chunk_mb < inf:
             raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         self.world = join(schedule.n_ranks) if world is None else world
         check_world(self.world, stages, schedule)

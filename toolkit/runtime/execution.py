@@ -62,7 +62,7 @@ class Execution:
         self._ahead = 4 * program.schedule.n_stages * program.schedule.timing.ticks_per_slot
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
         self._began: dict[int, float] = {}
-        self._marks: dict[int, torch.cuda.Event | None] = {}
+        self._marks: dict[int, torch.cuda.Event] = {}
         self._streams = Streams(self._world.device)
         self._unsent: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
@@ -112,7 +112,8 @@ class Execution:
         self._await(lambda: self._flow.lacks_nothing(position), lambda: position)
         self._watch.at(i, i.step)
         self._measured(i, self._compute)
-        self._marks[position] = self._streams.mark()
+        if (mark := self._streams.mark()) is not None:
+            self._marks[position] = mark
         self._end(position)
         if self._links.pacer is not None and position in self.ends:
             self._links.pacer.end_step()
@@ -190,17 +191,21 @@ class Execution:
 
     def _begin(self, position: int) -> None:
         i = self._order[position]
+        key = (i.stage, i.step)
+        # What is used up lives until the device has done with it.
+        used: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         with self._streams.beside(self._marks.get(p) for p in self._flow.needs[position]):
             if i.action == Action.RECV:
                 self._begin_message(position, self._links.receive(i, self._tags[position]))
                 return
             self._add_received(i)
             if i.action == Action.SEND:
-                self._measured(i, lambda i: self._send(position, i))
+                used.append(payload := self._rank.give(i))
+                self._measured(i, lambda i: self._send(position, payload))
             elif i.action.communicates:
                 gives = i.action != Action.BROADCAST or self._is_root(i)
-                payload = self._rank.give(i) if gives else None
-                self._begin_message(position, self._links.collective(i, payload))
+                given = self._rank.give(i) if gives else None
+                self._begin_message(position, self._links.collective(i, given))
                 return
             else:
                 self._measured(i, self._compute)
@@ -212,8 +217,8 @@ class Execution:
             for position, payload in sorted(self._received.pop((i.stage, i.step), ())):
                 self._rank.take(self._order[position], payload)
 
-    def _send(self, position: int, i: Instruction) -> int:
-        payload = self._rank.give(i)
+    def _send(self, position: int, payload: Payload) -> int:
+        i = self._order[position]
         transfer = self._links.send(i, payload, self._tags[position])
         with self._work:
             self._unsent.add(position)

@@ -199,7 +199,11 @@ def _compressed(
     """The type of each of ``tensors`` that is larger than ``dtype``."""
     if dtype is None:
         return None
-    return {name: dtype for name, x in tensors.items() if x.dtype.itemsize > dtype.itemsize}
+    return {
+        name: dtype
+        for name, x in tensors.items()
+        if x.is_floating_point() and x.dtype.itemsize > dtype.itemsize
+    }
 
 
 def _gradients(outputs: Values, given: Gradients, wanted: list[Tensor]) -> list[Tensor | None]:

@@ -93,7 +93,7 @@ class Pacer:
             at = len(message.works)
             try:
                 message.works.append(message.begin[at]())
-            except RuntimeError as error:
+            except BaseException as error:
                 message.begun.set_exception(error)
                 continue
             if at + 1 == len(message.begin):

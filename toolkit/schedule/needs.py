@@ -31,7 +31,6 @@ class _Needs:
         self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
         self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
         self.kept: dict[tuple, list[int]] = {}  # ops of a stage on a micro-batch
-        self.updated: dict[int, int] = {}  # the last update of each stage
 
     def of(self, instructions: Sequence[Instruction]) -> list[tuple[int, ...]]:
         return [tuple(sorted(self._waits_for(p, i))) for p, i in enumerate(instructions)]
@@ -66,13 +65,10 @@ class _Needs:
 
     def _updates(self, position: int, i: Instruction) -> set[int]:
         found = set(self.parts.pop((i.stage, i.step), ()))
-        if i.stage in self.updated:
-            found.add(self.updated[i.stage])
         if i.step is not None:  # it begins with the version before
             base = (i.stage, i.step)
             found |= self._takes(base, keep=True)
             self.uses[base].append(position)
-        self.updated[i.stage] = position
         self.made[i.stage, i.version] = position
         return found
 

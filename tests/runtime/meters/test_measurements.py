@@ -320,6 +320,85 @@ def test_messages_of_a_kind_pair_in_their_order():
     assert [s.peer for s in found] == [1, 1, 1, 0, 0, 0]
 
 
+def test_messages_queue_on_their_way():
+    """One begins when the one before it there has been received; other ways know nothing of it."""
+
+    def message(tick, action, stage, peer):
+        return Instruction(tick, action, stage, None, 0, None, Buffer.GRADIENT, (peer,))
+
+    def sends(rank_peer, *starts):
+        return [
+            event(message(k, Action.SEND, k, rank_peer), start, start + 0.5, 8)
+            for k, start in enumerate(starts)
+        ]
+
+    def receives(peer, *times):
+        return [
+            event(message(k, Action.RECV, k, peer), start, end, 8)
+            for k, (start, end) in enumerate(times)
+        ]
+
+    records = [
+        Record(0, [*sends(1, 1, 2, 3, 20), *receives(1, (0, 9))]),
+        Record(1, [*receives(0, (0, 4), (0, 7), (0, 6), (0, 22)), *sends(0, 5)]),
+    ]
+    found = Measurements(catalog.cyclic(2, 1, n_stages=4), records).timeline().spans
+    times = {(s.rank, s.lane, s.stage): (s.start, s.end) for s in found}
+    from_0 = {0: (1, 4), 2: (4, 6), 1: (6, 7), 3: (20, 22)}  # as they were received
+    for stage, expected in from_0.items():
+        assert times[0, "send", stage] == times[1, "receive", stage] == expected
+    assert times[1, "send", 0] == times[0, "receive", 0] == (5, 9)
+
+
+def reduced(stage, *peers):
+    return Instruction(stage, Action.ALL_REDUCE, stage, None, 0, None, Buffer.GRADIENT, peers)
+
+
+def test_collectives_queue_in_their_group():
+    """One of others does not wait for them."""
+    records = [
+        Record(
+            0,
+            [
+                event(reduced(0, 0, 1), 1, 5, 8),
+                event(reduced(1, 0, 1), 1, 8, 8),
+                event(reduced(2, 0, 1, 2), 1, 4, 8),
+            ],
+        ),
+        Record(
+            1,
+            [
+                event(reduced(0, 0, 1), 2, 5, 8),
+                event(reduced(1, 0, 1), 3, 9, 8),
+                event(reduced(2, 0, 1, 2), 1, 4, 8),
+            ],
+        ),
+        Record(2, [event(reduced(2, 0, 1, 2), 3, 4, 8)]),
+    ]
+    found = Measurements(catalog.data_parallel(3), records).timeline().spans
+    assert {(s.rank, s.stage): (s.start + 1, s.end + 1) for s in found} == {
+        (0, 0): (2, 5),
+        (1, 0): (2, 5),
+        (0, 1): (5, 8),
+        (1, 1): (5, 9),
+        (0, 2): (3, 4),
+        (1, 2): (3, 4),
+        (2, 2): (3, 4),
+    }
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_collectives_do_not_queue_behind_messages(sender):
+    """Between the same two ranks, whichever sends."""
+    send = Instruction(0, Action.SEND, 1, None, None, 0, Buffer.WEIGHTS, (1 - sender,))
+    receive = send._replace(action=Action.RECV, peers=(sender,))
+    records = [Record(rank, [event(reduced(0, 0, 1), 2, 9, 8)]) for rank in (0, 1)]
+    records[sender].events.insert(0, event(send, 0, 1, 8))
+    records[1 - sender].events.insert(0, event(receive, 0, 5, 8))
+    found = Measurements(catalog.data_parallel(2, state="sharded"), records).timeline().spans
+    assert {(s.start, s.end) for s in found if s.stage == 0} == {(2, 9)}
+
+
 def test_collectives():
     """They begin when the last rank has come; each ends where it was done."""
     reduce = Instruction(0, Action.ALL_REDUCE, 0, None, 0, None, Buffer.GRADIENT, (0, 1))

@@ -65,7 +65,8 @@ def _messages(records: Sequence[Record]) -> dict[Occasion, tuple[float, float]]:
     times = {}
     free: defaultdict[tuple, float] = defaultdict(float)  # when each way is free again
     for key, met in sorted(meetings.items(), key=lambda item: max(e.end for *_, e in item[1])):
-        way = key[:2] if met[0][2].instruction.action in _MESSAGES else key[0]
+        message = met[0][2].instruction.action in _MESSAGES
+        way = key[:2] if message else ("collective", *key[0])
         begin = max(free[way], *(event.start for *_, event in met))
         received = [event.end for *_, event in met if event.instruction.action == Action.RECV]
         free[way] = max(begin, *(received or [event.end for *_, event in met]))

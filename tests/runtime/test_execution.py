@@ -1,0 +1,319 @@
+"""Execution: how messages travel changes no result; compression, errors, and what is left alive."""
+
+import itertools
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.runtime import models
+from tests.runtime.conform import sgd
+from tests.runtime.models import name_of
+from toolkit.model import partition
+from toolkit.runtime import Distributed, join, launch, report
+from toolkit.runtime.links import Transfer
+from toolkit.runtime.rank import Rank
+from toolkit.schedule import Action, catalog
+
+SCHEDULES = [
+    catalog.data_parallel(2),
+    catalog.data_parallel(2, state="sharded"),
+    catalog.cyclic(2, 1),
+    catalog.cyclic(2, "freshest", state="sharded"),
+    catalog.one_f_one_b(2, 3),
+]
+WAYS = {
+    "in order": {"overlap": False},
+    "tiny chunks": {"chunk_mb": 3e-4},
+    "paced": {"pacing": True, "chunk_mb": 1e-3},
+    "in order and paced": {"overlap": False, "pacing": True},
+}
+SHARED = [
+    catalog.cyclic(2, 1),
+    catalog.cyclic(2, 1, state="sharded"),
+    catalog.data_parallel(2, state="sharded"),
+    catalog.cyclic(2, 1, chains="rotated"),
+]
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LR = 0.1
+N_SMALL_STEPS = 50
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+
+
+def small_batches(steps):
+    """Micro-batches of 4, for 2 ranks."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+# What each rank does
+
+
+def job():
+    """Reports all that it finds, and ends by an error of rank 1."""
+    world = join()
+    found = {
+        "same": {(k, way): _trained(world, k, **WAYS.get(way, {})) for k, way in _runs()},
+        "compressed": {
+            (compression, k): _compressed(world, schedule, compression)
+            for compression in TYPES
+            for k, schedule in enumerate([*SHARED, catalog.data_parallel(2)])
+        },
+        "alive": _messages_alive(world),
+    }
+    found["abandoned"] = _abandon(world)
+    report(found)
+    try:
+        _fail(world)
+    except ValueError:
+        report({"failed": _threads()})
+        raise
+
+
+def _runs():
+    return itertools.product(range(len(SCHEDULES)), ("usual", *WAYS))
+
+
+def _trained(world, k, **options):
+    """State and losses of a run of steps that overlap and one alone."""
+    schedule = SCHEDULES[k]
+    stages = models.cut(models.residual(), schedule)
+    runtime = Distributed(stages, schedule, sgd, F.cross_entropy, world=world, **options)
+    batches = models.make_batches(schedule.n_microbatches, 4)
+    results = [*runtime.run(batches[:3]), runtime.step(*batches[3])]
+    assert not _threads()
+    losses = {f"losses {result.step}": result.losses for result in results}
+    return runtime.module().state_dict() | losses
+
+
+def _small_runtime(world, schedule, loss=F.cross_entropy, **options):
+    stages = partition(small_model(), 2, torch.zeros(4, 6), ["1"])
+    return Distributed(stages, schedule, plain_sgd, loss, world=world, **options)
+
+
+def _compressed(world, schedule, compression):
+    """State and losses, and every version that this rank's forwards have read."""
+    read = {}
+    execute = Rank.execute
+
+    def spy(self, i):
+        if i.action == Action.FORWARD:
+            weights = self.weights[i.stage, i.version]
+            read[i.stage, i.version] = {name: x.clone() for name, x in weights.items()}
+        execute(self, i)
+
+    Rank.execute = spy
+    try:
+        runtime = _small_runtime(world, schedule, compression=compression)
+        results = list(runtime.run(small_batches(4)))
+    finally:
+        Rank.execute = execute
+    return runtime.module().state_dict(), [result.losses for result in results], read
+
+
+def _messages_alive(world):
+    """How many messages are alive as each of many steps ends, and after the run, by schedule."""
+    found, made = {}, []
+    begin = Transfer.__init__
+
+    def spy(self, *args):
+        made.append(weakref.ref(self))
+        begin(self, *args)
+
+    def alive():
+        return sum(one() is not None for one in made)
+
+    Transfer.__init__ = spy
+    try:
+        for schedule in (catalog.cyclic(2, 1), catalog.one_f_one_b(2, 2)):
+            made.clear()
+            runtime = _small_runtime(world, schedule)
+            counts = [alive() for _ in runtime.run(small_batches(N_SMALL_STEPS))]
+            found[schedule.name] = len(made), counts, alive()
+    finally:
+        Transfer.__init__ = begin
+    return found
+
+
+def _abandon(world):
+    """Leave a run in the middle; the threads that are left."""
+    runtime = _small_runtime(world, catalog.cyclic(2, 1), pacing=True)
+    for _ in runtime.run(small_batches(5)):
+        break
+    return _threads()
+
+
+def _fail(world):
+    """Rank 1 raises an error in the second step."""
+    calls = itertools.count()
+
+    def loss(outputs, targets):
+        if world.rank == 1 and next(calls) == 1:
+            raise ValueError("a bad micro-batch")
+        return F.cross_entropy(outputs, targets)
+
+    list(_small_runtime(world, catalog.cyclic(2, 1), loss, pacing=True).run(small_batches(4)))
+
+
+def _threads():
+    names = (thread.name for thread in threading.enumerate())
+    return sorted(name for name in names if name in ("messages", "pacer"))
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """What the ranks report, and the error."""
+    reports = {0: {}, 1: {}}
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - a test looks at it
+        launch(job, 2, on_report=lambda rank, found: reports[rank].update(found))
+    return reports, raised.value
+
+
+@pytest.fixture(scope="module")
+def found(ended):
+    return ended[0]
+
+
+# How messages travel
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("k", range(len(SCHEDULES)), ids=lambda k: name_of(SCHEDULES[k]))
+def test_the_way_changes_no_bit(found, k, way):
+    for rank in (0, 1):
+        usual, other = found[rank]["same"][k, "usual"], found[rank]["same"][k, way]
+        assert usual.keys() == other.keys()
+        for name, tensor in usual.items():
+            assert torch.equal(other[name], tensor), name
+
+
+# Compression
+
+
+def by_the_definition(sent_as):
+    """CDP-v1 on 2 ranks: the last one updates; what crosses between the two is rounded."""
+    model = small_model()
+    parameters = dict(model.named_parameters())
+    versions = [{name: p.detach().clone() for name, p in parameters.items()}]
+    losses = []
+
+    def rounded(tensors):
+        return {name: x.to(sent_as).float() for name, x in tensors.items()}
+
+    def gradients(weights, inputs, targets):
+        leaves = {name: x.clone().requires_grad_() for name, x in weights.items()}
+        loss = F.cross_entropy(torch.func.functional_call(model, leaves, inputs), targets)
+        found = torch.autograd.grad(loss / 2, list(leaves.values()))
+        return loss.detach(), dict(zip(leaves, found, strict=True))
+
+    for step, (inputs, targets) in enumerate(small_batches(4)):
+        read = versions[max(0, step - 1)]
+        (x, other_x), (y, other_y) = inputs.chunk(2), targets.chunk(2)
+        loss, sent = gradients(rounded(read), x, y)
+        other_loss, own = gradients(read, other_x, other_y)
+        losses.append((loss, other_loss))
+        total = {name: own[name] + rounded(sent)[name] for name in own}
+        versions.append({name: x - LR * total[name] for name, x in versions[-1].items()})
+    return versions[-1], losses
+
+
+@pytest.mark.parametrize("compression", TYPES)
+def test_compression_is_what_is_defined(found, compression):
+    """The sum is made in float32, of a rounded part; the rank that updates keeps its weights."""
+    expected, losses = by_the_definition(TYPES[compression])
+    for rank in (0, 1):
+        state, own, _ = found[rank]["compressed"][compression, 0]
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-7)
+        for loss, pair in zip(own, losses, strict=True):
+            torch.testing.assert_close(loss, pair[rank][None], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("compression", TYPES)
+def test_compression_is_felt(found, compression):
+    """The comparison above can fail."""
+    exact, _ = by_the_definition(torch.float32)
+    state = found[0]["compressed"][compression, 0][0]
+    assert any(not torch.allclose(state[name], x, rtol=1e-6) for name, x in exact.items())
+
+
+@pytest.mark.parametrize("compression", TYPES)
+@pytest.mark.parametrize("k", range(len(SHARED)), ids=lambda k: name_of(SHARED[k]))
+def test_all_read_what_the_owner_has_rounded(found, k, compression):
+    shared = 0
+    read = [found[rank]["compressed"][compression, k][2] for rank in (0, 1)]
+    for stage, version in read[0].keys() & read[1].keys():
+        owner = SHARED[k].owners[stage]
+        for name, x in read[owner][stage, version].items():
+            other = read[1 - owner][stage, version][name]
+            assert torch.equal(other, x.to(TYPES[compression]).float())
+            shared += not torch.equal(other, x)
+    assert shared
+
+
+@pytest.mark.parametrize("compression", TYPES)
+def test_collectives_sum_in_the_type_that_travels(found, compression):
+    """Data parallelism: of both ranks' rounded gradients, the rounded sum."""
+    sent_as = TYPES[compression]
+    model = small_model()
+    for inputs, targets in small_batches(4):
+        sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+            loss = F.cross_entropy(model(x), y) / 2
+            given = torch.autograd.grad(loss, list(model.parameters()))
+            for name, grad in zip(sums, given, strict=True):
+                sums[name] += grad.to(sent_as).float()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= LR * sums[name].to(sent_as).float()
+    state = found[0]["compressed"][compression, len(SHARED)][0]
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(state[name], p.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("compression", TYPES)
+def test_all_reduced_sums_are_the_same_on_every_rank(found, compression):
+    """So that replicas stay alike."""
+    read = [found[rank]["compressed"][compression, len(SHARED)][2] for rank in (0, 1)]
+    assert read[0].keys() == read[1].keys()
+    for key, weights in read[0].items():
+        assert all(torch.equal(read[1][key][name], x) for name, x in weights.items())
+
+
+# What is left
+
+
+def test_messages_do_not_accumulate(found):
+    """Those of a few steps are alive, however many steps there are; and none in the end."""
+    for rank in (0, 1):
+        for name, (made, counts, left) in found[rank]["alive"].items():
+            assert len(counts) == N_SMALL_STEPS
+            assert made > 2 * N_SMALL_STEPS - 10
+            assert max(counts) <= 24, name
+            assert left == 0, name
+
+
+def test_an_abandoned_run_ends_its_threads(found):
+    assert [found[rank]["abandoned"] for rank in (0, 1)] == [[], []]
+
+
+def test_an_error_of_the_loss_surfaces(ended):
+    """On the rank that has it, as it is; and its threads end."""
+    reports, error = ended
+    assert str(error) == "a bad micro-batch"
+    assert error.__notes__ == ["It was raised on rank 1."]
+    assert reports[1]["failed"] == []

@@ -1,0 +1,170 @@
+"""Messages: what tells them apart, and that they arrive whole, in chunks of any size."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.schedule.strategies import programs, quick
+from toolkit.runtime import join, launch
+from toolkit.runtime.layout import Layout, Layouts
+from toolkit.runtime.links import Links, tags
+from toolkit.runtime.stage import Sum
+from toolkit.schedule import Action, Buffer, Instruction
+
+# Tags
+
+
+@given(programs())
+@quick
+def test_both_ends_of_a_message_have_one_tag(program):
+    """And no other message from the one rank to the other has it."""
+    ends = {Action.SEND: {}, Action.RECV: {}}
+    for rank, order in enumerate(program.ranks):
+        for i, tag in zip(order, tags(order), strict=True):
+            if i.action not in ends:
+                assert tag == 0
+                continue
+            way = (rank, *i.peers) if i.action == Action.SEND else (*i.peers, rank)
+            assert tag > 0
+            assert (way, tag) not in ends[i.action]
+            ends[i.action][way, tag] = i.tick, *i[2:7]
+    assert ends[Action.SEND] == ends[Action.RECV]
+
+
+def test_tags_by_hand():
+    """A count of its own for each peer and direction."""
+
+    def message(action, *peers):
+        return Instruction(0, action, 0, None, 0, None, Buffer.GRADIENT, peers)
+
+    order = [
+        message(Action.SEND, 1),
+        message(Action.RECV, 1),
+        Instruction(0, Action.FORWARD, 0, 0, 0, 0),
+        message(Action.SEND, 1),
+        message(Action.SEND, 2),
+        message(Action.ALL_REDUCE, 0, 1),
+        message(Action.RECV, 1),
+        message(Action.SEND, 1),
+    ]
+    assert tags(order) == [1, 1, 0, 2, 1, 0, 2, 3]
+
+
+# Between two processes
+
+SIZES = (0, 1, 5, 8, 9, 23, 0, 240)  # bytes of each stage's message
+CHUNKS = (1, 2, 8, 9, 1000)  # bytes
+MIXED = {"a": (3, torch.float64), "b": (5, torch.float32), "c": (0, torch.float32)}
+
+
+def layouts():
+    """One byte a weight; gradients of several types, as a norm's statistics may be."""
+    weights = tuple(Layout.of({"w": torch.empty(n, dtype=torch.uint8)}) for n in SIZES)
+    mixed = Layout.of({name: torch.empty(n, dtype=dtype) for name, (n, dtype) in MIXED.items()})
+    nothing = Layout.of({})
+    return Layouts((nothing,), (nothing,), (0,), (mixed, nothing), weights)
+
+
+def values(rank, stage):
+    return (torch.arange(SIZES[stage]) * 7 + 50 * rank + stage).to(torch.uint8)
+
+
+def summands(rank):
+    return {name: torch.arange(n, dtype=dtype) + 10 * rank for name, (n, dtype) in MIXED.items()}
+
+
+def message(action, stage, buffer, *peers):
+    return Instruction(stage % 3, action, stage, None, 0, 0, buffer, peers)
+
+
+def exchange():
+    """What came of each stage's message by how it was sent, and of each collective."""
+    world = join()
+    world.make_groups([(0, 1)], [])
+    peer = 1 - world.rank
+    received = {
+        (chunk_bytes, paced): _all_to_all(world, peer, chunk_bytes, paced)
+        for paced in (False, True)
+        for chunk_bytes in CHUNKS
+    }
+    with Links(world, layouts(), 8, paced=False) as links:
+        collectives = {
+            (action.name, root): _collective(links, action, root)
+            for action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+            for root in (0, 1)
+        }
+    return received, collectives
+
+
+def _all_to_all(world, peer, chunk_bytes, paced):
+    """Every stage's weights at once; half of the receives are there first, in another order."""
+    stages = range(len(SIZES))
+    sent, coming = [], {}
+    with Links(world, layouts(), chunk_bytes, paced=paced) as links:
+        if paced:
+            links.pacer.rate = 1e5
+
+        def receive(stage):
+            i = message(Action.RECV, stage, Buffer.WEIGHTS, peer)
+            coming[stage] = i, links.receive(i, 1 + stage)
+
+        for stage in reversed(stages[::2]):
+            receive(stage)
+        for stage in stages:
+            i = message(Action.SEND, stage, Buffer.WEIGHTS, peer)
+            payload = values(world.rank, stage)
+            sent.append(links.send(i, {"w": payload}, 1 + stage))
+            payload.zero_()  # it may change at once
+            assert sent[-1].flat.nbytes == links.n_bytes(i) == SIZES[stage]
+        for stage in reversed(stages[1::2]):
+            receive(stage)
+        for _, transfer in coming.values():
+            transfer.wait()
+        for transfer in sent:
+            transfer.wait()
+        return [links.received(*coming[stage])["w"] for stage in stages]
+
+
+def _collective(links, action, root):
+    rank = links.world.rank
+    peers = (root, 1 - root)
+    if action == Action.BROADCAST:
+        i = message(action, 5, Buffer.WEIGHTS, *peers)
+        transfer = links.collective(i, {"w": values(rank, 5)} if rank == root else None)
+    else:
+        i = message(action, 0, Buffer.GRADIENT, *peers)
+        total = Sum()
+        total.add(summands(rank))
+        transfer = links.collective(i, total)
+    empty = Sum() if action != Action.BROADCAST else {"w": values(rank, 0)}
+    nothing = links.collective(i._replace(stage=1 if action != Action.BROADCAST else 0), empty)
+    transfer.wait()
+    nothing.wait()
+    found = links.received(i, transfer)
+    return found["w"] if action == Action.BROADCAST else found.tensors
+
+
+@pytest.fixture(scope="module")
+def exchanged():
+    return launch(exchange, 2)
+
+
+@pytest.mark.parametrize("paced", [False, True])
+@pytest.mark.parametrize("chunk_bytes", CHUNKS)
+def test_messages_arrive_whole(exchanged, chunk_bytes, paced):
+    """Empty ones, ones smaller than a chunk, and ones with a rest; each under its own tag."""
+    for rank, (received, _) in enumerate(exchanged):
+        for stage, found in enumerate(received[chunk_bytes, paced]):
+            assert torch.equal(found, values(1 - rank, stage))
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_collectives(exchanged, root):
+    """Of each type its own sum: at all ranks, or at the root; and the root's weights."""
+    total = {name: x + summands(1)[name] for name, x in summands(0).items()}
+    for rank, (_, collectives) in enumerate(exchanged):
+        for action in ("ALL_REDUCE", "REDUCE") if rank == root else ("ALL_REDUCE",):
+            found = collectives[action, root]
+            assert found.keys() == total.keys()
+            assert all(torch.equal(found[name], total[name]) for name in total)
+        assert torch.equal(collectives["BROADCAST", root], values(root, 5))
