@@ -124,7 +124,6 @@ _ROWS = {
     "bench_grouped": _bench,
     "bench_failure": _failure,
     "bench_links": _links,
-    "bench_links_four": _links,
     "bench_simulator": _bench,
 }
 
