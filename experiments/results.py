@@ -99,21 +99,14 @@ def _failure(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _links(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row a method; what is held to a bar has rows of its own, which are left out."""
-    rows = [row for row in metrics if row["at most"] is None]
-    return [
-        {"workers": workers, "method": method}
-        | {row["link"]: f"{row['/ DDP']:.2f}" for row in rows if _is(row, workers, method)}
-        | {
-            "peak/mean, unshaped": row["peak/mean"] or ""
-            for row in rows
-            if _is(row, workers, method) and row["link"] == "unshaped"
-        }
-        for workers, method in dict.fromkeys((row["workers"], row["method"]) for row in rows)
-    ]
-
-
-def _is(row: dict[str, Any], workers: int, method: str) -> bool:
-    return bool(row["workers"] == workers and row["method"] == method)
+    shown: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in (row for row in metrics if row["at most"] is None):
+        key = (row["workers"], row["method"])
+        found = shown.setdefault(key, {"workers": key[0], "method": key[1]})
+        found[row["link"]] = f"{row['/ DDP']:.2f}"
+        if row["link"] == "unshaped":
+            found["peak/mean, unshaped"] = row["peak/mean"] or ""
+    return list(shown.values())
 
 
 _ROWS = {
