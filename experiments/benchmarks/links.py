@@ -9,7 +9,6 @@ random order; medians over rounds are quoted, and ratios to DDP. Linux, as root.
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,6 +32,7 @@ from toolkit.tracking import table, write_csv
 
 _CLOSE = 0.03  # of M/C, beside what was asked for
 _CORRECTIONS = 3
+_COMPUTES = 5  # runs without messages, of which the median counts
 _SENDS = 3  # of all parameters, of which the median counts
 _DRAWN = ("DDP", "CDP-v1", "CDP-v1 paced")  # whose traffic is shown ...
 _DRAWN_AT = (1.0, 0.0)  # ... at these ratios
@@ -70,11 +70,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 def calibrate(config: DictConfig, net: Network, ranks: Ranks, workers: int) -> list[Link]:
     """Measure C, and find the rates at which M/C is what was asked for."""
     n_bytes, *_ = ranks.order("hello")
-    answers = ranks.order("train", method=COMPUTE, steps=config.steps)
-    compute = max(
-        median(after - before for before, after in pairwise(moments[config.skip :]))
-        for moments in answers
-    )
+    alone = (ranks.order("train", method=COMPUTE, steps=config.steps) for _ in range(_COMPUTES))
+    compute = median(step_time(answers, config.skip) for answers in alone)
     return [_find(ratio, n_bytes, compute, net, ranks, workers) for ratio in config.ratios]
 
 
