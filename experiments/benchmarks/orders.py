@@ -9,7 +9,6 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, cast
 
 from benchmarks.methods import Task
@@ -71,12 +70,7 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._part()
