@@ -29,6 +29,7 @@ class Method:
 
 def _all() -> Iterator[tuple[str, Method]]:
     half = {"compression": "bf16"}
+    paced = {"pacing": True, "chunk_mb": 0.25}
     yield "DDP", Method(DDP, 0)
     yield "DDP tuned", Method(DDP, 0, {"bucket_mb": 4.0, "bucket_view": True})
     yield "DDP 16-bit", Method(DDP, 0, half)
@@ -37,8 +38,8 @@ def _all() -> Iterator[tuple[str, Method]]:
     for name, delay in (("CDP-v1", 1), ("CDP-v2", "freshest")):
         yield name, Method(Distributed, delay)
         yield f"{name} 16-bit", Method(Distributed, delay, half)
-        yield f"{name} paced", Method(Distributed, delay, {"pacing": True})
-        yield f"{name} 16-bit paced", Method(Distributed, delay, half | {"pacing": True})
+        yield f"{name} paced", Method(Distributed, delay, paced)
+        yield f"{name} 16-bit paced", Method(Distributed, delay, half | paced)
 
 
 METHODS = dict(_all())

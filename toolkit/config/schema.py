@@ -178,7 +178,7 @@ class DistributedRuntime(Ranks):
     overlap: bool = True  # messages and updates go on beside computing
     chunk_mb: float = 1.0  # largest part of a message that is sent at once
     compression: str = "none"  # fp16 or bf16: messages of gradients and weights
-    pacing: bool = False  # each rank spreads what it sends over the training step
+    pacing: bool = False  # spread what is sent over the step; the smaller the chunks, the more even
 
 
 @dataclass
@@ -335,7 +335,7 @@ class LinksBench:
     skip: int = option(3, "steps are timed from the end of this one on; the first is 0")
     model: str = option("resnet18", "any of toolkit.model.MODELS")
     image_size: int = option(32, "pixels")
-    batch: int = option(8, "images of a worker")
+    batch: int = option(24, "images of a worker")
     stages: int = option(8, "parts into which the model is cut")
     partition: Any = option("parameters", "flops, parameters, activations, or [names of modules]")
     chunk_mb: float | None = option(None, "of CDP's messages; the runtime's own unless given")

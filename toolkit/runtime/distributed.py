@@ -55,7 +55,8 @@ class Distributed:
             Sums that are handed on are made in the model's own type, those of collectives in
             16 bits. The rank that updates a stage keeps its exact weights; other ranks compute
             with what they receive.
-        pacing: whether each rank spreads what it sends over the training step.
+        pacing: whether each rank spreads what it sends over the training step, in chunks: the
+            smaller they are, the more even the load.
 
     Raises:
         ValueError: stages, schedule and ranks do not fit, or an option has no such value.
