@@ -11,8 +11,12 @@ from torch.nn import functional as F
 
 
 def trajectory(model, stage_of, staleness, batches, make_optimizer):
-    """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage."""
-    n_microbatches = len(staleness[0])
+    """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
+
+    ``staleness`` is the same at every step, or a function of it.
+    """
+    late = staleness if callable(staleness) else lambda step: staleness
+    n_microbatches = len(late(0)[0])
     past = [copy.deepcopy(model)]  # past[t] holds theta_t
     optimizer = None
     for step, (inputs, targets) in enumerate(batches):
@@ -24,7 +28,7 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer):
             worker = copy.deepcopy(past[-1])  # its buffers are the newest
             with torch.no_grad():
                 for name, parameter in worker.named_parameters():
-                    version = max(0, step - staleness[stage_of(name)][m])
+                    version = max(0, step - late(step)[stage_of(name)][m])
                     parameter.copy_(past[version].get_parameter(name))
             loss = F.cross_entropy(worker(x), y)
             gradients.append(torch.autograd.grad(loss, list(worker.parameters())))

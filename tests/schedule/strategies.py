@@ -5,7 +5,18 @@ from dataclasses import replace
 from hypothesis import HealthCheck, reject, settings
 from hypothesis import strategies as st
 
-from toolkit.schedule import CHAINS, PLACEMENTS, STATES, Kind, Op, Schedule, Timing, timing
+from toolkit.schedule import (
+    CHAINS,
+    PLACEMENTS,
+    STATES,
+    Kind,
+    Op,
+    RandomDelay,
+    Schedule,
+    Timing,
+    timing,
+)
+from toolkit.schedule.random_delay import PER
 
 quick = settings(
     deadline=None,
@@ -13,6 +24,7 @@ quick = settings(
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 RULES = ("simultaneous", "cyclic", "sequential", "shifted", "split")
+DELAYS = ("freshest", "matrix", "list", "random", 1, 2, 3)
 
 
 def shifted(n_stages, offsets, period):
@@ -37,8 +49,10 @@ def split(n_stages, offsets, period):
 
 
 @st.composite
-def timings(draw, n_stages, n_microbatches, rules=RULES):
+def timings(draw, n_stages, n_microbatches, rules=RULES, accumulate=1):
     rule = draw(st.sampled_from(rules))
+    if rule in ("simultaneous", "cyclic"):
+        return getattr(timing, rule)(n_stages, n_microbatches // accumulate, accumulate)
     if rule not in ("shifted", "split"):
         return getattr(timing, rule)(n_stages, n_microbatches)
     offset = st.integers(0, 6 * n_stages)
@@ -56,18 +70,34 @@ def matrices(draw, least):
 
 
 @st.composite
+def random_delays(draw, least=0, most=3):
+    """Any, of which the least is ``least`` or more, and the most up to ``most`` more."""
+    least += draw(st.integers(0, 1))
+    kinds = ("uniform", {}), ("geometric", {"p": 0.4}), ("poisson", {"mean": 1.5})
+    kind, numbers = draw(st.sampled_from(kinds))
+    most = least + draw(st.integers(0, most))
+    per, seed = draw(st.sampled_from(PER)), draw(st.integers(0, 9))
+    return RandomDelay(kind, least, most, per=per, seed=seed, **numbers)
+
+
+@st.composite
 def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULES, chains=CHAINS):
     s, m = draw(st.integers(1, max_size)), draw(st.integers(1, max_size))
+    accumulate = draw(st.sampled_from([k for k in range(1, m + 1) if m % k == 0]))
     placement, state = draw(st.sampled_from(placements)), draw(st.sampled_from(states))
-    when = draw(timings(s, m, rules))
+    when = draw(timings(s, m, rules, accumulate))
     try:
-        free = Schedule("random", s, m, when, placement, "freshest", state)
+        free = Schedule("any", s, m, when, placement, "freshest", state, accumulate=accumulate)
     except ValueError as error:
         assert "in the same slot" in str(error)  # noqa: PT017 - nothing else may be wrong
         reject()
-    delay = draw(st.sampled_from(["freshest", "matrix", 1, 2, 3]))
+    delay = draw(st.sampled_from(DELAYS))
     if delay == "matrix":
         delay = draw(matrices(free.staleness))
+    elif delay == "list":
+        (delay,) = draw(matrices([map(max, free.staleness)]))
+    elif delay == "random":
+        delay = draw(random_delays(free.max_staleness))
     elif delay != "freshest":
         delay = max(delay, free.max_staleness)
     return draw(st.sampled_from([*with_chains(replace(free, delay=delay), chains)]))

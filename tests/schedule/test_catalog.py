@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from toolkit.schedule import catalog, timing
+from toolkit.schedule import RandomDelay, catalog, timing
 
 
 @pytest.mark.parametrize(
@@ -14,9 +14,25 @@ from toolkit.schedule import catalog, timing
         (catalog.data_parallel(2, state="sharded"), "ZeRO-DP"),
         (catalog.cyclic(2), "CDP-v2"),
         (catalog.cyclic(2, 1), "CDP-v1"),
-        (catalog.cyclic(2, 2), "CDP"),
+        (catalog.cyclic(2, 2), "CDP delay 2"),
+        (catalog.data_parallel(2, delay=1), "DP delay 1"),
+        (catalog.data_parallel(2, delay="freshest"), "DP"),
+        (catalog.data_parallel(2, delay=[0, 3]), "DP delay 0-3 by stage"),
+        (catalog.data_parallel(2, delay=[[0, 3], [0, 0]]), "DP delay 0-3"),
+        (catalog.data_parallel(2, delay=[2, 2]), "DP delay 2"),
+        (catalog.data_parallel(2, delay=RandomDelay(most=3)), "DP random delay 0-3"),
+        (
+            catalog.cyclic(2, RandomDelay("geometric", 1, 4, p=0.5), state="sharded"),
+            "ZeRO-CDP geometric delay 1-4",
+        ),
+        (catalog.data_parallel(2, accumulate=3), "DP accumulate 3"),
+        (catalog.cyclic(2, accumulate=3), "CDP-v2 accumulate 3"),
+        (catalog.cyclic(2, 2, state="sharded", accumulate=2), "ZeRO-CDP delay 2 accumulate 2"),
+        (catalog.cyclic(2, 1, chains="rotated", accumulate=2), "CDP-v1 rotated accumulate 2"),
+        (catalog.published(8), "CDP-v2 as published"),
         (catalog.cyclic(2, 1, chains="rotated"), "CDP-v1 rotated"),
-        (catalog.cyclic(2, [[1, 1], [1, 1]]), "CDP"),
+        (catalog.cyclic(2, [[1, 1], [1, 1]]), "CDP-v1"),
+        (catalog.cyclic(2, [[1, 1], [1, 0]]), "CDP delay 0-1"),
         (catalog.cyclic(2, state="sharded"), "ZeRO-CDP-v2"),
         (catalog.cyclic(2, 1, state="sharded"), "ZeRO-CDP-v1"),
         (catalog.gradient_accumulation(2, 3), "gradient accumulation"),
@@ -74,6 +90,13 @@ def test_refuses_what_is_no_size(make, what, size):
 
 
 @pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
+def test_refuses_what_cannot_be_accumulated(make, size):
+    with pytest.raises(ValueError, match=f"of a worker, is a whole number, 1 or more: got {size}"):
+        make(2, accumulate=size)
+
+
+@pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic, catalog.published])
 @pytest.mark.parametrize("size", [0, -2, 1.5, True])
 def test_refuses_what_is_no_size_for_both(make, size):
     with pytest.raises(ValueError, match="is a whole number, 1 or more"):

@@ -1,5 +1,6 @@
 """Staleness derived from timing: the closed form, and nothing less is possible."""
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import count
 
@@ -91,17 +92,21 @@ def test_every_delay_from_the_freshest_on_is_accepted(schedule, more):
 @given(schedules(), st.integers(0, 6))
 @quick
 def test_versions_begin_at_zero(schedule, step):
-    for j, row in enumerate(schedule.staleness):
+    for j, row in enumerate(schedule.delays(step)):
         for m, d in enumerate(row):
             version = schedule.version(j, m, step)
             assert version == (step - d if step >= d else 0)
             assert schedule.oldest_version(j, step) <= version
+            assert schedule.least_staleness[j][m] <= d <= schedule.staleness[j][m]
 
 
 @pytest.mark.parametrize(
     ("delay", "message"),
     [
-        ("fresh", r"unknown delay 'fresh': give 'freshest', a whole number of steps, or a matrix"),
+        (
+            "fresh",
+            r"unknown delay 'fresh': give 'freshest', a whole number of steps, a list .* or a",
+        ),
         ("", r"unknown delay '': give 'freshest'"),
         ("1", r"unknown delay '1': give 'freshest', a whole number"),
         (-1, r"a delay is a whole number of steps, 0 or more: got -1"),
@@ -114,7 +119,12 @@ def test_versions_begin_at_zero(schedule, step):
         ([[1, 1], [1, False]], r"a delay is a whole number of steps, 0 or more: got False"),
         (["11", "11"], r"a delay is a whole number of steps, 0 or more: got '1'"),
         ([], r"one row a stage and one column a micro-batch, here 2 x 2: .* lengths \[\]"),
-        ([1, 1], r"here 2 x 2: the rows given have lengths \[None, None\]"),
+        ([1, [1, 1]], r"here 2 x 2: the rows given have lengths \[None, 2\]"),
+        ([1], r"a list of delays has one for each stage, here 2: got 1"),
+        ([1, 1, 1], r"a list of delays has one for each stage, here 2: got 3"),
+        ([1, -1], r"a delay is a whole number of steps, 0 or more: got -1"),
+        ([1, 0.5], r"a delay is a whole number of steps, 0 or more: got 0\.5"),
+        ([1, None], r"a delay is a whole number of steps, 0 or more: got None"),
         ([[1, 1]], r"here 2 x 2: the rows given have lengths \[2\]"),
         ([[1, 1], [1]], r"here 2 x 2: the rows given have lengths \[2, 1\]"),
         ([[1, 1, 1], [1, 1, 1]], r"here 2 x 2: the rows given have lengths \[3, 3\]"),
@@ -123,6 +133,73 @@ def test_versions_begin_at_zero(schedule, step):
 def test_refuses_what_is_no_delay(delay, message):
     with pytest.raises(ValueError, match=message):
         catalog.cyclic(2, delay)
+
+
+PARALLEL = {
+    "DP": catalog.data_parallel,
+    "CDP": lambda n, placement, state, **more: catalog.cyclic(
+        n, placement=placement, state=state, **more
+    ),
+}
+
+
+def reads(program):
+    """(stage, micro-batch, step) -> the versions that its ops read."""
+    found = defaultdict(set)
+    for i in (i for rank in program.ranks for i in rank if i.action.computes):
+        found[i.stage, i.microbatch, i.step].add(i.version)
+    return found
+
+
+@pytest.mark.parametrize("method", PARALLEL)
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+@pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
+@pytest.mark.parametrize(
+    "delay",
+    [*range(6), [1, 2, 1], [3, 1, 5], [[1, 2, 3], [3, 2, 1], [1, 1, 4]]],
+    ids=str,
+)
+def test_any_delay_is_read_by_forward_and_backward(method, state, placement, delay):
+    if (method, delay) == ("CDP", 0):
+        delay = [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
+    schedule = PARALLEL[method](3, placement, state, delay=delay)
+    rows = delay if isinstance(delay, list) else [delay] * 3
+    rows = [row if isinstance(row, list) else [row] * 3 for row in rows]
+    assert schedule.staleness == schedule.least_staleness == tuple(map(tuple, rows))
+    assert schedule.mean_staleness == sum(map(sum, rows)) / 9
+    found = reads(schedule.lower(8).verify())
+    assert found == {
+        (j, m, t): {max(0, t - rows[j][m])} for j in range(3) for m in range(3) for t in range(8)
+    }
+
+
+def test_a_list_that_the_timing_cannot_honour_is_refused():
+    """CDP-v2 reads the last of three stages without delay, and the others not always."""
+    catalog.cyclic(3, [1, 1, 0]).lower(3).verify()
+    for delay, stage in (([0, 1, 1], 0), ([1, 0, 1], 1)):
+        message = f"stage {stage} on micro-batch 0 cannot read weights 0 steps late"
+        with pytest.raises(ValueError, match=message):
+            catalog.cyclic(3, delay)
+
+
+def test_as_published():
+    """4 stages on 8 workers: one step late where stage < 3 - worker."""
+    schedule = catalog.published(8)
+    assert schedule.staleness == (
+        (1, 1, 1, 0, 0, 0, 0, 0),
+        (1, 1, 0, 0, 0, 0, 0, 0),
+        (1, 0, 0, 0, 0, 0, 0, 0),
+        (0, 0, 0, 0, 0, 0, 0, 0),
+    )
+    schedule.lower(3).verify()
+    assert schedule.timing == catalog.data_parallel(8, n_stages=4).timing
+    with pytest.raises(ValueError, match="stage 0 on micro-batch 3 cannot read weights 0 steps"):
+        catalog.cyclic(8, schedule.delay, n_stages=4)
+
+
+@pytest.mark.parametrize("n", range(2, 9))
+def test_as_published_is_cdp_v2_with_as_many_workers_as_stages(n):
+    assert catalog.published(n, n_stages=n).staleness == catalog.cyclic(n).staleness
 
 
 def test_shows_where_a_delay_is_too_small():

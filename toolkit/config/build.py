@@ -3,13 +3,15 @@
 import importlib
 import os
 import sys
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from toolkit.schedule import Schedule
+from toolkit.schedule import RandomDelay, Schedule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,13 +23,29 @@ def build_schedule(config: DictConfig) -> Schedule:
     Raises:
         ValueError: an impossible schedule, or a file that holds none.
     """
-    options: dict[str, Any] = dict(config)
+    options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     file = options.pop("file", None)
     if file is not None:
         path = Path(file)
         return Schedule.from_csv(path, name=path.stem)
-    schedule: Schedule = instantiate(options)
+    late = {}
+    if "delay" in options:
+        late["delay"] = _delay(options.pop("delay"))
+    schedule: Schedule = instantiate(options, _partial_=True)(**late)
     return schedule
+
+
+def _delay(value: Any) -> Any:
+    """A delay of a schedule's options; one that has options of its own is random."""
+    if not isinstance(value, dict):
+        return value
+    known = [field.name for field in fields(RandomDelay)]
+    for name in map(str, value):
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"a random delay has no {name!r}: {hint}it has {', '.join(known)}")
+    return RandomDelay(**value)
 
 
 def build_model(

@@ -59,7 +59,8 @@ def _draw_grid(axes: Axes, program: Program) -> None:
             if i.action.computes:
                 row = (i.microbatch or 0) if one else rank
                 rows.add(row)
-                stale = program.schedule.staleness[i.stage][i.microbatch or 0] > 0
+                delays = program.schedule.delays(i.step or 0)
+                stale = delays[i.stage][i.microbatch or 0] > 0
                 _draw_op(axes, i, i.tick / tick, row, stale)
     axes.set_xlim(0, program.n_slots)
     axes.set_ylim(max(rows) + 0.5, -0.5)

@@ -5,6 +5,7 @@ from toolkit.schedule.chains import CHAINS
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import PLACEMENTS, Placement
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import STATES, Schedule
 from toolkit.schedule.staleness import FRESHEST
 from toolkit.schedule.steady import SteadyState, steady_state
@@ -22,6 +23,7 @@ __all__ = [
     "Op",
     "Placement",
     "Program",
+    "RandomDelay",
     "Schedule",
     "SteadyState",
     "Timing",

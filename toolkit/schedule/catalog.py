@@ -2,8 +2,9 @@
 
 from toolkit.schedule import orders, timing
 from toolkit.schedule.chains import IN_ORDER, ROTATED
+from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.staleness import FRESHEST, Delay
+from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
 
 
 def data_parallel(
@@ -13,19 +14,25 @@ def data_parallel(
     *,
     delay: Delay = 0,
     n_stages: int | None = None,
+    accumulate: int = 1,
 ) -> Schedule:
-    """Data parallelism: ``n`` micro-batches at the same moment.
+    """Data parallelism: ``n`` workers at the same moment.
 
     Args:
-        n: micro-batches of a step, M.
+        n: workers; micro-batches of a step, M, unless they accumulate.
         placement: ``per_microbatch`` (a rank each), ``one`` (all in flight on one device) or
             ``per_stage_and_microbatch`` (times model parallelism).
         state: ``replicated``, or ``sharded`` (ZeRO).
-        delay: 0; larger values, or a matrix, study staleness apart from timing.
+        delay: 0; larger values, a list [stage], a matrix [stage][microbatch] or a
+            :class:`~toolkit.schedule.random_delay.RandomDelay` study staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
+        accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
     """
-    s, m = _sizes(n_stages, n)
-    return Schedule(_name("DP", state), s, m, timing.simultaneous(s, m), placement, delay, state)
+    s, m = _sizes(n_stages, n, accumulate)
+    late = _late(delay, s, m)
+    name = _name("DP", state, "" if late == " delay 0" else late, accumulate)
+    when = timing.simultaneous(s, n, accumulate)
+    return Schedule(name, s, m, when, placement, delay, state, accumulate=accumulate)
 
 
 def cyclic(
@@ -36,24 +43,57 @@ def cyclic(
     *,
     n_stages: int | None = None,
     chains: str = IN_ORDER,
+    accumulate: int = 1,
 ) -> Schedule:
-    """Cyclic data parallelism: ``n`` micro-batches staggered uniformly over the step.
+    """Cyclic data parallelism: ``n`` workers staggered uniformly.
 
     Args:
-        n: micro-batches of a step, M.
-        delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2.
+        n: workers; micro-batches of a step, M, unless they accumulate.
+        delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; other numbers of steps, a
+            list [stage], a matrix [stage][microbatch], or a
+            :class:`~toolkit.schedule.random_delay.RandomDelay`.
         placement: any; ``per_stage`` makes it a pipeline.
         state: ``replicated``, or ``sharded`` (ZeRO).
         n_stages: stages of the model, ``n`` unless given.
         chains: ``in_order``, or ``rotated``: the same bytes and updates on every rank; but sums
             wait longer, gradients are held longer, and messages bunch where a backward ends.
+        accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
 
     Source: arXiv 2403.08837.
     """
+    s, m = _sizes(n_stages, n, accumulate)
+    late = _late(delay, s, m)
+    rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
+    rotated = " rotated" if chains == ROTATED else ""
+    name = _name("CDP", state, rule + rotated, accumulate)
+    when = timing.cyclic(s, n, accumulate)
+    return Schedule(name, s, m, when, placement, delay, state, chains, accumulate)
+
+
+def published(
+    n: int,
+    placement: str = "per_microbatch",
+    state: str = "replicated",
+    *,
+    n_stages: int = 4,
+) -> Schedule:
+    """CDP-v2 as the code published with the paper has it: data parallelism with delayed weights.
+
+    Stage j of worker w reads weights one step late where j < S - 1 - w, and fresh ones elsewhere.
+    The workers run at the same moment. With as many of them as stages the delays are those of
+    CDP-v2; with more, as in the code's own sizes, n = 8 and S = 4, they are less than a stagger
+    could honour.
+
+    Args:
+        n: workers; micro-batches of a step, M.
+        placement: as in :func:`data_parallel`.
+        state: as in :func:`data_parallel`.
+        n_stages: stages of the model, S.
+    """
     s, m = _sizes(n_stages, n)
-    rule = {1: "CDP-v1", FRESHEST: "CDP-v2"}.get(delay if isinstance(delay, int | str) else -1)
-    name = _name(rule or "CDP", state) + (" rotated" if chains == ROTATED else "")
-    return Schedule(name, s, m, timing.cyclic(s, m), placement, delay, state, chains)
+    delay = [[int(j < s - 1 - w) for w in range(m)] for j in range(s)]
+    name = _name("CDP-v2 as published", state)
+    return Schedule(name, s, m, timing.simultaneous(s, m), placement, delay, state)
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
@@ -103,13 +143,34 @@ def _pipeline(name: str, rank_orders: orders.Orders) -> Schedule:
     return Schedule.from_rank_orders(rank_orders, name=name)
 
 
-def _name(rule: str, state: str) -> str:
-    return f"ZeRO-{rule}" if state == "sharded" else rule
+def _name(rule: str, state: str, detail: str = "", accumulate: int = 1) -> str:
+    zero = "ZeRO-" if state == "sharded" else ""
+    rounds = f" accumulate {accumulate}" if accumulate > 1 else ""
+    return f"{zero}{rule}{detail}{rounds}"
 
 
-def _sizes(n_stages: int | None, n_microbatches: int) -> tuple[int, int]:
-    n_stages = n_microbatches if n_stages is None else n_stages
-    for what, value in (("stages", n_stages), ("micro-batches", n_microbatches)):
+def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
+    """What a name says of the delay; nothing for the freshest."""
+    if isinstance(delay, str):
+        return ""
+    if isinstance(delay, RandomDelay):
+        return f" {delay}"
+    rows, _ = in_steps(delay, n_stages, n_microbatches)
+    least, most = min(map(min, rows)), max(map(max, rows))
+    if least == most:
+        return f" delay {most}"
+    by = " by stage" if all(len(set(row)) == 1 for row in rows) else ""
+    return f" delay {least}-{most}{by}"
+
+
+def _sizes(n_stages: int | None, n: int, accumulate: int = 1) -> tuple[int, int]:
+    """Stages and micro-batches."""
+    n_stages = n if n_stages is None else n_stages
+    for what, value in (
+        ("the number of stages", n_stages),
+        ("the number of micro-batches", n),
+        ("accumulate, the micro-batches of a worker,", accumulate),
+    ):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"the number of {what} is a whole number, 1 or more: got {value!r}")
-    return n_stages, n_microbatches
+            raise ValueError(f"{what} is a whole number, 1 or more: got {value!r}")
+    return n_stages, n * accumulate

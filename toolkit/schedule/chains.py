@@ -29,10 +29,10 @@ _INSTEAD = f'use chains="{IN_ORDER}"'
 
 def ring_of(schedule: "Schedule", stage: int) -> tuple[int, ...]:
     """The ranks of a rotated chain: from the first to give its gradient to the one that updates."""
-    timing, n = schedule.timing, schedule.n_microbatches
-    order = sorted(range(n), key=lambda m: (timing.gradient_end(stage, m), m))
-    turn = stage % n
-    return tuple(schedule.rank(stage, m) for m in (*order[turn:], *order[:turn]))
+    ends = _ends(schedule, stage)
+    order = sorted(ends, key=lambda rank: (ends[rank], rank))
+    turn = stage % len(order)
+    return (*order[turn:], *order[:turn])
 
 
 def check_chains(schedule: "Schedule") -> None:
@@ -61,14 +61,23 @@ def _has_a_rank_for_each_microbatch(schedule: "Schedule") -> bool:
     rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
     if len(rows) > 1 or any(layout.turns(j) > 1 for j in stages):
         return False
-    return len(set(rows.pop())) == schedule.n_microbatches
+    return len(set(rows.pop())) == schedule.n_workers
+
+
+def _ends(schedule: "Schedule", stage: int) -> dict[int, int]:
+    """Of each rank: the tick at which its share of the gradient is complete."""
+    ends: dict[int, int] = {}
+    for m in range(schedule.n_microbatches):
+        rank = schedule.rank(stage, m)
+        ends[rank] = max(ends.get(rank, 0), schedule.timing.gradient_end(stage, m))
+    return ends
 
 
 def _check_ends(schedule: "Schedule", stage: int) -> None:
     """There is a chain, not an all-reduce."""
-    n = schedule.n_microbatches
-    ends = {schedule.timing.gradient_end(stage, m) for m in range(n)}
-    if len(ends) == 1 < n:
+    ends = _ends(schedule, stage)
+    n = len(ends)
+    if len(set(ends.values())) == 1 < n:
         raise ValueError(
             f"{_TAKES} micro-batches that end one after another: at stage {stage} all {n} end at"
             f" once, and their gradients meet in an all-reduce; choose another timing, or"
@@ -81,7 +90,7 @@ def _check_delays(schedule: "Schedule", stage: int) -> None:
     timing, microbatches = schedule.timing, range(schedule.n_microbatches)
     made = max(timing.gradient_end(stage, m) for m in microbatches)
     for m in microbatches:
-        op, delay = Op(Kind.FORWARD, stage, m), schedule.staleness[stage][m]
+        op, delay = Op(Kind.FORWARD, stage, m), schedule.least_staleness[stage][m]
         if timing.starts[op] + (delay + 1) * timing.period <= made:
             raise ValueError(
                 f"{_TAKES} a delay that leaves new weights time to go round the ranks: stage"

@@ -43,7 +43,7 @@ class Footprint:
 
 
 def footprint(schedule: "Schedule") -> Footprint:
-    """Count from a verified program, in the steady state."""
+    """Count from a verified program, in the steady state; where delays are random, as drawn."""
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)

@@ -151,12 +151,12 @@ class _Lowering:
         actions = {kind: Action(kind) for kind in Kind}
         for step in self.steps:
             begin = (step - self.steps.start) * timing.period
-            place = self._places(step)
+            place, delays = self._places(step), schedule.delays(step)
             for (kind, j, m), start in ops:
                 start += begin
                 end = start + self.slot
                 rank = place[j][m]
-                version = schedule.version(j, m, step)
+                version = max(0, step - delays[j][m])
                 self.ranks[rank].append(Instruction(start, actions[kind], j, m, step, version))
                 self.reads[j, version].append(_Read(start, end, rank))
                 if kind == Kind.FORWARD:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.staleness import Delay, in_steps
 from toolkit.schedule.timing import Timing
 
 Orders = Sequence[Sequence[Op]]
@@ -109,11 +110,11 @@ def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: i
     return order + backwards[steady:]
 
 
-def as_early_as_possible(orders: Orders, delay: object = 0) -> Timing:
+def as_early_as_possible(orders: Orders, delay: Delay = 0) -> Timing:
     """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
 
     The period is the least at which no rank is asked for two training steps at once and, for a
-    ``delay`` in steps, every weight version is ready when it is read.
+    ``delay`` in steps, every weight version is ready when it is read, however it is drawn.
 
     Raises:
         ValueError: an op is missing or appears twice, or ranks wait for each other.
@@ -156,14 +157,16 @@ def as_early_as_possible(orders: Orders, delay: object = 0) -> Timing:
 
 
 def _period(
-    orders: Orders, starts: dict[Op, int], n_stages: int, n_microbatches: int, delay: object
+    orders: Orders, starts: dict[Op, int], n_stages: int, n_microbatches: int, delay: Delay
 ) -> int:
     longest = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
-    if not isinstance(delay, int) or delay < 0:
+    if isinstance(delay, str):
         return longest
+    least, _ = in_steps(delay, n_stages, n_microbatches)
     timing = Timing(starts, longest)
     for j in range(n_stages):
-        first = min(starts[Op(Kind.FORWARD, j, m)] for m in range(n_microbatches))
         ready = max(timing.gradient_end(j, m) for m in range(n_microbatches))
-        longest = max(longest, -((first - ready) // (delay + 1)))
+        for m in range(n_microbatches):
+            start = starts[Op(Kind.FORWARD, j, m)]
+            longest = max(longest, -((start - ready) // (least[j][m] + 1)))
     return longest

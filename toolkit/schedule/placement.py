@@ -3,7 +3,7 @@
 ``one``
     a single device runs everything.
 ``per_microbatch``
-    data parallelism: rank m runs micro-batch m.
+    data parallelism: rank m runs micro-batch m; where n workers accumulate gradients, rank m mod n.
 ``per_stage``
     a pipeline: rank j runs stage j.
 ``per_stage_and_microbatch``
@@ -79,12 +79,12 @@ class Assigned:
 Placement = Turns | Assigned
 
 
-def place(name: str, timing: Timing, n_stages: int, n_microbatches: int) -> Turns:
+def place(name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int) -> Turns:
     """The placement called ``name`` for ops timed by ``timing``."""
     if name == "one":
         first, replicas = [0] * n_stages, [1] * n_stages
     elif name == "per_microbatch":
-        first, replicas = [0] * n_stages, [n_microbatches] * n_stages
+        first, replicas = [0] * n_stages, [n_workers] * n_stages
     elif name == "per_stage":
         first, replicas = list(range(n_stages)), [1] * n_stages
     elif name == "per_stage_and_microbatch":

@@ -13,6 +13,7 @@ from toolkit.schedule.chains import CHAINS, IN_ORDER, check_chains, ring_of
 from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
+from toolkit.schedule.random_delay import RandomDelay, draws
 from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, requested
 from toolkit.schedule.timing import Timing
 
@@ -32,8 +33,9 @@ class Schedule:
         n_microbatches: micro-batches of one training step, M.
         timing: start of every op of a training step, and the period.
         placement: ``one``, ``per_microbatch``, ``per_stage`` or ``per_stage_and_microbatch``.
-        delay: steps by which every weight version read is late; a matrix
-            ``[stage][microbatch]`` of them; or ``"freshest"``, the least that the timing allows.
+        delay: steps by which every weight version read is late; a list ``[stage]`` or a matrix
+            ``[stage][microbatch]`` of them; ``"freshest"``, the least that the timing allows; or a
+            :class:`RandomDelay`, which draws them anew at every step.
         state: ``replicated``, or ``sharded`` (each stage's parameters, gradients and optimizer
             state have one owner).
         chains: ``in_order``, or ``rotated``: each stage's sum begins at another rank. Every rank
@@ -41,6 +43,14 @@ class Schedule:
             gradients are held longer, and traffic is no longer even over the step. It takes
             replicated state, a rank for each micro-batch, and a delay that leaves weights time to
             go round. See :mod:`toolkit.schedule.chains`.
+        accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
+            it sums their gradients before they travel. Worker w of M/k runs micro-batches w,
+            w + M/k, w + 2M/k, ...
+
+    Attributes:
+        staleness: ``[stage][microbatch]``, steps by which the weights read are late; where delays
+            are random, at most.
+        least_staleness: the same, at least: it differs where delays are random.
 
     Raises:
         ValueError: the choices contradict each other; where an op is to blame, the message
@@ -55,7 +65,9 @@ class Schedule:
     delay: Delay = 0
     state: str = "replicated"
     chains: str = IN_ORDER
+    accumulate: int = 1
     staleness: Staleness = field(init=False, repr=False, compare=False)
+    least_staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -64,14 +76,17 @@ class Schedule:
         if self.chains not in CHAINS:
             raise ValueError(f"unknown chains {self.chains!r}: choose one of {', '.join(CHAINS)}")
         check_complete(self.timing.starts, self.n_stages, self.n_microbatches)
+        self._check_accumulate()
+        sizes = self.n_stages, self.n_microbatches
         layout = self.placement
         if not isinstance(layout, Placement):
-            layout = place(layout, self.timing, self.n_stages, self.n_microbatches)
+            layout = place(layout, self.timing, *sizes, self.n_workers)
         object.__setattr__(self, "layout", layout)
         self._check_dependencies()
         self._check_ranks()
-        staleness = requested(self.delay, self.timing, self.n_stages, self.n_microbatches)
-        object.__setattr__(self, "staleness", staleness)
+        least, largest = requested(self.delay, self.timing, *sizes)
+        object.__setattr__(self, "least_staleness", least)
+        object.__setattr__(self, "staleness", largest)
         self._check_staleness()
         if self.chains != IN_ORDER:
             check_chains(self)
@@ -86,8 +101,20 @@ class Schedule:
         return self.timing.period / self.timing.ticks_per_slot
 
     @property
+    def n_workers(self) -> int:
+        """Those of data parallelism, who run their micro-batches at the same time."""
+        return self.n_microbatches // self.accumulate
+
+    @property
     def max_staleness(self) -> int:
         return max(map(max, self.staleness))
+
+    @property
+    def mean_staleness(self) -> float:
+        """Over stages and micro-batches; where delays are random, of their distribution."""
+        if isinstance(self.delay, RandomDelay):
+            return self.delay.expected
+        return sum(map(sum, self.staleness)) / (self.n_stages * self.n_microbatches)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -125,9 +152,15 @@ class Schedule:
             return (self.owners[stage],)
         return tuple(self.layout.ranks(stage))
 
+    def delays(self, step: int) -> Staleness:
+        """``[stage][microbatch]``, the steps by which the weights read at ``step`` are late."""
+        if isinstance(self.delay, RandomDelay):
+            return draws(self.delay, self.n_stages, self.n_microbatches, step)
+        return self.staleness
+
     def version(self, stage: int, microbatch: int, step: int) -> int:
         """The weight version that ``stage`` reads for ``microbatch`` at ``step``."""
-        return max(0, step - self.staleness[stage][microbatch])
+        return max(0, step - self.delays(step)[stage][microbatch])
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
@@ -194,6 +227,14 @@ class Schedule:
 
         return lower(self, n_steps, first_step)
 
+    def _check_accumulate(self) -> None:
+        k, m = self.accumulate, self.n_microbatches
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1 or m % k:
+            raise ValueError(
+                f"accumulate is a whole number, 1 or more, that divides the {m} micro-batches of a"
+                f" step: got {k!r}"
+            )
+
     def _check_dependencies(self) -> None:
         starts = self.timing.starts
         for op, start in starts.items():
@@ -254,15 +295,17 @@ class Schedule:
         )
 
     def _check_staleness(self) -> None:
-        least = freshest(self.timing, self.n_stages, self.n_microbatches)
+        possible = freshest(self.timing, self.n_stages, self.n_microbatches)
         for j in range(self.n_stages):
             for m in range(self.n_microbatches):
-                if self.staleness[j][m] < least[j][m]:
+                asked, least = self.least_staleness[j][m], possible[j][m]
+                if asked < least:
+                    remedy = f'ask for delay={least} there, or for delay="{FRESHEST}"'
+                    if isinstance(self.delay, RandomDelay):
+                        remedy = f"draw delays of least={max(map(max, possible))} or more"
                     raise ValueError(
-                        f"stage {j} on micro-batch {m} cannot read weights"
-                        f" {self.staleness[j][m]} steps late: the timing makes them available"
-                        f" {least[j][m]} steps late; ask for delay={least[j][m]} there, or for"
-                        f' delay="{FRESHEST}"\n'
+                        f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
+                        f" timing makes them available {least} steps late; {remedy}\n"
                         + _grid.render(self, mark=(Op(Kind.FORWARD, j, m), 0))
                     )
 

@@ -1,7 +1,8 @@
 """Which weight version each micro-batch reads: staleness derived from, or checked against, timing.
 
 ``staleness[stage][microbatch] = d`` promises that at step t both the forward and the backward of
-that stage on that micro-batch read the weights of version t - d (version 0 where t < d).
+that stage on that micro-batch read the weights of version t - d (version 0 where t < d). Where
+delays are drawn at random d is the largest of them, and the two read by the same draw.
 
 An update of stage j is available once the last backward of stage j has ended, so the timing
 honours d if and only if d is at least
@@ -16,42 +17,82 @@ from collections.abc import Sequence
 from numbers import Integral
 
 from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.timing import Timing
 
 Staleness = tuple[tuple[int, ...], ...]
-Delay = int | str | Sequence[Sequence[int]]
+Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
 
 FRESHEST = "freshest"
 
 
-def freshest(timing: Timing, n_stages: int, n_microbatches: int) -> Staleness:
-    """The smallest staleness that ``timing`` honours, per stage and micro-batch."""
+def freshest(
+    timing: Timing, n_stages: int, n_microbatches: int, *, together: bool = False
+) -> Staleness:
+    """The smallest staleness that ``timing`` honours, per stage and micro-batch.
+
+    Args:
+        timing: when ops start.
+        n_stages: S.
+        n_microbatches: M.
+        together: whether no stage is updated before the gradients of all stages are known.
+    """
+    ends = [max(timing.gradient_end(j, m) for m in range(n_microbatches)) for j in range(n_stages)]
     rows = []
     for j in range(n_stages):
-        ready = max(timing.gradient_end(j, m) for m in range(n_microbatches))
+        ready = max(ends) if together else ends[j]
         starts = (timing.starts[Op(Kind.FORWARD, j, m)] for m in range(n_microbatches))
         rows.append(tuple(max(0, -((start - ready) // timing.period) - 1) for start in starts))
     return tuple(rows)
 
 
-def requested(delay: Delay, timing: Timing, n_stages: int, n_microbatches: int) -> Staleness:
-    """The staleness that ``delay`` asks for, whether or not the timing honours it."""
+def requested(
+    delay: Delay, timing: Timing, n_stages: int, n_microbatches: int
+) -> tuple[Staleness, Staleness]:
+    """The least and the largest staleness that ``delay`` asks for; the timing may not honour it.
+
+    They differ where delays are drawn at random.
+    """
+    if isinstance(delay, str) and delay == FRESHEST:
+        found = freshest(timing, n_stages, n_microbatches)
+        return found, found
+    return in_steps(delay, n_stages, n_microbatches)
+
+
+def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
+    """:func:`requested` of a delay that is given in steps, for which no timing is needed."""
+    if isinstance(delay, RandomDelay):
+        least, largest = (
+            ((int(steps),) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)
+        )
+        return least, largest
     if isinstance(delay, str):
-        if delay != FRESHEST:
-            raise ValueError(
-                f"unknown delay {delay!r}: give {FRESHEST!r}, a whole number of steps, or a matrix"
-                " [stage][microbatch] of them"
-            )
-        return freshest(timing, n_stages, n_microbatches)
+        raise ValueError(
+            f"unknown delay {delay!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
+            " or matrix [stage][microbatch] of them, or a RandomDelay"
+        )
     if isinstance(delay, Sequence):
-        shape = [len(row) if isinstance(row, Sequence) else None for row in delay]
-        if shape != [n_microbatches] * n_stages:
-            raise ValueError(
-                f"a delay matrix has one row a stage and one column a micro-batch, here"
-                f" {n_stages} x {n_microbatches}: the rows given have lengths {shape}"
-            )
+        found = _by_stage(delay, n_stages, n_microbatches)
+    else:
+        found = ((_steps(delay),) * n_microbatches,) * n_stages
+    return found, found
+
+
+def _by_stage(delay: Sequence, n_stages: int, n_microbatches: int) -> Staleness:
+    """A list, or a matrix."""
+    shape = [len(row) if isinstance(row, Sequence) else None for row in delay]
+    if shape == [n_microbatches] * n_stages:
         return tuple(tuple(_steps(d) for d in row) for row in delay)
-    return ((_steps(delay),) * n_microbatches,) * n_stages
+    if shape == [None] * n_stages:
+        return tuple((_steps(d),) * n_microbatches for d in delay)
+    if set(shape) == {None}:
+        raise ValueError(
+            f"a list of delays has one for each stage, here {n_stages}: got {len(shape)}"
+        )
+    raise ValueError(
+        f"a delay matrix has one row a stage and one column a micro-batch, here"
+        f" {n_stages} x {n_microbatches}: the rows given have lengths {shape}"
+    )
 
 
 def _steps(delay: object) -> int:

@@ -47,7 +47,10 @@ def steady_slots(schedule: "Schedule", step: int) -> slice:
 
 
 def steady_state(schedule: "Schedule") -> SteadyState:
-    """One period of ``schedule``, once every older step has ended and before the last begins."""
+    """One period of ``schedule``, once every older step has ended and before the last begins.
+
+    Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.
+    """
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1)
     slots = steady_slots(schedule, settled)

@@ -8,7 +8,17 @@ forward/backward of stage j, ``'`` the next training step::
     m=1  F0 F1 F2 B2 B1 B0                m=1        F0 F1 F2 B2 B1 B0 F0'F1'F2'B2'B1'B0'
     m=2  F0 F1 F2 B2 B1 B0                m=2              F0 F1 F2 B2 B1 B0 F0'F1'F2'B2'B1'B0'
 
-Index legend: ``j`` stage, ``m`` micro-batch, ``S`` stages, ``M`` micro-batches.
+Two stages, two workers that accumulate two micro-batches each: worker w runs micro-batch w and
+then micro-batch 2 + w, and the period is twice as long::
+
+    simultaneous                          cyclic
+    m=0  F0 F1 B1 B0                      m=0  F0 F1 B1 B0
+    m=1  F0 F1 B1 B0                      m=1        F0 F1 B1 B0
+    m=2              F0 F1 B1 B0          m=2              F0 F1 B1 B0
+    m=3              F0 F1 B1 B0          m=3                    F0 F1 B1 B0
+
+Index legend: ``j`` stage, ``m`` micro-batch, ``S`` stages, ``M`` micro-batches, ``n`` workers,
+``k`` micro-batches of a worker; M = k n, and n = M unless gradients are accumulated.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,22 +66,30 @@ def _staggered(
     return starts
 
 
-def simultaneous(n_stages: int, n_microbatches: int) -> Timing:
-    """All micro-batches at once: F(j,m) at slot j, B(j,m) at slot 2S-1-j, period 2S."""
-    starts = _staggered(n_stages, n_microbatches, lambda m: 0, tick=1)
-    return Timing(starts, period=2 * n_stages)
+def simultaneous(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
+    """All workers at once: F(j,m) at slot j, B(j,m) at slot 2S-1-j, period 2S.
+
+    Where they ``accumulate`` k micro-batches each, micro-batch m is 2S * (m div n) slots later,
+    and the period is 2Sk.
+    """
+    length = 2 * n_stages
+    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // n_workers * length, tick=1)
+    return Timing(starts, length * accumulate)
 
 
-def cyclic(n_stages: int, n_microbatches: int) -> Timing:
-    """Micro-batches staggered uniformly over the period: m starts 2S/M * m slots after the first.
+def cyclic(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
+    """Workers staggered uniformly over 2S slots: m starts 2S/n * m slots after the first.
+
+    Where they ``accumulate`` k micro-batches each, a worker's next one follows 2S slots later, so
+    the formula stays; the period is 2Sk.
 
     Source: arXiv 2403.08837, section 3, where S = M = N and the stagger is two slots.
     """
-    period = 2 * n_stages
-    tick = n_microbatches // gcd(period, n_microbatches)
-    stagger = period * tick // n_microbatches
-    starts = _staggered(n_stages, n_microbatches, lambda m: m * stagger, tick)
-    return Timing(starts, period * tick, tick)
+    length = 2 * n_stages
+    tick = n_workers // gcd(length, n_workers)
+    stagger = length * tick // n_workers
+    starts = _staggered(n_stages, n_workers * accumulate, lambda m: m * stagger, tick)
+    return Timing(starts, length * tick * accumulate, tick)
 
 
 def pipelined(n_stages: int, n_microbatches: int) -> Timing:
@@ -81,7 +99,5 @@ def pipelined(n_stages: int, n_microbatches: int) -> Timing:
 
 
 def sequential(n_stages: int, n_microbatches: int) -> Timing:
-    """One micro-batch after another (gradient accumulation): period 2SM."""
-    period = 2 * n_stages
-    starts = _staggered(n_stages, n_microbatches, lambda m: m * period, tick=1)
-    return Timing(starts, period * n_microbatches)
+    """One micro-batch after another (gradient accumulation of one worker): period 2SM."""
+    return simultaneous(n_stages, 1, n_microbatches)

@@ -1,0 +1,233 @@
+"""Workers that accumulate gradients: k micro-batches each, one update, the traffic of one."""
+
+from fractions import Fraction
+from itertools import product
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick, shifted
+from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, catalog, steady_state, timing
+from toolkit.schedule.footprint import belongs_to, footprint
+
+RULES = {
+    "DP": catalog.data_parallel,
+    "CDP-v1": lambda n, *args, **more: catalog.cyclic(n, 1, *args, **more),
+    "CDP-v2": lambda n, *args, **more: catalog.cyclic(n, "freshest", *args, **more),
+}
+PLACEMENTS = ["one", "per_microbatch", "per_stage_and_microbatch"]
+STATES = ["replicated", "sharded"]
+
+DP = """
+    slot   0   1   2   3   4   5   6   7   8    9    10   11   12   13   14   15
+    rank 0 0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2 0F0' 1F0' 1B0' 0B0' 0F2' 1F2' 1B2' 0B2'
+    rank 1 0F1 1F1 1B1 0B1 0F3 1F3 1B3 0B3 0F1' 1F1' 1B1' 0B1' 0F3' 1F3' 1B3' 0B3'
+"""
+CDP = """
+    slot   0   1   2   3   4   5   6   7   8    9    10   11   12   13   14   15   16   17
+    rank 0 0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2 0F0' 1F0' 1B0' 0B0' 0F2' 1F2' 1B2' 0B2' .    .
+    rank 1 .   .   0F1 1F1 1B1 0B1 0F3 1F3 1B3  0B3  0F1' 1F1' 1B1' 0B1' 0F3' 1F3' 1B3' 0B3'
+"""
+PIPELINE = """
+    slot   0   1   2   3   4   5   6   7   8   9
+    rank 0 0F0 .   0F1 0B0 0F2 0B1 0F3 0B2 .   0B3
+    rank 1 .   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 .
+"""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected", "n_steps"),
+    [
+        (catalog.data_parallel(2, accumulate=2), DP, 2),
+        (catalog.cyclic(2, accumulate=2), CDP, 2),
+        (catalog.cyclic(2, 1, "per_stage", accumulate=2), PIPELINE, 1),
+    ],
+    ids=["DP", "CDP", "pipeline"],
+)
+def test_literal_timeline(schedule, expected, n_steps):
+    assert schedule.grid(n_steps) == dedent(expected).strip("\n")
+
+
+SUM_ONCE = """
+ 8 SEND gradient stage 0 step 0 to rank 1
+ 7 SEND gradient stage 1 step 0 to rank 1
+"""
+
+
+def test_a_worker_hands_on_one_sum_of_both_its_microbatches():
+    """Rank 0's second backwards of stages 1 and 0 end at slots 7 and 8."""
+    program = catalog.cyclic(2, 1, accumulate=2).lower(1).verify()
+    sends = [i for i in program.ranks[0] if i.action == Action.SEND]
+    assert {f"{i.tick:2} {i}" for i in sends} == set(SUM_ONCE.strip("\n").split("\n"))
+    (reduce,) = (
+        i
+        for i in catalog.data_parallel(2, accumulate=2).lower(1).ranks[0]
+        if i.action == Action.ALL_REDUCE and i.stage == 0
+    )
+    assert reduce.tick == 8
+
+
+@pytest.mark.parametrize("n", range(1, 5))
+@pytest.mark.parametrize("rule", RULES)
+def test_accumulating_one_is_not_accumulating(rule, n):
+    for s, placement in product(range(1, 5), PLACEMENTS):
+        own = RULES[rule](n, placement, n_stages=s)
+        assert RULES[rule](n, placement, n_stages=s, accumulate=1) == own
+        assert (own.accumulate, own.n_workers) == (1, n)
+        assert own.lower(2).ranks == _as_before(own, n).lower(2).ranks
+
+
+def _as_before(schedule, n):
+    """The same by the formulas without workers."""
+    s = schedule.n_stages
+    when = timing.cyclic(s, n) if "CDP" in schedule.name else timing.simultaneous(s, n)
+    return Schedule(schedule.name, s, n, when, schedule.placement, schedule.delay)
+
+
+@pytest.mark.parametrize(("s", "n", "k"), [*product(range(1, 5), range(1, 5), range(1, 4))])
+def test_every_op_starts_at_its_formula(s, n, k):
+    """Micro-batch r n + w is the r-th of worker w, 2S slots after the one before it."""
+    for rule, stagger in (("DP", 0), ("CDP-v1", Fraction(2 * s, n))):
+        schedule = RULES[rule](n, n_stages=s, accumulate=k)
+        assert (schedule.n_microbatches, schedule.n_workers, schedule.n_ranks) == (k * n, n, n)
+        assert schedule.period == 2 * s * k
+        for r, w, j in product(range(k), range(n), range(s)):
+            m, first = r * n + w, w * stagger + r * 2 * s
+            tick = schedule.timing.ticks_per_slot
+            assert schedule.timing.starts[Op(Kind.FORWARD, j, m)] == (first + j) * tick
+            assert schedule.timing.starts[Op(Kind.BACKWARD, j, m)] == (first + 2 * s - 1 - j) * tick
+            assert [schedule.rank(j, m, step) for step in range(3)] == [w] * 3
+
+
+@pytest.mark.parametrize("k", range(1, 5))
+@pytest.mark.parametrize("n", range(2, 9))
+def test_freshest_is_the_closed_form(n, k):
+    """That of k = 1, further micro-batches being fresh: a worker's first ones alone can be late."""
+    assert catalog.cyclic(n, accumulate=k).staleness == tuple(
+        tuple(0 if (j + 1) + (m + 1) >= n + 1 else 1 for m in range(k * n)) for j in range(n)
+    )
+    assert catalog.data_parallel(n, delay="freshest", accumulate=k).max_staleness == 0
+
+
+@pytest.mark.parametrize(("s", "n", "k"), [*product(range(1, 5), range(1, 5), range(1, 4))])
+def test_every_setting_verifies(s, n, k):
+    for rule, placement, state in product(RULES, PLACEMENTS, STATES):
+        schedule = RULES[rule](n, placement, state, n_stages=s, accumulate=k)
+        schedule.lower(4).verify()
+        schedule.lower(2, first_step=3).verify()
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 3), st.data())
+@quick
+def test_every_delay_verifies(s, n, k, more, data):
+    rule = data.draw(st.sampled_from(["DP", "CDP"]))
+    placement, state = data.draw(st.sampled_from(PLACEMENTS)), data.draw(st.sampled_from(STATES))
+    if rule == "DP":
+        schedule = catalog.data_parallel(n, placement, state, delay=more, n_stages=s, accumulate=k)
+    else:
+        schedule = catalog.cyclic(n, 1 + more, placement, state, n_stages=s, accumulate=k)
+    schedule.lower(3).verify()
+
+
+@pytest.mark.parametrize("n", range(2, 6))
+@pytest.mark.parametrize("k", [2, 3])
+def test_activations_are_those_of_one_micro_batch(n, k):
+    for rule, state in product(RULES, STATES):
+        most = n * n if rule == "DP" else n * (n + 1) // 2
+        one = RULES[rule](n, "one", state, accumulate=k)
+        assert one.lower(3).verify().peak_activations() == (most,)
+        assert steady_state(one).peak_activations == most
+        each = RULES[rule](n, "per_microbatch", state, accumulate=k)
+        assert each.lower(3).peak_activations() == (n,) * n
+        assert steady_state(each).peak_activations == most
+        split = RULES[rule](n, "per_stage_and_microbatch", state, accumulate=k)
+        assert split.n_ranks == (n * n if rule == "DP" else n * (n + 1) // 2)
+        assert split.lower(3).peak_activations() == (1,) * split.n_ranks
+
+
+def gradients(schedule):
+    """(messages, stages) of gradients that all ranks send for a step; weights likewise."""
+    program, step = schedule.lower(5).verify(), 2
+    sent = {buffer: [0, 0] for buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)}
+    for i in (i for rank in program.ranks for i in rank if belongs_to(i, step)):
+        if i.action in (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST):
+            sent[i.buffer][0] += 1
+            sent[i.buffer][1] += len(i.peers)
+    return sent
+
+
+@pytest.mark.parametrize("n", range(2, 6))
+def test_gradients_travel_as_often_as_without(n):
+    for rule, placement, state in product(RULES, ["per_microbatch"], STATES):
+        once, twice, thrice = (
+            gradients(RULES[rule](n, placement, state, accumulate=k)) for k in (1, 2, 3)
+        )
+        assert once[Buffer.GRADIENT][0] > 0
+        assert once[Buffer.GRADIENT] == twice[Buffer.GRADIENT] == thrice[Buffer.GRADIENT]
+        if state == "replicated":
+            assert once == twice == thrice
+        elif n > 2:  # sharded weights are gathered anew for each micro-batch
+            assert once[Buffer.WEIGHTS] < twice[Buffer.WEIGHTS] < thrice[Buffer.WEIGHTS]
+
+
+@pytest.mark.parametrize("n", range(2, 6))
+def test_a_footprint_does_not_grow(n):
+    """But for the weights of sharded state."""
+    for rule in RULES:
+        once, twice = (footprint(RULES[rule](n, accumulate=k)) for k in (1, 2))
+        assert (once.traffic, once.messages) == (twice.traffic, twice.messages)
+        assert (once.activations, once.total_activations) == (1, twice.total_activations)
+        assert twice.ranks == n
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_pipeline_that_accumulates_is_pipedream_2bw(n, k):
+    own = catalog.cyclic(n, 1, "per_stage", accumulate=k)
+    assert own.timing == timing.pipelined(n, k * n)
+    assert own.lower(3).verify().ranks == catalog.pipedream_2bw(n, k * n).lower(3).ranks
+
+
+@pytest.mark.parametrize(("s", "k"), [*product(range(1, 5), range(1, 5))])
+def test_one_worker_is_gradient_accumulation(s, k):
+    plain = catalog.gradient_accumulation(s, k)
+    for make in RULES.values():
+        own = make(1, "one", n_stages=s, accumulate=k)
+        assert own.timing == plain.timing
+    assert catalog.data_parallel(1, n_stages=s, accumulate=k).lower(3).ranks == plain.lower(3).ranks
+
+
+@pytest.mark.parametrize(("n", "s", "k"), [(2, 2, 2), (3, 3, 2), (3, 6, 3), (4, 4, 2)])
+def test_rotated_chains(n, s, k):
+    """Every rank sends each stage's gradient and weights once, and updates as many as any."""
+    schedule = catalog.cyclic(n, 1, n_stages=s, chains="rotated", accumulate=k)
+    schedule.lower(5).verify()
+    assert schedule.owners == tuple((j - 1) % n for j in range(s))
+    for slots in zip(*steady_state(schedule).traffic, strict=True):
+        assert sum(slot.messages for slot in slots) == 2 * (n - 1) * (s // n)
+
+
+def test_a_ring_is_in_the_order_in_which_ranks_have_summed():
+    """Rank 0 starts first, and is the last to have run both its micro-batches, 0 and 2."""
+    when = shifted(1, (0, 2, 8, 6), 10)
+    choices = {"delay": 1, "chains": "rotated", "accumulate": 2}
+    schedule = Schedule("own", 1, 4, when, "per_microbatch", **choices)
+    assert schedule.rings == ((1, 0),)
+    schedule.lower(3).verify()
+
+
+def test_data_parallelism_cannot_be_a_pipeline():
+    with pytest.raises(ValueError, match="rank 0 cannot run 0F0 and 0F1 in the same slot"):
+        catalog.data_parallel(2, "per_stage", accumulate=2)
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 2, 1.0, True, None, "1"])
+def test_refuses_what_does_not_divide_the_micro_batches(accumulate):
+    message = (
+        "accumulate is a whole number, 1 or more, that divides the 3 micro-batches of a step:"
+        f" got {accumulate!r}"
+    )
+    with pytest.raises(ValueError, match=message):
+        Schedule("own", 2, 3, timing.cyclic(2, 3), accumulate=accumulate)

@@ -1,0 +1,246 @@
+"""Delays drawn at random: the same for everybody, distributed as promised, and promised right."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick, random_delays, schedules, shifted
+from toolkit.schedule import RandomDelay, Schedule, catalog, steady_state
+from toolkit.schedule.footprint import footprint
+from toolkit.schedule.random_delay import DISTRIBUTIONS, draws
+
+GEOMETRIC = RandomDelay("geometric", 1, 3, p=0.5, seed=7)
+POISSON = RandomDelay("poisson", 0, 2, mean=2, seed=7)
+DELAYS = [RandomDelay(most=3, seed=7), GEOMETRIC, POISSON]
+FIRST = """
+from toolkit.schedule import RandomDelay
+delay = RandomDelay(most=9, seed=3)
+print(*(delay.draw(0, 0, step) for step in range(24)))
+"""
+
+
+def test_draws_stay_what_they_are():
+    """In every process, on every platform and under every version: results depend on them."""
+    expected = "7 0 5 4 2 6 9 4 5 2 6 5 2 0 1 0 5 2 3 3 2 5 3 1"
+    for seed in ("0", "1"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        found = subprocess.run(
+            [sys.executable, "-c", FIRST], env=environment, check=True, capture_output=True
+        )
+        assert found.stdout.decode().strip() == expected
+
+
+@given(random_delays(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 5))
+@quick
+def test_a_draw_depends_on_what_it_is_for_alone(delay, s, m, step):
+    """Not on who else draws, in what order, or how often."""
+    drawn = draws(delay, s, m, step)
+    assert [len(row) for row in drawn] == [m] * s
+    assert tuple(row[:m] for row in draws(delay, s + 2, m + 3, step)[:s]) == drawn
+    for j, i in reversed([*product(range(s), range(m))]):
+        assert delay.draw(j, i, step) == drawn[j][i]
+        assert delay.least <= drawn[j][i] <= delay.most
+
+
+@pytest.mark.parametrize("delay", DELAYS, ids=str)
+@pytest.mark.parametrize(
+    ("per", "by_stage", "by_microbatch"),
+    [("microbatch", True, True), ("stage", True, False), ("step", False, False)],
+)
+def test_drawn_once_for_each(delay, per, by_stage, by_microbatch):
+    drawn = [draws(replace(delay, per=per), 4, 4, step) for step in range(20)]
+    assert len(set(drawn)) > 1
+    assert any(len(set(zip(*rows, strict=True))) > 1 for rows in drawn) == by_microbatch
+    assert any(len(set(rows)) > 1 for rows in drawn) == by_stage
+
+
+@pytest.mark.parametrize("delay", DELAYS, ids=str)
+def test_another_seed_draws_otherwise(delay):
+    found = {tuple(replace(delay, seed=seed).draw(0, 0, t) for t in range(40)) for seed in range(9)}
+    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    ("delay", "expected", "mean"),
+    [
+        (RandomDelay(), [Fraction(1, 2)] * 2, 0.5),
+        (RandomDelay(least=2, most=4), [Fraction(1, 3)] * 3, 3),
+        (RandomDelay(least=2, most=2), [1], 2),
+        (GEOMETRIC, [Fraction(4, 7), Fraction(2, 7), Fraction(1, 7)], 1 + 4 / 7),
+        (RandomDelay("geometric", most=5, p=1), [1, 0, 0, 0, 0, 0], 0),
+        (POISSON, [Fraction(1, 5), Fraction(2, 5), Fraction(2, 5)], 1.2),
+    ],
+    ids=str,
+)
+def test_probabilities(delay, expected, mean):
+    assert list(delay.probabilities) == expected
+    assert delay.expected == pytest.approx(mean)
+    assert catalog.data_parallel(2, delay=delay).mean_staleness == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("delay", DELAYS, ids=str)
+@pytest.mark.parametrize("varied", ["stage", "microbatch", "step"])
+def test_draws_are_distributed_as_they_should_be(delay, varied):
+    """Whichever of the three goes on. The seed is fixed, and so is the outcome."""
+    n = 2000
+    place = {"stage": 1, "microbatch": 1, "step": 1}
+    found = Counter(delay.draw(**place | {varied: k}) for k in range(n))
+    assert found.keys() == set(range(delay.least, delay.most + 1))
+    for k, probability in enumerate(delay.probabilities):
+        assert found[delay.least + k] / n == pytest.approx(float(probability), abs=0.035)
+
+
+def test_draws_do_not_follow_each_other():
+    """Pairs of neighbours are as frequent as they are by chance."""
+    delay, n = RandomDelay(most=1, seed=1), 2000
+    for stage, microbatch, later in ((0, 0, 1), (0, 1, 0), (1, 0, 0)):
+        pairs = Counter(
+            (delay.draw(0, 0, k), delay.draw(stage, microbatch, k + later)) for k in range(n)
+        )
+        for pair in product((0, 1), repeat=2):
+            assert pairs[pair] / n == pytest.approx(0.25, abs=0.035)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distribution": "normal"}, "unknown distribution of delays 'normal': choose one of unif"),
+        ({"per": "worker"}, "unknown per of a random delay 'worker': choose one of microbatch, st"),
+        ({"most": 1.5}, r"most of a random delay is a whole number: got 1\.5"),
+        ({"least": True}, "least of a random delay is a whole number: got True"),
+        ({"seed": "1"}, "seed of a random delay is a whole number: got '1'"),
+        ({"most": None}, "most of a random delay is a whole number: got None"),
+        ({"least": -1}, "from least to most, 0 or more: got least=-1, most=1"),
+        ({"least": 2}, "from least to most, 0 or more: got least=2, most=1"),
+        ({"p": 0.5}, "p is of distribution=geometric: leave it out for uniform, or choose that"),
+        ({"mean": 1}, "mean is of distribution=poisson: leave it out for uniform, or choose"),
+        ({"distribution": "geometric"}, "p of a geometric delay is above 0 and at most 1, such as"),
+        ({"distribution": "geometric", "p": 0}, r"such as 0\.5: got 0"),
+        ({"distribution": "geometric", "p": 1.1}, r"such as 0\.5: got 1\.1"),
+        ({"distribution": "geometric", "p": "0.5"}, r"such as 0\.5: got '0\.5'"),
+        ({"distribution": "geometric", "p": True}, r"such as 0\.5: got True"),
+        (
+            {"distribution": "poisson"},
+            r"mean of a poisson delay is above 0, such as 1\.5: got None",
+        ),
+        ({"distribution": "poisson", "mean": -1}, r"such as 1\.5: got -1"),
+        ({"distribution": "poisson", "mean": float("inf")}, r"such as 1\.5: got inf"),
+        ({"distribution": "poisson", "mean": float("nan")}, r"such as 1\.5: got nan"),
+        ({"distribution": "poisson", "p": 0.5, "mean": 1}, "p is of distribution=geometric"),
+    ],
+    ids=str,
+)
+def test_refuses_what_is_no_random_delay(options, message):
+    with pytest.raises(ValueError, match=message):
+        RandomDelay(**options)
+
+
+def test_every_distribution_is_tried_here():
+    assert {delay.distribution for delay in DELAYS} == set(DISTRIBUTIONS)
+
+
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+@pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
+@pytest.mark.parametrize("per", ["microbatch", "stage", "step"])
+@pytest.mark.parametrize("least", [0, 1])
+def test_forward_and_backward_read_what_is_drawn(least, per, placement, state):
+    delay = RandomDelay(least=least, most=least + 2, per=per, seed=5)
+    if least:
+        schedule = catalog.cyclic(3, delay, placement, state)
+    else:
+        schedule = catalog.data_parallel(3, placement, state, delay=delay)
+    assert schedule.staleness == ((delay.most,) * 3,) * 3
+    assert schedule.least_staleness == ((least,) * 3,) * 3
+    program = schedule.lower(9, first_step=2).verify()
+    found = {}
+    for i in (i for rank in program.ranks for i in rank if i.action.computes):
+        found.setdefault((i.stage, i.microbatch, i.step), set()).add(i.version)
+    assert found == {
+        (j, m, t): {max(0, t - delay.draw(j, m, t))}
+        for j, m, t in product(range(3), range(3), range(2, 11))
+    }
+    assert len({t - v for (_, _, t), (v,) in found.items()}) > 1
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_a_single_possible_delay_is_no_different_from_that_delay(k):
+    for make, least in ((catalog.data_parallel, 0), (catalog.cyclic, 1)):
+        if k >= least:
+            drawn = make(3, delay=RandomDelay(least=k, most=k)).lower(5)
+            assert drawn.ranks == make(3, delay=k).lower(5).ranks
+
+
+@given(schedules(chains=["in_order"]), st.data())
+@quick
+def test_any_timing_takes_what_it_can_honour(schedule, data):
+    least = replace(schedule, delay="freshest").max_staleness
+    delay = data.draw(random_delays(least))
+    replace(schedule, delay=delay).lower(3).verify()
+    if least:
+        delay = replace(delay, least=least - 1)
+        with pytest.raises(ValueError, match="cannot read weights") as refusal:
+            replace(schedule, delay=delay)
+        first, head, *grid = str(refusal.value).splitlines()
+        assert f"cannot read weights {least - 1} steps late" in first
+        assert first.endswith(f"draw delays of least={least} or more")
+        assert head.startswith("slot")
+        assert "\n".join(grid).count("[") == 1
+
+
+def test_shows_where_the_least_delay_is_too_small():
+    with pytest.raises(ValueError, match="stage 0 on micro-batch 0 cannot read") as refusal:
+        catalog.cyclic(2, RandomDelay(most=5))
+    assert str(refusal.value).splitlines() == [
+        "stage 0 on micro-batch 0 cannot read weights 0 steps late: the timing makes them available"
+        " 1 steps late; draw delays of least=1 or more",
+        "slot   0     1   2   3   4   5",
+        "rank 0 [0F0] 1F0 1B0 0B0 .   .",
+        "rank 1 .     .   0F1 1F1 1B1 0B1",
+    ]
+
+
+def test_rotated_chains_take_a_delay_whose_least_leaves_time():
+    """The update ends at tick 4, when micro-batch 0 of the next step starts."""
+    when = shifted(1, (0, 2), 4)
+    late, fresh = RandomDelay(least=1, most=2), RandomDelay(most=2)
+    Schedule("own", 1, 2, when, "per_microbatch", fresh)
+    Schedule("own", 1, 2, when, "per_microbatch", late, chains="rotated").lower(6).verify()
+    with pytest.raises(ValueError, match="on micro-batch 0 reads them as they are made, 0 steps"):
+        Schedule("own", 1, 2, when, "per_microbatch", fresh, chains="rotated")
+
+
+def test_orders_wait_for_the_least_delay():
+    """Rank 1 is busy for 6 slots; stage 0 is updated after 0B1, at slot 7."""
+    rank_orders = ["0F0 0B0", "1F0 1B0 0F1 1F1 1B1 0B1"]
+    for delay, period in (
+        (RandomDelay(most=2), 7),
+        (RandomDelay(least=1, most=2), 6),
+        ([0, 0], 7),
+        ([1, 0], 6),
+        ([[0, 0], [0, 0]], 7),
+    ):
+        schedule = Schedule.from_rank_orders(rank_orders, delay=delay)
+        assert schedule.period == period
+        schedule.lower(3).verify()
+
+
+def test_activations_do_not_depend_on_the_draws():
+    for n in range(2, 6):
+        delay = RandomDelay(least=1, most=4, seed=n)
+        late, plain = (catalog.cyclic(n, d, "one") for d in (delay, 1))
+        assert steady_state(late).activations == steady_state(plain).activations
+        assert footprint(late).activations == Fraction(n + 1, 2)
+
+
+def test_the_most_says_which_versions_are_kept():
+    schedule = catalog.data_parallel(2, delay=RandomDelay(most=3))
+    assert schedule.max_staleness == 3
+    assert [schedule.oldest_version(0, step) for step in range(6)] == [0, 0, 0, 0, 1, 2]

@@ -1,0 +1,135 @@
+"""Delays drawn at random, as asynchronous training has them: by a seed, the same everywhere.
+
+A draw is a function of the seed and of what it is for (stage, micro-batch, step), and of nothing
+else: not of who asks, in what order, how often, or how many stages and micro-batches there are.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from math import inf
+from numbers import Integral
+
+Draws = tuple[tuple[int, ...], ...]
+
+PER = ("microbatch", "stage", "step")
+_BITS = 64  # of a draw
+
+# The probability of a delay of k steps more than the least, to that of k - 1.
+_RATIOS: dict[str, Callable[["RandomDelay", int], Fraction]] = {
+    "uniform": lambda delay, k: Fraction(1),
+    "geometric": lambda delay, k: 1 - Fraction(float(delay.p or 0)),
+    "poisson": lambda delay, k: Fraction(float(delay.mean or 0)) / k,
+}
+DISTRIBUTIONS = tuple(_RATIOS)
+
+
+@dataclass(frozen=True)
+class RandomDelay:
+    """Steps by which a weight version is late, drawn anew at every training step.
+
+    Args:
+        distribution: ``uniform`` from ``least`` to ``most``; or ``least`` and a number of further
+            steps that is ``geometric`` (each comes with probability 1 - ``p``) or ``poisson`` (of
+            the given ``mean``). What would be later than ``most`` is drawn again.
+        least: steps by which every version is late; the timing has to allow it.
+        most: steps by which one can be late: so many old versions of the weights are kept.
+        p: of ``geometric``, above 0 and at most 1.
+        mean: of ``poisson``, above 0: of the further steps, before the cut at ``most``.
+        per: ``microbatch``: one draw for each stage, micro-batch and step; ``stage``: one for
+            each stage and step, which all micro-batches share; ``step``: one for each step.
+        seed: of the draws.
+
+    Raises:
+        ValueError: no such distribution, or numbers that it cannot have.
+    """
+
+    distribution: str = "uniform"
+    least: int = 0
+    most: int = 1
+    p: float | None = None
+    mean: float | None = None
+    per: str = "microbatch"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("distribution of delays", self.distribution, DISTRIBUTIONS),
+            ("per of a random delay", self.per, PER),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+        for name in ("least", "most", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise ValueError(f"{name} of a random delay is a whole number: got {value!r}")
+        if not 0 <= self.least <= self.most:
+            raise ValueError(
+                "a random delay is from least to most, 0 or more: got"
+                f" least={self.least}, most={self.most}"
+            )
+        self._check("p", "geometric", 1, "above 0 and at most 1, such as 0.5")
+        self._check("mean", "poisson", inf, "above 0, such as 1.5")
+
+    def _check(self, name: str, distribution: str, most: float, allowed: str) -> None:
+        """One of the numbers that a single distribution has."""
+        value = getattr(self, name)
+        if self.distribution != distribution:
+            if value is not None:
+                raise ValueError(
+                    f"{name} is of distribution={distribution}: leave it out for"
+                    f" {self.distribution}, or choose that"
+                )
+        elif (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value <= most
+            or value == inf
+        ):
+            raise ValueError(f"{name} of a {distribution} delay is {allowed}: got {value!r}")
+
+    def __str__(self) -> str:
+        kind = "random" if self.distribution == "uniform" else self.distribution
+        return f"{kind} delay {self.least}-{self.most}"
+
+    @cached_property
+    def probabilities(self) -> tuple[Fraction, ...]:
+        """Of ``least`` steps, one more, ..., ``most``."""
+        ratio = _RATIOS[self.distribution]
+        further = range(1, self.most - self.least + 1)
+        shape = [*accumulate(further, lambda last, k: last * ratio(self, k), initial=Fraction(1))]
+        total = sum(shape)
+        return tuple(part / total for part in shape)
+
+    @property
+    def expected(self) -> float:
+        """The mean of the draws, in steps."""
+        return float(self.least + sum(k * p for k, p in enumerate(self.probabilities)))
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """Below which a draw of so many bits means ``least`` steps, one more, ...
+
+        Whole numbers, made exactly: no rounding of a platform can change a draw.
+        """
+        return tuple(int(below * 2**_BITS) for below in accumulate(self.probabilities))
+
+    def draw(self, stage: int, microbatch: int, step: int) -> int:
+        """The steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
+        what = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
+        key = " ".join(map(str, (self.seed, *what))).encode()
+        bits = int.from_bytes(blake2b(key, digest_size=_BITS // 8).digest(), "big")
+        return self.least + bisect_right(self._bounds, bits, hi=self.most - self.least)
+
+
+@lru_cache(maxsize=256)
+def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> Draws:
+    """What ``delay`` draws for a training step: ``[stage][microbatch]``."""
+    if delay.per == "microbatch":
+        microbatches = range(n_microbatches)
+        return tuple(tuple(delay.draw(j, m, step) for m in microbatches) for j in range(n_stages))
+    return tuple((delay.draw(j, 0, step),) * n_microbatches for j in range(n_stages))
