@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from tests.runtime import models
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
-from toolkit.runtime import Distributed, SingleProcess, join
-from toolkit.schedule import Schedule, catalog
+from toolkit.runtime import Distributed, Recipe, SingleProcess, join
+from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining
+from toolkit.schedule import RandomDelay, Schedule, catalog
 
 STEPS = 6
 
@@ -54,6 +55,8 @@ def schedules(n_ranks):
         yield Schedule.from_csv(gpipe.to_csv(), name="CSV")
     if n == 2:
         yield Schedule.from_rank_orders(SPLIT, name="rank orders")
+        yield catalog.cyclic(2, accumulate=2)
+        yield catalog.data_parallel(2, delay=RandomDelay(most=2, seed=3), accumulate=2)
 
 
 def sgd(parameters):
@@ -161,6 +164,77 @@ def odd_jobs() -> dict[str, Any]:
     found["resumed"] = _resume(world, found["state"])
     found["unalike"] = _unalike(world)
     found["errors"] = _errors(world)
+    return found
+
+
+def recipes():
+    """Techniques that a rank meets otherwise than a single process does: name, schedule, recipe."""
+    all_at_once = Recipe(clip=0.05, checkpoint="all", ema=0.9, channels_last=True)
+    for schedule in (
+        catalog.data_parallel(2),
+        catalog.cyclic(2, 1, "per_stage"),
+        catalog.cyclic(2, state="sharded"),
+    ):
+        yield f"{schedule.name} {schedule.layout.name}", schedule, all_at_once
+    yield "delayed", catalog.cyclic(2, 1), all_at_once
+
+
+def with_recipes() -> dict[str, Any]:
+    """What :func:`recipes` come to, and 16 bits, on 2 ranks."""
+    world = join()
+    found: dict[str, Any] = {}
+    for name, schedule, recipe in recipes():
+        make = DelayedAllReduce if name == "delayed" else Distributed
+        stages = models.cut(models.residual(), schedule)
+        runtime = make(stages, schedule, sgd, F.cross_entropy, world=world, recipe=recipe)
+        list(runtime.run(models.make_batches(2)))
+        found[name] = copy.deepcopy(runtime.module().state_dict()), runtime.averages()
+    batches = [(x.float(), y) for x, y in models.make_batches(2)]
+
+    def in_single(make, schedule, precision, **options):
+        stages = models.cut(models.residual(), schedule)
+        stages.model.float()
+        recipe = Recipe(precision=precision)
+        options |= {"world": world, "recipe": recipe}
+        return make(stages, schedule, sgd, F.cross_entropy, **options)
+
+    for precision in ("fp32", "bf16"):
+        pipeline = in_single(Distributed, catalog.gpipe(2, 2), precision, record=5)
+        list(pipeline.run(batches))
+        found[precision] = copy.deepcopy(pipeline.module().state_dict())
+        measured = pipeline.measurements()
+        found[f"{precision} sent"] = sum(row["bytes_sent"] for row in measured.by_rank())
+    ddp = in_single(DDP, catalog.data_parallel(2), "bf16")
+    found["DDP bf16"] = [float(result.loss) for result in ddp.run(batches)][-1]
+    found["refused"] = _refused(world)
+    return found
+
+
+def _refused(world) -> list[str]:
+    """What the baselines say of techniques that they do not have."""
+    messages = []
+    for make, schedule, recipe in (
+        (DDP, catalog.data_parallel(2), Recipe(clip=1.0)),
+        (FSDP, catalog.data_parallel(2), Recipe(ema=0.9)),
+        (DDP, catalog.data_parallel(2), Recipe(precision="fp16")),
+        (TorchPipelining, catalog.gpipe(2, 2), Recipe(precision="bf16")),
+    ):
+        stages = models.cut(models.residual(), schedule)
+        try:
+            make(stages, schedule, sgd, F.cross_entropy, world=world, recipe=recipe)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def in_tiers() -> dict[int, dict]:
+    """Data parallelism on 4 ranks, by the ranks that a machine is said to have."""
+    world = join()
+    found = {}
+    for per_machine in (1, 2, 3, 4):
+        runtime = _runtime(world, catalog.data_parallel(4), per_machine=per_machine)
+        list(runtime.run(models.make_batches(4)))
+        found[per_machine] = copy.deepcopy(runtime.module().state_dict())
     return found
 
 

@@ -18,7 +18,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining
 from toolkit.runtime.baselines.pipelining import rank_orders
 from toolkit.runtime.processes.launch import launch
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import RandomDelay, Schedule, catalog
 
 STEPS = 6
 
@@ -339,6 +339,12 @@ GPIPE = catalog.gpipe(3, 3)
         (DDP, catalog.data_parallel(3, state="sharded"), "state=replicated .*got ZeRO-DP"),
         (DDP, catalog.data_parallel(3, "one"), "placement=per_microbatch .*placement=one"),
         (DDP, GPIPE, r"runtime=ddp trains data parallelism.*got GPipe"),
+        (DDP, catalog.data_parallel(3, accumulate=2), r"runtime=ddp .*got DP accumulate 2"),
+        (
+            DelayedAllReduce,
+            catalog.data_parallel(3, delay=RandomDelay()),
+            "one step late.*got DP random delay 0-1",
+        ),
         (FSDP, catalog.data_parallel(3, delay=1), "runtime=fsdp trains data parallelism"),
         (FSDP, GPIPE, "state=replicated or sharded"),
         (DelayedAllReduce, catalog.data_parallel(3), "one step late.*schedule=cdp_v1.*got DP"),

@@ -80,7 +80,7 @@ def message(action, stage, buffer, *peers):
 def exchange():
     """What came of each stage's message by how it was sent, and of each collective."""
     world = join()
-    world.make_groups([(0, 1)], [])
+    world.make_groups([("all", (0, 1))], [])
     peer = 1 - world.rank
     received = {
         (chunk_bytes, paced): _all_to_all(world, peer, chunk_bytes, paced)

@@ -11,7 +11,7 @@ from tests.runtime.models import assert_same, cut, differ, make_batches, name_of
 from tests.runtime.reference import adamw, sgd, trajectory
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
-from toolkit.schedule import catalog
+from toolkit.schedule import RandomDelay, catalog
 
 
 @pytest.fixture
@@ -47,7 +47,14 @@ def _schedules():
         yield catalog.data_parallel(3, placement)
     yield catalog.data_parallel(3, state="sharded")
     yield catalog.data_parallel(3, delay=[[0, 1, 2], [2, 0, 0], [0, 0, 3]])
+    yield catalog.data_parallel(2, delay=[2, 0])
+    yield catalog.data_parallel(2, delay=RandomDelay(most=3, seed=1))
+    late = RandomDelay("geometric", 1, 4, p=0.5, per="stage", seed=2)
+    yield catalog.cyclic(2, late, state="sharded")
     yield catalog.gradient_accumulation(2, 4)
+    yield catalog.data_parallel(2, accumulate=2)
+    yield catalog.cyclic(2, 1, accumulate=2)
+    yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch", accumulate=2)
     for delay in (1, "freshest"):
         for placement in ("one", "per_stage", "per_stage_and_microbatch"):
             yield catalog.cyclic(3, delay, placement)
@@ -63,7 +70,7 @@ SCHEDULES = list(_schedules())
 def test_follows_the_reference(model, schedule, order):
     batches = make_batches(schedule.n_microbatches)
     stages = cut(model, schedule)
-    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, sgd)
+    expected = trajectory(model, stage_of(stages), schedule.delays, batches, sgd)
     runtime = runtime_for(copy.deepcopy(model), schedule, order)
     for batch, state in zip(batches, expected, strict=True):
         runtime.step(*batch)
@@ -89,7 +96,7 @@ def test_overlapping_steps_follow_the_same_trajectory(model, schedule):
     """All steps in one run, as the schedule overlaps them, and a run that goes on from another."""
     batches = make_batches(schedule.n_microbatches)
     stages = cut(model, schedule)
-    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, sgd)
+    expected = trajectory(model, stage_of(stages), schedule.delays, batches, sgd)
     runtime = runtime_for(copy.deepcopy(model), schedule, "scheduled")
     results = [*runtime.run(batches[:3]), *runtime.run(batches[3:])]
     assert_same(runtime.module().state_dict(), expected[-1])

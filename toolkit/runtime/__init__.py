@@ -5,6 +5,7 @@ from toolkit.runtime.processes.child import report
 from toolkit.runtime.processes.launch import RankError, launch
 from toolkit.runtime.processes.watch import JobFailedError
 from toolkit.runtime.processes.world import World, join, leave
+from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.single_process import ORDERS, SingleProcess
 
@@ -13,6 +14,7 @@ __all__ = [
     "Distributed",
     "JobFailedError",
     "RankError",
+    "Recipe",
     "SingleProcess",
     "StepResult",
     "World",

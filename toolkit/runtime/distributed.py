@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
+from toolkit.runtime import hierarchy
 from toolkit.runtime.checks import check_fit, check_world, choose, scalar
 from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
@@ -21,11 +22,12 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.rank import Rank
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Shape, Source
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values
+from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values, Weights
 from toolkit.runtime.stagger import Stagger
-from toolkit.runtime.state import check_state, state_of
+from toolkit.runtime.state import check_state
 from toolkit.schedule import Action, Program, Schedule
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
@@ -45,6 +47,7 @@ class Distributed:
         loss: mean loss of a micro-batch, from outputs and targets.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.
+        recipe: how stages compute and update.
         world: the ranks; those of this job unless given.
         record: first training steps of which messages, memory and time are measured (see
             :meth:`measurements`).
@@ -55,6 +58,8 @@ class Distributed:
             Sums that are handed on are made in the model's own type, those of collectives in
             16 bits. The rank that updates a stage keeps its exact weights; other ranks compute
             with what they receive.
+        per_machine: consecutive ranks on a machine, for all-reduces within each machine before
+            those between machines; 0: the backend's own.
         pacing: whether each rank spreads what it sends over the training step, in chunks: the
             smaller they are, the more even the load.
 
@@ -71,25 +76,32 @@ class Distributed:
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        recipe: Recipe = PLAIN,
         world: World | None = None,
         record: int = 0,
         overlap: bool = True,
         chunk_mb: float = 1.0,
         compression: str = "none",
         pacing: bool = False,
+        per_machine: int = 0,
     ) -> None:
         check_fit(stages, schedule, optimizer)
+        recipe.check(schedule, whole_step=False)
         choose("compression", compression, COMPRESSIONS)
         if not 0 < chunk_mb < inf:
             raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
+        if per_machine < 0:
+            raise ValueError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
         self.world = join(schedule.n_ranks) if world is None else world
         check_world(self.world, stages, schedule)
         self.stages = stages
         self.schedule = schedule
         self.steps_done = 0
-        self._loss = scalar(loss)
+        self._recipe = recipe
+        self._loss = recipe.computed(scalar(loss))
         self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+            StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
+            for j, stage in enumerate(stages)
         ]
         self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
         self._layouts: dict[Shape, Layouts] = {}
@@ -97,6 +109,7 @@ class Distributed:
         self._chunk_bytes = max(1, round(chunk_mb * 1e6))
         self._overlap = overlap
         self._paced = pacing
+        self._per_machine = per_machine
         self._holdings = Holdings(self.world, schedule, self._workers)
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
@@ -164,7 +177,14 @@ class Distributed:
         layouts = self._find_layouts(source.shape)
         feed = Feed(source, begin, source.parts)
         window = max(1, _WINDOW // len(schedule.timing.starts))
-        with Links(self.world, layouts, self._chunk_bytes, paced=self._paced) as links:
+        links = Links(
+            self.world,
+            layouts,
+            self._chunk_bytes,
+            paced=self._paced,
+            per_machine=self._per_machine,
+        )
+        with links:
             while (left := begin + n_steps - self.steps_done) > 0:
                 length = min(window, left, self._to_record or left)
                 program = schedule.lower(length, self.steps_done).verify()
@@ -180,6 +200,13 @@ class Distributed:
         """
         self._holdings.collect()
         return self.stages.model
+
+    def averages(self) -> Weights:
+        """The average of each trained parameter, by its name; empty if none is kept.
+
+        On every rank; every rank calls it.
+        """
+        return self._holdings.averages()
 
     def measurements(self) -> Measurements:
         """What all ranks have measured. Every rank calls it.
@@ -198,22 +225,17 @@ class Distributed:
         """
         model = self.module().state_dict()
         mine = {
-            j: (
-                versions,
-                state_of(self._workers[j].optimizer),
-                state_of(self._workers[j].scheduler),
-            )
+            j: (versions, self._workers[j].state())
             for j, versions in self._holdings.versions.items()
             if self.schedule.owners[j] == self.rank
         }
         found = {j: state for part in self.world.gather(mine) for j, state in part.items()}
-        versions, optimizers, schedulers = zip(*(found[j] for j in sorted(found)), strict=True)
+        versions, stages = zip(*(found[j] for j in sorted(found)), strict=True)
         return {
             "steps_done": self.steps_done,
             "model": model,
             "versions": list(versions),
-            "optimizers": list(optimizers),
-            "lr_schedulers": list(schedulers),
+            "stages": list(stages),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,13 +248,13 @@ class Distributed:
         self.module().load_state_dict(state["model"])
         self.steps_done = state["steps_done"]
         for j in self._holdings.updated:
-            self._workers[j].load(state["optimizers"][j], state["lr_schedulers"][j])
+            self._workers[j].load(state["stages"][j])
         self._holdings.load(state["versions"], self.steps_done)
         self._holdings.forget()
         self._rates = self._read_rates()
 
     def _run(self, program: Program, feed: Feed, links: Links) -> Iterator[StepResult]:
-        self.world.make_groups(*_who_meets(program))
+        self.world.make_groups(*_who_meets(program, self._per_machine))
         held = self._holdings.share(links, program.first_step)
         turn = Stagger(program, self.world)
         meter = self._meter if self._to_record else None
@@ -273,7 +295,10 @@ class Distributed:
         seen = next(found for found in self.world.gather(shape) if found is not None)
         if seen not in self._layouts:
             inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
-            self._layouts[seen] = find_layouts(self._skeletons, inputs, self._compressed)
+            with self._recipe.autocast(self.world.device):
+                self._layouts[seen] = find_layouts(
+                    self._skeletons, inputs, self._compressed, self.world.device
+                )
         return self._layouts[seen]
 
     def _read_rates(self) -> list[float]:
@@ -288,13 +313,17 @@ class Distributed:
         return [found[j] for j in sorted(found)]
 
 
-def _who_meets(program: Program) -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
-    """The ranks of every collective, ascending; and (sender, receiver) of every message."""
-    groups, pairs = set(), set()
+def _who_meets(
+    program: Program, per_machine: int
+) -> tuple[list[hierarchy.Group], list[tuple[int, int]]]:
+    """The groups of every collective; and (sender, receiver) of every message."""
+    groups: set[hierarchy.Group] = set()
+    pairs = set()
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
             if i.action == Action.SEND:
                 pairs.add((rank, i.peers[0]))
             elif i.action.communicates and i.action != Action.RECV:
-                groups.add(tuple(sorted(i.peers)))
+                tiers = per_machine if i.action == Action.ALL_REDUCE else 0
+                groups.update(hierarchy.groups(sorted(i.peers), tiers))
     return sorted(groups), sorted(pairs)

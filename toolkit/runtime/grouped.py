@@ -3,11 +3,12 @@
 At each stage, the micro-batches that read the same weight version run as one batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageWorker, Sum, Values, Weights, gradients, leaves
 from toolkit.schedule import Schedule
@@ -19,57 +20,103 @@ Groups = list[tuple[int, ...]]
 class Grouped:
     """Runs one training step after another; keeps the versions that later steps read."""
 
-    def __init__(self, workers: Sequence[StageWorker], schedule: Schedule, loss: Loss) -> None:
+    def __init__(
+        self,
+        workers: Sequence[StageWorker],
+        schedule: Schedule,
+        loss: Loss,
+        recipe: Recipe = PLAIN,
+        *,
+        keep_last: bool = False,
+    ) -> None:
         self.workers = workers
         self.schedule = schedule
         self.loss = loss
+        self.recipe = recipe
+        self.keep_last = keep_last  # the version before the newest, whether or not it is read
 
     def step(
         self, step: int, versions: list[dict[int, Weights]], inputs: Values, targets: Tensor
     ) -> StepResult:
         """Run training step ``step``; ``versions[stage]`` gains version ``step + 1``."""
+        result, totals = self.gradients(step, versions, inputs, targets, self.schedule.version)
+        norm = None
+        if self.recipe.clip is not None and self.recipe.clip_by == "model":
+            pairs = zip(self.workers, totals, strict=True)
+            norm = torch.stack([worker.squared_norm(total) for worker, total in pairs]).sum()
+        for worker, total in zip(self.workers, totals, strict=True):
+            self._update(worker, total, versions[worker.index], step, norm)
+        return result
+
+    def gradients(
+        self,
+        step: int,
+        versions: Sequence[Mapping[int, Weights]],
+        inputs: Values,
+        targets: Tensor,
+        version: Callable[[int, int, int], int],
+    ) -> tuple[StepResult, list[Sum]]:
+        """What training step ``step`` sums for each stage; nothing is updated.
+
+        Args:
+            step: from which the schedule's delays and what is drawn at random follow.
+            versions: ``versions[stage]``, the weights.
+            inputs: of all micro-batches.
+            targets: of all micro-batches.
+            version: which of the weights (stage, microbatch, step) reads.
+        """
         n_microbatches = self.schedule.n_microbatches
         groups: Groups = [tuple(range(n_microbatches))]
         batches = [inputs]
         read: list[dict[int, Weights]] = []
         for worker in self.workers:
-            by_version = self._by_version(worker.index, step)
+            by_version = self._by_version(worker.index, step, version)
             batches = _regroup(batches, groups, list(by_version.values()))
             groups = list(by_version.values())
             own = {v: leaves(versions[worker.index][v]) for v in by_version}
             batches = [
-                worker.forward(own[version], batch, group, step)
-                for (version, group), batch in zip(by_version.items(), batches, strict=True)
+                worker.forward(own[v], batch, group, step)
+                for (v, group), batch in zip(by_version.items(), batches, strict=True)
             ]
             read.append(own)
         ((outputs,),) = _regroup(batches, groups, [tuple(range(n_microbatches))])
         parts = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
         losses = torch.stack([self.loss(output, target) for output, target in parts])
-        losses.mean().backward()
+        (losses.mean() * self.recipe.scale).backward()
+        totals = []
         for worker, own in zip(self.workers, read, strict=True):
             total = Sum()
             for weights in own.values():
                 total.add(gradients(weights))
             total.add(worker.take_statistics())
-            self._update(worker, total, versions[worker.index], step)
+            totals.append(total)
         everyone = tuple(range(n_microbatches))
-        return StepResult(step, everyone, losses.detach(), outputs.detach())
+        return StepResult(step, everyone, losses.detach(), outputs.detach()), totals
 
     def _update(
-        self, worker: StageWorker, total: Sum, versions: dict[int, Weights], step: int
+        self,
+        worker: StageWorker,
+        total: Sum,
+        versions: dict[int, Weights],
+        step: int,
+        norm: Tensor | None,
     ) -> None:
         oldest = self.schedule.oldest_version(worker.index, step + 1)
-        worker.update(total, self.schedule.n_microbatches, keep_old=oldest <= step)
+        oldest = min(oldest, step) if self.keep_last else oldest
+        n_microbatches = self.schedule.n_microbatches
+        worker.update(total, n_microbatches, keep_old=oldest <= step, squared_norm=norm)
         versions[step + 1] = worker.newest()
         for version in [version for version in versions if version < oldest]:
             del versions[version]
 
-    def _by_version(self, stage: int, step: int) -> dict[int, tuple[int, ...]]:
+    def _by_version(
+        self, stage: int, step: int, version: Callable[[int, int, int], int]
+    ) -> dict[int, tuple[int, ...]]:
         """The micro-batches that read each version, in order of their first."""
         groups: dict[int, tuple[int, ...]] = {}
         for m in range(self.schedule.n_microbatches):
-            version = self.schedule.version(stage, m, step)
-            groups[version] = (*groups.get(version, ()), m)
+            read = version(stage, m, step)
+            groups[read] = (*groups.get(read, ()), m)
         return groups
 
 

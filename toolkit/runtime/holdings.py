@@ -28,9 +28,13 @@ class Holdings:
         self.world, self.schedule, self.workers = world, schedule, workers
         self._updaters = _updaters(schedule)
         self._layouts = [Layout.of(self._state(j)) for j in range(len(workers))]
+        self._weights = [Layout.of(worker.newest()) for worker in workers]
         self._begin_alike()
         self.updated = [j for j, ranks in enumerate(self._updaters) if world.rank in ranks]
         self.versions = {j: {0: workers[j].newest()} for j in self.updated}
+        for j in self.updated:
+            if (average := workers[j].average) is not None:
+                average.begin(workers[j].newest())
         self.forget()
 
     def forget(self) -> None:
@@ -85,6 +89,15 @@ class Holdings:
                     master.data = received[name]
                 for name, buffer in worker.stage.named_buffers():
                     buffer.copy_(received[name])
+
+    def averages(self) -> Weights:
+        """The averages of all stages' weights, from their owners."""
+        found: Weights = {}
+        for j, worker in enumerate(self.workers):
+            if worker.average is not None:
+                owner = self.schedule.owners[j]
+                found |= self._broadcast(self._weights[j], owner, worker.average.weights)
+        return found
 
     def load(self, versions: Sequence[Mapping[int, Weights]], step: int) -> None:
         """Take over the versions of every stage, of which ``step`` is the newest."""

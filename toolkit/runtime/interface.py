@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import Values
+from toolkit.runtime.stage import Values, Weights
 
 Batch = tuple[Tensor | Values, Tensor]
 
@@ -43,6 +43,13 @@ class Runtime(Protocol):
 
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
+        ...
+
+    def averages(self) -> Weights:
+        """The average of each trained parameter, by its name; empty if none is kept.
+
+        On every rank; every rank calls it.
+        """
         ...
 
     def total(self, values: Tensor) -> Tensor:

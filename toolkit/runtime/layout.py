@@ -6,15 +6,19 @@ A message is one flat tensor of bytes, whatever tensors it carries, without padd
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.runtime.rank import Gradients, Payload
 from toolkit.runtime.stage import Sum, Values
 from toolkit.schedule import Buffer, Instruction
+
+_CPU = torch.device("cpu")
 
 COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The types in which gradients and weights can travel, by the name of the option."""
@@ -151,24 +155,42 @@ class Layouts:
 
 
 def find_layouts(
-    skeletons: Sequence[nn.Module], inputs: Values, compressed: torch.dtype | None = None
+    skeletons: Sequence[nn.Module],
+    inputs: Values,
+    compressed: torch.dtype | None = None,
+    device: torch.device = _CPU,
 ) -> Layouts:
     """The layouts of all stages, found without computing or allocating anything.
+
+    Under autocast the types are those that it chooses on ``device``.
 
     Args:
         skeletons: the stages as they compute, on the meta device (see ``meta_copy``).
         inputs: a micro-batch, on the meta device.
         compressed: the type in which gradients and weights travel; their own unless given.
+        device: on which they compute.
     """
+    with FakeTensorMode():
+        return _find_layouts(skeletons, inputs, compressed, device)
+
+
+def _find_layouts(
+    skeletons: Sequence[nn.Module],
+    inputs: Values,
+    compressed: torch.dtype | None,
+    device: torch.device,
+) -> Layouts:
+    tensors = [_fakes(stage, device) for stage in skeletons]
+    inputs = tuple(_fake(x, device) for x in inputs)
     runs = []
-    for stage in skeletons:
-        outputs: Values = stage(*inputs)
+    for stage, own in zip(skeletons, tensors, strict=True):
+        outputs: Values = torch.func.functional_call(stage, own, inputs)
         runs.append((inputs, outputs))
         inputs = tuple(torch.empty_like(x).requires_grad_(x.is_floating_point()) for x in outputs)
     given: Gradients = tuple(torch.empty_like(x) for x in runs[-1][1])
     activation_gradients, gradients = [], []
-    for stage, (received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
-        weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
+    for stage, own, (received, outputs) in reversed([*zip(skeletons, tensors, runs, strict=True)]):
+        weights = {name: x for name, x in own.items() if x.requires_grad}
         found = _gradients(outputs, given, [*received, *weights.values()])
         given = tuple(found[: len(received)])
         activation_gradients.append(
@@ -185,6 +207,18 @@ def find_layouts(
         gradients=tuple(reversed(gradients)),
         weights=tuple(weights_layout(stage, compressed) for stage in skeletons),
     )
+
+
+def _fakes(stage: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """What ``functional_call`` gives a skeleton that it be on ``device``."""
+    return {
+        name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
+        for name, tensor in chain(stage.named_parameters(), stage.named_buffers())
+    }
+
+
+def _fake(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def weights_layout(stage: nn.Module, compressed: torch.dtype | None = None) -> Layout:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.runtime import hierarchy
 from toolkit.runtime.layout import Layouts
 from toolkit.runtime.pacing import Pacer
 from toolkit.runtime.processes.world import World
@@ -30,12 +31,13 @@ class Transfer:
 
     Args:
         flat: its bytes, which live until it has ended.
-        works: returns those of its chunks, once all of them have begun.
+        phases: each returns the works of its chunks, once all of them have begun; the next one
+            is asked when they have ended.
     """
 
-    def __init__(self, flat: Tensor, works: Callable[[], Works]) -> None:
+    def __init__(self, flat: Tensor, *phases: Callable[[], Works]) -> None:
         self.flat = flat
-        self._works = works
+        self._phases = phases
 
     def wait(self) -> None:
         """Wait until it has ended. Only once: gloo does not answer a second time.
@@ -43,9 +45,10 @@ class Transfer:
         Raises:
             RuntimeError: of the backend.
         """
-        for work in self._works():
-            assert work is not None
-            work.wait(_FOR_EVER)
+        for phase in self._phases:
+            for work in phase():
+                assert work is not None
+                work.wait(_FOR_EVER)
 
 
 class Links:
@@ -56,16 +59,27 @@ class Links:
         layouts: of the messages.
         chunk_bytes: largest part of a message that is sent at once.
         paced: whether what is sent is spread over time; the context ends it.
+        per_machine: consecutive ranks that are on one machine, for all-reduces in two tiers; 0:
+            the backend's own.
 
     Attributes:
         pacer: spreads it; None where all is sent at once.
     """
 
-    def __init__(self, world: World, layouts: Layouts, chunk_bytes: int, *, paced: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        layouts: Layouts,
+        chunk_bytes: int,
+        *,
+        paced: bool,
+        per_machine: int = 0,
+    ) -> None:
         self.world = world
         self.layouts = layouts
         self.pacer = Pacer() if paced else None
         self._chunk_bytes = chunk_bytes
+        self._per_machine = per_machine
 
     def __enter__(self) -> "Links":
         return self
@@ -97,7 +111,8 @@ class Links:
 
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
         """Take part in a collective, with what this rank gives to it."""
-        root, group = i.peers[0], self.world.group_of(tuple(sorted(i.peers)))
+        root, ranks = i.peers[0], tuple(sorted(i.peers))
+        group = self.world.group_of((hierarchy.ALL, ranks))
         if payload is None:
             flat = self._empty(i)
         else:
@@ -107,9 +122,12 @@ class Links:
         else:
             pieces = self.layouts.of(i).by_dtype(flat)
             if i.action == Action.ALL_REDUCE:
-                works = [dist.all_reduce(piece, group=group, async_op=True) for piece in pieces]
-            else:
-                works = [dist.reduce(piece, root, group=group, async_op=True) for piece in pieces]
+                first, *later = hierarchy.all_reduce(
+                    pieces, ranks, self.world.rank, self._per_machine, self.world.group_of
+                )
+                begun = first()
+                return Transfer(flat, lambda: begun, *later)
+            works = [dist.reduce(piece, root, group=group, async_op=True) for piece in pieces]
         return Transfer(flat, lambda: works)
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:

@@ -15,9 +15,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass
 class Group:
-    """How many micro-batches the stage is running as one batch."""
+    """What a stage is running.
+
+    Attributes:
+        size: how many micro-batches, as one batch.
+        again: whether it is a forward that has been run before, whose statistics are known.
+    """
 
     size: int = 1
+    again: bool = False
+
+
+class Again:
+    """The context in which a forward runs that has been run before; it can be entered often."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __enter__(self) -> None:
+        self.group.again = True
+
+    def __exit__(self, *error: object) -> None:
+        self.group.again = False
 
 
 class MicrobatchNorm(nn.Module):
@@ -31,7 +50,8 @@ class MicrobatchNorm(nn.Module):
         super().__init__()
         self.weight, self.bias = norm.weight, norm.bias
         self.eps = norm.eps
-        self.tracks = norm.track_running_stats
+        # Of the buffers, which under autocast is not that of the images.
+        self.dtype = None if norm.running_mean is None else norm.running_mean.dtype
         self.group = group
         self.statistics: Tensor | None = None
 
@@ -41,12 +61,14 @@ class MicrobatchNorm(nn.Module):
         return torch.cat([self._normalise(part) for part in x.chunk(self.group.size)])
 
     def _normalise(self, x: Tensor) -> Tensor:
-        statistics = x.new_zeros(2, x.shape[1]) if self.tracks else (None, None)
+        tracks = self.dtype is not None
+        statistics = x.new_zeros(2, x.shape[1], dtype=self.dtype) if tracks else (None, None)
         # With momentum 1 the running statistics become those of this micro-batch.
         y = F.batch_norm(
             x, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps
         )
-        if isinstance(statistics, Tensor):  # kept for the backward, so never changed in place
+        if isinstance(statistics, Tensor) and not self.group.again:
+            # The backward keeps them, so they are never changed in place.
             total = self.statistics
             self.statistics = statistics.clone() if total is None else total.add_(statistics)
         return y

@@ -117,7 +117,7 @@ class Rank:
         if i.stage == self.last_stage:
             loss = self.loss(outputs[0], self.feed.targets(step, m))
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
-            outputs = (loss / self.schedule.n_microbatches,)
+            outputs = (loss / self.schedule.n_microbatches * worker.recipe.scale,)
         else:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent

@@ -1,8 +1,12 @@
 """What a runtime reports of a training step."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from toolkit.runtime.diagnostics import StageDelay
 
 
 @dataclass(frozen=True)
@@ -15,12 +19,14 @@ class StepResult:
             single process, those of this rank among many.
         losses: their losses, shape ``[len(microbatches)]``, detached.
         outputs: their outputs, shape ``[len(microbatches) * b, ...]``, detached.
+        delays: each stage's, where they have been looked into.
     """
 
     step: int
     microbatches: tuple[int, ...]
     losses: Tensor
     outputs: Tensor
+    delays: "tuple[StageDelay, ...]" = ()
 
     @property
     def loss(self) -> Tensor:

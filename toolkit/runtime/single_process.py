@@ -1,18 +1,28 @@
 """Every micro-batch of every rank in one process."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit, divisible, next_batch, scalar
+from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.grouped import Grouped, Loss
 from toolkit.runtime.interface import Batch
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values, Weights
-from toolkit.runtime.state import check_state, state_of
+from toolkit.runtime.stage import (
+    MakeOptimizer,
+    MakeScheduler,
+    StageWorker,
+    Values,
+    Weights,
+    join_averages,
+)
+from toolkit.runtime.state import check_state
 from toolkit.schedule import Schedule
 
 ORDERS = ("grouped", "scheduled")
@@ -38,9 +48,12 @@ class SingleProcess:
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer; it advances
             with each update of the stage.
         seed: of what the model draws at random in training, such as dropout.
+        recipe: how stages compute and update.
+        diagnostics: training steps between two looks at what the delay does to the gradients,
+            in order "grouped" (see :class:`~toolkit.runtime.diagnostics.StageDelay`); 0: none.
 
     Raises:
-        ValueError: stages and schedule do not fit, or an unknown order.
+        ValueError: stages, schedule and recipe do not fit, or an unknown order.
 
     Source: the update rules (DP), (CDP-v1) and (CDP-v2) of arXiv 2403.08837, section 3.
     """
@@ -55,24 +68,41 @@ class SingleProcess:
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        recipe: Recipe = PLAIN,
+        diagnostics: int = 0,
     ) -> None:
         if order not in ORDERS:
             raise ValueError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
+        if diagnostics < 0 or (diagnostics and order != "grouped"):
+            raise ValueError(
+                "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
+                f" {diagnostics} with order={order}"
+            )
         check_fit(stages, schedule, optimizer)
+        recipe.check(schedule, whole_step=order == "grouped")
         self.stages = stages
         self.schedule = schedule
         self.order = order
         self.steps_done = 0
         self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+            StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
+            for j, stage in enumerate(stages)
         ]
         self._versions: list[dict[int, Weights]] = [{0: w.newest()} for w in self._workers]
-        self._grouped = Grouped(self._workers, schedule, scalar(loss))
-        self._scheduled = Scheduled(self._workers, schedule, scalar(loss))
+        computed = recipe.computed(scalar(loss))
+        self._diagnostics = diagnostics
+        self._grouped = Grouped(
+            self._workers, schedule, computed, recipe, keep_last=diagnostics > 0
+        )
+        self._scheduled = Scheduled(self._workers, schedule, computed)
 
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
         return self.stages.model
+
+    def averages(self) -> Weights:
+        """The average of each trained parameter, by its name; empty if none is kept."""
+        return join_averages(self._workers)
 
     @property
     def learning_rates(self) -> list[float]:
@@ -145,8 +175,7 @@ class SingleProcess:
             "steps_done": self.steps_done,
             "model": self.module().state_dict(),
             "versions": [dict(versions) for versions in self._versions],
-            "optimizers": [state_of(worker.optimizer) for worker in self._workers],
-            "lr_schedulers": [state_of(worker.scheduler) for worker in self._workers],
+            "stages": [worker.state() for worker in self._workers],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -166,7 +195,7 @@ class SingleProcess:
                 if version != self.steps_done
             }
             self._versions[j][self.steps_done] = worker.newest()
-            worker.load(state["optimizers"][j], state["lr_schedulers"][j])
+            worker.load(state["stages"][j])
         self._scheduled.forget_replicas()
 
     def _run_grouped(self, batches: Iterator[Batch], n_steps: int | None) -> Iterator[StepResult]:
@@ -175,6 +204,11 @@ class SingleProcess:
                 inputs, targets = divisible(*next(batches), self.schedule.n_microbatches)
             except StopIteration:
                 return
-            yield self._grouped.step(self.steps_done, self._versions, inputs, targets)
+            step = self.steps_done
+            delays: tuple[StageDelay, ...] = ()
+            if self._diagnostics and step % self._diagnostics == 0:
+                delays = diagnose(self._grouped, step, self._versions, inputs, targets)
+            result = self._grouped.step(step, self._versions, inputs, targets)
+            yield replace(result, delays=delays)
             self.steps_done += 1
             n_steps = None if n_steps is None else n_steps - 1

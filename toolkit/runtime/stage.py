@@ -1,8 +1,9 @@
 """One stage at work: it computes with any weight version, and updates its newest."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,8 +12,11 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.checkpoint import checkpoint
 
-from toolkit.runtime.norm import Group, advance_running_statistics, replace_norms
+from toolkit.runtime.average import Average
+from toolkit.runtime.norm import Again, Group, advance_running_statistics, replace_norms
+from toolkit.runtime.recipe import PLAIN, Recipe
 
 Weights = dict[str, Tensor]
 """One version of a stage's trainable parameters, by name. Never changed in place once shared."""
@@ -49,6 +53,11 @@ class StageWorker:
         index: which stage it is.
         seed: with step, stage and micro-batch it seeds what the stage draws at random (dropout),
             so that no runtime, order or grouping changes the draws.
+        recipe: how it computes and updates.
+
+    Attributes:
+        average: of its weights, where the recipe wants one.
+        n_skipped: updates left out because their gradient was not finite.
     """
 
     def __init__(
@@ -58,17 +67,29 @@ class StageWorker:
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
         seed: int,
+        recipe: Recipe = PLAIN,
     ) -> None:
         self.index = index
         self.seed = seed
+        self.recipe = recipe
         self.makers = (make_optimizer, make_scheduler)
         self.stage = stage
         self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
+        if recipe.channels_last:
+            for master in self.masters.values():
+                master.data = channels_last(master.data)
         self.group = Group()
         tensors = chain(stage.parameters(), stage.buffers())
         self.compute = copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}).train()
         self.norms = replace_norms(self.compute, self.group)
         self.random = draws_at_random(self.compute)
+        self._call: Callable[[Weights, Values], Values] = partial(
+            torch.func.functional_call, self.compute
+        )
+        if recipe.compile != "none":
+            self._call = compiled(self._call, recipe.compile)
+        self.average = None if recipe.ema is None else Average(recipe.ema)
+        self.n_skipped = 0
         self.optimizer = make_optimizer(list(self.masters.values())) if self.masters else None
         self.scheduler = (
             make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
@@ -76,19 +97,27 @@ class StageWorker:
 
     def replica(self) -> "StageWorker":
         """A copy with parameters and optimizer state of its own."""
-        twin = StageWorker(copy.deepcopy(self.stage), self.index, *self.makers, self.seed)
-        twin.load(
-            self.optimizer.state_dict() if self.optimizer else None,
-            self.scheduler.state_dict() if self.scheduler else None,
-        )
+        stage = copy.deepcopy(self.stage)
+        twin = StageWorker(stage, self.index, *self.makers, self.seed, self.recipe)
+        twin.load(self.state())
         return twin
 
-    def load(self, optimizer: dict[str, Any] | None, scheduler: dict[str, Any] | None) -> None:
-        """Take over a copy of the state of another stage's optimizer and learning-rate schedule."""
-        if self.optimizer is not None and optimizer is not None:
-            self.optimizer.load_state_dict(copy.deepcopy(optimizer))
-        if self.scheduler is not None and scheduler is not None:
-            self.scheduler.load_state_dict(copy.deepcopy(scheduler))
+    def state(self) -> dict[str, Any]:
+        """What the next updates depend on, beside the weights and the gradients."""
+        return {
+            "optimizer": self.optimizer.state_dict() if self.optimizer else None,
+            "lr_scheduler": self.scheduler.state_dict() if self.scheduler else None,
+            "average": self.average.state_dict() if self.average else None,
+            "n_skipped": self.n_skipped,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a copy of the :meth:`state` of the same stage elsewhere."""
+        parts = {"optimizer": self.optimizer, "lr_scheduler": self.scheduler}
+        for name, part in {**parts, "average": self.average}.items():
+            if part is not None and state[name] is not None:
+                part.load_state_dict(copy.deepcopy(state[name]))
+        self.n_skipped = state["n_skipped"]
 
     @property
     def learning_rate(self) -> float | None:
@@ -103,15 +132,38 @@ class StageWorker:
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
         """Run micro-batches that read the same weights as one batch."""
+        if self.recipe.channels_last and self.index == 0:
+            inputs = tuple(channels_last(tensor) for tensor in inputs)
+        run = partial(self._run, weights, microbatches=microbatches, step=step)
+        if not self.recipe.checkpoints(self.index):
+            return run(*inputs)
+        outputs: Values = checkpoint(
+            run,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,  # what is drawn is seeded by its place
+            context_fn=lambda: (nullcontext(), Again(self.group)),
+        )
+        return outputs
+
+    def _run(
+        self, weights: Weights, *inputs: Tensor, microbatches: Sequence[int], step: int
+    ) -> Values:
+        with self.recipe.autocast(inputs[0].device):
+            return self._compute(weights, inputs, microbatches, step)
+
+    def _compute(
+        self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
+    ) -> Values:
         if not self.random:
             self.group.size = len(microbatches)
-            return torch.func.functional_call(self.compute, weights, inputs)
+            return self._call(weights, inputs)
         self.group.size = 1
         parts = zip(*(tensor.chunk(len(microbatches)) for tensor in inputs), strict=True)
         outputs = []
         for microbatch, part in zip(microbatches, parts, strict=True):
             with drawing(part, self.seed, step, self.index, microbatch):
-                outputs.append(torch.func.functional_call(self.compute, weights, part))
+                outputs.append(self._call(weights, part))
         return tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True))
 
     def take_statistics(self) -> dict[str, Tensor]:
@@ -119,23 +171,45 @@ class StageWorker:
         taken = {name: norm.take_statistics() for name, norm in self.norms.items()}
         return {name: statistics for name, statistics in taken.items() if statistics is not None}
 
-    def update(self, total: Sum, n_microbatches: int, *, keep_old: bool) -> None:
+    def squared_norm(self, total: Sum) -> Tensor:
+        """Of the gradient in ``total``; shape ``[]``."""
+        found = [total.tensors[name] for name in self.masters if name in total.tensors]
+        if not found:
+            return torch.zeros(())
+        return torch.stack(torch._foreach_norm(found)).square().sum() / self.recipe.scale**2
+
+    def update(
+        self,
+        total: Sum,
+        n_microbatches: int,
+        *,
+        keep_old: bool,
+        squared_norm: Tensor | None = None,
+    ) -> None:
         """One optimizer step on the newest weights; then the learning rate of the next.
 
         Args:
-            total: the sum over all micro-batches of the gradients of (loss / n_microbatches) and
-                of the norms' statistics.
+            total: the sum over all micro-batches of the gradients of (scale * loss /
+                n_microbatches), of the recipe's scale, and of the norms' statistics.
             n_microbatches: how many there are.
             keep_old: whether someone still reads the version before. If so the new one gets
                 memory of its own.
+            squared_norm: by which the gradient is clipped; its own unless given.
         """
+        if self.average is not None:
+            self.average.begin(self.newest())
         for name, master in self.masters.items():
             if keep_old:
                 master.data = master.data.clone()
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
+            if not self._prepare_gradient(total, squared_norm):
+                self.n_skipped += 1
+                self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            self.average.update(self.newest())
         if self.scheduler is not None:
             self.scheduler.step()
         for name in self.norms:
@@ -143,6 +217,39 @@ class StageWorker:
                 norm = self.stage.get_submodule(name)
                 assert isinstance(norm, _BatchNorm)
                 advance_running_statistics(norm, total.tensors[name] / n_microbatches)
+
+    @torch.no_grad()
+    def _prepare_gradient(self, total: Sum, squared_norm: Tensor | None) -> bool:
+        """Take the loss's scale out of the gradient, and clip it; False if it is not finite."""
+        recipe = self.recipe
+        scale, clip = recipe.scale, recipe.clip
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        if not grads or (scale == 1 and clip is None):
+            return True
+        squared = self.squared_norm(total) if squared_norm is None else squared_norm
+        if scale != 1 and not squared.isfinite():
+            return False
+        factor = torch.full_like(squared, 1 / scale)
+        if clip is not None:
+            factor *= (clip / (squared.sqrt() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, factor)
+        return True
+
+
+def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
+    """``call`` by torch.compile, with machine code for the shapes that it meets."""
+    return torch.compile(call, mode=mode, dynamic=False)
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """The same values; images and the weights of convolutions in that memory format."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def join_averages(workers: Iterable[StageWorker]) -> Weights:
+    """The averages that ``workers`` keep, by the names of their weights."""
+    kept = (worker.average.weights for worker in workers if worker.average is not None)
+    return {name: tensor for weights in kept for name, tensor in weights.items()}
 
 
 def leaves(weights: Weights) -> Weights:

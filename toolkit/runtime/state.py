@@ -6,7 +6,7 @@ from typing import Any
 from toolkit.runtime.stage import StageWorker
 from toolkit.schedule import Schedule
 
-_KEYS = {"steps_done", "model", "versions", "optimizers", "lr_schedulers"}
+_KEYS = {"steps_done", "model", "versions", "stages"}
 
 
 def check_state(
@@ -34,8 +34,3 @@ def check_state(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
                 " and the state was taken under one with smaller delays: go on with that one"
             )
-
-
-def state_of(part: Any) -> dict[str, Any] | None:
-    """The state_dict of an optimizer or a learning-rate schedule, if there is one."""
-    return None if part is None else part.state_dict()

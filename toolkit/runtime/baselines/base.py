@@ -13,8 +13,8 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import MakeOptimizer, Values
-from toolkit.schedule import Schedule
+from toolkit.runtime.stage import MakeOptimizer, Values, Weights
+from toolkit.schedule import RandomDelay, Schedule
 
 
 class Baseline(ABC):
@@ -67,6 +67,10 @@ class Baseline(ABC):
     @abstractmethod
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
+
+    def averages(self) -> Weights:
+        """The average of each trained parameter, by its name: here none is kept."""
+        return {}
 
     @property
     def _reads(self) -> Sequence[int]:
@@ -144,6 +148,7 @@ def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) 
     return (
         schedule.state in states
         and schedule.n_ranks == schedule.n_microbatches
+        and not isinstance(schedule.delay, RandomDelay)
         and all(late == staleness for stage in schedule.staleness for late in stage)
         and all(
             schedule.rank(j, m, step) == m

@@ -13,6 +13,7 @@ from toolkit.runtime.baselines.synchronous import Synchronous
 from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.stage import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
 
@@ -36,6 +37,7 @@ class DDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.
+        recipe: its precision and memory format; all else is refused.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
@@ -56,6 +58,7 @@ class DDP(Synchronous):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        recipe: Recipe = PLAIN,
         world: World | None = None,
         compression: str = "none",
         bucket_mb: float = 25.0,
@@ -66,7 +69,7 @@ class DDP(Synchronous):
             raise ValueError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
         self._hook = _HOOKS[compression]
         self._buckets = (bucket_mb, bucket_view)
-        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, world)
+        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, recipe, world)
 
     def _wrap(self, model: Chain) -> nn.Module:
         bucket_mb, bucket_view = self._buckets

@@ -13,6 +13,7 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch
 from toolkit.runtime.layout import COMPRESSIONS
 from toolkit.runtime.processes.world import World
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import (
     MakeOptimizer,
@@ -22,6 +23,7 @@ from toolkit.runtime.stage import (
     Values,
     Weights,
     gradients,
+    join_averages,
     leaves,
 )
 from toolkit.schedule import Schedule
@@ -42,6 +44,7 @@ class DelayedAllReduce(Baseline):
         schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.
+        recipe: how stages compute and update.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:
@@ -57,6 +60,7 @@ class DelayedAllReduce(Baseline):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        recipe: Recipe = PLAIN,
         world: World | None = None,
         compression: str = "none",
     ) -> None:
@@ -67,10 +71,13 @@ class DelayedAllReduce(Baseline):
                 " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
                 f" state=replicated (got {called(schedule)})"
             )
-        super().__init__(stages, schedule, optimizer, loss, world)
+        recipe.check(schedule, whole_step=False)
+        super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
+        self._scale = recipe.scale
         self._wire = COMPRESSIONS[compression]
         self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+            StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
+            for j, stage in enumerate(stages)
         ]
         self._read = [worker.newest() for worker in self._workers]
         self._under_way: list[list[_Message]] | None = None
@@ -85,6 +92,11 @@ class DelayedAllReduce(Baseline):
         """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._update(keep_old=True)
         return self.stages.model
+
+    def averages(self) -> Weights:
+        """The average of each trained parameter, by its name; empty if none is kept."""
+        self._update(keep_old=True)
+        return join_averages(self._workers)
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
         """As :meth:`Baseline.run`; the last update comes in at the end."""
@@ -108,7 +120,7 @@ class DelayedAllReduce(Baseline):
 
         sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
-        (loss / self.n_ranks).backward()
+        (loss / self.n_ranks * self._scale).backward()
         sending.finish()
         self._update(keep_old=False)
         self._read = [worker.newest() for worker in self._workers]

@@ -12,6 +12,7 @@ from toolkit.runtime.baselines.release import Released
 from toolkit.runtime.baselines.synchronous import Synchronous
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, Values
 from toolkit.schedule import Schedule
@@ -27,6 +28,7 @@ class FSDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``, its state sharded or not.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.
+        recipe: its precision and memory format; all else is refused.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
             backward (ZeRO-2).
         cpu_offload: keep each rank's share in the CPU's memory, and update it there.
@@ -47,12 +49,13 @@ class FSDP(Synchronous):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        recipe: Recipe = PLAIN,
         world: World | None = None,
         reshard: bool = True,
         cpu_offload: bool = False,
     ) -> None:
         self._options = (reshard, cpu_offload)
-        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, world)
+        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, recipe, world)
 
     def _wrap(self, model: Chain) -> nn.Module:
         reshard, cpu_offload = self._options

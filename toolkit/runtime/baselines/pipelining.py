@@ -20,6 +20,7 @@ from toolkit.runtime.baselines.base import Baseline, called
 from toolkit.runtime.baselines.release import Released
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Sum, Values
 from toolkit.schedule import Kind, Op, Schedule, orders
@@ -42,6 +43,7 @@ class TorchPipelining(Baseline):
             any other whose ranks run their ops in the same order.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.
+        recipe: its precision, fp32 or tf32; all else is refused.
 
     Raises:
         ValueError: torch has no such schedule, or cannot send what crosses the stages.
@@ -56,8 +58,15 @@ class TorchPipelining(Baseline):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
+        recipe: Recipe = PLAIN,
         world: World | None = None,
     ) -> None:
+        recipe.check_only("torch_pipelining", "precision")
+        if recipe.autocasts:
+            raise ValueError(
+                f"runtime=torch_pipelining takes no precision={recipe.precision}: use fp32 or tf32,"
+                " or runtime=distributed"
+            )
         self._make_runner = _torch_schedule(schedule)
         _check_boundaries(stages)
         super().__init__(stages, schedule, optimizer, loss, world)

@@ -10,8 +10,9 @@ from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
+from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, Values
+from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, Values, channels_last
 from toolkit.schedule import Schedule
 
 
@@ -58,6 +59,7 @@ class Synchronous(Baseline):
         loss: Loss,
         lr_scheduler: MakeScheduler | None,
         seed: int,
+        recipe: Recipe,
         world: World | None,
     ) -> None:
         if not is_data_parallel(schedule, 0, self.states):
@@ -66,8 +68,16 @@ class Synchronous(Baseline):
                 f" schedule=dp with placement=per_microbatch and state={' or '.join(self.states)}"
                 f" (got {called(schedule)})"
             )
+        recipe.check_only(self.runtime, "precision", "loss_scale", "channels_last")
+        if recipe.precision == "fp16":
+            raise ValueError(
+                f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
+            )
         self._chain = Chain(stages, seed)
-        super().__init__(stages, schedule, optimizer, loss, world)
+        self._recipe = recipe
+        super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
+        if recipe.channels_last:
+            self._chain.to(memory_format=torch.channels_last)
         self._wrapped = self._wrap(self._chain)
         self._optimizers = Optimizers(list(self._chain.stages), optimizer, lr_scheduler)
 
@@ -86,7 +96,10 @@ class Synchronous(Baseline):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._chain.at(step, self.rank)
-        outputs = self._wrapped(*inputs)
+        if self._recipe.channels_last:
+            inputs = tuple(channels_last(tensor) for tensor in inputs)
+        with self._recipe.autocast(self.world.device):
+            outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
             loss.backward()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.processes import watch as watching
 from toolkit.runtime.processes.watch import Watch
 
@@ -63,7 +64,7 @@ class World:
         self.watch = watch
         self.store = store
         self.group = group
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[Group, dist.ProcessGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._name, self._n_names = name, 0
 
@@ -72,9 +73,7 @@ class World:
         """Where tensors must be to be sent."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    def make_groups(
-        self, groups: Sequence[tuple[int, ...]], pairs: Sequence[tuple[int, int]]
-    ) -> None:
+    def make_groups(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
         """Make what messages of a program need. Every rank calls it with the same ones.
 
         A program's collectives have groups of their own, since a thread of its own begins them.
@@ -82,23 +81,24 @@ class World:
         otherwise hold up a send.
 
         Args:
-            groups: of ranks, ascending, that have collectives.
+            groups: of ranks that have collectives.
             pairs: sender and receiver.
 
         Raises:
             ValueError: this is a part of a job, of which the other processes would have to call.
         """
-        for ranks in groups:
+        for group in groups:
+            _, ranks = group
             whole = len(ranks) == self.size and self.group is not None
-            if not whole and ranks not in self._groups:
-                self._groups[ranks] = self._own_group(ranks)
+            if not whole and group not in self._groups:
+                self._groups[group] = self._own_group(ranks)
         for pair in pairs if self.backend == "nccl" else ():
             if pair not in self._channels:
                 self._channels[pair] = self._own_group(pair)
 
-    def group_of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of the collectives of ``ranks``, ascending."""
-        return self._groups.get(ranks, self.group)
+    def group_of(self, group: Group) -> dist.ProcessGroup | None:
+        """The process group of the collectives that ``group`` names."""
+        return self._groups.get(group, self.group)
 
     def channel(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """The process group of the messages from ``sender`` to ``receiver``."""

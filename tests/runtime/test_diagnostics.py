@@ -1,0 +1,87 @@
+"""What the delay does to the gradients, against the definition."""
+
+from math import isnan
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.runtime import conform
+from tests.runtime.models import assert_same, cut, make_batches, residual
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import catalog
+
+
+def make(schedule, **options):
+    stages = cut(residual(), schedule)
+    return SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, **options)
+
+
+def looked_into(schedule, steps=6, every=2):
+    runtime = make(schedule, diagnostics=every)
+    results = list(runtime.run(make_batches(schedule.n_microbatches, steps)))
+    return runtime, [result.delays for result in results]
+
+
+def test_nothing_is_late_without_delay():
+    _, found = looked_into(catalog.data_parallel(3))
+    assert [len(delays) for delays in found] == [3, 0, 3, 0, 3, 0]
+    for delays in found[::2]:
+        for stage, delay in enumerate(delays):
+            assert (delay.stage, delay.delay) == (stage, 0)
+            assert delay.cosine == pytest.approx(1)
+            assert delay.gradient == pytest.approx(delay.fresh_gradient)
+
+
+@pytest.mark.parametrize("rule", [1, "freshest", 3])
+def test_looking_changes_nothing(rule):
+    schedule = catalog.cyclic(3, rule)
+    runtime, _ = looked_into(schedule)
+    plain = make(schedule)
+    list(plain.run(make_batches(3, 6)))
+    assert_same(runtime.module().state_dict(), plain.module().state_dict())
+
+
+def test_follows_its_definition():
+    """Delay 1: gradients on theta_{t-1} and on theta_t, by plain PyTorch."""
+    schedule = catalog.cyclic(3, 1)
+    batches = make_batches(3, 4)
+    runtime, found = looked_into(schedule, steps=4, every=1)
+    past = []
+    again = make(schedule)
+    for batch in batches:
+        past.append({k: p.detach().clone() for k, p in again.module().named_parameters()})
+        again.step(*batch)
+    model = residual().train()
+
+    def gradient(weights, batch):
+        leaves = {k: w.clone().requires_grad_() for k, w in weights.items()}
+        losses = [
+            F.cross_entropy(torch.func.functional_call(model, leaves, (x,)), y)
+            for x, y in zip(batch[0].chunk(3), batch[1].chunk(3), strict=True)
+        ]
+        found = torch.autograd.grad(sum(losses) / 3, list(leaves.values()))
+        return dict(zip(leaves, found, strict=True))
+
+    def flat(tensors, stage):
+        names = [name for name, _ in runtime.stages[stage].named_parameters()]
+        return torch.cat([tensors[name].flatten() for name in names]).detach()
+
+    step = 2
+    late, fresh = gradient(past[1], batches[2]), gradient(past[2], batches[2])
+    for stage, delay in enumerate(found[step]):
+        a, b = flat(late, stage), flat(fresh, stage)
+        assert delay.delay == 1
+        assert delay.cosine == pytest.approx(float(F.cosine_similarity(a, b, dim=0)), rel=1e-9)
+        assert delay.cosine < 0.9999
+        assert delay.gradient == pytest.approx(float(a.norm()), rel=1e-9)
+        assert delay.fresh_gradient == pytest.approx(float(b.norm()), rel=1e-9)
+        assert delay.weights == pytest.approx(float(flat(past[2], stage).norm()), rel=1e-12)
+        moved = flat(past[2], stage) - flat(past[1], stage)
+        assert delay.moved == pytest.approx(float(moved.norm()), rel=1e-9)
+    assert all(isnan(delay.moved) for delay in found[0])
+
+
+def test_is_of_one_process_that_groups():
+    with pytest.raises(ValueError, match="order=grouped: got 2 with order=scheduled"):
+        make(catalog.cyclic(3), diagnostics=2, order="scheduled")

@@ -1,0 +1,373 @@
+"""Each technique with each schedule, against plain PyTorch and against the runtimes' own orders."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.runtime import conform, models
+from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
+from toolkit.runtime import Recipe, SingleProcess, launch
+from toolkit.runtime.average import Average
+from toolkit.schedule import catalog
+
+SCHEDULES = [
+    catalog.data_parallel(3),
+    catalog.cyclic(3, 1),
+    catalog.cyclic(3),
+    catalog.cyclic(4, n_stages=2),
+    catalog.cyclic(3, 2, state="sharded"),
+    catalog.gradient_accumulation(2, 2),
+    catalog.zero_bubble(2, 3),
+    catalog.pipedream_2bw(2, 2),
+]
+RECIPES = {
+    "clip": Recipe(clip=0.05),
+    "checkpoint": Recipe(checkpoint="all"),
+    "checkpoint one": Recipe(checkpoint=[1]),
+    "ema": Recipe(ema=0.9, channels_last=True),
+    "all": Recipe(clip=0.05, checkpoint="all", ema=0.9, channels_last=True),
+}
+MODEL_CLIP = Recipe(clip=0.05, clip_by="model")
+
+
+def make(schedule, recipe, order="grouped", model=None, optimizer=conform.sgd, **options):
+    stages = cut(model or residual(), schedule)
+    return SingleProcess(
+        stages, schedule, optimizer, F.cross_entropy, order, recipe=recipe, **options
+    )
+
+
+def trained(schedule, recipe, order="grouped", **options):
+    """Weights, buffers and averages after five steps."""
+    runtime = make(schedule, recipe, order, **options)
+    list(runtime.run(make_batches(schedule.n_microbatches)))
+    return runtime.module().state_dict(), runtime.averages()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_every_order_trains_alike(schedule, recipe):
+    expected, averages = trained(schedule, recipe)
+    found, found_averages = trained(schedule, recipe, "scheduled")
+    assert_same(found, expected)
+    assert_same(found_averages, averages)
+    assert bool(averages) == (recipe.ema is not None)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_checkpoints_change_nothing(schedule, order):
+    """Not the weights, nor the running statistics, though each forward runs twice."""
+    plain, _ = trained(schedule, Recipe(), order)
+    for name in ("checkpoint", "checkpoint one"):
+        found, _ = trained(schedule, RECIPES[name], order)
+        assert_same(found, plain)
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_dropout_is_drawn_again_alike(order):
+    schedule = catalog.cyclic(2)
+
+    def run(recipe):
+        stages = models.cut_awkward(models.awkward(), schedule)
+        runtime = SingleProcess(
+            stages, schedule, conform.adamw, F.cross_entropy, order, recipe=recipe
+        )
+        list(runtime.run(models.id_batches(2)))
+        return runtime.module().state_dict()
+
+    assert_same(run(RECIPES["checkpoint"]), run(Recipe()))
+
+
+@contextmanager
+def counting():
+    """Bytes that autograd keeps, in a list of one number."""
+    kept = [0]
+
+    def keep(tensor):
+        kept[0] += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+def test_checkpoints_keep_less():
+    def kept(recipe):
+        schedule = catalog.data_parallel(2)
+        runtime = make(schedule, recipe)
+        ((inputs, _),) = make_batches(2, steps=1)
+        worker = runtime._workers[0]
+        with counting() as found:
+            weights = {name: w.requires_grad_() for name, w in worker.newest().items()}
+            worker.forward(weights, (inputs,), (0, 1), 0)
+        return found[0]
+
+    assert kept(Recipe(checkpoint=[0])) < kept(Recipe(checkpoint=[1])) / 4
+
+
+def plainly(schedule, stages, model, before_update):
+    """Plain PyTorch on the whole batch, each micro-batch by itself for the batch norms."""
+    model = model.train()
+    optimizer = conform.sgd(model.parameters())
+    n = schedule.n_microbatches
+    for inputs, targets in make_batches(n):
+        optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(n), targets.chunk(n), strict=True):
+            (F.cross_entropy(model(x), y) / n).backward()
+        before_update(model, stages)
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def clip_model(model, stages):
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assert norm > 0.05
+
+
+def clip_stages(model, stages):
+    for stage in stages:
+        names = [name for name, _ in stage.named_parameters()]
+        torch.nn.utils.clip_grad_norm_([model.get_parameter(name) for name in names], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "clip"), [(RECIPES["clip"], clip_stages), (MODEL_CLIP, clip_model)]
+)
+def test_clips_as_torch_does(recipe, clip):
+    schedule = catalog.data_parallel(3)
+    expected = plainly(schedule, cut(residual(), schedule), residual(), clip)
+    found, _ = trained(schedule, recipe)
+    assert_same({name: found[name] for name in expected}, expected)
+    assert differ(found, trained(schedule, Recipe())[0])
+
+
+@pytest.mark.parametrize("delay", [1, 2, [[1, 1, 0], [1, 1, 0], [1, 0, 0]]])
+def test_the_norm_of_the_model_is_known_where_no_update_is_early(delay):
+    found, _ = trained(catalog.cyclic(3, delay), MODEL_CLIP)
+    assert differ(found, trained(catalog.cyclic(3, delay), RECIPES["clip"])[0])
+
+
+def test_the_average_follows_the_weights():
+    schedule = catalog.cyclic(3)
+    runtime = make(schedule, RECIPES["ema"])
+    expected = {k: p.detach().clone() for k, p in runtime.module().named_parameters()}
+    for step, batch in enumerate(make_batches(3, steps=12)):
+        runtime.step(*batch)
+        decay = min(0.9, (1 + step) / (10 + step))
+        for name, parameter in runtime.module().named_parameters():
+            expected[name] = decay * expected[name] + (1 - decay) * parameter.detach()
+    assert_same(runtime.averages(), expected)
+
+
+def test_the_average_comes_to_its_decay():
+    average = Average(0.5)
+    for k in range(40):
+        average.begin({"w": torch.zeros(())})
+        average.update({"w": torch.tensor(1.0 if k == 20 else 0.0)})
+        if k == 21:
+            assert float(average.weights["w"]) == pytest.approx(0.25)
+
+
+def test_state_holds_the_average():
+    schedule = catalog.cyclic(3, 1)
+    batches = make_batches(3)
+    whole, averages = trained(schedule, RECIPES["ema"])
+    first = make(schedule, RECIPES["ema"])
+    list(first.run(batches[:3]))
+    second = make(schedule, RECIPES["ema"])
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    list(second.run(batches[3:]))
+    assert_same(second.module().state_dict(), whole)
+    assert_same(second.averages(), averages)
+
+
+def images(n=8):
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(n, 1, 6, 6, generator=generator),
+        torch.randint(3, (n,), generator=generator),
+    )
+
+
+def in_single():
+    return residual().float()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "scale"), [("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 64.0)]
+)
+def test_autocasts_as_plain_torch_does(precision, dtype, scale):
+    """One micro-batch, cut into stages: the same numbers as the whole model."""
+    inputs, targets = images()
+    model = in_single().train()
+    optimizer = conform.sgd(model.parameters())
+    schedule = catalog.cyclic(1, 1, n_stages=4)
+    stages = cut(copy.deepcopy(model).double(), schedule)
+    stages.model.float()
+    recipe = Recipe(precision=precision, loss_scale=scale)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, recipe=recipe)
+    runtime.step(inputs, targets)
+    with torch.autocast("cpu", dtype):
+        loss = F.cross_entropy(model(inputs), targets)
+    (loss * scale).backward()
+    for parameter in model.parameters():
+        parameter.grad /= scale
+    optimizer.step()
+    found = dict(runtime.module().named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter, msg=name)
+    assert runtime.step(inputs, targets).outputs.dtype == dtype
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[:4], ids=name_of)
+def test_16_bits_in_every_order(schedule):
+    """Nearly alike: micro-batches that run as one batch are rounded in another order."""
+    batches = [(x.float(), y) for x, y in make_batches(schedule.n_microbatches)]
+
+    def run(order):
+        stages = cut(residual(), schedule)
+        stages.model.float()
+        recipe = Recipe(precision="bf16", checkpoint="all")
+        runtime = SingleProcess(
+            stages, schedule, conform.sgd, F.cross_entropy, order, recipe=recipe
+        )
+        list(runtime.run(batches))
+        return runtime.module().state_dict()
+
+    found, expected = run("scheduled"), run("grouped")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.02, msg=name)
+
+
+def test_an_infinite_gradient_is_left_out():
+    """The weights stay; the learning rate and the running statistics go on."""
+    inputs, targets = images()
+    schedule = catalog.cyclic(2, 1)
+    stages = cut(residual(), schedule)
+    stages.model.float()
+    before = copy.deepcopy(stages.model.state_dict())
+    runtime = SingleProcess(
+        stages,
+        schedule,
+        conform.sgd,
+        F.cross_entropy,
+        recipe=Recipe(precision="fp16", loss_scale=1e30),
+        lr_scheduler=conform._decay,
+    )
+    for _ in range(3):
+        runtime.step(inputs, targets)
+    after = runtime.module().state_dict()
+    names = [name for name, _ in stages.model.named_parameters()]
+    assert_same({k: after[k] for k in names}, {k: before[k] for k in names})
+    assert differ(after, before)
+    assert [worker.n_skipped for worker in runtime._workers] == [3, 3]
+    assert runtime.learning_rates == [0.025, 0.025]
+    assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
+def test_compiled_stages_train_alike(monkeypatch):
+    monkeypatch.setattr("toolkit.runtime.stage.compiled", _without_code)
+    schedule = catalog.cyclic(2)
+    expected, _ = trained(schedule, Recipe())
+    found, _ = trained(schedule, Recipe(compile="default"))
+    assert_same(found, expected)
+
+
+def _without_code(call, mode):
+    """As the stage is compiled, but for the generation of machine code, which takes long."""
+    assert mode == "default"
+    return torch.compile(call, backend="aot_eager")
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    return launch(conform.with_recipes, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recipe"),
+    list(conform.recipes()),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_processes_train_alike(on_two_ranks, name, schedule, recipe):
+    state, averages = on_two_ranks[name]
+    expected, expected_averages = trained(schedule, recipe)
+    assert_same(state, expected)
+    assert_same(averages, expected_averages)
+
+
+def test_processes_send_16_bits(on_two_ranks):
+    """Under autocast what crosses a boundary has the type that was computed."""
+    assert on_two_ranks["bf16 sent"] * 2 == on_two_ranks["fp32 sent"]
+    for name, tensor in on_two_ranks["fp32"].items():
+        torch.testing.assert_close(on_two_ranks["bf16"][name], tensor, rtol=0.05, atol=0.02)
+
+
+def test_baselines_take_what_they_can(on_two_ranks):
+    assert on_two_ranks["DDP bf16"] < 2
+    refused = on_two_ranks["refused"]
+    assert len(refused) == 4
+    for message, words in zip(
+        refused,
+        (
+            "ddp takes no clip",
+            "fsdp takes no ema",
+            "ddp takes no precision=fp16",
+            "torch_pipelining takes no precision=bf16",
+        ),
+        strict=True,
+    ):
+        assert words in message
+        assert "runtime=distributed" in message
+
+
+WRONG = [
+    ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp32, tf32, bf16, fp16"),
+    ({"clip": 0.0}, "clip is a norm above 0"),
+    ({"clip_by": "layer"}, "unknown clip_by 'layer'"),
+    ({"ema": 1.0}, "ema is a decay between 0 and 1"),
+    ({"loss_scale": 0.0}, "loss_scale is a number above 0"),
+    ({"checkpoint": "some"}, "unknown checkpoint 'some': give none, all or a list of stages"),
+    ({"checkpoint": 3}, "unknown checkpoint 3: give none, all or a list of stages"),
+    ({"compile": "fast"}, "unknown compile 'fast'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_refuses_what_there_is_not(options, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**options)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "order", "recipe", "message"),
+    [
+        (
+            catalog.cyclic(3),
+            "grouped",
+            MODEL_CLIP,
+            "CDP-v2 reads the first updates before the last",
+        ),
+        (
+            catalog.cyclic(3, [[1, 1, 0], [1, 0, 0], [0, 0, 0]]),
+            "grouped",
+            MODEL_CLIP,
+            "reads the first updates before the last",
+        ),
+        (catalog.cyclic(3, 1), "scheduled", MODEL_CLIP, "use clip_by=stage, or"),
+        (
+            catalog.cyclic(3),
+            "grouped",
+            Recipe(checkpoint=[3]),
+            "stage 3 and there are 3: choose from 0 to 2",
+        ),
+    ],
+)
+def test_refuses_what_the_schedule_cannot_do(schedule, order, recipe, message):
+    with pytest.raises(ValueError, match=message):
+        make(schedule, recipe, order)

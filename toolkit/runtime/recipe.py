@@ -1,0 +1,165 @@
+"""How stages compute and update, whatever the schedule: precision, memory, clipping, averages."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from math import inf
+
+import torch
+from torch import Tensor
+
+from toolkit.schedule import Schedule
+from toolkit.schedule.staleness import freshest
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
+COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
+_CLIP_BY = ("stage", "model")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What users add to a training step, and every schedule can be combined with.
+
+    Args:
+        precision: ``fp32``; ``tf32``, which only NVIDIA GPUs tell apart from it; ``bf16`` or
+            ``fp16``: torch's autocast over weights of 32 bits.
+        loss_scale: factor on the loss under ``fp16``, so that small gradients do not vanish. An
+            update whose gradient is not finite is left out; see :attr:`StageWorker.n_skipped`.
+        checkpoint: stages whose forward is computed again in the backward, instead of its
+            activations being kept: ``none``, ``all`` or a list of stages.
+        clip: largest norm of a gradient; larger ones are scaled down to it. None: no limit.
+        clip_by: whether that norm is of each ``stage`` by itself or of the whole ``model``, which
+            asks for all gradients of a step before its first update.
+        ema: decay of an exponential moving average of the weights, kept beside them. None: no
+            average. See :class:`toolkit.runtime.average.Average`.
+        compile: mode of torch.compile for the stages; ``none`` leaves them as they are.
+        channels_last: keep images and the weights of convolutions in that memory format.
+
+    Raises:
+        ValueError: an option has no such value.
+    """
+
+    precision: str = "fp32"
+    loss_scale: float = 1024.0
+    checkpoint: str | Sequence[int] = "none"
+    clip: float | None = None
+    clip_by: str = "stage"
+    ema: float | None = None
+    compile: str = "none"
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("precision", PRECISIONS),
+            ("clip_by", _CLIP_BY),
+            ("compile", COMPILE_MODES),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+        listed = isinstance(self.checkpoint, Sequence) and not isinstance(self.checkpoint, str)
+        if not listed and self.checkpoint not in ("none", "all"):
+            raise ValueError(
+                f"unknown checkpoint {self.checkpoint!r}: give none, all or a list of stages, such"
+                " as [0,1]"
+            )
+        if not 0 < self.loss_scale < inf:
+            raise ValueError(f"loss_scale is a number above 0: got {self.loss_scale}")
+        if self.clip is not None and not 0 < self.clip < inf:
+            raise ValueError(f"clip is a norm above 0, or null: got {self.clip}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema is a decay between 0 and 1, or null: got {self.ema}")
+
+    @property
+    def scale(self) -> float:
+        """The factor on the loss."""
+        return self.loss_scale if self.precision == "fp16" else 1.0
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether stages compute in another type than their weights have."""
+        return self.precision in _AUTOCAST
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """The context in which stages compute."""
+        if not self.autocasts:
+            return nullcontext()
+        return torch.autocast(device.type, _AUTOCAST[self.precision])
+
+    def computed(
+        self, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> Callable[[Tensor, Tensor], Tensor]:
+        """``loss`` in the precision that suits it."""
+        if not self.autocasts:
+            return loss
+
+        def cast(outputs: Tensor, targets: Tensor) -> Tensor:
+            with self.autocast(outputs.device):
+                return loss(outputs, targets)
+
+        return cast
+
+    def checkpoints(self, stage: int) -> bool:
+        """Whether ``stage`` computes its forward twice."""
+        if isinstance(self.checkpoint, str):
+            return self.checkpoint == "all"
+        return stage in self.checkpoint
+
+    def check(self, schedule: Schedule, *, whole_step: bool) -> None:
+        """Refuse what ``schedule`` or its runtime cannot do.
+
+        Args:
+            whole_step: whether the runtime has all gradients of a step before its first update.
+
+        Raises:
+            ValueError: stages that there are not; a norm that is not known in time.
+        """
+        if not isinstance(self.checkpoint, str):
+            for stage in self.checkpoint:
+                if stage not in range(schedule.n_stages):
+                    raise ValueError(
+                        f"checkpoint names stage {stage} and there are {schedule.n_stages}:"
+                        f" choose from 0 to {schedule.n_stages - 1}"
+                    )
+        if self.clip is None or self.clip_by != "model":
+            return
+        sizes = (schedule.n_stages, schedule.n_microbatches)
+        needed = chain(*freshest(schedule.timing, *sizes, together=True))
+        if any(
+            d < least for d, least in zip(chain(*schedule.least_staleness), needed, strict=True)
+        ):
+            raise ValueError(
+                f"clip_by=model needs every gradient of a step before its first update, and"
+                f" {schedule.name} reads the first updates before the last gradients: use"
+                " clip_by=stage, or schedule=cdp_v1"
+            )
+        if not whole_step:
+            raise ValueError(
+                "clip_by=model needs every gradient of a step at one place: use clip_by=stage, or"
+                " runtime=single_process with order=grouped"
+            )
+
+    def check_only(self, runtime: str, *possible: str) -> None:
+        """Refuse what differs from the default and is not among the ``possible`` options.
+
+        Raises:
+            ValueError: with the first such option.
+        """
+        plain = Recipe()
+        for name in self.__dataclass_fields__:
+            if name not in possible and getattr(self, name) != getattr(plain, name):
+                raise ValueError(
+                    f"runtime={runtime} takes no {name}={getattr(self, name)}: leave it out, or use"
+                    " runtime=single_process or runtime=distributed"
+                )
+
+
+PLAIN = Recipe()
+"""Plain training in 32 bits."""
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether NVIDIA GPUs may round the factors of 32-bit products to 10 bits of mantissa."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
