@@ -8,7 +8,8 @@ one left is what the others are compared with.
 """
 
 import time
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
 from statistics import mean
@@ -24,7 +25,14 @@ from toolkit.config import entry_point, leads
 def main(config: DictConfig) -> None:
     from toolkit.config import build_schedule
     from toolkit.figures import accuracy, save, schedules
-    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.tracking import (
+        delay_means,
+        describe,
+        provenance,
+        table,
+        write_csv,
+        write_json,
+    )
     from toolkit.training import pick_device
 
     if config.seeds < 1:
@@ -35,23 +43,33 @@ def main(config: DictConfig) -> None:
         )
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
-    runs = train_all(config)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    runs: list[Run] = []
+    for run in train_all(config):
+        runs.append(run)
+        if leads():  # what has ended is kept, whatever befalls the others
+            write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
     seconds = time.perf_counter() - start
     if not leads():
         return
 
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    write_csv(folder / "runs.csv", [run | epoch for run, epochs in runs for epoch in epochs])
+    delays = [row for run in runs for row in run.named(run.delays)]
+    if delays:
+        write_csv(folder / "delays.csv", delays)
     write_csv(folder / "comparison.csv", rows)
     device = describe(pick_device(config.device))
     write_json(
         folder / "result.json",
-        {"metrics": rows, "provenance": provenance(config, device, seconds)},
+        {
+            "metrics": rows,
+            "delays": delay_means(delays, ["rule", "stage"]),
+            "provenance": provenance(config, device, seconds),
+        },
     )
     called = labels(rules)
     curves = {
-        label: [[e["top1"] for e in es] for run, es in runs if run["rule"] == name]
+        label: [[epoch["top1"] for epoch in run.epochs] for run in runs if run.rule == name]
         for name, label in called.items()
     }
     figures = [
@@ -59,6 +77,8 @@ def main(config: DictConfig) -> None:
         *save(schedules(list(rules.values())), folder / "schedules"),
     ]
     print(f"\n{table([readable(row, called[row['rule']]) for row in rows])}\n")
+    if delays:
+        print(f"{table(delay_means(delays, ['rule', 'stage']))}\n")
     print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
 
@@ -70,19 +90,30 @@ peak activations: all workers together, in micro-batches; 1 is all activations o
 traffic a slot: all workers together, mean (largest), in stages' parameters
 """
 
-Runs = list[tuple[dict[str, Any], list[dict[str, Any]]]]
+
+@dataclass(frozen=True)
+class Run:
+    """One rule with one seed: the metrics of its epochs, and what its delays were seen to do."""
+
+    rule: str
+    seed: int
+    epochs: list[dict[str, Any]]
+    delays: list[dict[str, Any]]
+
+    def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``rows`` of this run, with what they are of."""
+        return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
-def train_all(config: DictConfig) -> Runs:
-    """Each rule with each seed: what was run, and the metrics of its epochs."""
+def train_all(config: DictConfig) -> Iterator[Run]:
+    """Each rule with each seed."""
     from hydra.utils import instantiate
 
     from toolkit.tracking import Progress
-    from toolkit.training import prepare
+    from toolkit.training import Step, prepare
 
     images = instantiate(config.data)
     seeds = range(config.seed, config.seed + config.seeds)
-    runs: Runs = []
     n_epochs = config.epochs * len(config.rules) * len(seeds)
     with Progress(n_epochs, shown=leads()) as progress:
         for seed in seeds:
@@ -91,23 +122,27 @@ def train_all(config: DictConfig) -> Runs:
                 single = OmegaConf.create({**config, **schedule})
                 job = prepare(single, images)
                 progress.run(f"{job.schedule.name}, seed {seed}")
-                epochs = job.run(on_step=progress.step)
+                delays: list[dict[str, Any]] = []
+
+                def count(step: Step, delays: list[dict[str, Any]] = delays) -> None:
+                    progress.trained(step)
+                    delays.extend(asdict(delay) for delay in step.result.delays)
+
+                epochs = job.run(on_step=count)
                 progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
-                runs.append(({"rule": name, "seed": seed}, [asdict(epoch) for epoch in epochs]))
-    return runs
+                yield Run(name, seed, [asdict(epoch) for epoch in epochs], delays)
 
 
-def summary(schedule: Any, runs: Runs, name: str, first: str) -> dict[str, Any]:
+def summary(schedule: Any, runs: list[Run], name: str, first: str) -> dict[str, Any]:
     """One row of the comparison; accuracies in per cent, differences in points."""
     from toolkit.schedule import steady_state
     from toolkit.tracking import paired_difference, spread
 
     def final(rule: str) -> list[float]:
-        return [100 * epochs[-1]["top1"] for run, epochs in runs if run["rule"] == rule]
+        return [100 * run.epochs[-1]["top1"] for run in runs if run.rule == rule]
 
     difference = paired_difference(final(name), final(first))
     steady = steady_state(schedule)
-    delays = [delay for row in schedule.staleness for delay in row]
     return {
         "rule": name,
         "schedule": schedule.name,
@@ -115,8 +150,8 @@ def summary(schedule: Any, runs: Runs, name: str, first: str) -> dict[str, Any]:
         "accuracy_sd": spread(final(name)),
         "difference": difference.mean,
         "difference_95": difference.half_width,
-        "staleness_mean": mean(delays),
-        "staleness_max": max(delays),
+        "staleness_mean": schedule.mean_staleness,
+        "staleness_max": schedule.max_staleness,
         "peak_activations": steady.peak_activations / schedule.n_stages,
         "traffic_mean": float(mean(steady.units_by_slot)),
         "traffic_max": float(max(steady.units_by_slot)),

@@ -18,22 +18,35 @@ from toolkit.config import entry_point, leads
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
-    from toolkit.tracking import Progress, describe, provenance, table, write_csv, write_json
-    from toolkit.training import Epoch, prepare
+    from toolkit.tracking import (
+        Progress,
+        delay_means,
+        describe,
+        provenance,
+        table,
+        write_csv,
+        write_json,
+    )
+    from toolkit.training import Epoch, Step, prepare
+    from toolkit.training.profiling import WARM_UP, Profile
 
     start = time.perf_counter()
     job = prepare(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with Progress(config.epochs, shown=leads()) as progress:
+    delays: list[dict[str, Any]] = []
+    profile = Profile(config.profile, folder / "profile.json", here=leads())
+    with Progress(config.epochs, shown=leads()) as progress, profile:
         progress.run(f"{job.schedule.name}, seed {config.seed}")
 
         def report(epoch: Epoch) -> None:
-            progress.note(
-                f"loss {epoch.train_loss:.3f}, test {epoch.top1:.2%},"
-                f" {epoch.images_per_second:.0f} images/s"
-            )
+            progress.note(f"test {epoch.top1:.2%}")
 
-        epochs = [asdict(epoch) for epoch in job.run(report, progress.step)]
+        def count(step: Step) -> None:
+            progress.trained(step)
+            delays.extend(asdict(delay) for delay in step.result.delays)
+            profile.step()
+
+        epochs = [as_row(epoch) for epoch in job.run(report, count)]
     measured = job.measurements()
     if not leads():
         return
@@ -44,6 +57,7 @@ def main(config: DictConfig) -> None:
         {
             "schedule": job.schedule.name,
             "metrics": epochs[-1],
+            "delays": delay_means(delays, ["stage"]),
             "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
             "provenance": provenance(config, describe(job.device), seconds),
         },
@@ -53,7 +67,20 @@ def main(config: DictConfig) -> None:
         write_measured(measured, folder)
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
         print(table([readable(row) for row in measured.by_rank()]))
+    if delays:
+        write_csv(folder / "delays.csv", delays)
+        print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
+        print(table(delay_means(delays, ["stage"])))
+    if profile.written:
+        print(f"\nprofile: {profile.path} (for ui.perfetto.dev or chrome://tracing)")
+    elif config.profile:
+        print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
     print(f"\nwritten to {folder}")
+
+
+def as_row(epoch: Any) -> dict[str, Any]:
+    """An epoch's metrics, without those that there are none of."""
+    return {name: value for name, value in asdict(epoch).items() if value is not None}
 
 
 def write_measured(measured: Any, folder: Path) -> None:

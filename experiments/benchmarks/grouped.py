@@ -1,22 +1,34 @@
-"""One training step of CDP-v2, order "grouped", against plain PyTorch on the same global batch."""
+"""Order "grouped" against plain PyTorch: one step of CDP-v2, and the whole training loop of DP.
+
+All compute with the same precision, memory format and compilation.
+"""
 
 import copy
+from collections.abc import Callable, Iterator
+from itertools import count
 from statistics import median
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.timing import alternate, ratios
 from toolkit.model import build, partition
-from toolkit.runtime import SingleProcess
-from toolkit.schedule import catalog
+from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime.recipe import allow_tf32
+from toolkit.schedule import Schedule, catalog
+from toolkit.training.data import Batches, synthetic
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a method: median seconds, images/s, and its ratio to plain PyTorch round by round."""
-    for name in ("image_size", "batch", "rounds"):
+    """A row a method: median seconds, images/s, and its ratio to plain PyTorch round by round.
+
+    A step's images are on the device already; those of a loop of ``steps`` steps are read,
+    augmented and moved there, and the loop's losses are collected.
+    """
+    for name in ("image_size", "batch", "rounds", "steps"):
         if config[name] < 1:
             raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
     torch.manual_seed(seed)
@@ -25,25 +37,71 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     inputs = torch.randn(n_images, 3, config.image_size, config.image_size, device=device)
     targets = torch.randint(10, (n_images,), device=device)
 
-    plain = copy.deepcopy(model).train()
-    plain_optimizer = _sgd(plain.parameters())
+    recipe = Recipe(
+        precision=config.precision, channels_last=config.channels_last, compile=config.compile
+    )
+    allow_tf32(recipe.precision == "tf32")
+    plain = _Plain(copy.deepcopy(model), recipe, device)
 
-    def plain_step() -> None:
-        plain_optimizer.zero_grad()
-        F.cross_entropy(plain(inputs), targets).backward()
-        plain_optimizer.step()
+    def runtime(schedule: Schedule) -> SingleProcess:
+        stages = partition(copy.deepcopy(model), config.stages, inputs[: config.batch])
+        return SingleProcess(stages, schedule, _sgd, F.cross_entropy, "grouped", recipe=recipe)
 
-    schedule = catalog.cyclic(config.microbatches, n_stages=config.stages)
-    stages = partition(model, config.stages, inputs[: config.batch])
-    runtime = SingleProcess(stages, schedule, _sgd, F.cross_entropy, order="grouped")
-    methods = {
-        "plain PyTorch": plain_step,
-        f"{schedule.name} grouped": lambda: runtime.step(inputs, targets),
+    cyclic = runtime(catalog.cyclic(config.microbatches, n_stages=config.stages))
+    parallel = runtime(catalog.data_parallel(config.microbatches, n_stages=config.stages))
+    images = synthetic(n_images * config.steps, 1, 10, config.image_size)
+    epochs = count()
+
+    def loop(train: Callable[[Batches], Iterator[Tensor]]) -> None:
+        batches = images.train(n_images, seed, next(epochs), device)
+        torch.stack(list(train(batches))).cpu()
+
+    steps = {
+        "plain PyTorch, step": lambda: plain.step(inputs, targets),
+        f"{cyclic.schedule.name} grouped, step": lambda: cyclic.step(inputs, targets),
     }
-    seconds = alternate(methods, config.rounds, device)
+    loops = {
+        "plain PyTorch, loop": lambda: loop(lambda b: (plain.step(*batch) for batch in b)),
+        f"{parallel.schedule.name} grouped, loop": lambda: loop(
+            lambda b: (result.loss for result in parallel.run(b))
+        ),
+    }
+    return [
+        *_rows(alternate(steps, config.rounds, device), n_images),
+        *_rows(alternate(loops, config.rounds, device), n_images * config.steps),
+    ]
+
+
+class _Plain:
+    """A model under plain PyTorch, as one would write it."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+        model = model.train()
+        if recipe.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.optimizer = _sgd(model.parameters())
+        self.model = (
+            model if recipe.compile == "none" else torch.compile(model, mode=recipe.compile)
+        )
+        self.recipe, self.device = recipe, device
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of a training step."""
+        if self.recipe.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        self.optimizer.zero_grad()
+        with self.recipe.autocast(self.device):
+            loss = F.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def _rows(seconds: dict[str, list[float]], n_images: int) -> list[dict[str, Any]]:
+    first = next(iter(seconds))
     rows = []
     for name, taken in seconds.items():
-        low, middle, high = ratios(taken, seconds["plain PyTorch"])
+        low, middle, high = ratios(taken, seconds[first])
         rows.append(
             {
                 "method": name,

@@ -19,7 +19,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         # options that do not exist
         (["sed=1"], "there is no option sed: did you mean seed?"),
         (["optimizer.momentom=1"], "optimizer.momentom: did you mean optimizer.momentum?"),
-        (["optimizer.foo=1"], "no option optimizer.foo: optimizer has betas, eps, lr, momentum,"),
+        (["optimizer.foo=1"], "no option optimizer.foo: optimizer has always_adapt, betas, "),
         (["qwerty=1"], "there is no option qwerty: --help lists the options"),
         (["dat.root=x"], "there is no option dat.root: did you mean data.root?"),
         (["data.root=x"], "data.root is not an option of this choice of data; --help GROUP=CHOICE"),
@@ -67,12 +67,30 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["runtime.order=fast"], "unknown order 'fast': choose one of grouped, scheduled"),
         (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
         (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
+        (["optimizer=lars", "optimizer.momentum=-1"], "optimizer cannot be made: Invalid momentum"),
+        (["label_smoothing=1"], "label_smoothing is 0 or more, and below 1: got 1.0"),
+        (["profile=-1"], "profile is 0 or more training steps: got -1"),
+        (["model.width=0"], "model.width is 1 or more: got 0"),
+        (["model=vit_b_16", "model.width=8"], "width is of ResNets, and vit_b_16 has one width"),
         (["+optimizer.foo=1"], "optimizer cannot be made: SGD.__init__() got an unexpected"),
         (["data.n_test=0"], "data.n_test is 1 or more: got 0"),
         (["data.n_classes=-2"], "data.n_classes is 1 or more: got -2"),
         (["device=gpu"], "device=gpu cannot be used: Expected one of"),
         (["schedule.placement=foo"], "unknown placement 'foo': choose one of"),
         (["schedule.delay=late"], "unknown delay 'late': give 'freshest', a whole number of steps"),
+        (["schedule.delay=[1,1]"], "a list of delays has one for each stage, here 4: got 2"),
+        (["schedule.delay=[[1,1],[1]]"], "here 4 x 4: the rows given have lengths [2, 1]"),
+        (["schedule.delay={foo: 1}"], "a random delay has no 'foo': it has distribution, least,"),
+        (["schedule.delay={sed: 1}"], "a random delay has no 'sed': did you mean seed?"),
+        (["schedule.delay={distribution: normal}"], "choose one of uniform, geometric, poisson"),
+        (["schedule.delay={most: 2, p: 0.5}"], "p is of distribution=geometric: leave it out"),
+        (["schedule.delay={most: two}"], "most of a random delay is a whole number: got 'two'"),
+        (["schedule.accumulate=0"], "a worker, is a whole number, 1 or more: got 0"),
+        (["schedule.accumulate=two"], "schedule.accumulate is a whole number"),
+        (
+            ["schedule=gpipe", "schedule.accumulate=2"],
+            "schedule.accumulate is not an option of this choice of schedule",
+        ),
         (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
         (["optimizer.lr=1e30"], "of epoch 0 is nan: lower optimizer.lr, or warm up with"),
@@ -101,6 +119,13 @@ def test_an_impossible_delay_shows_the_grid(tmp_path):
     message = refused("train", "schedule.delay=0", *TINY, f"hydra.run.dir={tmp_path}")
     assert "stage 0 on micro-batch 0 cannot read weights 0 steps late" in message
     assert 'ask for delay=1 there, or for delay="freshest"' in message
+    assert "rank 0 [0F0] 1F0 2F0" in message
+
+
+def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
+    message = refused("train", "schedule.delay={most: 2}", *TINY, f"hydra.run.dir={tmp_path}")
+    assert "stage 0 on micro-batch 0 cannot read weights 0 steps late" in message
+    assert "draw delays of least=1 or more" in message
     assert "rank 0 [0F0] 1F0 2F0" in message
 
 
@@ -173,7 +198,7 @@ def test_help_is_quick():
         ),
         (
             ["experiments/bench.py", "foo"],
-            "error: bench=foo is unknown: choose one of failure, grouped, links, simulator\n",
+            "error: bench=foo is unknown: choose one of failure, grouped, links, peak, simulator\n",
         ),
     ],
 )

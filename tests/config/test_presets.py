@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from tests.experiments.command import EXPERIMENTS
 from toolkit.config import build_schedule, schema
 from toolkit.config.help import choices, groups
+from toolkit.schedule import RandomDelay, catalog
 
 CONF = EXPERIMENTS.parent / "conf"
 PRESETS = choices(CONF, "experiment")
@@ -111,6 +112,42 @@ def test_settings_of_the_paper(preset, model, data, settings, weight_decay):
     assert found["optimizer"] == settings["optimizer"] | {"weight_decay": weight_decay}
     assert found["lr"] == settings["lr"]
     assert [rule.get("delay") for rule in config.rules.values()] == [0, 1, "freshest"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["schedule=dp", "schedule.delay=2"], catalog.data_parallel(4, delay=2)),
+        (["schedule.delay=[1,1,1,2]"], catalog.cyclic(4, [1, 1, 1, 2])),
+        (
+            ["schedule=dp", "schedule.delay=[[0,1],[2,0]]", "stages=2", "microbatches=2"],
+            catalog.data_parallel(2, delay=[[0, 1], [2, 0]]),
+        ),
+        (
+            ["schedule=dp", "schedule.delay={distribution: geometric, p: 0.5, most: 4, seed: 1}"],
+            catalog.data_parallel(4, delay=RandomDelay("geometric", most=4, p=0.5, seed=1)),
+        ),
+        (
+            ["schedule=zero_cdp_v1", "schedule.delay={least: 1, most: 3, per: stage}"],
+            catalog.cyclic(4, RandomDelay(least=1, most=3, per="stage"), state="sharded"),
+        ),
+        (["schedule=dp", "schedule.accumulate=2"], catalog.data_parallel(4, accumulate=2)),
+        (["schedule.accumulate=3"], catalog.cyclic(4, accumulate=3)),
+        (["schedule=published", "microbatches=8"], catalog.published(8)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_delays_and_accumulation(overrides, expected):
+    """In all that takes a schedule; the delay is plain Python, such as is compared and copied."""
+    for experiment in ("train", "simulate"):
+        sizes = [] if any("microbatches" in o for o in overrides) else ["microbatches=4"]
+        built = build_schedule(composed(experiment, *overrides, *sizes).schedule)
+        assert built == expected
+        assert type(built.delay) is type(expected.delay)
+    rule = [o.replace("schedule.", "rules.cdp_v2.") for o in overrides if "schedule." in o]
+    if not overrides[0].startswith("schedule="):
+        built = build_schedule(composed("compare", *rule, "microbatches=4").rules.cdp_v2)
+        assert built == expected
 
 
 def test_workers_stand_for_microbatches():

@@ -62,6 +62,20 @@ def test_train(trained):
     assert 0 <= result["metrics"]["top1"] <= result["metrics"]["top5"] <= 1
 
 
+def test_train_writes_a_profile(tmp_path):
+    """Of the last of four steps: the first three are its warm-up."""
+    finished = run("train", *TINY, "profile=1", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert f"profile: {tmp_path / 'profile.json'} (for ui.perfetto.dev" in finished.out
+    assert json.loads((tmp_path / "profile.json").read_text())["traceEvents"]
+
+
+def test_train_tells_if_a_run_is_too_short_to_profile(tmp_path):
+    finished = run("train", *TINY, "batch=8", "profile=1", f"hydra.run.dir={tmp_path}")
+    assert "no profile: it begins after 3 training steps" in finished.out
+    assert not (tmp_path / "profile.json").exists()
+
+
 def metrics(result):
     return {k: v for k, v in result["metrics"].items() if k != "images_per_second"}
 
@@ -87,6 +101,7 @@ def test_the_order_of_the_runtime_does_not_matter(trained, tmp_path):
         ["schedule=dp", "lr=step", "workers=2", "stages=3", "partition=parameters"],
         ["schedule.placement=per_stage", "partition=[layer1_0,layer2_0,fc]"],
         ["schedule.n=2", "schedule.n_stages=2"],
+        ["model.width=4", "optimizer=lars", "label_smoothing=0.1"],
         ["data=digits", "epochs=1", "batch=150"],
     ],
     ids=" ".join,
@@ -150,10 +165,10 @@ def test_compare_trains_as_train_does(tmp_path):
 
 def test_rules_that_share_a_name_are_told_apart(tmp_path):
     more = "+schedule@rules.late=cdp_v1", "rules.late.delay=2", "+schedule@rules.later=cdp_v1"
-    arguments = *TINY, *more, "rules.later.delay=3", "seeds=1"
+    arguments = *TINY, *more, "rules.later.delay=2", "seeds=1"
     finished = run("compare", *arguments, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
-    for name in ("CDP (late)", "CDP (later)"):
+    for name in ("CDP delay 2 (late)", "CDP delay 2 (later)"):
         assert name in finished.out
     assert len(rows(tmp_path / "comparison.csv")) == 5
 

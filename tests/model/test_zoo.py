@@ -69,12 +69,66 @@ def test_takes_any_channels_and_gives_any_classes(name, in_channels, size):
     [
         (("resnet19",), "unknown model 'resnet19': did you mean 'resnet18'"),
         (("vit",), "choose one of resnet8, .*vit_b_16"),
+        (("vit_b_16", 10, 32, 3, 8), "vit_b_16 has one width: got 8; leave it out"),
+        (("resnet18", 10, 32, 3, 0), "model.width is 1 or more: got 0"),
         (("vit_b_16", 10, 30), "patches of 16 pixels: got images of 30; resize them to a multiple"),
     ],
 )
 def test_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         build(*arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_b_16"])
+@pytest.mark.parametrize(("size", "factor"), [(32, 0.25), (96, 2)])
+def test_width_scales_every_layer(name, size, factor):
+    usual = build(name, 10, size)
+    width = int(factor * usual.conv1.out_channels)
+    scaled = build(name, 10, size, width=width)
+    ends = {"conv1.weight": 1, "fc.weight": 0}  # the axis that images and classes fix
+    for key, value in usual.state_dict().items():
+        fixed = ends.get(key, {"fc.bias": 0}.get(key))
+        expected = [
+            n if axis == fixed or (value.dim() == 4 and axis > 1) else int(n * factor)
+            for axis, n in enumerate(value.shape)
+        ]
+        assert list(scaled.state_dict()[key].shape) == expected, key
+    assert scaled(torch.empty(2, 3, size, size)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(("name", "width"), [("resnet18", 64), ("resnet8", 16)])
+def test_the_usual_width_changes_nothing(name, width):
+    with torch.device("cpu"):
+        built = []
+        for given in (None, width):
+            torch.manual_seed(0)
+            built.append(build(name, 10, 32, width=given).state_dict())
+    for key in built[0]:
+        assert torch.equal(built[0][key], built[1][key])
+
+
+@pytest.mark.parametrize("width", [None, 64])
+def test_the_usual_width_is_drawn_as_torchvision_draws_it(width):
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        ours = build("resnet18", width=width).state_dict()
+        torch.manual_seed(0)
+        theirs = torchvision.models.resnet18().state_dict()
+    for key in theirs:
+        assert torch.equal(ours[key], theirs[key])
+
+
+def test_another_width_is_initialised_alike():
+    """He et al., by the number of outputs: so the standard deviation is sqrt(2 / fan)."""
+    with torch.device("cpu"):
+        model = build("resnet18", 10, 96, width=16)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Conv2d):
+                fan = module.out_channels * module.kernel_size[0] ** 2
+                found = float(module.weight.detach().std())
+                assert found == pytest.approx((2 / fan) ** 0.5, rel=0.2), name
+            if isinstance(module, nn.BatchNorm2d):
+                assert torch.equal(module.weight, torch.ones(module.num_features))
 
 
 def test_equal_seeds_give_equal_weights():

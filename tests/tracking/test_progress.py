@@ -1,19 +1,132 @@
-import pytest
+from types import SimpleNamespace
 
-from toolkit.tracking import Progress
+import pytest
+import torch
+
+from toolkit.runtime.result import StepResult
+from toolkit.tracking import Progress, progress
+from toolkit.training import Step
+
+
+def steps(losses, n_steps=None, images=8, learning_rate=0.1):
+    """A training step a loss; one without is a rank's that has computed none."""
+    for k, loss in enumerate(losses):
+        found = torch.tensor([] if loss is None else [loss])
+        result = StepResult(k, tuple(range(len(found))), found, found)
+        yield Step(k + 1, n_steps or len(losses), result, learning_rate, images)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time stands still, but for what a test adds to it."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The numbers of losses that are averaged, each time that some are read."""
+    found = []
+    mean = progress._mean
+
+    def spy(losses):
+        found.append(len(losses))
+        return mean(losses)
+
+    monkeypatch.setattr(progress, "_mean", spy)
+    return found
+
+
+def last_line(capsys):
+    return capsys.readouterr().err.split("\r")[-1]
 
 
 def test_counts_epochs_in_steps(capsys):
-    with Progress(2) as progress:
-        progress.run("CDP-v2, seed 0")
+    with Progress(2) as bar:
+        bar.run("CDP-v2, seed 0")
         for _ in range(2):
             for step in range(1, 4):
-                progress.step(step, 3)
-        progress.note("test 97%")
-    last = capsys.readouterr().err.split("\r")[-1]
+                bar.step(step, 3)
+        bar.note("test 97%")
+    last = last_line(capsys)
     assert "CDP-v2, seed 0: 100%" in last
     assert "2.0/2 epochs" in last
     assert "test 97%" in last
+
+
+def test_shows_what_training_comes_to(capsys, clock):
+    with Progress(2) as bar:
+        bar.run("CDP-v2, seed 0")
+        for step in steps([2.0, 1.0, 0.5, 0.1], learning_rate=0.0125):
+            clock.now += 0.5
+            bar.trained(step)
+        bar.note("test 97%")
+    last = last_line(capsys)
+    assert "CDP-v2, seed 0:  50%" in last
+    assert "1.0/2 epochs" in last
+    assert last.rstrip().endswith(", 16 images/s, loss 0.900, lr 0.0125, test 97%]")
+
+
+def test_tells_the_time_left(capsys):
+    with Progress(2, interval=0) as bar:
+        for step in steps([1.0] * 2):
+            bar.trained(step)
+    assert "<00:00," in last_line(capsys)
+
+
+def test_losses_are_read_when_they_are_shown(clock, reads):
+    """To read one waits for the device: so once every ten seconds, and at the end of an epoch."""
+    with Progress(3, interval=10) as bar:
+        for _ in range(2):
+            for step in steps([1.0] * 25):
+                clock.now += 1
+                bar.trained(step)
+    assert reads == [10, 20, 25, 30, 40, 50]
+
+
+def test_the_mean_loss_is_of_the_last_steps(capsys, reads):
+    with Progress(1, interval=1000) as bar:
+        for step in steps([9.0] * 100 + [1.0] * 50):
+            bar.trained(step)
+    assert reads == [50]
+    assert "loss 1.000" in last_line(capsys)
+
+
+def test_a_new_run_has_losses_of_its_own(capsys):
+    with Progress(2, interval=1000) as bar:
+        for name, loss in (("DP", 9.0), ("CDP-v1", 1.0)):
+            bar.run(name)
+            for step in steps([loss] * 3):
+                bar.trained(step)
+    assert "loss 1.000" in last_line(capsys)
+
+
+def test_a_test_between_epochs_is_not_the_time_of_a_step(capsys, clock):
+    with Progress(2, interval=0) as bar:
+        for _ in range(2):
+            for step in steps([1.0] * 3):
+                clock.now += 1
+                bar.trained(step)
+            clock.now += 1000
+    assert "8 images/s" in last_line(capsys)
+
+
+def test_a_rank_without_losses_shows_the_rest(capsys, reads):
+    with Progress(1) as bar:
+        for step in steps([None] * 3):
+            bar.trained(step)
+    last = last_line(capsys)
+    assert not reads
+    assert "images/s, lr 0.1]" in last
+
+
+def test_what_is_not_shown_reads_nothing(capsys, reads):
+    with Progress(1, shown=False, interval=0) as bar:
+        for step in steps([1.0] * 3):
+            bar.trained(step)
+    assert not reads
+    assert not capsys.readouterr().err
 
 
 def test_is_closed_by_an_error(capsys):

@@ -52,13 +52,13 @@ def images(request, root):
 def reads(monkeypatch):
     """The numbers of the images that are read from their files."""
     found = []
-    read = folder_module.read
+    read = folder_module.read_encoded
 
-    def spy(images, index):
-        found.append(index)
-        return read(images, index)
+    def spy(images, key, view):
+        found.append(key[1])
+        return read(images, key, view)
 
-    monkeypatch.setattr(folder_module, "read", spy)
+    monkeypatch.setattr(folder_module, "read_encoded", spy)
     return found
 
 

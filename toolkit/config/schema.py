@@ -35,7 +35,8 @@ class DataParallel(ScheduleFile):
     n_stages: int = MISSING
     placement: str = "per_microbatch"
     state: str = "replicated"
-    delay: Any = 0
+    delay: Any = 0  # steps; a list of them, one a stage; a matrix; or options of a RandomDelay
+    accumulate: int = 1  # micro-batches that each of the n workers runs in a step
 
 
 @dataclass
@@ -43,10 +44,20 @@ class Cyclic(ScheduleFile):
     _target_: str = "toolkit.schedule.catalog.cyclic"
     n: int = MISSING
     n_stages: int = MISSING
-    delay: Any = "freshest"
+    delay: Any = "freshest"  # or as above
     placement: str = "per_microbatch"
     state: str = "replicated"
     chains: str = "in_order"  # or rotated: the same bytes and updates on every rank
+    accumulate: int = 1
+
+
+@dataclass
+class Published(ScheduleFile):
+    _target_: str = "toolkit.schedule.catalog.published"
+    n: int = MISSING
+    n_stages: int = MISSING
+    placement: str = "per_microbatch"
+    state: str = "replicated"
 
 
 @dataclass
@@ -68,6 +79,7 @@ class Interleaved(Pipeline):
 class Model:
     _target_: str = "toolkit.model.build"
     name: str = MISSING
+    width: int | None = option(None, "channels of a ResNet's first layers; null: as published")
     target: str | None = None  # package.module.function of your own, instead of a named model
     arguments: dict[str, Any] = field(default_factory=dict)  # of that function
 
@@ -106,6 +118,8 @@ class Cifar10:
     root: str | None = None
     crop_padding: int = 4
     flip: bool = True
+    n_train: int | None = option(None, "training images, of all classes alike; null: all")
+    n_test: int | None = option(None, "test images, of all classes alike; null: all")
 
 
 @dataclass
@@ -113,7 +127,9 @@ class ImageFolder:
     _target_: str = "toolkit.training.data.image_folder"
     root: str | None = None
     image_size: int = 224
-    num_workers: int = 4
+    num_workers: int | None = option(None, "processes that read; null: this rank's share of cores")
+    prefetch_factor: int = option(2, "batches that each of them reads ahead")
+    decode: str = option("cpu", "cpu, in those processes; or gpu: JPEG on the training device")
     validation: str = "val"
 
 
@@ -133,6 +149,39 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
+
+
+@dataclass
+class LARS:
+    """timm's; arXiv 1708.03888."""
+
+    _target_: str = "toolkit.training.optimizers.lars"
+    lr: float = 1.0
+    momentum: float = 0.9
+    dampening: float = 0.0
+    weight_decay: float = 1e-4
+    nesterov: bool = False
+    trust_coeff: float = option(1e-3, "eta: the rate of a tensor is eta |w| / (|g| + decay |w|)")
+    eps: float = option(1e-8, "added to that denominator")
+    trust_clip: bool = option(False, "LARC: never more than optimizer.lr")
+    always_adapt: bool = option(False, "adapt without weight decay, too")
+
+
+@dataclass
+class LAMB:
+    """timm's; arXiv 1904.00962."""
+
+    _target_: str = "toolkit.training.optimizers.lamb"
+    lr: float = 1e-3
+    bias_correction: bool = True
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 1e-2
+    grad_averaging: bool = option(True, "weigh a gradient by 1 - beta_1 in its average")
+    max_grad_norm: float | None = option(None, "clips each stage's gradient; the option clip tells")
+    trust_clip: bool = option(False, "LAMBC: a trust ratio is 1 at most")
+    always_adapt: bool = option(False, "adapt without weight decay, too")
+    decoupled_decay: bool = option(False, "weight decay as in AdamW")
 
 
 @dataclass
@@ -178,6 +227,7 @@ class DistributedRuntime(Ranks):
     overlap: bool = True  # messages and updates go on beside computing
     chunk_mb: float = 1.0  # largest part of a message that is sent at once
     compression: str = "none"  # fp16 or bf16: messages of gradients and weights
+    per_machine: int = 0  # ranks a machine: all-reduces within each first; 0: the backend's own
     pacing: bool = False  # spread what is sent over the step; the smaller the chunks, the more even
 
 
@@ -217,11 +267,21 @@ class Training:
     lr: Any = MISSING
     runtime: Any = MISSING
     stages: int = option(4, "parts into which the model is cut")
-    microbatches: int = option(4, "micro-batches of a training step")
+    microbatches: int = option(4, "micro-batches of a training step, or of a round of them")
     workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
     batch: int = option(16, "images of a micro-batch")
     epochs: int = option(10, "passes over the training images")
     partition: Any = option("flops", "flops, parameters, activations, or [names of modules]")
+    precision: str = option("fp32", "fp32, tf32, bf16 or fp16")
+    loss_scale: float = option(1024.0, "factor on the loss under fp16")
+    channels_last: bool = option(False, "memory format of images and convolutions")
+    compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
+    checkpoint: Any = option("none", "stages that compute their forward twice: none, all or [0,1]")
+    clip: float | None = option(None, "largest norm of a gradient")
+    clip_by: str = option("stage", "whether that norm is of each stage or of the whole model")
+    label_smoothing: float = option(0.0, "of the training loss; tests are plain cross-entropy")
+    ema: float | None = option(None, "decay of an average of the weights, which is tested too")
+    diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")
 
@@ -230,6 +290,7 @@ class Training:
 class Train(Training):
     schedule: Any = MISSING
     seed: int = option(0, "of weights, order of the data, augmentation and dropout")
+    profile: int = option(0, "training steps that torch.profiler traces, in profile.json")
 
 
 @dataclass
@@ -295,7 +356,7 @@ class SimulatorBench:
 
 @dataclass
 class GroupedBench:
-    """One training step, order "grouped", against plain PyTorch."""
+    """A training step, and the training loop, order "grouped", against plain PyTorch."""
 
     _target_: str = "benchmarks.grouped.run"
     model: str = option("resnet18", "any of toolkit.model.MODELS")
@@ -303,7 +364,22 @@ class GroupedBench:
     stages: int = option(4, "parts into which the model is cut")
     microbatches: int = option(8, "micro-batches of a training step")
     batch: int = option(16, "images of a micro-batch")
-    rounds: int = option(10, "timed steps of each method, taken in turn")
+    rounds: int = option(10, "timed runs of each method, taken in turn")
+    steps: int = option(10, "training steps of a loop")
+    precision: str = option("fp32", "fp32, tf32, bf16 or fp16")
+    channels_last: bool = option(False, "memory format of images and convolutions")
+    compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
+
+
+@dataclass
+class PeakBench:
+    """Peak memory of one GPU that holds all workers of a schedule, against the predictions."""
+
+    _target_: str = "benchmarks.peak.run"
+    models: list[str] = option_list(["resnet50", "vit_b_16"], "of toolkit.model.MODELS")
+    workers: list[int] = option_list([4, 8], "numbers of workers, stages and micro-batches")
+    image_size: int = option(224, "pixels")
+    batch: int = option(32, "images of a micro-batch")
 
 
 @dataclass
@@ -363,6 +439,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
     "schedule": {
         "data_parallel": DataParallel,
         "cyclic": Cyclic,
+        "published": Published,
         "pipeline": Pipeline,
         "interleaved": Interleaved,
     },
@@ -373,7 +450,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "cifar10": Cifar10,
         "image_folder": ImageFolder,
     },
-    "optimizer": {"sgd": SGD, "adamw": AdamW},
+    "optimizer": {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB},
     "lr": {"constant": ConstantRate, "step": StepRate, "cosine": CosineRate},
     "runtime": {
         "single_process": SingleProcessRuntime,
@@ -388,6 +465,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "failure": FailureBench,
         "grouped": GroupedBench,
         "links": LinksBench,
+        "peak": PeakBench,
         "simulator": SimulatorBench,
     },
 }

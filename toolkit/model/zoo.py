@@ -5,13 +5,19 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 
+import torch
 from torch import nn
 
 _SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
+_WIDTH = 64  # of torchvision's ResNets
 
 
 def build(
-    name: str, n_classes: int = 1000, image_size: int = 224, in_channels: int = 3
+    name: str,
+    n_classes: int = 1000,
+    image_size: int = 224,
+    in_channels: int = 3,
+    width: int | None = None,
 ) -> nn.Module:
     """A classifier with random weights from torch's global generator.
 
@@ -24,9 +30,11 @@ def build(
         n_classes: width of the output.
         image_size: height and width of the images, in pixels.
         in_channels: channels of the images.
+        width: channels of a ResNet's first layers, with which those of all others grow; 64 or,
+            in the small ones, 16 unless given.
 
     Raises:
-        ValueError: unknown name, or images that the model cannot take.
+        ValueError: unknown name, or images or a width that the model cannot take.
     """
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=1)
@@ -36,63 +44,100 @@ def build(
     for what, value in sizes.items():
         if value < 1:
             raise ValueError(f"{what} of a model is 1 or more: got {value}")
-    return MODELS[name](n_classes, image_size, in_channels)
+    if width is not None and width < 1:
+        raise ValueError(f"model.width is 1 or more: got {width}")
+    return MODELS[name](n_classes, image_size, in_channels, width)
 
 
 # torchvision loads when a model is built: it takes longer than all else together, and ranks that
 # are given their model do without.
 
 
-def _resnet(name: str, n_classes: int, image_size: int, in_channels: int) -> nn.Module:
+def _resnet(
+    name: str, n_classes: int, image_size: int, in_channels: int, width: int | None
+) -> nn.Module:
     from torchvision.models import get_model
 
-    model = get_model(name, num_classes=n_classes)
+    width = _WIDTH if width is None else width
+    if width == _WIDTH:
+        model = get_model(name, num_classes=n_classes)
+    else:
+        model = _resnet_of_width(name, n_classes, width)
     small = image_size <= _SMALL_IMAGE
     if small or in_channels != 3:
         kernel, stride = (3, 1) if small else (7, 2)
-        model.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, kernel // 2, bias=False)
+        model.conv1 = nn.Conv2d(in_channels, width, kernel, stride, kernel // 2, bias=False)
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     if small:
         model.maxpool = nn.Identity()
     return model
 
 
-def _cifar_resnet(blocks: int, n_classes: int, image_size: int, in_channels: int) -> nn.Module:
-    """6n+2 layers: three groups of n blocks, with 16, 32 and 64 channels."""
-    widths = (16, 32, 64)
+def _resnet_of_width(name: str, n_classes: int, width: int) -> nn.Module:
+    """torchvision's ResNet with other numbers of channels, which it has no argument for."""
+    from torchvision.models import get_model
+
+    with torch.device("meta"):  # every layer that has weights is made anew
+        model = get_model(name, num_classes=n_classes)
+    model.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+    model.bn1 = nn.BatchNorm2d(width)
+    model.inplanes = width
+    for k in range(4):
+        old = getattr(model, f"layer{k + 1}")
+        layer = model._make_layer(type(old[0]), width * 2**k, len(old), stride=2 if k else 1)
+        setattr(model, f"layer{k + 1}", layer)
+    model.fc = nn.Linear(model.inplanes, n_classes)
+    _initialise(model)
+    return model
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def _cifar_resnet(
+    blocks: int, n_classes: int, image_size: int, in_channels: int, width: int | None
+) -> nn.Module:
+    """6n+2 layers: three groups of n blocks, of ``width`` (16), twice and four times that."""
+    first = 16 if width is None else width
+    widths = (first, 2 * first, 4 * first)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False),
         bn1=nn.BatchNorm2d(widths[0]),
         relu=nn.ReLU(inplace=True),
     )
-    width = widths[0]
+    narrower = first
     for group, wider in enumerate(widths):
         for block in range(blocks):
             stride = 2 if group and not block else 1
-            layers[f"layer{group + 1}_{block}"] = _block(width, wider, stride)
-            width = wider
+            layers[f"layer{group + 1}_{block}"] = _block(narrower, wider, stride)
+            narrower = wider
     layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
-    layers["fc"] = nn.Linear(width, n_classes)
+    layers["fc"] = nn.Linear(narrower, n_classes)
     model = nn.Sequential(layers)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    _initialise(model)
     return model
 
 
-def _block(width: int, wider: int, stride: int) -> nn.Module:
+def _block(narrower: int, wider: int, stride: int) -> nn.Module:
     from torchvision.models.resnet import BasicBlock
 
     downsample = None
-    if stride != 1 or width != wider:
+    if stride != 1 or narrower != wider:
         downsample = nn.Sequential(
-            nn.Conv2d(width, wider, 1, stride, bias=False), nn.BatchNorm2d(wider)
+            nn.Conv2d(narrower, wider, 1, stride, bias=False), nn.BatchNorm2d(wider)
         )
-    return BasicBlock(width, wider, stride, downsample)
+    return BasicBlock(narrower, wider, stride, downsample)
 
 
-def _vit(n_classes: int, image_size: int, in_channels: int) -> nn.Module:
+def _vit(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
+    if width is not None:
+        raise ValueError(
+            f"model.width is of ResNets, and vit_b_16 has one width: got {width}; leave it out"
+        )
     patch = 16
     if image_size % patch:
         raise ValueError(
@@ -107,7 +152,7 @@ def _vit(n_classes: int, image_size: int, in_channels: int) -> nn.Module:
     return model
 
 
-MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {
+MODELS: dict[str, Callable[[int, int, int, int | None], nn.Module]] = {
     "resnet8": partial(_cifar_resnet, 1),
     "resnet14": partial(_cifar_resnet, 2),
     "resnet20": partial(_cifar_resnet, 3),

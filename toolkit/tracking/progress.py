@@ -1,9 +1,19 @@
 """A bar that shows how far training has come, and what it has come to."""
 
 import sys
+import time
+from collections import deque
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.training import Step
+
+_SMOOTHED = 50  # training steps whose mean loss is shown
 
 
 class Progress:
@@ -13,16 +23,24 @@ class Progress:
         n: epochs of all runs together, or what else is done in steps.
         unit: of ``n``.
         shown: whether this process is the one that shows it.
+        interval: seconds between two refreshes; unless given, a moment on a terminal.
     """
 
-    def __init__(self, n: int, *, unit: str = "epochs", shown: bool = True) -> None:
+    def __init__(
+        self, n: int, *, unit: str = "epochs", shown: bool = True, interval: float | None = None
+    ) -> None:
         self._epochs = 0
+        self._interval = (0.2 if sys.stderr.isatty() else 10) if interval is None else interval
+        self._refreshed = time.monotonic()
+        self._losses: deque[Tensor] = deque(maxlen=_SMOOTHED)
+        self._since, self._images = 0.0, 0
+        self._figures = self._note = ""
         self._bar = tqdm(
             total=n,
             disable=not shown,
             unit=f" {unit}",
             bar_format="{l_bar}{bar}| {n:.1f}/{total}{unit} [{elapsed}<{remaining}{postfix}]",
-            mininterval=0.2 if sys.stderr.isatty() else 10,
+            mininterval=self._interval,
         )
 
     def __enter__(self) -> "Progress":
@@ -38,6 +56,7 @@ class Progress:
 
     def run(self, name: str) -> None:
         """A new run begins."""
+        self._losses.clear()
         self._bar.set_description_str(name, refresh=False)
 
     def step(self, step: int, n_steps: int) -> None:
@@ -46,6 +65,48 @@ class Progress:
         if step == n_steps:
             self._epochs += 1
 
+    def trained(self, step: "Step") -> None:
+        """A training step is done. Its loss is read, which waits for the device, when it shows."""
+        if self._bar.disable:
+            return
+        now = time.monotonic()
+        if len(step.result.losses):
+            self._losses.append(step.result.losses)
+        if step.step == 1:  # what passed before it, a test or a compilation, is not its time
+            self._since, self._images = now, 0
+        else:
+            self._images += step.images
+        self._bar.n = self._epochs + step.step / step.n_steps
+        if step.step == step.n_steps:
+            self._epochs += 1
+        due = now >= self._refreshed + self._interval
+        if due or step.step == step.n_steps:  # at the end of an epoch its loss is read anyway
+            self._show(step)
+        if due:
+            self._refreshed = now
+            self._bar.refresh()
+
     def note(self, text: str) -> None:
         """Something short to show at the end of the bar."""
+        self._note = text
+        self._set_end()
+
+    def _show(self, step: "Step") -> None:
+        shown = [f"lr {step.learning_rate:.3g}"]
+        if self._losses:
+            shown.insert(0, f"loss {_mean(self._losses):.3f}")
+        if self._images:
+            rate = self._images / (time.monotonic() - self._since)
+            shown.insert(0, f"{rate:.0f} images/s")
+        self._figures = ", ".join(shown)
+        self._set_end()
+
+    def _set_end(self) -> None:
+        text = ", ".join(filter(None, [self._figures, self._note]))
         self._bar.set_postfix_str(text, refresh=False)
+
+
+def _mean(losses: "deque[Tensor]") -> float:
+    import torch
+
+    return float(torch.cat(list(losses)).mean())

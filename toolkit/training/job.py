@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -18,9 +20,10 @@ from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.processes.world import World, join
+from toolkit.runtime.recipe import Recipe, allow_tf32
 from toolkit.schedule import Schedule
 from toolkit.training.data import ImageSet
-from toolkit.training.loop import Epoch, fit
+from toolkit.training.loop import Epoch, Step, fit
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Job:
     def run(
         self,
         on_epoch: Callable[[Epoch], None] = lambda epoch: None,
-        on_step: Callable[[int, int], None] = lambda step, n_steps: None,
+        on_step: Callable[[Step], None] = lambda step: None,
     ) -> list[Epoch]:
         """Train; one entry an epoch."""
         return fit(
@@ -108,14 +111,18 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
             lambda step: rate.factor(step, steps_per_epoch, config.epochs, batch_size),
         )
 
+    recipe = _recipe(config)
+    allow_tf32(recipe.precision == "tf32")
     runtime = instantiate(options, _partial_=True)(
         stages,
         schedule,
         optimizer=_optimizer(config.optimizer),
-        loss=F.cross_entropy,
+        loss=_loss(config.label_smoothing),
         lr_scheduler=scheduler,
         seed=config.seed,
+        recipe=recipe,
         **({"world": world} if world else {}),
+        **_diagnostics(config),
     )
     return Job(config, schedule, images, runtime, device)
 
@@ -132,6 +139,28 @@ def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World
         return options, None
     reach = {name: options.pop(name) for name in ("backend", "timeout", "interface")}
     return options, join(schedule.n_ranks, device=config.device, **reach)
+
+
+def _loss(label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing is 0 or more, and below 1: got {label_smoothing}")
+    return partial(F.cross_entropy, label_smoothing=label_smoothing)
+
+
+def _recipe(config: DictConfig) -> Recipe:
+    options = {field.name: config[field.name] for field in fields(Recipe)}
+    if OmegaConf.is_list(options["checkpoint"]):
+        options["checkpoint"] = tuple(options["checkpoint"])
+    return Recipe(**options)
+
+
+def _diagnostics(config: DictConfig) -> dict[str, int]:
+    if config.diagnostics and "timeout" in config.runtime:
+        raise ValueError(
+            f"diagnostics={config.diagnostics} takes all micro-batches in one process: use"
+            " runtime=single_process, whose trajectory is the same"
+        )
+    return {"diagnostics": config.diagnostics} if config.diagnostics else {}
 
 
 def _optimizer(config: DictConfig) -> Callable[..., Optimizer]:

@@ -1,7 +1,7 @@
 """The training loop, and evaluation."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.runtime.interface import Runtime
+from toolkit.runtime.result import StepResult
 from toolkit.training.data import Batches, ImageSet
 
 
@@ -37,6 +38,26 @@ class Epoch:
     top5: float
     learning_rate: float
     images_per_second: float
+    ema_top1: float | None = None  # with the average of the weights, where one is kept
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step that is done.
+
+    Attributes:
+        step: its number in the epoch, from 1.
+        n_steps: those of the epoch.
+        result: what this process has seen of it. To read its losses is to wait for the device.
+        learning_rate: of its update; where many ranks train, of the epoch's first.
+        images: how many it took, all micro-batches together.
+    """
+
+    step: int
+    n_steps: int
+    result: StepResult
+    learning_rate: float
+    images: int
 
 
 def fit(
@@ -48,7 +69,7 @@ def fit(
     seed: int,
     device: torch.device,
     on_epoch: Callable[[Epoch], None] = lambda epoch: None,
-    on_step: Callable[[int, int], None] = lambda step, n_steps: None,
+    on_step: Callable[[Step], None] = lambda step: None,
 ) -> list[Epoch]:
     """Train for ``epochs`` and evaluate after each.
 
@@ -59,7 +80,7 @@ def fit(
         batch_size: images a training step, all micro-batches together.
         seed: of the order of the images and their augmentation.
         on_epoch: called with each epoch's metrics.
-        on_step: called after each step with its number in the epoch, from 1, and their number.
+        on_step: called after each step.
 
     Raises:
         FloatingPointError: the training loss is no longer finite.
@@ -67,12 +88,13 @@ def fit(
     history = []
     for epoch in range(epochs):
         batches = images.train(batch_size, seed, epoch, device)
-        rate = runtime.learning_rates[0]
+        rate = next_rate = runtime.learning_rates[0]
         start = time.perf_counter()
         losses = []
         for step, result in enumerate(runtime.run(batches), start=1):
             losses.append(result.losses)
-            on_step(step, len(batches))
+            on_step(Step(step, len(batches), result, next_rate, batch_size))
+            next_rate = runtime.learning_rates[0]
         mine = torch.cat(losses).double().cpu()
         loss, n_losses = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
         train_loss = loss / n_losses
@@ -84,6 +106,9 @@ def fit(
             )
         share = images.test(max(batch_size, 256), device, runtime.rank, runtime.n_ranks)
         test = evaluate(runtime.module(), share, runtime.total)
+        ema_top1 = None
+        if averages := runtime.averages():
+            ema_top1 = evaluate(runtime.module(), share, runtime.total, averages).top1
         done = Epoch(
             epoch=epoch,
             train_loss=train_loss,
@@ -92,6 +117,7 @@ def fit(
             top5=test.top5,
             learning_rate=rate,
             images_per_second=len(batches) * batch_size / seconds,
+            ema_top1=ema_top1,
         )
         history.append(done)
         on_epoch(done)
@@ -100,23 +126,31 @@ def fit(
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, batches: Batches, total: Callable[[Tensor], Tensor] = _alone
+    model: nn.Module,
+    batches: Batches,
+    total: Callable[[Tensor], Tensor] = _alone,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Evaluation:
     """Test ``model`` on ``batches``; its mode is afterwards what it was.
 
     Args:
+        model: with the weights to test, or all but ``weights``.
+        batches: test images.
         total: sums over all ranks, where each tests a share.
+        weights: by name, in the place of the model's own.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    summed = torch.zeros(4, dtype=torch.float64)  # losses, first, among the first five, images
+    sums: list[Tensor] = []  # of each batch: losses, first, among the first five; on its device
+    n_images = 0
     for inputs, targets in batches:
-        outputs = model(inputs)
+        outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
         first = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
         loss = F.cross_entropy(outputs, targets, reduction="sum")
-        counts = (loss, first[:, 0].sum(), first.sum(), torch.tensor(len(targets)))
-        summed += torch.stack([count.double().cpu() for count in counts])
+        sums.append(torch.stack([loss.double(), first[:, 0].sum().double(), first.sum().double()]))
+        n_images += len(targets)
     for module, mode in modes.items():
         module.training = mode
-    loss, top1, top5, n = total(summed)
+    summed = torch.stack(sums).sum(0).tolist() if sums else [0.0] * 3
+    loss, top1, top5, n = total(torch.tensor([*summed, n_images], dtype=torch.float64))
     return Evaluation(float(loss / n), float(top1 / n), float(top5 / n))

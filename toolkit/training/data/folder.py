@@ -1,153 +1,157 @@
-"""Larger image sets: read from class folders by worker processes."""
+"""Larger image sets: read from class folders by worker processes.
 
-import os
+Images travel to the training device as bytes and are normalised there. What is drawn for each is a
+function of the seed, the epoch and its number, whichever process reads it.
+"""
+
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 
+from toolkit.training.data.decoding import Encoded, check_gpu, decode, read_encoded
+from toolkit.training.data.files import DamagedImageError, open_split
 from toolkit.training.data.images import Batch, Batches
 from toolkit.training.data.parts import Wanted, rows_of
+from toolkit.training.data.pixels import Normalise, send
+from toolkit.training.data.readers import Key, Readers, n_workers
+from toolkit.training.data.views import CentralView, RandomView, View
 
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def open_folder(folder: Path) -> ImageFolder:
-    """The images in ``folder/<class>/``.
-
-    Raises:
-        ValueError: there are none.
-    """
-    try:
-        return ImageFolder(str(folder))
-    except FileNotFoundError as error:
-        raise ValueError(f"{folder} does not hold one folder of images a class: {error}") from error
-
-
-def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
-    """The training and the test images, of the same classes.
-
-    Raises:
-        ValueError: there are none, or their classes differ.
-    """
-    images, test_images = open_folder(train), open_folder(test)
-    if differing := sorted(set(images.classes) ^ set(test_images.classes)):
-        raise ValueError(
-            f"{train} and {test} need a folder for each class, named alike: {differing[0]!r} is in"
-            " one of them only"
-        )
-    return images, test_images
+_NORMALISE = Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
+_DECODERS = ("cpu", "gpu")
 
 
 class Folder:
-    """An image set in class folders, read by worker processes."""
+    """An image set in class folders, read by worker processes.
+
+    Args:
+        train, test: the folders.
+        image_size: height and width of what the model sees, in pixels.
+        num_workers: processes that read; None: as many as cores, shared by the ranks here.
+        prefetch_factor: batches that each of them reads ahead.
+        decode: ``cpu``, in those processes, or ``gpu``.
+
+    Raises:
+        ValueError: the folders do not hold images, or an option has no such value.
+    """
 
     in_channels = 3
 
-    def __init__(self, train: Path, test: Path, image_size: int, num_workers: int) -> None:
+    def __init__(
+        self,
+        train: Path,
+        test: Path,
+        image_size: int,
+        num_workers: int | None = None,
+        prefetch_factor: int = 2,
+        decode: str = "cpu",
+    ) -> None:
+        if decode not in _DECODERS:
+            raise ValueError(f"unknown data.decode {decode!r}: choose {' or '.join(_DECODERS)}")
         self.image_size = image_size
-        self.num_workers = min(num_workers, os.cpu_count() or num_workers)
-        to_tensor = [
-            v2.ToImage(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(_IMAGENET_MEAN, _IMAGENET_STD),
-        ]
-        self._augment = v2.Compose(
-            [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), *to_tensor]
-        )
-        self._centre = v2.Compose(
-            [v2.Resize(image_size * 8 // 7), v2.CenterCrop(image_size), *to_tensor]
-        )
-        self._train, self._test = open_split(train, test)
-        self.n_classes = len(self._train.classes)
+        self.num_workers = n_workers(num_workers)
+        images, test_images = open_split(train, test)
+        self.n_classes = len(images.classes)
+        options = (decode == "gpu", self.num_workers, prefetch_factor)
+        self._train = _Split(images, RandomView(image_size), *options)
+        self._test = _Split(test_images, CentralView(image_size), *options)
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        if batch_size > len(self._train):
+        n = len(self._train.images)
+        if batch_size > n:
             raise ValueError(
-                f"a training step takes {batch_size} images and there are {len(self._train)}: make"
-                " batch or microbatches smaller"
+                f"a training step takes {batch_size} images and there are {n}: make batch or"
+                " microbatches smaller"
             )
         generator = torch.Generator().manual_seed(hash((seed, epoch)))
-        order = torch.randperm(len(self._train), generator=generator)
-        images = _Seeded(self._train, self._augment, hash((seed, epoch)))
-        chosen = [*order.split(batch_size)][: len(order) // batch_size]
-        return _Loaded(images, chosen, batch_size, device, self.num_workers)
+        order = torch.randperm(n, generator=generator)
+        chosen = [*order.split(batch_size)][: n // batch_size]
+        return self._train.batches(hash((seed, epoch)), chosen, batch_size, device)
 
     def test(
         self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
-        images = _Seeded(self._test, self._centre, 0)
-        order = torch.arange(len(self._test))[rank::n_ranks]
+        order = torch.arange(len(self._test.images))[rank::n_ranks]
         chosen = [*order.split(batch_size)] if len(order) else []
-        return _Loaded(images, chosen, batch_size, device, self.num_workers)
+        return self._test.batches(0, chosen, batch_size, device)
 
 
-class DamagedImageError(ValueError):
-    """An image file that cannot be decoded."""
+class _Split:
+    """The training or the test images, and how they are read."""
+
+    def __init__(
+        self, images: ImageFolder, view: View, on_gpu: bool, num_workers: int, prefetch_factor: int
+    ) -> None:
+        self.images, self.view, self.on_gpu = images, view, on_gpu
+        if on_gpu:
+            self.readers = Readers(_Files(images, view), num_workers, prefetch_factor, list)
+        else:
+            self.readers = Readers(_Decoded(images, view), num_workers, prefetch_factor)
+
+    def batches(
+        self, seed: int, chosen: list[Tensor], batch_size: int, device: torch.device
+    ) -> Batches:
+        if self.on_gpu:
+            check_gpu(device)
+        return _Loaded(self, seed, chosen, batch_size, device)
+
+    def read(self, seed: int, chosen: list[Tensor], device: torch.device) -> Iterator[Batch]:
+        """Bytes ``[n, 3, size, size]`` and classes ``[n]``, on ``device``."""
+        if self.on_gpu:
+            for batch in self.readers.read(seed, chosen, pinned=False):
+                seen = [
+                    self.view.apply(pixels, image.cut)
+                    for pixels, image in zip(decode(batch, device), batch, strict=True)
+                ]
+                yield torch.stack(seen), send(torch.tensor([x.label for x in batch]), device)
+            return
+        for pixels, labels in self.readers.read(seed, chosen, pinned=device.type == "cuda"):
+            yield pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-def read(images: ImageFolder, index: int) -> tuple[Any, Any]:
-    """The image at ``index``, and its class.
+class _Files(Dataset[Encoded]):
+    """Images to be decoded elsewhere."""
 
-    Raises:
-        DamagedImageError: it cannot be decoded; the message names its path.
-    """
-    try:
-        image, label = images[index]
-    except (OSError, SyntaxError) as error:
-        path = images.samples[index][0]
-        raise DamagedImageError(f"{path} cannot be decoded: mend it or take it out") from error
-    return image, label
+    def __init__(self, images: ImageFolder, view: View) -> None:
+        self.images, self.view = images, view
+
+    def __getitem__(self, key: Key) -> Encoded:
+        return read_encoded(self.images, key, self.view)
 
 
-class _Seeded(Dataset[Batch]):
-    """Draws each image's augmentation from a seed of its own, whichever worker reads it."""
+class _Decoded(Dataset[tuple[Tensor, int]]):
+    """What is seen of the images."""
 
-    def __init__(self, images: ImageFolder, transform: v2.Transform, seed: int) -> None:
-        self.images, self.transform, self.seed = images, transform, seed
+    def __init__(self, images: ImageFolder, view: View) -> None:
+        self.images, self.view = images, view
 
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Batch:
-        image, label = read(self.images, index)
-        with torch.random.fork_rng([]):
-            torch.manual_seed(hash((self.seed, index)))
-            return self.transform(image), label
+    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
+        image = read_encoded(self.images, key, self.view)
+        (pixels,) = decode([image], torch.device("cpu"))
+        return self.view.apply(pixels, image.cut), image.label
 
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Batches of the images at ``chosen``, read by worker processes."""
+    """Batches of the images at ``chosen``."""
 
-    images: _Seeded
+    split: _Split
+    seed: int
     chosen: list[Tensor]
     batch_size: int
     device: torch.device
-    num_workers: int
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __iter__(self) -> Iterator[Batch]:
-        loader: DataLoader[Batch] = DataLoader(
-            self.images,
-            batch_sampler=[indices.tolist() for indices in self.chosen],
-            num_workers=self.num_workers,
-            pin_memory=self.device.type == "cuda",
-        )
         try:
-            for inputs, targets in loader:
-                yield (
-                    inputs.to(self.device, non_blocking=True),
-                    targets.to(self.device, non_blocking=True),
-                )
+            for pixels, targets in self.split.read(self.seed, self.chosen, self.device):
+                yield _NORMALISE(pixels), targets
         except DamagedImageError as error:  # a worker's comes with its traceback as its message
             last = str(error).strip().splitlines()[-1]
             raise DamagedImageError(last.partition("DamagedImageError: ")[2] or last) from None

@@ -1,4 +1,4 @@
-"""Small image sets: held in memory as one tensor, augmented a batch at a time."""
+"""Small image sets: bytes on the training device, augmented there a batch at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from toolkit.training.data.images import Batch, Batches
 from toolkit.training.data.parts import Rows, Wanted, all_rows, rows_of
+from toolkit.training.data.pixels import Normalise, Placed, send
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,10 @@ class Labelled:
 
 
 class InMemory:
-    """An image set held as bytes in memory; normalised and augmented a batch at a time."""
+    """An image set held as bytes on the training device; augmented and normalised there.
+
+    What is drawn at random is drawn on the CPU, so that every device sees the same images.
+    """
 
     def __init__(
         self,
@@ -31,15 +35,16 @@ class InMemory:
         crop_padding: int = 0,
         flip: bool = False,
     ) -> None:
-        self._train, self._test = train, test
+        self._n_train, self._n_test = len(train.labels), len(test.labels)
+        self._train = Placed(train.images, train.labels)
+        self._test = Placed(test.images, test.labels)
         self.n_classes = n_classes
         self.in_channels, self.image_size = train.images.shape[1:3]
-        self.mean = torch.tensor(mean).view(1, -1, 1, 1)
-        self.std = torch.tensor(std).view(1, -1, 1, 1)
+        self.normalise = Normalise(mean, std)
         self.crop_padding, self.flip = crop_padding, flip
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        n = len(self._train.labels)
+        n = self._n_train
         if batch_size > n:
             raise ValueError(
                 f"a training step takes {batch_size} images and there are {n}: make batch or"
@@ -52,29 +57,49 @@ class InMemory:
     def test(
         self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
-        order = torch.arange(len(self._test.labels))[rank::n_ranks]
+        order = torch.arange(self._n_test)[rank::n_ranks]
         return _MemoryBatches(self, self._test, order, batch_size, device, None)
 
-    def prepare(
-        self, images: Tensor, device: torch.device, generator: torch.Generator | None
-    ) -> Tensor:
-        """Normalised floats on ``device``; augmented if there is a generator."""
-        images = images.to(device, non_blocking=True)
-        x = (images.float() / 255 - self.mean.to(device)) / self.std.to(device)
-        if generator is None:
-            return x
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """How each of ``n`` images is augmented.
+
+        Returns:
+            ``[3, n]``: the row and the column of the padded image at which the crop begins, and 1
+            where it is mirrored.
+        """
+        padding = self.crop_padding
+        corners = torch.full((2, n), padding)
+        mirrored = torch.zeros(1, n, dtype=torch.long)
+        if generator is not None and padding:
+            corners = torch.randint(2 * padding + 1, (2, n), generator=generator)
+        if generator is not None and self.flip:
+            mirrored = (torch.rand(1, n, generator=generator) < 0.5).long()
+        return torch.cat([corners, mirrored])
+
+    def cut(self, images: Tensor, chosen: Tensor, drawn: Tensor) -> Tensor:
+        """Normalised floats of the ``chosen`` images, augmented as ``drawn``; all on one device."""
+        if not self.crop_padding and not self.flip:
+            return self.normalise(images[chosen])
+        height, width = images.shape[2:]
+        top, left, mirrored = drawn[:, :, None]
+        down, across = (torch.arange(size, device=images.device) for size in (height, width))
+        rows = down + top - self.crop_padding
+        columns = torch.where(mirrored > 0, across.flip(0), across) + left - self.crop_padding
+        each = chosen[:, None, None]
+        at_rows = rows.clamp(0, height - 1)[:, :, None]
+        at_columns = columns.clamp(0, width - 1)[:, None, :]
+        x = self.normalise(images[each, :, at_rows, at_columns].permute(0, 3, 1, 2).contiguous())
         if self.crop_padding:
-            x = _random_crop(x, self.crop_padding, generator)
-        if self.flip:
-            mirrored = torch.rand(len(x), 1, 1, 1, generator=generator) < 0.5
-            x = torch.where(mirrored.to(device), x.flip(3), x)
+            inside = (rows == rows.clamp(0, height - 1))[:, None, :, None]
+            inside = inside & (columns == columns.clamp(0, width - 1))[:, None, None, :]
+            x = torch.where(inside, x, 0.0)
         return x
 
 
 @dataclass(frozen=True)
 class _MemoryBatches:
     images: InMemory
-    source: Labelled
+    source: Placed
     order: Tensor
     batch_size: int
     device: torch.device
@@ -87,25 +112,15 @@ class _MemoryBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         generator = None if self.generator is None else self.generator.clone_state()
+        pixels, labels = self.source.on(self.device)
         for k, chosen in enumerate(self.order.split(self.batch_size)[: len(self)]):
             # Drawn for the whole batch, so that a part of it is augmented like the whole.
-            x = self.images.prepare(self.source.images[chosen], self.device, generator)
+            drawn = self.images.draw(len(chosen), generator)
             rows = self.rows(k, len(chosen))
             if len(rows):
-                yield x[rows.to(self.device)], self.source.labels[chosen[rows]].to(self.device)
+                there = send(torch.cat([chosen[None], drawn])[:, rows], self.device)
+                yield self.images.cut(pixels, there[0], there[1:]), labels[there[0]]
 
     def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
         """See :class:`toolkit.runtime.interface.Divisible`."""
         return iter(replace(self, rows=rows_of(self.batch_size, n_parts, wanted)))
-
-
-def _random_crop(x: Tensor, padding: int, generator: torch.Generator) -> Tensor:
-    """Each image padded with zeros and cropped to its old size at a place of its own."""
-    n, _, height, width = x.shape
-    padded = torch.nn.functional.pad(x, (padding,) * 4)
-    top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=generator).to(x.device)
-    rows = top + torch.arange(height, device=x.device)
-    columns = left + torch.arange(width, device=x.device)
-    each = torch.arange(n, device=x.device)[:, None, None]
-    cropped = padded[each, :, rows[:, :, None], columns[:, None, :]]
-    return cropped.permute(0, 3, 1, 2).contiguous()

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from toolkit.training.data.memory import InMemory, Labelled
+from toolkit.training.data.subset import first
 
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
@@ -59,7 +61,13 @@ def synthetic(
     return InMemory(draw(n_train), draw(n_test), n_classes, half, half)
 
 
-def cifar10(root: str | None, crop_padding: int = 4, flip: bool = True) -> InMemory:
+def cifar10(
+    root: str | None,
+    crop_padding: int = 4,
+    flip: bool = True,
+    n_train: int | None = None,
+    n_test: int | None = None,
+) -> InMemory:
     """CIFAR-10: 32x32, colour; 50,000 training and 10,000 test images.
 
     Args:
@@ -67,21 +75,30 @@ def cifar10(root: str | None, crop_padding: int = 4, flip: bool = True) -> InMem
             folder of images a class.
         crop_padding: training images are padded by as many pixels and cropped at random.
         flip: training images are mirrored at random.
+        n_train, n_test: as many images only, of all classes alike and always the same ones; None
+            is all.
 
     Raises:
-        ValueError: the folder is missing or holds something else.
+        ValueError: the folder is missing or holds something else, or fewer images.
     """
     expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
     folder = _existing("cifar10", root, expected)
+    wanted = {"n_train": n_train, "n_test": n_test}
     if (folder / "cifar-10-batches-py").is_dir():
-        train, test = (_cifar_batches(folder, train=is_train) for is_train in (True, False))
+        train, test = (_cifar_batches(folder, name, n) for name, n in wanted.items())
     elif (folder / "train").is_dir() and (folder / "test").is_dir():
-        from toolkit.training.data.folder import open_split
+        from toolkit.training.data.files import open_split
 
         split = open_split(folder / "train", folder / "test")
-        if (n := len(split[0].classes)) != 10:
-            raise ValueError(f"{folder / 'train'} holds folders of {n} classes: CIFAR-10 has 10")
-        train, test = (_decoded(found, size=32) for found in split)
+        if (n_classes := len(split[0].classes)) != 10:
+            raise ValueError(
+                f"{folder / 'train'} holds folders of {n_classes} classes: CIFAR-10 has 10"
+            )
+        chosen = [
+            first(n, torch.as_tensor(found.targets), name)
+            for found, (name, n) in zip(split, wanted.items(), strict=True)
+        ]
+        train, test = (_decoded(*which, size=32) for which in zip(split, chosen, strict=True))
     else:
         raise ValueError(f"data.root={folder} does not hold {expected}")
     return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
@@ -90,8 +107,10 @@ def cifar10(root: str | None, crop_padding: int = 4, flip: bool = True) -> InMem
 def image_folder(
     root: str | None,
     image_size: int = 224,
-    num_workers: int = 4,
+    num_workers: int | None = None,
     validation: str = "val",
+    prefetch_factor: int = 2,
+    decode: str = "cpu",
 ) -> "Folder":
     """ImageNet, or any images in ``root/train/<class>/`` and ``root/val/<class>/``.
 
@@ -101,11 +120,15 @@ def image_folder(
     Args:
         root: the folder.
         image_size: height and width of what the model sees, in pixels.
-        num_workers: processes that read and decode.
+        num_workers: processes that read and decode; None: as many as cores, shared by the ranks
+            of this machine, and 16 at most.
         validation: the folder of the test images.
+        prefetch_factor: batches that each process reads ahead.
+        decode: ``cpu``: JPEG is decoded, cropped and resized by those processes; ``gpu``: on the
+            training device.
 
     Raises:
-        ValueError: the folder is missing or holds something else.
+        ValueError: the folder is missing or holds something else, or an option has no such value.
     """
     expected = f"train/ and {validation}/ with one folder of images a class"
     folder = _existing("image_folder", root, expected)
@@ -113,7 +136,9 @@ def image_folder(
         raise ValueError(f"data.root={folder} does not hold {expected}")
     from toolkit.training.data.folder import Folder
 
-    return Folder(folder / "train", folder / validation, image_size, num_workers)
+    return Folder(
+        folder / "train", folder / validation, image_size, num_workers, prefetch_factor, decode
+    )
 
 
 def _existing(name: str, root: str | None, expected: str) -> Path:
@@ -126,35 +151,37 @@ def _existing(name: str, root: str | None, expected: str) -> Path:
     return folder
 
 
-def _cifar_batches(folder: Path, train: bool) -> Labelled:
+def _cifar_batches(folder: Path, option: str, n: int | None) -> Labelled:
     from torchvision.datasets import CIFAR10
 
     try:
-        found = CIFAR10(str(folder), train=train)
+        found = CIFAR10(str(folder), train=option == "n_train")
     except RuntimeError as error:
         raise ValueError(
             f"data.root={folder}: cifar-10-batches-py/ is incomplete or damaged; unpack"
             " cifar-10-python.tar.gz there again"
         ) from error
-    return Labelled(torch.as_tensor(found.data).permute(0, 3, 1, 2), torch.as_tensor(found.targets))
+    labels = torch.as_tensor(found.targets)
+    chosen = first(n, labels, option)
+    return Labelled(torch.as_tensor(found.data).permute(0, 3, 1, 2)[chosen], labels[chosen])
 
 
-def _decoded(found: "ImageFolder", size: int) -> Labelled:
-    """All images of class folders, in memory."""
+def _decoded(found: "ImageFolder", chosen: Tensor, size: int) -> Labelled:
+    """The chosen images of class folders, in memory."""
     from torchvision.transforms import v2
     from tqdm import tqdm
 
-    from toolkit.training.data.folder import read
+    from toolkit.training.data.files import read
 
     to_bytes = v2.PILToTensor()
-    images = torch.empty(len(found), 3, size, size, dtype=torch.uint8)
+    images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
     reading = f"reading {Path(found.root).name}"
-    for k in tqdm(range(len(found)), desc=reading, leave=False, mininterval=1):
-        image = to_bytes(read(found, k)[0])
+    for k, index in enumerate(tqdm(chosen.tolist(), desc=reading, leave=False, mininterval=1)):
+        image = to_bytes(read(found, index)[0])
         if image.shape[1:] != (size, size):
             raise ValueError(
-                f"{found.samples[k][0]} is {image.shape[2]}x{image.shape[1]} pixels: expected"
+                f"{found.samples[index][0]} is {image.shape[2]}x{image.shape[1]} pixels: expected"
                 f" {size}x{size}"
             )
         images[k] = image
-    return Labelled(images, torch.as_tensor(found.targets))
+    return Labelled(images, torch.as_tensor(found.targets)[chosen])

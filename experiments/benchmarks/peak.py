@@ -1,0 +1,98 @@
+"""Peak memory of one GPU that runs the micro-batches of N workers by the slots of a schedule.
+
+Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
+allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, and
+that of experiments/memory.py, which shifts one worker's memory curve operation by operation.
+"""
+
+import gc
+from itertools import product
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from toolkit.cost import memory_curve, profile, simulate
+from toolkit.cost.hardware import UNIT
+from toolkit.model import build, partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import Schedule, catalog
+
+_STEPS = 3
+_CLASSES = 1000
+_GIB = 2**30
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row a model, number of workers and rule; sizes in GiB, at rest excluded."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"a GPU's peak is measured on a GPU: got device={device}; what ranks hold on a CPU is"
+            " counted by experiments/communication.py measured=true"
+        )
+    rows = []
+    settings = [*product(config.models, config.workers)]
+    for name, n in tqdm(settings, unit="setting", leave=False):
+        torch.manual_seed(seed)
+        images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
+        curve = memory_curve(
+            build(name, _CLASSES, config.image_size).to(device), images, "measured"
+        )
+        shifted = {"DP": n * curve.peak}
+        for schedule in (
+            catalog.data_parallel(n, "one"),
+            catalog.cyclic(n, 1, "one"),
+            catalog.cyclic(n, "freshest", "one"),
+        ):
+            measured = held(name, schedule, images, config.image_size)
+            predicted = foreseen(name, schedule, images, config.image_size)
+            by_curve = shifted.get(schedule.name, float(curve.shifted(n)[1].max()))
+            rows.append(
+                {
+                    "model": name,
+                    "workers": n,
+                    "rule": schedule.name,
+                    "measured": round(measured / _GIB, 3),
+                    "program": round(predicted / _GIB, 3),
+                    "/ program": round(measured / predicted, 3),
+                    "curve": round(by_curve / _GIB, 3),
+                    "/ curve": round(measured / by_curve, 3),
+                }
+            )
+    return rows
+
+
+def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> float:
+    """Bytes that the allocator's peak is above what stays between training steps."""
+    model = build(name, _CLASSES, image_size).to(images.device)
+    stages = partition(model, schedule.n_stages, images)
+    runtime = SingleProcess(
+        stages,
+        schedule,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        F.cross_entropy,
+        "scheduled",
+    )
+    inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
+    targets = torch.zeros(len(inputs), dtype=torch.long, device=images.device)
+    runtime.step(inputs, targets)
+    gc.collect()
+    at_rest = torch.cuda.memory_allocated(images.device)
+    torch.cuda.reset_peak_memory_stats(images.device)
+    for result in runtime.run([(inputs, targets)] * _STEPS):
+        del result
+    return torch.cuda.max_memory_allocated(images.device) - at_rest
+
+
+def foreseen(name: str, schedule: Schedule, images: Tensor, image_size: int) -> float:
+    """Bytes of activations and gradients that the program holds at most."""
+    with torch.device("meta"):
+        model = build(name, _CLASSES, image_size)
+    example = images.to("meta")
+    costs = profile(partition(model, schedule.n_stages, example), example)
+    timeline = simulate(schedule.lower(_STEPS), costs, UNIT)
+    at_rest = sum(cost.parameter_bytes for cost in costs)
+    return timeline.peak_memory() - at_rest

@@ -1,0 +1,90 @@
+"""Optimizers for large batches: their first update by hand, and stages like the whole model."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.config.test_presets import composed
+from toolkit.model import partition
+from toolkit.runtime import SingleProcess
+from toolkit.schedule import catalog
+from toolkit.training.job import _optimizer
+from toolkit.training.optimizers import lamb, lars
+
+F64 = torch.float64
+
+
+def chosen(name, *overrides):
+    """As the command line makes it."""
+    overrides = [f"optimizer.{override}" for override in overrides]
+    return _optimizer(composed("train", f"optimizer={name}", *overrides).optimizer)
+
+
+def one_update(make):
+    """The weights before, the gradient, and the weights after."""
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(3, 4, dtype=F64))
+    before, w.grad = w.detach().clone(), 100 * torch.randn(3, 4, dtype=F64)
+    make([w]).step()
+    return before, w.grad, w.detach()
+
+
+def test_lars():
+    w, g, found = one_update(chosen("lars", "lr=0.3", "weight_decay=0.01"))
+    trust = 1e-3 * w.norm() / (g.norm() + 0.01 * w.norm() + 1e-8)
+    torch.testing.assert_close(found, w - 0.3 * trust * (g + 0.01 * w))
+
+
+def test_larc_never_exceeds_the_rate():
+    w, g, found = one_update(chosen("lars", "lr=0.1", "trust_coeff=1e9", "trust_clip=true"))
+    torch.testing.assert_close(found, w - 0.1 * (g + 1e-4 * w))
+
+
+def test_lamb_clips_nothing_unless_told():
+    """After bias correction its first update is the sign of the gradient, but for eps."""
+    w, g, found = one_update(chosen("lamb", "lr=0.3", "weight_decay=0.01", "eps=0"))
+    update = g.sign() + 0.01 * w
+    torch.testing.assert_close(found, w - 0.3 * w.norm() / update.norm() * update)
+    for make in (lamb, chosen("lamb")):
+        assert make([nn.Parameter(w)]).defaults["max_grad_norm"] is None
+
+
+def test_lamb_clips_if_told():
+    options = ("eps=1", "bias_correction=false", "weight_decay=0", "lr=1")
+    w, g, found = one_update(chosen("lamb", *options, "max_grad_norm=1"))
+    clipped = g / g.norm()
+    expected = 0.1 * clipped / ((0.001 * clipped**2).sqrt() + 1)
+    torch.testing.assert_close(found, w - expected)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_stages_are_updated_like_the_whole_model(name):
+    make = chosen(name, "lr=0.05", "weight_decay=0.01")
+    found = []
+    for n_stages in (1, 3):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+        model = nn.Sequential(*layers).double()
+        stages = partition(model, n_stages, torch.empty(2, 4, dtype=F64))
+        schedule = catalog.data_parallel(2, n_stages=n_stages)
+        runtime = SingleProcess(stages, schedule, make, F.cross_entropy)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            x = torch.randn(4, 4, dtype=F64, generator=generator)
+            runtime.step(x, torch.randint(3, (4,), generator=generator))
+        found.append(runtime.module().state_dict())
+    whole, cut = found
+    for key in whole:
+        torch.testing.assert_close(cut[key], whole[key], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "make"), [("lars", lars), ("lamb", lamb)])
+def test_without_timm(monkeypatch, name, make):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ValueError, match=f"^optimizer={name} needs timm: pip install timm"):
+        make([nn.Parameter(torch.zeros(1))])
+    with pytest.raises(ValueError, match=r"cannot be made: optimizer=.* needs timm: pip install"):
+        chosen(name)

@@ -1,0 +1,70 @@
+"""A trace of the steps that were asked for, and of no others."""
+
+import json
+
+import pytest
+import torch
+
+from toolkit.training.profiling import WARM_UP, Profile
+
+
+def train(profile, n_steps, then=None):
+    """Each step is a product of matrices one larger than the step's before it."""
+    with profile:
+        for k in range(n_steps):
+            torch.mm(torch.ones(k + 1, k + 1), torch.ones(k + 1, k + 1))
+            profile.step()
+        if then:
+            raise then
+
+
+def traced(path):
+    """The products in the trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return sum(event.get("name") == "aten::mm" for event in events)
+
+
+def test_is_silent(tmp_path, capfd):
+    """The terminal belongs to the progress bar."""
+    train(Profile(1, tmp_path / "profile.json"), WARM_UP + 1)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_traces_steps_after_a_warm_up(tmp_path, n_steps):
+    profile = Profile(n_steps, tmp_path / "profile.json")
+    train(profile, WARM_UP + n_steps + 4)
+    assert profile.written
+    assert traced(profile.path) == n_steps
+
+
+def test_a_run_that_ends_before_is_traced_as_far_as_it_goes(tmp_path):
+    profile = Profile(10, tmp_path / "profile.json")
+    train(profile, WARM_UP + 2)
+    assert profile.written
+    assert traced(profile.path) == 2
+
+
+def test_an_error_ends_the_trace(tmp_path):
+    profile = Profile(10, tmp_path / "profile.json")
+    with pytest.raises(KeyError):
+        train(profile, WARM_UP + 1, then=KeyError)
+    train(Profile(1, tmp_path / "again.json"), WARM_UP + 1)
+    assert traced(tmp_path / "again.json") == 1
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "here", "run"), [(0, True, 9), (2, False, 9), (2, True, WARM_UP - 1)]
+)
+def test_no_trace(tmp_path, n_steps, here, run):
+    """None is asked for, another rank writes it, or the run is over before the warm-up is."""
+    profile = Profile(n_steps, tmp_path / "profile.json", here)
+    train(profile, run)
+    assert not profile.written
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_refuses(tmp_path, here):
+    with pytest.raises(ValueError, match="profile is 0 or more training steps: got -1"):
+        Profile(-1, tmp_path / "profile.json", here)

@@ -1,0 +1,21 @@
+"""What the delay of the weights did to the gradients, summed up."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MEASURED = ["delay", "cosine", "gradient", "fresh_gradient", "moved", "weights"]
+
+
+def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
+    """Means over training steps, a row for each combination of the columns ``by``.
+
+    Args:
+        delays: rows of :class:`toolkit.runtime.diagnostics.StageDelay`, and what they are of.
+        by: columns, such as the stage. What could not be measured at a step is left out.
+    """
+    if not delays:
+        return []
+    import pandas as pd
+
+    groups = pd.DataFrame(delays).groupby([*by], as_index=False, sort=False)
+    return groups[_MEASURED].mean().to_dict("records")

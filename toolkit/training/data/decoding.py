@@ -1,0 +1,109 @@
+"""Image files read and decoded: JPEG by torchvision, on the CPU or on a GPU, the rest by PIL."""
+
+import io
+import warnings
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.datasets import ImageFolder
+from torchvision.transforms.v2 import functional
+
+from toolkit.training.data.files import naming
+from toolkit.training.data.readers import Key
+from toolkit.training.data.views import Cut, View
+
+
+class Encoded(NamedTuple):
+    """An image that has been read, and not decoded yet if it can be decoded elsewhere.
+
+    Attributes:
+        data: the bytes of a JPEG file ``[n]``; or pixels ``[3, height, width]`` of what PIL has
+            decoded, such as PNG, grey or CMYK.
+        cut: what is seen of it.
+        label: its class.
+        path: of its file.
+    """
+
+    data: Tensor
+    cut: Cut | None
+    label: int
+    path: str
+
+
+def read_encoded(images: ImageFolder, key: Key, view: View) -> Encoded:
+    """The image of ``key``; what is seen of it is drawn from its size, at the head of its file.
+
+    Raises:
+        DamagedImageError: it cannot be decoded; the message names its path.
+    """
+    path, label = images.samples[key[1]]
+    with naming(path):
+        with open(path, "rb") as file:
+            data = bytearray(file.read())
+        image = Image.open(io.BytesIO(data))
+        cut = view.draw(image, hash(key))
+        if image.format == "JPEG" and image.mode == "RGB":
+            return Encoded(torch.frombuffer(data, dtype=torch.uint8), cut, label, path)
+        return Encoded(functional.pil_to_tensor(image.convert("RGB")), cut, label, path)
+
+
+def decode(images: list[Encoded], device: torch.device) -> list[Tensor]:
+    """Pixels ``[3, height, width]`` of each image, on ``device``.
+
+    Raises:
+        DamagedImageError: one cannot be decoded; the message names its path.
+    """
+    files = [image for image in images if image.data.dim() == 1]
+    try:
+        decoded = iter(decode_jpegs([file.data for file in files], device))
+    except (RuntimeError, ImportError):  # PIL says which file it is, or can decode it
+        decoded = iter([_decoded_by_pil(file).to(device) for file in files])
+    return [next(decoded) if x.data.dim() == 1 else x.data.to(device) for x in images]
+
+
+def _decoded_by_pil(file: Encoded) -> Tensor:
+    with naming(file.path):
+        image = Image.open(io.BytesIO(file.data.numpy().tobytes()))
+        return functional.pil_to_tensor(image.convert("RGB"))
+
+
+def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Pixels ``[3, height, width]`` on ``device`` of the bytes of each file, on the CPU.
+
+    Raises:
+        RuntimeError: one of them cannot be decoded, or there is no decoder for ``device``.
+        ImportError: torchvision decodes no JPEG any more.
+    """
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    if not files:
+        return []
+    with warnings.catch_warnings():  # torchvision 0.29 announces that its decoders will go
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return decode_jpeg(files, ImageReadMode.RGB, device)
+
+
+@cache
+def check_gpu(device: torch.device) -> None:
+    """Refuse a device that is no GPU, or on which no JPEG can be decoded.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if device.type != "cuda":
+        raise ValueError(
+            f"data.decode=gpu decodes on a CUDA device and this run is on {device}: choose"
+            " data.decode=cpu, or device=cuda"
+        )
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
+    try:
+        decode_jpegs([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
+    except (RuntimeError, ImportError) as error:
+        raise ValueError(
+            "data.decode=gpu needs a torchvision that decodes JPEG on CUDA, and this one does not"
+            f" ({str(error).splitlines()[0]}): choose data.decode=cpu"
+        ) from error

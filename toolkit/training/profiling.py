@@ -1,0 +1,69 @@
+"""Traces of training steps, by torch.profiler."""
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+from torch import profiler
+from torch.cuda import is_available
+
+WARM_UP = 3
+"""Training steps before the first that is traced."""
+
+
+class Profile:
+    """A context in which some training steps are traced.
+
+    Args:
+        n_steps: how many of them, after :data:`WARM_UP` others; 0: none.
+        path: of the trace, in Chrome's JSON format.
+        here: whether this process is the one that is traced.
+
+    Raises:
+        ValueError: fewer than none.
+    """
+
+    def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:
+        if n_steps < 0:
+            raise ValueError(f"profile is 0 or more training steps: got {n_steps}")
+        self.path = path
+        self._profiler: profiler.profile | None = None
+        self.written = False
+        if n_steps and here:
+            activities = [profiler.ProfilerActivity.CPU]
+            self._profiler = profiler.profile(
+                activities=activities + [profiler.ProfilerActivity.CUDA] * is_available(),
+                schedule=profiler.schedule(wait=0, warmup=WARM_UP, active=n_steps, repeat=1),
+                on_trace_ready=self._write,
+                acc_events=True,
+            )
+
+    def __enter__(self) -> "Profile":
+        if self._profiler:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes into the progress bar
+            self._profiler.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def step(self) -> None:
+        """A training step is done."""
+        if self._profiler:
+            self._profiler.step()
+        if self.written:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler:
+            self._profiler.stop()
+        self._profiler = None
+
+    def _write(self, finished: profiler.profile) -> None:
+        finished.export_chrome_trace(str(self.path))
+        self.written = True
