@@ -182,17 +182,26 @@ def test_bench_grouped(tmp_path):
         "bench.microbatches=2",
         "bench.batch=2",
         "bench.rounds=3",
+        "bench.steps=2",
+        "bench.precision=bf16",
+        "bench.channels_last=true",
     )
     result = complete("bench", tmp_path, *arguments)
     assert_provenance(result["provenance"], "bench", *arguments)
-    plain, grouped = result["metrics"]
-    assert (plain["method"], grouped["method"]) == ("plain PyTorch", "CDP-v2 grouped")
-    assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
-    assert 0 < grouped["ratio_min"] <= grouped["ratio"] <= grouped["ratio_max"]
-    assert [row["method"] for row in rows(tmp_path / "bench.csv")] == [
-        plain["method"],
-        grouped["method"],
+    methods = [row["method"] for row in result["metrics"]]
+    assert methods == [
+        "plain PyTorch, step",
+        "CDP-v2 grouped, step",
+        "plain PyTorch, loop",
+        "DP grouped, loop",
     ]
+    for plain, grouped in (result["metrics"][:2], result["metrics"][2:]):
+        assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
+        assert 0 < grouped["ratio_min"] <= grouped["ratio"] <= grouped["ratio_max"]
+        for row in (plain, grouped):
+            n_images = 4 * (2 if row["method"].endswith("loop") else 1)
+            assert row["images/s"] == pytest.approx(n_images / row["seconds"], rel=0.01)
+    assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
 
 
 def test_results_of_launches_do_not_mix(tmp_path, monkeypatch):

@@ -1,0 +1,75 @@
+"""Recipes and delay studies as a user asks for them."""
+
+import pytest
+
+from tests.experiments.command import TINY, refused
+from tests.experiments.test_results import complete, rows
+
+
+def test_a_recipe(tmp_path):
+    recipe = ("precision=bf16", "clip=0.5", "checkpoint=[0,2]", "ema=0.9", "channels_last=true")
+    plain = complete("train", tmp_path / "plain", *TINY)
+    found = complete("train", tmp_path / "found", *TINY, *recipe)
+    assert "ema_top1" not in plain["metrics"]
+    assert 0 <= found["metrics"]["ema_top1"] <= 1
+    assert found["metrics"]["train_loss"] != plain["metrics"]["train_loss"]
+    assert found["delays"] == []
+
+
+def test_what_the_delay_does(tmp_path):
+    """One row a stage and a step looked into, and their means by stage."""
+    found = complete("train", tmp_path, *TINY, "schedule=cdp_v1", "epochs=2", "diagnostics=3")
+    written = rows(tmp_path / "delays.csv")
+    assert [(row["step"], row["stage"]) for row in written] == [
+        (step, stage) for step in "036" for stage in "0123"
+    ]
+    assert [row["stage"] for row in found["delays"]] == [0, 1, 2, 3]
+    for row in found["delays"]:
+        assert row["delay"] == pytest.approx(2 / 3)  # nothing is late at the first step
+        of_stage = [w for w in written if w["stage"] == str(row["stage"])]
+        assert row["cosine"] == pytest.approx(sum(float(w["cosine"]) for w in of_stage) / 3)
+        moved = [float(w["moved"]) for w in of_stage[1:]]
+        assert row["moved"] == pytest.approx(sum(moved) / 2)
+
+
+def test_rules_by_what_their_delay_does(tmp_path):
+    random = "rules.late.delay={distribution: geometric, p: 0.5, least: 1, most: 3}"
+    found = complete(
+        "compare",
+        tmp_path,
+        *TINY,
+        "+schedule@rules.late=cdp_v1",
+        random,
+        "+schedule@rules.published=published",
+        "seeds=1",
+        "diagnostics=2",
+    )
+    rules = {row["rule"]: row for row in found["metrics"]}
+    assert list(rules) == ["dp", "cdp_v1", "cdp_v2", "late", "published"]
+    assert rules["late"]["staleness_max"] == 3
+    assert rules["late"]["staleness_mean"] == pytest.approx(11 / 7)
+    for row in found["delays"]:
+        if row["rule"] == "dp":
+            assert row["cosine"] == pytest.approx(1, abs=1e-6)
+    assert len(found["delays"]) == 5 * 4
+    assert len(rows(tmp_path / "delays.csv")) == 5 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["precision=fp8"], "unknown precision 'fp8': choose one of fp32, tf32, bf16, fp16"),
+        (["checkpoint=[9]"], "checkpoint names stage 9 and there are 4: choose from 0 to 3"),
+        (["checkpoint=3"], "give none, all or a list of stages"),
+        (["clip=1", "clip_by=model"], "use clip_by=stage, or schedule=cdp_v1"),
+        (["diagnostics=1", "runtime.order=scheduled"], "takes order=grouped"),
+        (["ema=2"], "ema is a decay between 0 and 1, or null: got 2.0"),
+    ],
+)
+def test_mistakes(arguments, words):
+    assert words in refused("train", *TINY, *arguments)
+
+
+def test_a_peak_is_of_a_gpu():
+    message = refused("bench", "bench=peak", "device=cpu")
+    assert "a GPU's peak is measured on a GPU: got device=cpu" in message
