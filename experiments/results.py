@@ -26,7 +26,7 @@ def rendered(readme: str) -> str:
 def table(name: str) -> str:
     """The table of a kept result, and its origin."""
     result = json.loads((RESULTS / name / "result.json").read_text())
-    rows = _ROWS[name](result["metrics"])
+    rows = _ROWS[name](result)
     return (
         f"{tabulate(rows, headers='keys', tablefmt='github')}\n\n{origin(result['provenance'])}\n"
     )
@@ -40,7 +40,7 @@ def origin(found: dict[str, Any]) -> str:
     )
 
 
-def _digits(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
     return [
         {
             "rule": row["schedule"],
@@ -50,21 +50,53 @@ def _digits(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
             "peak activations": f"{row['peak_activations']:g}",
             "largest traffic in a slot": f"{row['traffic_max']:g}",
         }
-        for row in metrics
+        for row in result["metrics"]
     ]
 
 
-def _memory(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
-    axes = dict.fromkeys(row["axis"] for row in metrics)
+def _accuracy(result: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "rule": row["schedule"],
+            "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
+            "paired difference from DP": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
+            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+        }
+        for row in result["metrics"]
+    ]
+
+
+def _delays(result: dict[str, Any]) -> list[dict[str, str]]:
+    """Accuracies, and of the first and the last stage what the delay did to the gradients."""
+    rows = _accuracy(result)
+    for row, metric in zip(rows, result["metrics"], strict=True):
+        stages = [delay for delay in result["delays"] if delay["rule"] == metric["rule"]]
+        cosines = [stages[k]["cosine"] for k in (0, -1)]
+        row["cosine to the fresh gradient, first and last stage"] = "{:.2f}, {:.2f}".format(
+            *cosines
+        )
+    return rows
+
+
+def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
+    axes = dict.fromkeys(row["axis"] for row in result["metrics"])
     return [
         {"time axis": axis}
-        | {f"N = {r['workers']}": f"{r['reduction']:.1%}" for r in metrics if r["axis"] == axis}
-        | {"1 - mean/peak": next(f"{r['floor']:.1%}" for r in metrics if r["axis"] == axis)}
+        | {
+            f"N = {r['workers']}": f"{r['reduction']:.1%}"
+            for r in result["metrics"]
+            if r["axis"] == axis
+        }
+        | {
+            "1 - mean/peak": next(
+                f"{r['floor']:.1%}" for r in result["metrics"] if r["axis"] == axis
+            )
+        }
         for axis in axes
     ]
 
 
-def _measured(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _measured(result: dict[str, Any]) -> list[dict[str, str]]:
     def value(row: dict[str, Any], name: str) -> str:
         return str(Fraction(row[f"{name}_measured"]).limit_denominator(10_000))
 
@@ -85,22 +117,22 @@ def _measured(metrics: list[dict[str, Any]]) -> list[dict[str, str]]:
             "messages": value(row, "messages"),
             "as counted": "yes" if equal(row) else "no",
         }
-        for row in metrics
+        for row in result["metrics"]
     ]
 
 
-def _bench(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: "" if v is None else v for k, v in row.items()} for row in metrics]
+def _bench(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: "" if v is None else v for k, v in row.items()} for row in result["metrics"]]
 
 
-def _failure(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "message"} for row in metrics]
+def _failure(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k != "message"} for row in result["metrics"]]
 
 
-def _links(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _links(result: dict[str, Any]) -> list[dict[str, Any]]:
     """A row a method; what is held to a bar has rows of its own, which are left out."""
     shown: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in (row for row in metrics if row["at most"] is None):
+    for row in (row for row in result["metrics"] if row["at most"] is None):
         key = (row["workers"], row["method"])
         found = shown.setdefault(key, {"workers": key[0], "method": key[1]})
         found[row["link"]] = f"{row['/ DDP']:.2f}"
@@ -111,6 +143,9 @@ def _links(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 _ROWS = {
     "digits": _digits,
+    "cifar10_narrow_8": _accuracy,
+    "cifar10_narrow_4": _accuracy,
+    "delays": _delays,
     "memory_resnet50": _memory,
     "memory_vit_b_16": _memory,
     "communication_measured": _measured,
