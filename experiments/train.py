@@ -2,9 +2,11 @@
 
 python experiments/train.py schedule=cdp_v2 data=digits seed=3
 python experiments/train.py -m schedule=dp,cdp_v1,cdp_v2 seed=0,1,2
+python experiments/train.py resume=outputs/train/...
 torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cdp_v2
 """
 
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +17,12 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point, leads
 
+STOPPED = 75
+"""The exit status of a run that a signal has ended, and that can be resumed."""
+
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
-def main(config: DictConfig) -> None:
+def main(config: DictConfig) -> int:
     from toolkit.tracking import (
         Progress,
         delay_means,
@@ -27,7 +32,7 @@ def main(config: DictConfig) -> None:
         write_csv,
         write_json,
     )
-    from toolkit.training import Epoch, Step, prepare
+    from toolkit.training import Epoch, Step, StoppedError, prepare, run_kept
     from toolkit.training.profiling import WARM_UP, Profile
 
     start = time.perf_counter()
@@ -46,10 +51,28 @@ def main(config: DictConfig) -> None:
             delays.extend(asdict(delay) for delay in step.result.delays)
             profile.step()
 
-        epochs = [as_row(epoch) for epoch in job.run(report, count)]
+        # torchrun has started the ranks again: go on, if there is where from.
+        again = None if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else False
+        try:
+            outcome = run_kept(
+                job,
+                folder,
+                resume=True if config.resume else again,
+                on_epoch=report,
+                on_step=count,
+                on_note=progress.line if leads() else lambda note: None,
+            )
+        except StoppedError as stopped:
+            if leads():
+                progress.line(
+                    f"stopped by {stopped}"
+                    + (f"; python experiments/train.py resume={folder}" if stopped.saved else "")
+                )
+            return STOPPED
+    job, epochs = outcome.job, [as_row(epoch) for epoch in outcome.epochs]
     measured = job.measurements()
     if not leads():
-        return
+        return 0
     seconds = time.perf_counter() - start
     write_csv(folder / "epochs.csv", epochs)
     write_json(
@@ -57,6 +80,7 @@ def main(config: DictConfig) -> None:
         {
             "schedule": job.schedule.name,
             "metrics": epochs[-1],
+            "notes": outcome.notes,
             "delays": delay_means(delays, ["stage"]),
             "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
             "provenance": provenance(config, describe(job.device), seconds),
@@ -75,7 +99,10 @@ def main(config: DictConfig) -> None:
         print(f"\nprofile: {profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif config.profile:
         print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
+    for note in outcome.notes:
+        print(f"\nnote: {note}")
     print(f"\nwritten to {folder}")
+    return 0
 
 
 def as_row(epoch: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ PRESETS = choices(CONF, "experiment")
 CHOICES = [
     (group, choice)
     for group in groups(CONF)
-    if group not in ("experiment", "bench")
+    if group not in ("experiment", "bench", "study")
     for choice in choices(CONF, group)
 ]
 
@@ -41,6 +41,14 @@ def test_every_preset_composes(experiment, preset):
 def test_presets_say_how_they_are_run(preset):
     text = (CONF / "experiment" / f"{preset}.yaml").read_text()
     assert f"experiments/compare.py experiment={preset}" in text
+
+
+@pytest.mark.parametrize("study", choices(CONF, "study"))
+def test_every_study_composes(study):
+    config = composed("compare", f"study={study}")
+    rules = [build_schedule(rule) for rule in config.rules.values()]
+    assert len({rule.name for rule in rules}) == len(rules) > 3
+    assert f"study={study}" in (CONF / "study" / f"{study}.yaml").read_text()
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.config import ranks, schema
 from toolkit.config.errors import explain
 from toolkit.config.help import text
+from toolkit.config.resume import resumed
 
 _USAGE = 2
 _INTERRUPTED = 130
@@ -30,18 +31,21 @@ _WRITES_NOTHING = [
 
 def entry_point(
     name: str, conf: Path
-) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
+) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
     """Make a function of a configuration into the experiment ``name``.
+
+    What it returns is the exit status.
 
     Args:
         name: its configuration is ``conf/<name>.yaml``.
         conf: the folder of the configuration.
     """
 
-    def decorate(function: Callable[[DictConfig], None]) -> Callable[[], None]:
+    def decorate(function: Callable[[DictConfig], int | None]) -> Callable[[], None]:
         def main() -> None:
             schema.register()
             arguments = sys.argv[1:]
+            status = 0
             verbose = "HYDRA_FULL_ERROR" in os.environ
             os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
             mistakes, launcher = 0, os.getpid()
@@ -58,9 +62,10 @@ def entry_point(
                 mistakes += 1
 
             def job(config: DictConfig) -> None:
+                nonlocal status
                 try:
                     _settle(config)
-                    function(config)
+                    status = max(status, function(config) or 0)
                 except Exception as error:
                     refuse(error)
 
@@ -69,6 +74,7 @@ def entry_point(
                     print(sys.modules[function.__module__].__doc__)
                     print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
                     return
+                sys.argv[1:] = resumed(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
             except KeyboardInterrupt:
                 if ranks.leads():
@@ -79,8 +85,8 @@ def entry_point(
             except Exception as error:
                 refuse(error)
             ranks.part()
-            if mistakes:
-                sys.exit(_USAGE)
+            if mistakes or status:
+                sys.exit(_USAGE if mistakes else status)
 
         return main
 

@@ -120,6 +120,7 @@ class Cifar10:
     flip: bool = True
     n_train: int | None = option(None, "training images, of all classes alike; null: all")
     n_test: int | None = option(None, "test images, of all classes alike; null: all")
+    damaged: str = option("refuse", "refuse or skip images in class folders that are damaged")
 
 
 @dataclass
@@ -131,6 +132,7 @@ class ImageFolder:
     prefetch_factor: int = option(2, "batches that each of them reads ahead")
     decode: str = option("cpu", "cpu, in those processes; or gpu: JPEG on the training device")
     validation: str = "val"
+    damaged: str = option("refuse", "refuse damaged images, or skip: others of the class stand in")
 
 
 @dataclass
@@ -287,8 +289,22 @@ class Training:
 
 
 @dataclass
+class Save:
+    """When checkpoints are saved, in the output directory; null: not for that reason."""
+
+    steps: int | None = None  # training steps from one to the next
+    epochs: int | None = 1
+    minutes: float | None = None
+    keep: int = 2  # the latest; the best stays beside them
+
+
+@dataclass
 class Train(Training):
     schedule: Any = MISSING
+    save: Save = field(default_factory=Save)
+    resume: str | None = option(None, "output directory of a run, to go on where it was saved")
+    guard: str = option("stop", "if the loss diverges: off, stop, or rollback and go on with DP")
+    guard_factor: float = option(10.0, "loss, by that of the first steps, that counts as diverged")
     seed: int = option(0, "of weights, order of the data, augmentation and dropout")
     profile: int = option(0, "training steps that torch.profiler traces, in profile.json")
 
@@ -372,6 +388,22 @@ class GroupedBench:
 
 
 @dataclass
+class ResumeBench:
+    """Whether runs that are killed and resumed end with the weights of those that are not."""
+
+    _target_: str = "benchmarks.resume.run"
+    rules: list[str] = option_list(["dp", "cdp_v1", "cdp_v2"], "schedules")
+    runtimes: list[str] = option_list(
+        ["single_process", "distributed"], "of those that can be resumed"
+    )
+    runs: int = option(20, "of each rule on each runtime")
+    kills: int = option(2, "of each run, at random moments")
+    ranks: int = option(2, "workers and stages")
+    epochs: int = option(2, "of each run")
+    options: list[str] = option_list([], "more options of experiments/train.py")
+
+
+@dataclass
 class PeakBench:
     """Peak memory of one GPU that holds all workers of a schedule, against the predictions."""
 
@@ -394,6 +426,17 @@ class FailureBench:
     faults: list[str] = option_list(
         ["killed", "stopped", "cut", "no_port"], "what is done to a random rank"
     )
+
+
+@dataclass
+class DataFuzzBench:
+    """Damaged image sets: each refused by one clear error, or read as its files say."""
+
+    _target_: str = "benchmarks.data_fuzz.run"
+    mutations: int = option(300, "damaged sets, of every kind in turn")
+    limit: float = option(30.0, "seconds after which reading one counts as a hang")
+    kinds: list[str] = option_list([], "of mutations; all unless given")
+    sets: list[str] = option_list(["batches", "cifar", "folder"], "what is damaged")
 
 
 @dataclass
@@ -462,10 +505,12 @@ _SCHEMAS: dict[str, dict[str, type]] = {
     },
     "hardware": {"hardware": Hardware},
     "bench": {
+        "data_fuzz": DataFuzzBench,
         "failure": FailureBench,
         "grouped": GroupedBench,
         "links": LinksBench,
         "peak": PeakBench,
+        "resume": ResumeBench,
         "simulator": SimulatorBench,
     },
 }

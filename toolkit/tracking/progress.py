@@ -86,6 +86,10 @@ class Progress:
             self._refreshed = now
             self._bar.refresh()
 
+    def line(self, text: str) -> None:
+        """A line by itself, above the bar."""
+        self._bar.write(text, file=sys.stderr)
+
     def note(self, text: str) -> None:
         """Something short to show at the end of the bar."""
         self._note = text

@@ -23,7 +23,7 @@ from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.recipe import Recipe, allow_tf32
 from toolkit.schedule import Schedule
 from toolkit.training.data import ImageSet
-from toolkit.training.loop import Epoch, Step, fit
+from toolkit.training.loop import Epoch, Position, Step, Stretches, fit
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,10 @@ class Job:
         self,
         on_epoch: Callable[[Epoch], None] = lambda epoch: None,
         on_step: Callable[[Step], None] = lambda step: None,
+        position: Position | None = None,
+        stretches: Stretches | None = None,
     ) -> list[Epoch]:
-        """Train; one entry an epoch."""
+        """Train, from ``position`` on if one is given; one entry an epoch. See :func:`fit`."""
         return fit(
             self.runtime,
             self.images,
@@ -61,6 +63,8 @@ class Job:
             device=self.device,
             on_epoch=on_epoch,
             on_step=on_step,
+            position=position,
+            stretches=stretches,
         )
 
     def measurements(self) -> Measurements | None:
@@ -70,12 +74,15 @@ class Job:
         return None
 
 
-def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
+def prepare(
+    config: DictConfig, images: ImageSet | None = None, schedule: Schedule | None = None
+) -> Job:
     """Build what ``config`` describes: equal seeds give equal weights and batches.
 
     Args:
         config: as ``experiments/train.py`` composes it.
         images: the image set, if it is loaded already.
+        schedule: in the place of the one that ``config`` describes.
 
     Raises:
         ValueError: a part cannot be built, or does not fit the others; or the runtime takes many
@@ -84,7 +91,7 @@ def prepare(config: DictConfig, images: ImageSet | None = None) -> Job:
     for name in ("stages", "microbatches", "batch", "epochs"):
         if config[name] < 1:
             raise ValueError(f"{name} is 1 or more: got {config[name]}")
-    schedule = build_schedule(config.schedule)
+    schedule = build_schedule(config.schedule) if schedule is None else schedule
     options, world = _meet(config, schedule)
     device = world.device if world else pick_device(config.device)
     images = instantiate(config.data) if images is None else images

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import asdict, dataclass, field
+from math import isfinite, nan
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,55 @@ class Step:
     images: int
 
 
+@dataclass
+class Position:
+    """How far a run has come.
+
+    Attributes:
+        epoch: the one under way.
+        step: training steps of it that are done.
+        steps_done: those of the whole run.
+        loss: sum of the losses of its micro-batches so far.
+        n_losses: how many they are.
+        stretch_loss: their mean over the last stretch.
+        first_loss: their mean over the first stretch of all.
+        learning_rate: of the epoch's first update.
+        history: of the epochs before.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    steps_done: int = 0
+    loss: float = 0.0
+    n_losses: float = 0.0
+    stretch_loss: float = nan
+    first_loss: float = nan
+    learning_rate: float = nan
+    history: list[Epoch] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "Position":
+        """The position whose ``state_dict`` was taken."""
+        return cls(**{**state, "history": [Epoch(**epoch) for epoch in state["history"]]})
+
+
+class Stretches:
+    """Where training pauses: after each stretch of steps all updates are in. Here: never."""
+
+    def steps(self, position: Position, n_steps: int) -> int:
+        """Steps of the next stretch, of the ``n_steps`` that the epoch has left."""
+        return n_steps
+
+    def check(self, position: Position) -> None:
+        """A stretch has ended. Every rank calls it alike."""
+
+    def end(self, position: Position) -> None:
+        """What has ended has been checked, and the epoch, if it has ended, is in the history."""
+
+
 def fit(
     runtime: Runtime,
     images: ImageSet,
@@ -70,6 +120,8 @@ def fit(
     device: torch.device,
     on_epoch: Callable[[Epoch], None] = lambda epoch: None,
     on_step: Callable[[Step], None] = lambda step: None,
+    position: Position | None = None,
+    stretches: Stretches | None = None,
 ) -> list[Epoch]:
     """Train for ``epochs`` and evaluate after each.
 
@@ -81,24 +133,43 @@ def fit(
         seed: of the order of the images and their augmentation.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
+        position: where to go on; the runtime is as it was there.
+        stretches: where to pause.
 
     Raises:
         FloatingPointError: the training loss is no longer finite.
     """
-    history = []
-    for epoch in range(epochs):
+    position = position or Position()
+    stretches = stretches or Stretches()
+    for epoch in range(position.epoch, epochs):
         batches = images.train(batch_size, seed, epoch, device)
-        rate = next_rate = runtime.learning_rates[0]
-        start = time.perf_counter()
-        losses = []
-        for step, result in enumerate(runtime.run(batches), start=1):
-            losses.append(result.losses)
-            on_step(Step(step, len(batches), result, next_rate, batch_size))
-            next_rate = runtime.learning_rates[0]
-        mine = torch.cat(losses).double().cpu()
-        loss, n_losses = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
-        train_loss = loss / n_losses
+        n_steps = len(batches)
+        next_rate = runtime.learning_rates[0]
+        if position.step == 0:
+            position.learning_rate = next_rate
+        start, begun_at = time.perf_counter(), position.step
+        while position.step < n_steps:
+            left = n_steps - position.step
+            stretch = min(left, stretches.steps(position, left))
+            losses = []
+            part = batches.between(position.step, position.step + stretch)
+            for step, result in enumerate(runtime.run(part), start=position.step + 1):
+                losses.append(result.losses)
+                on_step(Step(step, n_steps, result, next_rate, batch_size))
+                next_rate = runtime.learning_rates[0]
+            mine = torch.cat(losses).double().cpu()
+            loss, n = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
+            if position.steps_done == 0:
+                position.first_loss = loss / n
+            position.step += stretch
+            position.steps_done += stretch
+            position.loss, position.n_losses = position.loss + loss, position.n_losses + n
+            position.stretch_loss = loss / n
+            stretches.check(position)
+            if position.step < n_steps:
+                stretches.end(position)
         seconds = time.perf_counter() - start
+        train_loss = position.loss / position.n_losses
         if not isfinite(train_loss):
             raise FloatingPointError(
                 f"the training loss of epoch {epoch} is {train_loss}: lower optimizer.lr, or warm"
@@ -115,13 +186,16 @@ def fit(
             test_loss=test.loss,
             top1=test.top1,
             top5=test.top5,
-            learning_rate=rate,
-            images_per_second=len(batches) * batch_size / seconds,
+            learning_rate=position.learning_rate,
+            images_per_second=(n_steps - begun_at) * batch_size / seconds,
             ema_top1=ema_top1,
         )
-        history.append(done)
+        history = [*position.history, done]
+        position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0.0
+        position.history = history
         on_epoch(done)
-    return history
+        stretches.end(position)
+    return position.history
 
 
 @torch.no_grad()

@@ -1,0 +1,284 @@
+"""Runs that are stopped, resumed and rolled back end as if nothing had happened."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.experiments.command import TINY
+from toolkit.config import schema
+from toolkit.runtime import join, launch
+from toolkit.schedule import catalog
+from toolkit.training import StoppedError, prepare, run_kept
+from toolkit.training.keeper import Signals
+from toolkit.training.kept import without_delay
+
+CONF = Path(__file__).parents[2] / "conf"
+RULES = ("dp", "cdp_v1", "cdp_v2")
+
+
+def configured(*options):
+    schema.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = compose("train", [*TINY, "epochs=3", "stages=2", "microbatches=2", *options])
+    OmegaConf.resolve(config)
+    return config
+
+
+def weights(outcome):
+    return {name: x.clone() for name, x in outcome.job.runtime.module().state_dict().items()}
+
+
+def assert_identical(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def stop_at(step, number=signal.SIGTERM):
+    """As on_step: the signal comes after so many steps of the run."""
+    seen = iter(range(1, 10_000))
+
+    def on_step(_):
+        if next(seen) == step:
+            os.kill(os.getpid(), number)
+
+    return on_step
+
+
+def stopped(folder, step, *options, **more):
+    with pytest.raises(StoppedError) as error:
+        run_kept(prepare(configured(*options)), folder, on_step=stop_at(step), **more)
+    return error.value
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Final weights and metrics by the options of a run."""
+    found = {}
+
+    def run(*options):
+        if options not in found:
+            outcome = run_kept(prepare(configured(*options)), tmp_path_factory.mktemp("run"))
+            found[options] = weights(outcome), outcome.epochs
+        return found[options]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("rule", "order", "step"),
+    [
+        ("dp", "grouped", 3),
+        ("cdp_v1", "grouped", 8),
+        ("cdp_v2", "grouped", 19),
+        ("cdp_v1", "scheduled", 19),
+        ("cdp_v2", "scheduled", 3),
+    ],
+)
+def test_goes_on_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order, step):
+    """Stopped in the middle of an epoch (8 steps), at its end, and in the last one."""
+    options = f"schedule={rule}", f"runtime.order={order}", "ema=0.9", "optimizer=adamw"
+    expected, epochs = uninterrupted(*options)
+    error = stopped(tmp_path, step, *options)
+    assert str(error) == "SIGTERM"
+    assert error.saved
+    outcome = run_kept(prepare(configured(*options)), tmp_path, resume=True)
+    assert_identical(weights(outcome), expected)
+    assert outcome.notes == []
+    for found, epoch in zip(outcome.epochs, epochs, strict=True):
+        assert found.train_loss == pytest.approx(epoch.train_loss, rel=1e-12)
+        assert (found.top1, found.ema_top1) == (epoch.top1, epoch.ema_top1)
+        assert found.learning_rate == epoch.learning_rate
+
+
+def test_the_final_weights_are_a_plain_state(tmp_path):
+    outcome = run_kept(prepare(configured()), tmp_path)
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_identical(found, weights(outcome))
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        (["save.steps=5", "save.keep=9"], [5, 8, 10, 15, 16, 20, 24]),
+        (["save.steps=5", "save.epochs=null", "save.keep=9"], [5, 10, 15, 20]),
+        (["save.epochs=2"], [16]),
+        ([], [16, 24]),
+        (["save.epochs=null"], []),
+        (["save.epochs=null", "save.minutes=1e-9", "save.keep=99"], None),
+    ],
+)
+def test_saves_as_often_as_asked(tmp_path, options, steps):
+    run_kept(prepare(configured(*options)), tmp_path)
+    found = sorted(int(path.stem[5:]) for path in tmp_path.glob("checkpoints/step_*.ckpt"))
+    if steps is None:
+        assert len(found) > 4
+    else:
+        assert found == steps
+    assert (tmp_path / "model.pt").exists() == (found != [])
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, uninterrupted):
+    expected, _ = uninterrupted("save.steps=4")
+    stopped(tmp_path, 14, "save.steps=4")
+    latest = max(tmp_path.glob("checkpoints/step_*.ckpt"))
+    latest.write_bytes(latest.read_bytes()[:-10])
+    outcome = run_kept(prepare(configured("save.steps=4")), tmp_path, resume=True)
+    (note,) = outcome.notes
+    assert note.startswith(f"{latest} is damaged")
+    assert note.endswith("the one before it was used")
+    assert_identical(weights(outcome), expected)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    stopped(tmp_path, 3)
+    for options, words in (
+        (["stages=3"], "cut otherwise than these 3"),
+        (["model=resnet14"], "cut otherwise"),
+        (["data.image_size=16", "data.n_classes=7"], "does not fit this run"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run_kept(prepare(configured(*options)), tmp_path, resume=True)
+
+
+def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path):
+    with pytest.raises(StoppedError, match="SIGINT"):
+        run_kept(prepare(configured()), tmp_path, on_step=stop_at(3, signal.SIGINT))
+
+    def twice(step):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_kept(prepare(configured()), tmp_path, on_step=twice)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    """Training ends, and says what is lacking."""
+    (tmp_path / "checkpoints").write_text("a file in its way")
+    outcome = run_kept(prepare(configured()), tmp_path)
+    assert len(outcome.epochs) == 3
+    assert len(outcome.notes) == 3
+    assert outcome.notes[0].startswith("not written: the checkpoint of step 8: ")
+    assert capsys.readouterr().err.count("training goes on") == 1
+
+
+def planted(job, at, n=10):
+    """Multiply the learning rate by 1000 for ``n`` updates, once."""
+    workers = job.runtime._workers
+    seen = iter(range(10_000))
+    for worker in workers:
+
+        def wild(*total, update=worker.update, groups=worker.optimizer.param_groups, **how):
+            if at <= next(seen) // len(workers) < at + n:
+                for group in groups:
+                    group["lr"] *= 1000
+            update(*total, **how)  # which sets the rate of the next
+
+        worker.update = wild
+    return job
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_divergence_is_rolled_back(tmp_path, rule):
+    """And the run ends about as well as one that was not disturbed."""
+    options = (f"schedule={rule}", "data.n_train=256", "optimizer.lr=0.02", "epochs=4")
+    calm = run_kept(prepare(configured(*options)), tmp_path / "calm")
+    config = configured(*options, "guard=rollback")
+    heard = []
+    outcome = run_kept(planted(prepare(config), at=40), tmp_path / "wild", on_note=heard.append)
+    (note,) = outcome.notes
+    assert heard == outcome.notes
+    assert "rolled back to epoch" in note
+    assert "went on without delay" in note
+    assert outcome.job.schedule.max_staleness == 0
+    assert outcome.job.runtime.steps_done == 4 * 32
+    assert outcome.epochs[-1].top1 >= calm.epochs[-1].top1 - 0.02
+
+
+def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"and was .* at first: lower optimizer.lr"):
+        run_kept(planted(prepare(configured()), at=4), tmp_path)
+
+
+def test_what_has_no_way_back_is_refused_at_once(tmp_path):
+    job = prepare(configured("schedule=pipedream_2bw", "guard=rollback"))
+    with pytest.raises(ValueError, match="in the place of PipeDream-2BW"):
+        run_kept(job, tmp_path)
+    with pytest.raises(ValueError, match="unknown guard 'maybe'"):
+        run_kept(prepare(configured("guard=maybe")), tmp_path)
+    with pytest.raises(ValueError, match=r"save.steps is above 0, or null: got 0"):
+        run_kept(prepare(configured("save.steps=0")), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        catalog.cyclic(4),
+        catalog.cyclic(4, 1, chains="rotated"),
+        catalog.cyclic(2, 1, n_stages=4, accumulate=2),
+        catalog.cyclic(4, 1, "one"),
+        catalog.cyclic(4, state="sharded"),
+    ],
+)
+def test_without_delay(schedule):
+    found = without_delay(schedule)
+    assert found.max_staleness == 0
+    assert (found.n_stages, found.n_microbatches, found.n_ranks, found.state) == (
+        schedule.n_stages,
+        schedule.n_microbatches,
+        schedule.n_ranks,
+        schedule.state,
+    )
+
+
+def on_ranks(folder):
+    """What a stopped and resumed run comes to, and one that is not stopped; on each rank."""
+    join()
+    options = "runtime=distributed", "runtime.backend=gloo", "device=cpu", "schedule=cdp_v2"
+    whole = run_kept(prepare(configured(*options)), Path(folder) / "whole")
+    expected = weights(whole)
+    error = None
+    job, signals = prepare(configured(*options)), Signals()
+    seen = iter(range(1, 100))
+
+    def on_step(step):
+        if next(seen) == 11 and job.runtime.rank == 1:
+            signals.number = signal.SIGTERM
+
+    try:
+        run_kept(job, Path(folder) / "again", on_step=on_step, signals=signals)
+    except StoppedError as stopped:
+        error = str(stopped)
+    again = run_kept(prepare(configured(*options)), Path(folder) / "again", resume=True)
+    return expected, weights(again), error
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return folder, launch(on_ranks, 2, str(folder))
+
+
+def test_ranks_stop_together_and_go_on(distributed):
+    """One of them has heard the signal."""
+    _, found = distributed
+    for expected, again, error in found:
+        assert_identical(again, expected)
+        assert error == "SIGTERM"
+
+
+def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, uninterrupted):
+    """From the checkpoint of the end of the second epoch."""
+    folder, found = distributed
+    latest = max((folder / "whole").glob("checkpoints/step_*.ckpt"))
+    assert latest.name == "step_000000024.ckpt"
+    latest.unlink()
+    outcome = run_kept(prepare(configured("schedule=cdp_v2")), folder / "whole", resume=True)
+    for name, tensor in weights(outcome).items():
+        torch.testing.assert_close(tensor, found[0][0][name], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,193 @@
+"""What keeps a run: its checkpoints, its end by a signal, and an eye on its loss."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import isfinite
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.training.checkpoint import Checkpoints, serialised, write_bytes
+from toolkit.training.loop import Position, Stretches
+
+GUARDS = ("off", "stop", "rollback")
+_PAUSE = 5.0  # seconds between two pauses at which ranks hear of signals
+
+
+class StoppedError(Exception):
+    """A signal has ended the run, after a checkpoint if it saves any."""
+
+    def __init__(self, number: int, *, saved: bool) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.saved = saved
+
+
+class DivergedError(Exception):
+    """The loss is not finite, or far above where it began."""
+
+
+@dataclass(frozen=True)
+class Often:
+    """When checkpoints are saved; None: not for that reason.
+
+    Args:
+        steps: training steps from one to the next.
+        epochs: epochs from one to the next.
+        minutes: time from one to the next.
+
+    Raises:
+        ValueError: an interval that is not above 0.
+    """
+
+    steps: int | None = None
+    epochs: int | None = 1
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not value > 0:
+                raise ValueError(f"save.{name} is above 0, or null: got {value}")
+
+    @property
+    def never(self) -> bool:
+        return self.steps is None and self.epochs is None and self.minutes is None
+
+
+@dataclass
+class Signals:
+    """SIGTERM and SIGINT, remembered until the run can pause; a second one ends it at once."""
+
+    number: int = 0
+
+    @contextmanager
+    def heard(self) -> Iterator["Signals"]:
+        """Hear them; elsewhere than in the main thread none are heard."""
+        try:
+            before = {n: signal.signal(n, self._hear) for n in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:
+            before = {}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+@dataclass
+class Keeper(Stretches):
+    """Saves, stops and watches a run at the pauses between its stretches.
+
+    Args:
+        state: of the runtime; every rank calls it. None where it cannot be taken.
+        total: sums over all ranks.
+        leads: whether this rank writes.
+        checkpoints: where to.
+        often: when.
+        extra: what else belongs into a checkpoint.
+        guard: ``off``, or to raise :class:`DivergedError` where the loss is not finite or more
+            than ``guard_factor`` times that of the first stretch.
+        guard_factor: see ``guard``.
+        signals: that end the run.
+
+    Attributes:
+        unwritten: a sentence on each checkpoint that could not be written.
+    """
+
+    state: Callable[[], Mapping[str, Any]] | None
+    total: Callable[[Tensor], Tensor]
+    leads: bool
+    checkpoints: Checkpoints
+    often: Often
+    extra: Mapping[str, Any]
+    guard: str
+    guard_factor: float
+    signals: Signals
+    unwritten: list[str] = field(default_factory=list)
+    _saved_at: float = field(default_factory=time.monotonic)
+    _begun: float = 0.0
+    _length: int = 1
+
+    def steps(self, position: Position, n_steps: int) -> int:
+        self._begun = time.monotonic()
+        every = self.often.steps
+        if every is None:
+            return self._length
+        return min(self._length, every - position.steps_done % every)
+
+    def check(self, position: Position) -> None:
+        loss = position.stretch_loss
+        if self.guard == "off":
+            return
+        if not isfinite(loss) or loss > self.guard_factor * position.first_loss:
+            raise DivergedError(
+                f"the training loss of epoch {position.epoch}, step {position.step} is {loss:.4g}"
+                f" and was {position.first_loss:.4g} at first"
+            )
+
+    def end(self, position: Position) -> None:
+        trained = time.monotonic() - self._begun
+        mine = [self.signals.number, 0.0, 0.0]
+        if self.leads:
+            mine[1:] = [time.monotonic() - self._saved_at, trained]
+        heard, since, trained = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        due = self._due(position, since)
+        if (due or heard) and self.state is not None:
+            self.save(position)
+        if heard:
+            number = self.signals.number or signal.SIGTERM
+            raise StoppedError(number, saved=self.state is not None and not self.unwritten)
+        if trained < _PAUSE / 2:
+            self._length *= 2
+        elif trained > _PAUSE and self._length > 1:
+            self._length //= 2
+
+    def save(self, position: Position) -> None:
+        """Write a checkpoint; a run goes on where it cannot be written."""
+        assert self.state is not None
+        state = {"runtime": self.state(), "position": position.state_dict(), **self.extra}
+        self._saved_at = time.monotonic()
+        if not self.leads:
+            return
+        history = position.history
+        new = position.step == 0 and bool(history)
+        best = new and history[-1].top1 >= max(epoch.top1 for epoch in history)
+        try:
+            self.checkpoints.save(state, position.steps_done, best=best)
+        except OSError as error:
+            self._not_written(f"the checkpoint of step {position.steps_done}", error)
+
+    def write_model(self, model: nn.Module) -> None:
+        """Write the weights that training ended with, for any program that has the model."""
+        if self.state is None or not self.leads:
+            return
+        path = self.checkpoints.folder.parent / "model.pt"
+        try:
+            write_bytes(path, serialised(model.state_dict()))
+        except OSError as error:
+            self._not_written(f"the weights, {path}", error)
+
+    def _not_written(self, what: str, error: OSError) -> None:
+        text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"
+        if not self.unwritten:
+            print(f"warning: not written: {text}; training goes on", file=sys.stderr)
+        self.unwritten.append(text)
+
+    def _due(self, position: Position, since: float) -> bool:
+        often = self.often
+        of_epochs = often.epochs is not None and position.step == 0
+        return (
+            (often.steps is not None and position.steps_done % often.steps == 0)
+            or (of_epochs and position.epoch % (often.epochs or 1) == 0)
+            or (often.minutes is not None and since >= 60 * often.minutes)
+        )

@@ -1,0 +1,190 @@
+"""A run that can be stopped, resumed and rolled back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.single_process import SingleProcess
+from toolkit.schedule import Schedule, timing
+from toolkit.training.checkpoint import Checkpoints
+from toolkit.training.job import Job, prepare
+from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signals
+from toolkit.training.loop import Epoch, Position, Step
+
+_ROLLBACKS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        epochs: their metrics.
+        notes: sentences on what did not go as it should: checkpoints that were damaged or could
+            not be written, and rollbacks.
+        job: the one that ended; another one than began if the run was rolled back.
+    """
+
+    epochs: list[Epoch]
+    notes: list[str]
+    job: Job
+
+
+def run_kept(
+    job: Job,
+    folder: Path,
+    *,
+    resume: bool | None = False,
+    on_epoch: Callable[[Epoch], None] = lambda epoch: None,
+    on_step: Callable[[Step], None] = lambda step: None,
+    on_note: Callable[[str], None] = lambda note: None,
+    signals: Signals | None = None,
+) -> Outcome:
+    """Train ``job``, with checkpoints in ``folder`` as its configuration asks for.
+
+    Args:
+        job: fresh.
+        folder: of the run; rank 0 writes to and reads from ``folder/checkpoints``.
+        resume: go on from the latest checkpoint that is whole; None: if there is one.
+        on_epoch: called with each epoch's metrics.
+        on_step: called after each step.
+        on_note: called with each of the notes.
+        signals: those that end it; SIGTERM and SIGINT of this process unless given.
+
+    Raises:
+        ValueError: there is no checkpoint to resume from, or it is of another run; an option
+            that the runtime cannot serve.
+        StoppedError: a signal has ended the run.
+        FloatingPointError: the loss has diverged, and there is no way back.
+    """
+    options = job.config
+    if options.guard not in GUARDS:
+        raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
+    often = Often(options.save.steps, options.save.epochs, options.save.minutes)
+    checkpoints = Checkpoints(folder / "checkpoints", options.save.keep)
+    keeps = isinstance(job.runtime, SingleProcess | Distributed)
+    if not keeps and (resume or options.guard == "rollback"):
+        raise ValueError(
+            "only runtime=single_process and runtime=distributed can be resumed or rolled back:"
+            " choose one of them"
+        )
+    safe = without_delay(job.schedule) if options.guard == "rollback" else None
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        on_note(text)
+
+    position = None
+    if resume or (resume is None and keeps and _any(job, checkpoints)):
+        position = _restore(job, checkpoints, 0, note)
+    n_rollbacks = 0
+    with (signals or Signals()).heard() as signals:
+        while True:
+            keeper = Keeper(
+                state=_state_of(job) if keeps and not (often.never and safe is None) else None,
+                total=job.runtime.total,
+                leads=job.runtime.rank == 0,
+                checkpoints=checkpoints,
+                often=often,
+                extra={"config": OmegaConf.to_yaml(job.config)},
+                guard=options.guard,
+                guard_factor=options.guard_factor,
+                signals=signals,
+            )
+            if safe is not None and position is None:
+                keeper.save(Position())
+            try:
+                epochs = job.run(on_epoch, on_step, position, keeper)
+                if keeper.state is not None:
+                    keeper.write_model(job.runtime.module())
+                notes += [f"not written: {text}" for text in keeper.unwritten]
+                return Outcome(epochs, notes, job)
+            except DivergedError as error:
+                notes += [f"not written: {text}" for text in keeper.unwritten]
+                if safe is None or n_rollbacks == _ROLLBACKS:
+                    raise FloatingPointError(
+                        f"{error}: lower optimizer.lr, warm up with lr.warmup_epochs, or go back"
+                        " to the last checkpoint by itself with guard=rollback"
+                    ) from error
+                job = prepare(job.config, job.images, safe)
+                position = _restore(job, checkpoints, n_rollbacks, note)
+                n_rollbacks += 1
+                note(
+                    f"{error}: rolled back to epoch {position.epoch}, step {position.step}, and"
+                    " went on without delay"
+                )
+
+
+def without_delay(schedule: Schedule) -> Schedule:
+    """Data parallelism on the same stages, micro-batches and ranks.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    if schedule.max_staleness == 0:
+        return schedule
+    try:
+        found = replace(
+            schedule,
+            name="DP",
+            timing=timing.simultaneous(schedule.n_stages, schedule.n_workers, schedule.accumulate),
+            delay=0,
+            chains="in_order",
+        )
+    except ValueError as error:
+        found, reason = None, str(error).splitlines()[0]
+    if found is None or found.n_ranks != schedule.n_ranks:
+        reason = reason if found is None else f"it takes {found.n_ranks} ranks"
+        raise ValueError(
+            f"guard=rollback goes on with data parallelism in the place of {schedule.name}, and"
+            f" here that cannot be ({reason}): use guard=stop, or placement=per_microbatch"
+        )
+    return found
+
+
+def _any(job: Job, checkpoints: Checkpoints) -> bool:
+    """Whether rank 0 finds a checkpoint. Every rank calls it."""
+    mine = len(checkpoints.paths()) if job.runtime.rank == 0 else 0
+    return bool(job.runtime.total(torch.tensor([float(mine)])).item())
+
+
+def _state_of(job: Job) -> Callable[[], Any]:
+    assert isinstance(job.runtime, SingleProcess | Distributed)
+    return job.runtime.state_dict
+
+
+def _restore(
+    job: Job, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
+) -> Position:
+    """Have ``job`` stand where a checkpoint was taken, which rank 0 reads for all."""
+    runtime = job.runtime
+    assert isinstance(runtime, SingleProcess | Distributed)
+    found: tuple[Any, list[str]] | ValueError | None = None
+    if runtime.rank == 0:
+        try:
+            found = checkpoints.load(skip)
+        except ValueError as error:
+            found = error
+    if isinstance(runtime, Distributed):
+        found = runtime.world.gather(found)[0]
+    if isinstance(found, ValueError):
+        raise ValueError(str(found))
+    assert found is not None
+    state, damaged = found
+    for text in damaged:
+        note(f"{text}; the one before it was used")
+    try:
+        runtime.load_state_dict(state["runtime"])
+        return Position.of(state["position"])
+    except (KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"the checkpoint in {checkpoints.folder} does not fit this run"
+            f" ({str(error).splitlines()[0]}): give the model, stages and schedule with which it"
+            " was saved"
+        ) from error
