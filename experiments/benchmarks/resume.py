@@ -21,11 +21,14 @@ from tqdm import tqdm
 from benchmarks.faults import free_port
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
-_RUNTIMES = ("single_process", "distributed")
+_RUNTIMES = ("single_process", "distributed", "restarted")
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a runtime and rule: runs that were killed, how often, and those that ended alike."""
+    """A row a runtime and rule: runs that were killed, how often, and those that ended alike.
+
+    ``restarted`` is runtime=distributed, of which one rank is killed and torchrun starts all again.
+    """
     for name in ("runs", "kills", "ranks", "epochs"):
         if config[name] < 1:
             raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
@@ -41,19 +44,20 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             bar.set_description_str(f"{runtime}, {rule}")
             chance = random.Random(f"{seed} {runtime} {rule}")
             folder = Path(scratch) / f"{runtime}_{rule}"
-            options = [f"schedule={rule}", f"runtime={runtime}", f"device={device}", f"seed={seed}"]
-            start = time.monotonic()
+            taken = "distributed" if runtime == "restarted" else runtime
+            options = [f"schedule={rule}", f"runtime={taken}", f"device={device}", f"seed={seed}"]
             _train(config, options, folder)
-            length = time.monotonic() - start
-            expected = _weights(folder)
+            expected, n_steps = _weights(folder), _steps_saved(folder)
             bar.update()
             n_kills = n_alike = 0
             for _ in range(config.runs):
                 again = folder.with_name(f"{folder.name}_again")
-                for _ in range(config.kills):
-                    # A run that is through its imports trains in the second half of its time.
-                    n_kills += _killed(config, options, again, chance.uniform(0.3, 1) * length)
-                _train(config, options, again)
+                if runtime == "restarted":
+                    n_kills += _restarted(config, options, again, chance)
+                for _ in range(config.kills if runtime != "restarted" else 0):
+                    n_kills += _killed(config, options, again, n_steps, chance)
+                if runtime != "restarted":
+                    _train(config, options, again)
                 n_alike += _alike(_weights(again), expected)
                 shutil.rmtree(again)
                 bar.update()
@@ -70,22 +74,24 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def _command(config: DictConfig, options: list[str], folder: Path) -> list[str]:
+def _command(config: DictConfig, options: list[str], folder: Path, *more: str) -> list[str]:
     """Begins, or goes on where there is a checkpoint."""
     python = [sys.executable]
     if "runtime=distributed" in options:
         launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
-        python += [*launcher, f"--master-port={free_port()}"]
+        python += [*launcher, f"--master-port={free_port()}", *more]
     if any((folder / "checkpoints").glob("step_*.ckpt")):
         return [*python, str(_TRAIN), f"resume={folder}"]
     sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
-    more = ["threads=1", "save.steps=3", *sizes, *config.options, f"hydra.run.dir={folder}"]
-    return [*python, str(_TRAIN), *options, *more]
+    sizes += ["threads=1", "save.steps=3", *config.options, f"hydra.run.dir={folder}"]
+    return [*python, str(_TRAIN), *options, *sizes]
 
 
-def _start(config: DictConfig, options: list[str], folder: Path) -> subprocess.Popen[bytes]:
+def _start(
+    config: DictConfig, options: list[str], folder: Path, *more: str
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        _command(config, options, folder),
+        _command(config, options, folder, *more),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -102,16 +108,46 @@ def _train(config: DictConfig, options: list[str], folder: Path) -> None:
         raise RuntimeError(f"training ended with status {process.returncode}: {' / '.join(last)}")
 
 
-def _killed(config: DictConfig, options: list[str], folder: Path, seconds: float) -> bool:
-    """Train for so long, then kill every process; whether there was something to kill."""
+def _killed(
+    config: DictConfig, options: list[str], folder: Path, n_steps: int, chance: random.Random
+) -> bool:
+    """Train, and kill every process on the way; whether there was something to kill."""
+    step = chance.uniform(_steps_saved(folder), n_steps - 1)
     process = _start(config, options, folder)
-    try:
-        process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    while process.poll() is None and _steps_saved(folder) < step:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.1))
+    alive = process.poll() is None
+    if alive:
         os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return True
-    return False
+    process.communicate()
+    return alive
+
+
+def _steps_saved(folder: Path) -> int:
+    """The training step of the latest checkpoint; 0 where there is none."""
+    saved = [int(path.stem[5:]) for path in folder.glob("checkpoints/step_*.ckpt")]
+    return max(saved, default=0)
+
+
+def _restarted(config: DictConfig, options: list[str], folder: Path, chance: random.Random) -> bool:
+    """Train to the end under torchrun, with one rank killed on the way."""
+    process = _start(config, options, folder, "--max-restarts=3")
+    wanted = chance.randrange(1, 4)
+    while process.poll() is None and len([*folder.glob("checkpoints/step_*.ckpt")]) < min(
+        2, wanted
+    ):
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0, 0.3))
+    ranks = [int(line) for line in _children(process.pid)]
+    if ranks and process.poll() is None:
+        os.kill(chance.choice(ranks), signal.SIGKILL)
+    process.communicate()
+    return bool(ranks)
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def _weights(folder: Path) -> Mapping[str, Tensor]:

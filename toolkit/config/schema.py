@@ -394,7 +394,8 @@ class ResumeBench:
     _target_: str = "benchmarks.resume.run"
     rules: list[str] = option_list(["dp", "cdp_v1", "cdp_v2"], "schedules")
     runtimes: list[str] = option_list(
-        ["single_process", "distributed"], "of those that can be resumed"
+        ["single_process", "distributed", "restarted"],
+        "of those that can be resumed; restarted: distributed, by torchrun's own restarts",
     )
     runs: int = option(20, "of each rule on each runtime")
     kills: int = option(2, "of each run, at random moments")

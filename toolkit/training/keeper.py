@@ -101,7 +101,7 @@ class Keeper(Stretches):
         signals: that end the run.
 
     Attributes:
-        unwritten: a sentence on each checkpoint that could not be written.
+        unwritten: what could not be written.
     """
 
     state: Callable[[], Mapping[str, Any]] | None
@@ -176,6 +176,13 @@ class Keeper(Stretches):
             write_bytes(path, serialised(model.state_dict()))
         except OSError as error:
             self._not_written(f"the weights, {path}", error)
+
+    def notes(self) -> list[str]:
+        """A sentence on what could not be written, if anything."""
+        if not self.unwritten:
+            return []
+        more = len(self.unwritten) - 1
+        return [f"not written: {self.unwritten[0]}" + (f"; and {more} later ones" if more else "")]
 
     def _not_written(self, what: str, error: OSError) -> None:
         text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"

@@ -103,10 +103,10 @@ def run_kept(
                 epochs = job.run(on_epoch, on_step, position, keeper)
                 if keeper.state is not None:
                     keeper.write_model(job.runtime.module())
-                notes += [f"not written: {text}" for text in keeper.unwritten]
+                notes += keeper.notes()
                 return Outcome(epochs, notes, job)
             except DivergedError as error:
-                notes += [f"not written: {text}" for text in keeper.unwritten]
+                notes += keeper.notes()
                 if safe is None or n_rollbacks == _ROLLBACKS:
                     raise FloatingPointError(
                         f"{error}: lower optimizer.lr, warm up with lr.warmup_epochs, or go back"

@@ -322,7 +322,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
     try:
         if not hosts:
             _await_port(host, port, end)
-        store = dist.TCPStore(
+        store: dist.Store = dist.TCPStore(
             host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=hosts
         )
     except (OSError, dist.DistError, RuntimeError) as error:
@@ -332,6 +332,8 @@ def _meet(place: Place, timeout: float) -> dist.Store:
             f" {reason}; is rank 0 running, and the port open?"
         )
         raise SystemExit(watching.EXIT_FAILED) from error
+    if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        store = dist.PrefixStore(f"attempt_{attempt}", store)  # what others left does not count
     store.set(f"came/{place.rank}", "")
     came = [f"came/{rank}" for rank in range(place.size)]
     while not store.check(came):
