@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point, leads
@@ -68,6 +69,8 @@ def main(config: DictConfig) -> int:
                     f"stopped by {stopped}"
                     + (f"; python experiments/train.py resume={folder}" if stopped.saved else "")
                 )
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise KeyboardInterrupt from stopped  # the other runs are not to begin
             return STOPPED
     job, epochs = outcome.job, [as_row(epoch) for epoch in outcome.epochs]
     measured = job.measurements()

@@ -107,8 +107,8 @@ def train(world, schedule: Schedule) -> Trained:
     return Trained(middle, end, steps, losses, found.peak_activations(), sent)
 
 
-def all_methods(sizes) -> dict[int, list[Trained]]:
-    """Every schedule of each of ``sizes``, on a part of the world."""
+def all_methods(sizes) -> tuple[dict[int, list[Trained]], dict[int, dict]]:
+    """Every schedule of each of ``sizes``, on a part of the world; and :func:`in_tiers` of 4."""
     world = join()
     trained: dict[int, list[Trained]] = {}
     for size in sizes:
@@ -116,7 +116,8 @@ def all_methods(sizes) -> dict[int, list[Trained]]:
         if part is not None:
             trained[size] = [train(part, schedule) for schedule in schedules(size)]
         world.barrier()
-    return trained if world.rank == 0 else {}
+    tiers = in_tiers(world) if world.size == 4 else {}
+    return (trained, tiers) if world.rank == 0 else ({}, {})
 
 
 def predicted(schedule: Schedule) -> tuple[list[float], list[float]]:
@@ -163,6 +164,7 @@ def odd_jobs() -> dict[str, Any]:
     found["resumed"] = _resume(world, found["state"])
     found["unalike"] = _unalike(world)
     found["errors"] = _errors(world)
+    found["recipes"] = with_recipes(world)
     return found
 
 
@@ -178,11 +180,10 @@ def recipes():
     yield "delayed", catalog.cyclic(2, 1), all_at_once
 
 
-def with_recipes() -> dict[str, Any]:
+def with_recipes(world) -> dict[str, Any]:
     """What :func:`recipes` come to, and 16 bits, on 2 ranks."""
     from toolkit.runtime.baselines import DDP, DelayedAllReduce  # seconds that others need not wait
 
-    world = join()
     found: dict[str, Any] = {}
     for name, schedule, recipe in recipes():
         make = DelayedAllReduce if name == "delayed" else Distributed
@@ -230,13 +231,12 @@ def _refused(world) -> list[str]:
     return messages
 
 
-def in_tiers() -> dict[int, dict]:
+def in_tiers(world) -> dict[int, dict]:
     """Data parallelism on 4 ranks, by the ranks that a machine is said to have."""
-    world = join()
     found = {}
     for per_machine in (1, 2, 3, 4):
         runtime = _runtime(world, catalog.data_parallel(4), per_machine=per_machine)
-        list(runtime.run(models.make_batches(4)))
+        list(runtime.run(models.make_batches(4, STEPS)))
         found[per_machine] = copy.deepcopy(runtime.module().state_dict())
     return found
 

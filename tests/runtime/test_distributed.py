@@ -24,10 +24,12 @@ CASES = [
 @pytest.fixture(scope="module")
 def trained():
     """Every method on its ranks; processes start once."""
-    found = {}
+    found, tiers = {}, {}
     for n_processes, sizes in POOLS.items():
-        found |= launch(conform.all_methods, n_processes, sizes)[0]
-    return found
+        of_pool, in_tiers = launch(conform.all_methods, n_processes, sizes)[0]
+        found |= of_pool
+        tiers |= in_tiers
+    return found | {"tiers": tiers}
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +174,45 @@ def test_on_gpus():
             runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy)
             list(runtime.run(models.make_batches(2)))
             assert_same(found[schedule.name], runtime.module().state_dict())
+
+
+@pytest.mark.parametrize("per_machine", [1, 2, 3, 4])
+def test_sums_in_tiers_are_the_same(trained, per_machine):
+    _, end, _ = conform.by_itself(catalog.data_parallel(4))
+    assert_same(trained["tiers"][per_machine], end)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "recipe"),
+    list(conform.recipes()),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_recipes(odd_jobs, name, schedule, recipe):
+    state, averages = odd_jobs[0]["recipes"][name]
+    stages = models.cut(models.residual(), schedule)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, recipe=recipe)
+    list(runtime.run(models.make_batches(2)))
+    assert_same(state, runtime.module().state_dict())
+    assert_same(averages, runtime.averages())
+
+
+def test_16_bits_travel(odd_jobs):
+    """Under autocast what crosses a boundary has the type that was computed."""
+    found = odd_jobs[0]["recipes"]
+    assert found["bf16 sent"] * 2 == found["fp32 sent"]
+    for name, tensor in found["fp32"].items():
+        torch.testing.assert_close(found["bf16"][name], tensor, rtol=0.05, atol=0.02)
+
+
+def test_baselines_take_what_they_can(odd_jobs):
+    found = odd_jobs[0]["recipes"]
+    assert found["DDP bf16"] < 2
+    words = (
+        "ddp takes no clip",
+        "fsdp takes no ema",
+        "ddp takes no precision=fp16",
+        "torch_pipelining takes no precision=bf16",
+    )
+    for message, expected in zip(found["refused"], words, strict=True):
+        assert expected in message
+        assert "runtime=distributed" in message

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
-from toolkit.runtime import Recipe, SingleProcess, launch
+from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
 from toolkit.schedule import catalog
 
@@ -282,48 +282,6 @@ def _without_code(call, mode):
     """As the stage is compiled, but for the generation of machine code, which takes long."""
     assert mode == "default"
     return torch.compile(call, backend="aot_eager")
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks():
-    return launch(conform.with_recipes, 2)[0]
-
-
-@pytest.mark.parametrize(
-    ("name", "schedule", "recipe"),
-    list(conform.recipes()),
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_processes_train_alike(on_two_ranks, name, schedule, recipe):
-    state, averages = on_two_ranks[name]
-    expected, expected_averages = trained(schedule, recipe)
-    assert_same(state, expected)
-    assert_same(averages, expected_averages)
-
-
-def test_processes_send_16_bits(on_two_ranks):
-    """Under autocast what crosses a boundary has the type that was computed."""
-    assert on_two_ranks["bf16 sent"] * 2 == on_two_ranks["fp32 sent"]
-    for name, tensor in on_two_ranks["fp32"].items():
-        torch.testing.assert_close(on_two_ranks["bf16"][name], tensor, rtol=0.05, atol=0.02)
-
-
-def test_baselines_take_what_they_can(on_two_ranks):
-    assert on_two_ranks["DDP bf16"] < 2
-    refused = on_two_ranks["refused"]
-    assert len(refused) == 4
-    for message, words in zip(
-        refused,
-        (
-            "ddp takes no clip",
-            "fsdp takes no ema",
-            "ddp takes no precision=fp16",
-            "torch_pipelining takes no precision=bf16",
-        ),
-        strict=True,
-    ):
-        assert words in message
-        assert "runtime=distributed" in message
 
 
 WRONG = [

@@ -1,0 +1,71 @@
+"""A resumed run has the options of the run that it resumes."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.experiments.command import TINY, refused, run
+from toolkit.config.resume import resumed
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / ".hydra").mkdir()
+    before = ["schedule=dp", "+model.arguments.a=1", "epochs=3", "resume=x", "hydra.run.dir=y"]
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before))
+    return tmp_path
+
+
+def test_without_resume_nothing_changes():
+    assert resumed(["schedule=dp", "resume=null"]) == ["schedule=dp", "resume=null"]
+    assert resumed([]) == []
+
+
+def test_the_options_of_before_and_the_same_folder(folder):
+    assert resumed([f"resume={folder}"]) == [
+        "schedule=dp",
+        "+model.arguments.a=1",
+        "epochs=3",
+        f"resume={folder}",
+        f"hydra.run.dir={folder}",
+    ]
+
+
+def test_what_is_given_again_counts(folder):
+    assert resumed(["epochs=9", f"resume={folder}", "hydra.run.dir=elsewhere", "seed=1"]) == [
+        "schedule=dp",
+        "+model.arguments.a=1",
+        "epochs=9",
+        f"resume={folder}",
+        "seed=1",
+        f"hydra.run.dir={folder}",
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "a: 1", "[1, 2]", "[", "\x00"])
+def test_another_folder_is_refused(tmp_path, content):
+    if content is not None:
+        (tmp_path / ".hydra").mkdir()
+        (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(f"resume={tmp_path}")):
+        resumed([f"resume={tmp_path}"])
+
+
+def test_a_run_is_resumed_from_the_command_line(tmp_path):
+    """A run that has ended goes on where it is told to."""
+    first = run("train", *TINY, "schedule=cdp_v1", f"hydra.run.dir={tmp_path}")
+    assert first.status == 0, first.err
+    again = run("train", f"resume={tmp_path}", "epochs=2")
+    assert again.status == 0, again.err
+    assert "CDP-v1" in again.out
+    lines = (tmp_path / "epochs.csv").read_text().splitlines()
+    assert len(lines) == 3
+
+
+def test_mistakes(tmp_path):
+    assert "is not the output directory of a run" in refused("train", f"resume={tmp_path}")
+    done = run("train", *TINY, "save.epochs=null", f"hydra.run.dir={tmp_path}")
+    assert done.status == 0
+    assert "there is no checkpoint in" in refused("train", f"resume={tmp_path}")
+    assert "save.keep is 1 or more: got 0" in refused("train", *TINY, "save.keep=0")
