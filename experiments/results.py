@@ -40,20 +40,6 @@ def origin(found: dict[str, Any]) -> str:
     )
 
 
-def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
-    return [
-        {
-            "rule": row["schedule"],
-            "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
-            "paired difference from DP": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
-            "mean staleness": f"{row['staleness_mean']:.2f}",
-            "peak activations": f"{row['peak_activations']:g}",
-            "largest traffic in a slot": f"{row['traffic_max']:g}",
-        }
-        for row in result["metrics"]
-    ]
-
-
 def _accuracy(result: dict[str, Any]) -> list[dict[str, str]]:
     return [
         {
@@ -64,6 +50,15 @@ def _accuracy(result: dict[str, Any]) -> list[dict[str, str]]:
         }
         for row in result["metrics"]
     ]
+
+
+def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
+    """Accuracies, and what the schedules hold and send."""
+    rows = _accuracy(result)
+    for row, metric in zip(rows, result["metrics"], strict=True):
+        row["peak activations"] = f"{metric['peak_activations']:g}"
+        row["largest traffic in a slot"] = f"{metric['traffic_max']:g}"
+    return rows
 
 
 def _delays(result: dict[str, Any]) -> list[dict[str, str]]:

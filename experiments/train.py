@@ -77,13 +77,18 @@ def main(config: DictConfig) -> int:
     if not leads():
         return 0
     seconds = time.perf_counter() - start
+    damaged = [*getattr(job.images, "damaged", ())]
+    notes = list(outcome.notes)
+    if damaged:
+        notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
     write_csv(folder / "epochs.csv", epochs)
     write_json(
         folder / "result.json",
         {
             "schedule": job.schedule.name,
             "metrics": epochs[-1],
-            "notes": outcome.notes,
+            "notes": notes,
+            "damaged": damaged,
             "delays": delay_means(delays, ["stage"]),
             "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
             "provenance": provenance(config, describe(job.device), seconds),
@@ -102,7 +107,7 @@ def main(config: DictConfig) -> int:
         print(f"\nprofile: {profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif config.profile:
         print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
-    for note in outcome.notes:
+    for note in notes:
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}")
     return 0

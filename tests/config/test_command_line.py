@@ -93,7 +93,10 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         ),
         (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
-        (["optimizer.lr=1e30"], "of epoch 0 is nan: lower optimizer.lr, or warm up with"),
+        (
+            ["optimizer.lr=1e30"],
+            "at first: lower optimizer.lr, warm up with lr.warmup_epochs, or go",
+        ),
         # data
         (["data=cifar10"], "data=cifar10 reads a folder: set data.root to one that holds cifar-10"),
         (["data=imagenet"], "data=image_folder reads a folder: set data.root to one that holds"),

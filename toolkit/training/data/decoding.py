@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional
 
-from toolkit.training.data.files import naming
+from toolkit.training.data.files import check_file, naming
 from toolkit.training.data.readers import Key
 from toolkit.training.data.views import Cut, View
 
@@ -25,12 +25,14 @@ class Encoded(NamedTuple):
         cut: what is seen of it.
         label: its class.
         path: of its file.
+        key: the epoch's seed and its number.
     """
 
     data: Tensor
     cut: Cut | None
     label: int
     path: str
+    key: Key
 
 
 def read_encoded(images: ImageFolder, key: Key, view: View) -> Encoded:
@@ -41,13 +43,14 @@ def read_encoded(images: ImageFolder, key: Key, view: View) -> Encoded:
     """
     path, label = images.samples[key[1]]
     with naming(path):
+        check_file(path)
         with open(path, "rb") as file:
             data = bytearray(file.read())
         image = Image.open(io.BytesIO(data))
         cut = view.draw(image, hash(key))
         if image.format == "JPEG" and image.mode == "RGB":
-            return Encoded(torch.frombuffer(data, dtype=torch.uint8), cut, label, path)
-        return Encoded(functional.pil_to_tensor(image.convert("RGB")), cut, label, path)
+            return Encoded(torch.frombuffer(data, dtype=torch.uint8), cut, label, path, key)
+        return Encoded(functional.pil_to_tensor(image.convert("RGB")), cut, label, path, key)
 
 
 def decode(images: list[Encoded], device: torch.device) -> list[Tensor]:
@@ -59,15 +62,19 @@ def decode(images: list[Encoded], device: torch.device) -> list[Tensor]:
     files = [image for image in images if image.data.dim() == 1]
     try:
         decoded = iter(decode_jpegs([file.data for file in files], device))
-    except (RuntimeError, ImportError):  # PIL says which file it is, or can decode it
-        decoded = iter([_decoded_by_pil(file).to(device) for file in files])
+    except (RuntimeError, ImportError):
+        decoded = iter([_decoded_alone(file, device) for file in files])
     return [next(decoded) if x.data.dim() == 1 else x.data.to(device) for x in images]
 
 
-def _decoded_by_pil(file: Encoded) -> Tensor:
-    with naming(file.path):
-        image = Image.open(io.BytesIO(file.data.numpy().tobytes()))
-        return functional.pil_to_tensor(image.convert("RGB"))
+def _decoded_alone(file: Encoded, device: torch.device) -> Tensor:
+    """Whatever is beside it in a batch, an image is decoded alike."""
+    try:
+        return decode_jpegs([file.data], device)[0]
+    except (RuntimeError, ImportError):  # PIL says which file it is, or can decode it
+        with naming(file.path):
+            image = Image.open(io.BytesIO(file.data.numpy().tobytes()))
+            return functional.pil_to_tensor(image.convert("RGB")).to(device)
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:

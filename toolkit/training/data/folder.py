@@ -4,15 +4,16 @@ Images travel to the training device as bytes and are normalised there. What is 
 function of the seed, the epoch and its number, whichever process reads it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import ImageFolder
 
+from toolkit.training.data.damaged import Read, Skipped, first_readable, skips
 from toolkit.training.data.decoding import Encoded, check_gpu, decode, read_encoded
 from toolkit.training.data.files import DamagedImageError, open_split
 from toolkit.training.data.images import Batch, Batches
@@ -34,6 +35,8 @@ class Folder:
         num_workers: processes that read; None: as many as cores, shared by the ranks here.
         prefetch_factor: batches that each of them reads ahead.
         decode: ``cpu``, in those processes, or ``gpu``.
+        damaged: ``refuse`` damaged images, or ``skip`` them: the next one of its class stands in
+            for each, whoever reads it.
 
     Raises:
         ValueError: the folders do not hold images, or an option has no such value.
@@ -49,16 +52,26 @@ class Folder:
         num_workers: int | None = None,
         prefetch_factor: int = 2,
         decode: str = "cpu",
+        damaged: str = "refuse",
     ) -> None:
         if decode not in _DECODERS:
             raise ValueError(f"unknown data.decode {decode!r}: choose {' or '.join(_DECODERS)}")
+        if image_size < 1:
+            raise ValueError(f"data.image_size is 1 or more: got {image_size}")
+        skip = skips(damaged)
+        self._skipped = Skipped()
         self.image_size = image_size
         self.num_workers = n_workers(num_workers)
         images, test_images = open_split(train, test)
         self.n_classes = len(images.classes)
-        options = (decode == "gpu", self.num_workers, prefetch_factor)
-        self._train = _Split(images, RandomView(image_size), *options)
-        self._test = _Split(test_images, CentralView(image_size), *options)
+        options = (self._skipped, decode == "gpu", self.num_workers, prefetch_factor)
+        self._train = _Split(_Source(images, RandomView(image_size), skip), *options)
+        self._test = _Split(_Source(test_images, CentralView(image_size), skip), *options)
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Paths of the images that this process has read and skipped so far."""
+        return tuple(self._skipped.paths)
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         n = len(self._train.images)
@@ -80,17 +93,49 @@ class Folder:
         return self._test.batches(0, chosen, batch_size, device)
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Images as a view shows them. Where damaged ones are skipped, their paths come, too."""
+
+    images: ImageFolder
+    view: View
+    skip: bool
+
+    def encoded(self, key: Key) -> tuple[Encoded, list[str]]:
+        """The image of ``key``, whose head can be read."""
+        return self._first(key, lambda key: read_encoded(self.images, key, self.view))
+
+    def decoded(self, key: Key, device: torch.device) -> tuple[tuple[Tensor, int], list[str]]:
+        """What is seen of the image of ``key``, and its class."""
+
+        def seen(key: Key) -> tuple[Tensor, int]:
+            image = read_encoded(self.images, key, self.view)
+            (pixels,) = decode([image], device)
+            return self.view.apply(pixels, image.cut), image.label
+
+        return self._first(key, seen)
+
+    def _first(self, key: Key, read: Callable[[Key], Read]) -> tuple[Read, list[str]]:
+        return first_readable(self.images, key[1], self.skip, lambda k: read((key[0], k)))
+
+
 class _Split:
     """The training or the test images, and how they are read."""
 
     def __init__(
-        self, images: ImageFolder, view: View, on_gpu: bool, num_workers: int, prefetch_factor: int
+        self,
+        source: _Source,
+        skipped: Skipped,
+        on_gpu: bool,
+        num_workers: int,
+        prefetch_factor: int,
     ) -> None:
-        self.images, self.view, self.on_gpu = images, view, on_gpu
+        self.source, self.skipped, self.on_gpu = source, skipped, on_gpu
+        self.images = source.images
         if on_gpu:
-            self.readers = Readers(_Files(images, view), num_workers, prefetch_factor, list)
+            self.readers = Readers(_Files(source), num_workers, prefetch_factor, list)
         else:
-            self.readers = Readers(_Decoded(images, view), num_workers, prefetch_factor)
+            self.readers = Readers(_Decoded(source), num_workers, prefetch_factor, _together)
 
     def batches(
         self, seed: int, chosen: list[Tensor], batch_size: int, device: torch.device
@@ -103,36 +148,58 @@ class _Split:
         """Bytes ``[n, 3, size, size]`` and classes ``[n]``, on ``device``."""
         if self.on_gpu:
             for batch in self.readers.read(seed, chosen, pinned=False):
-                seen = [
-                    self.view.apply(pixels, image.cut)
-                    for pixels, image in zip(decode(batch, device), batch, strict=True)
-                ]
-                yield torch.stack(seen), send(torch.tensor([x.label for x in batch]), device)
+                for _, paths in batch:
+                    self.skipped.add(paths)
+                seen, labels = zip(*self._seen([image for image, _ in batch], device), strict=True)
+                yield torch.stack(seen), send(torch.tensor(labels), device)
             return
-        for pixels, labels in self.readers.read(seed, chosen, pinned=device.type == "cuda"):
+        pinned = device.type == "cuda"
+        for pixels, labels, paths in self.readers.read(seed, chosen, pinned):
+            self.skipped.add(paths)
             yield pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
+    def _seen(self, images: list[Encoded], device: torch.device) -> list[tuple[Tensor, int]]:
+        """What is seen of each image, decoded on ``device``, and its class."""
+        try:
+            decoded = zip(decode(images, device), images, strict=True)
+            return [(self.source.view.apply(x, image.cut), image.label) for x, image in decoded]
+        except DamagedImageError:
+            if not self.source.skip:
+                raise
+        found = []
+        for image in images:
+            seen, paths = self.source.decoded(image.key, device)
+            self.skipped.add(paths)
+            found.append(seen)
+        return found
 
-class _Files(Dataset[Encoded]):
+
+@dataclass(frozen=True)
+class _Files(Dataset[tuple[Encoded, list[str]]]):
     """Images to be decoded elsewhere."""
 
-    def __init__(self, images: ImageFolder, view: View) -> None:
-        self.images, self.view = images, view
+    source: _Source
 
-    def __getitem__(self, key: Key) -> Encoded:
-        return read_encoded(self.images, key, self.view)
+    def __getitem__(self, key: Key) -> tuple[Encoded, list[str]]:
+        return self.source.encoded(key)
 
 
-class _Decoded(Dataset[tuple[Tensor, int]]):
+@dataclass(frozen=True)
+class _Decoded(Dataset[tuple[tuple[Tensor, int], list[str]]]):
     """What is seen of the images."""
 
-    def __init__(self, images: ImageFolder, view: View) -> None:
-        self.images, self.view = images, view
+    source: _Source
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int]:
-        image = read_encoded(self.images, key, self.view)
-        (pixels,) = decode([image], torch.device("cpu"))
-        return self.view.apply(pixels, image.cut), image.label
+    def __getitem__(self, key: Key) -> tuple[tuple[Tensor, int], list[str]]:
+        return self.source.decoded(key, torch.device("cpu"))
+
+
+def _together(
+    read: list[tuple[tuple[Tensor, int], list[str]]],
+) -> tuple[Tensor, Tensor, list[str]]:
+    """A batch, and the paths of the images that were skipped."""
+    pixels, labels = default_collate([seen for seen, _ in read])
+    return pixels, labels, [path for _, paths in read for path in paths]
 
 
 @dataclass(frozen=True)
@@ -153,8 +220,12 @@ class _Loaded:
             for pixels, targets in self.split.read(self.seed, self.chosen, self.device):
                 yield _NORMALISE(pixels), targets
         except DamagedImageError as error:  # a worker's comes with its traceback as its message
-            last = str(error).strip().splitlines()[-1]
-            raise DamagedImageError(last.partition("DamagedImageError: ")[2] or last) from None
+            message = str(error).rpartition("DamagedImageError: ")[2].strip()
+            raise DamagedImageError(message) from None
+
+    def between(self, first: int, last: int) -> Batches:
+        """See :class:`Batches`."""
+        return replace(self, chosen=self.chosen[first:last])
 
     def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
         """See :class:`toolkit.runtime.interface.Divisible`."""

@@ -15,6 +15,10 @@ class Batches(Protocol):
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
 
+    def between(self, first: int, last: int) -> "Batches":
+        """Of these batches those from number ``first`` on and before ``last``, unchanged."""
+        ...
+
 
 class ImageSet(Protocol):
     """Training and test images with their classes."""

@@ -1,6 +1,6 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,14 @@ class InMemory:
     """An image set held as bytes on the training device; augmented and normalised there.
 
     What is drawn at random is drawn on the CPU, so that every device sees the same images.
+
+    Args:
+        train, test: the images.
+        n_classes: how many there are.
+        mean, std: of each channel, black being 0 and white 1.
+        crop_padding: training images are padded by as many pixels and cropped at random.
+        flip: training images are mirrored at random.
+        damaged: paths of images for which others of their classes stand in.
     """
 
     def __init__(
@@ -34,7 +42,9 @@ class InMemory:
         std: tuple[float, ...],
         crop_padding: int = 0,
         flip: bool = False,
+        damaged: Sequence[str] = (),
     ) -> None:
+        self.damaged = tuple(damaged)
         self._n_train, self._n_test = len(train.labels), len(test.labels)
         self._train = Placed(train.images, train.labels)
         self._test = Placed(test.images, test.labels)
@@ -105,17 +115,27 @@ class _MemoryBatches:
     device: torch.device
     generator: torch.Generator | None
     rows: Rows = all_rows
+    first: int = 0
+    last: int | None = None  # before which it ends; None: with the images
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.batch_size)
-        return full + bool(rest and self.generator is None)
+        n = full + bool(rest and self.generator is None)
+        return (n if self.last is None else min(n, self.last)) - self.first
+
+    def between(self, first: int, last: int) -> Batches:
+        """See :class:`Batches`."""
+        return replace(self, first=self.first + first, last=self.first + last)
 
     def __iter__(self) -> Iterator[Batch]:
         generator = None if self.generator is None else self.generator.clone_state()
         pixels, labels = self.source.on(self.device)
-        for k, chosen in enumerate(self.order.split(self.batch_size)[: len(self)]):
+        batches = self.order.split(self.batch_size)[: self.first + len(self)]
+        for k, chosen in enumerate(batches, start=-self.first):
             # Drawn for the whole batch, so that a part of it is augmented like the whole.
             drawn = self.images.draw(len(chosen), generator)
+            if k < 0:
+                continue
             rows = self.rows(k, len(chosen))
             if len(rows):
                 there = send(torch.cat([chosen[None], drawn])[:, rows], self.device)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from toolkit.config.ranks import leads
 from toolkit.training.data.memory import InMemory, Labelled
 from toolkit.training.data.subset import first
 
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
 
+    from toolkit.training.data.damaged import Skipped
     from toolkit.training.data.folder import Folder
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -67,6 +69,7 @@ def cifar10(
     flip: bool = True,
     n_train: int | None = None,
     n_test: int | None = None,
+    damaged: str = "refuse",
 ) -> InMemory:
     """CIFAR-10: 32x32, colour; 50,000 training and 10,000 test images.
 
@@ -77,31 +80,48 @@ def cifar10(
         flip: training images are mirrored at random.
         n_train, n_test: as many images only, of all classes alike and always the same ones; None
             is all.
+        damaged: ``refuse`` damaged images in class folders, or ``skip`` them: the next one of its
+            class stands in for each.
 
     Raises:
-        ValueError: the folder is missing or holds something else, or fewer images.
+        ValueError: the folder is missing or holds something else, or fewer images; or an option
+            has no such value.
     """
+    from toolkit.training.data.batch_files import FOLDER, read_batches
+    from toolkit.training.data.damaged import Skipped, skips
+
+    if crop_padding < 0:
+        raise ValueError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
+    skip, skipped = skips(damaged), Skipped(tells=leads())  # each rank reads them all
     expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
     folder = _existing("cifar10", root, expected)
     wanted = {"n_train": n_train, "n_test": n_test}
-    if (folder / "cifar-10-batches-py").is_dir():
-        train, test = (_cifar_batches(folder, name, n) for name, n in wanted.items())
-    elif (folder / "train").is_dir() and (folder / "test").is_dir():
+    if os.path.lexists(folder / FOLDER):
+        found = read_batches(folder, train=True), read_batches(folder, train=False)
+        train, test = (
+            _part(images, first(n, images.labels, name))
+            for images, (name, n) in zip(found, wanted.items(), strict=True)
+        )
+    else:
         from toolkit.training.data.files import open_split
 
+        _check_splits(folder, expected, "train", "test")
         split = open_split(folder / "train", folder / "test")
         if (n_classes := len(split[0].classes)) != 10:
             raise ValueError(
-                f"{folder / 'train'} holds folders of {n_classes} classes: CIFAR-10 has 10"
+                f"{folder / 'train'} holds folders of {n_classes} classes: CIFAR-10 has 10; take"
+                " data=image_folder for other images"
             )
         chosen = [
             first(n, torch.as_tensor(found.targets), name)
             for found, (name, n) in zip(split, wanted.items(), strict=True)
         ]
-        train, test = (_decoded(*which, size=32) for which in zip(split, chosen, strict=True))
-    else:
-        raise ValueError(f"data.root={folder} does not hold {expected}")
-    return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
+        train, test = (
+            _decoded(*which, skip, skipped, size=32) for which in zip(split, chosen, strict=True)
+        )
+    return InMemory(
+        train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip, damaged=skipped.paths
+    )
 
 
 def image_folder(
@@ -111,6 +131,7 @@ def image_folder(
     validation: str = "val",
     prefetch_factor: int = 2,
     decode: str = "cpu",
+    damaged: str = "refuse",
 ) -> "Folder":
     """ImageNet, or any images in ``root/train/<class>/`` and ``root/val/<class>/``.
 
@@ -126,62 +147,71 @@ def image_folder(
         prefetch_factor: batches that each process reads ahead.
         decode: ``cpu``: JPEG is decoded, cropped and resized by those processes; ``gpu``: on the
             training device.
+        damaged: ``refuse`` damaged images, or ``skip`` them: the next one of its class, in the
+            order of their paths, stands in for each.
 
     Raises:
         ValueError: the folder is missing or holds something else, or an option has no such value.
     """
     expected = f"train/ and {validation}/ with one folder of images a class"
+    if not validation:
+        raise ValueError("data.validation is the name of a folder, such as val: got nothing")
     folder = _existing("image_folder", root, expected)
-    if not (folder / "train").is_dir() or not (folder / validation).is_dir():
-        raise ValueError(f"data.root={folder} does not hold {expected}")
+    _check_splits(folder, expected, "train", validation)
     from toolkit.training.data.folder import Folder
 
-    return Folder(
-        folder / "train", folder / validation, image_size, num_workers, prefetch_factor, decode
-    )
+    train, test = folder / "train", folder / validation
+    return Folder(train, test, image_size, num_workers, prefetch_factor, decode, damaged)
 
 
 def _existing(name: str, root: str | None, expected: str) -> Path:
     if root is None:
         raise ValueError(f"data={name} reads a folder: set data.root to one that holds {expected}")
-    folder = Path(root).expanduser()
-    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
-        problem = "cannot be read" if folder.exists() else "does not exist"
+    from toolkit.training.data.files import problem_of
+
+    folder = Path(os.path.expanduser(root))
+    if (problem := problem_of(folder)) is not None:
         raise ValueError(f"data.root={folder} {problem}: expected a folder that holds {expected}")
     return folder
 
 
-def _cifar_batches(folder: Path, option: str, n: int | None) -> Labelled:
-    from torchvision.datasets import CIFAR10
+def _check_splits(root: Path, expected: str, *splits: str) -> None:
+    from toolkit.training.data.files import contents, problem_of
 
-    try:
-        found = CIFAR10(str(folder), train=option == "n_train")
-    except RuntimeError as error:
-        raise ValueError(
-            f"data.root={folder}: cifar-10-batches-py/ is incomplete or damaged; unpack"
-            " cifar-10-python.tar.gz there again"
-        ) from error
-    labels = torch.as_tensor(found.targets)
-    chosen = first(n, labels, option)
-    return Labelled(torch.as_tensor(found.data).permute(0, 3, 1, 2)[chosen], labels[chosen])
+    for name in splits:
+        if (problem := problem_of(root / name)) is not None:
+            raise ValueError(
+                f"data.root={root} does not hold {expected}: {name} {problem}; it"
+                f" holds {contents(root)}"
+            )
 
 
-def _decoded(found: "ImageFolder", chosen: Tensor, size: int) -> Labelled:
+def _part(images: Labelled, chosen: Tensor) -> Labelled:
+    return Labelled(images.images[chosen], images.labels[chosen])
+
+
+def _decoded(
+    found: "ImageFolder", chosen: Tensor, skip: bool, skipped: "Skipped", size: int
+) -> Labelled:
     """The chosen images of class folders, in memory."""
     from torchvision.transforms import v2
     from tqdm import tqdm
 
-    from toolkit.training.data.files import read
+    from toolkit.training.data import files
+    from toolkit.training.data.damaged import first_readable
 
     to_bytes = v2.PILToTensor()
     images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
     reading = f"reading {Path(found.root).name}"
     for k, index in enumerate(tqdm(chosen.tolist(), desc=reading, leave=False, mininterval=1)):
-        image = to_bytes(read(found, index)[0])
-        if image.shape[1:] != (size, size):
+        (number, image), damaged = first_readable(
+            found, index, skip, lambda number: (number, files.read(found, number)[0])
+        )
+        skipped.add(damaged)
+        if image.size != (size, size):
             raise ValueError(
-                f"{found.samples[index][0]} is {image.shape[2]}x{image.shape[1]} pixels: expected"
-                f" {size}x{size}"
+                f"{found.samples[number][0]} is {image.width}x{image.height} pixels: expected"
+                f" {size}x{size}; take data=image_folder for images of any size"
             )
-        images[k] = image
+        images[k] = to_bytes(image)
     return Labelled(images, torch.as_tensor(found.targets)[chosen])

@@ -1,0 +1,156 @@
+"""Damaged image sets: a short fuzz, what the fuzz finds fault with, and a run that skips."""
+
+import importlib
+import os
+import random
+import re
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from tests.experiments.command import EXPERIMENTS, refused, run
+from tests.experiments.test_results import rows
+from toolkit.training.data import image_folder
+
+
+@pytest.fixture
+def fuzz(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    yield importlib.import_module("benchmarks.data_fuzz")
+    for name in [name for name in sys.modules if name.startswith("benchmarks")]:
+        del sys.modules[name]
+
+
+def test_every_kind_of_damage(tmp_path):
+    finished = run("bench", "bench=data_fuzz", "bench.mutations=23", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    found = rows(tmp_path / "bench.csv")
+    assert len({row["mutation"] for row in found}) == len(found) == 23
+    done = rows(tmp_path / "mutations.csv")
+    outcomes = Counter(each["outcome"] for each in done)
+    assert set(outcomes) == {"refused", "equal", "changed", "skipped"}
+    for name, n in outcomes.items():
+        assert sum(int(row[name]) for row in found) == n
+    assert all(("SET" in each["message"]) == bool(each["message"]) for each in done)
+
+
+def test_the_same_seed_damages_alike(fuzz, tmp_path):
+    def damaged(name):
+        root = tmp_path / name
+        fuzz.mutations.build("folder", root)
+        target = fuzz.mutations.damage("bytes flipped", root, random.Random(7))
+        return target.relative_to(root), target.read_bytes()
+
+    assert damaged("a") == damaged("b")
+
+
+@pytest.fixture
+def ended(fuzz, tmp_path, monkeypatch):
+    """The round of a mutation, in which the toolkit reads as ``read`` does."""
+    whole = fuzz._whole("folder", tmp_path)
+
+    def end(read, kind="emptied", damaged="refuse", limit=20.0):
+        monkeypatch.setattr(fuzz, "_read", lambda *_: read(whole))
+        done = fuzz.Round(kind, "folder", 0, damaged, 0)
+        fuzz.one_round(done, whole, random.Random(0), limit)
+        return done
+
+    return end
+
+
+def test_damage_that_goes_unseen_is_found(ended):
+    """By each of its promises."""
+
+    def brighter(whole):
+        (x, y), test = whole.read
+        return ([image + 9 for image in x], y), test, ()
+
+    def relabelled(whole):
+        (x, y), test = whole.read
+        return (x, [0] * len(y)), test, ()
+
+    def uncounted(whole):
+        return *whole.read, ()
+
+    def miscounted(whole):
+        return *whole.read, ("other",)
+
+    for read, message in (
+        (brighter, "other batches: 9.0 levels, 0.0 levels"),
+        (relabelled, r"other batches: classes \[0, 0,"),
+        (miscounted, r"skipped \('other',\), and \[\] are damaged"),
+    ):
+        done = ended(read, "folder with more")
+        assert done.outcome == "silent"
+        assert re.match(message, done.message)
+    for damaged in ("refuse", "skip"):
+        assert ended(uncounted, damaged=damaged).outcome == "silent"
+    assert ended(uncounted, "folder with more").outcome == "equal"
+
+
+def bug(*_):
+    raise KeyError("data")
+
+
+def hang(*_):
+    time.sleep(60)
+
+
+def die(*_):
+    os._exit(3)
+
+
+def no_reason(*_):
+    image_folder("/no/such")
+
+
+@pytest.mark.parametrize(
+    ("read", "kind", "outcome"),
+    [
+        (bug, "emptied", "traceback"),
+        (hang, "emptied", "hang"),
+        (die, "emptied", "died"),
+        (no_reason, "emptied", "unclear"),
+        (no_reason, "longer", "needless"),
+    ],
+)
+def test_what_fails(fuzz, ended, read, kind, outcome):
+    start = time.monotonic()
+    done = ended(read, kind, limit=1.0 if read is hang else 20.0)
+    assert done.outcome == outcome, done
+    assert time.monotonic() - start < 15
+    row = fuzz.summary([done])
+    assert (row["failed"], row[outcome], row["sets"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("bench.mutations=0", "bench.mutations is 1 or more: got 0"),
+        ("bench.limit=0", "bench.limit is a number of seconds above 0: got 0"),
+        ("bench.kinds=[burnt]", "unknown bench.kinds 'burnt': choose of bytes flipped, head"),
+        ("bench.sets=[mnist]", "unknown bench.sets 'mnist': choose of batches, cifar, folder"),
+        ("bench.sets=[]", "bench.sets are some of batches, cifar, folder: got none"),
+    ],
+)
+def test_what_is_refused(tmp_path, option, expected):
+    message = refused("bench", "bench=data_fuzz", option, f"hydra.run.dir={tmp_path}")
+    assert message.startswith(expected)
+
+
+def test_training_goes_on_without_a_damaged_image(fuzz, tmp_path):
+    """From the command line; and is refused by default."""
+    root = tmp_path / "set"
+    fuzz.mutations.build("folder", root)
+    broken = root / "train/cat/0.jpg"
+    broken.write_bytes(broken.read_bytes()[:300])
+    images = ("data=image_folder", f"data.root={root}", "data.image_size=16", "data.num_workers=1")
+    tiny = ("model=resnet8", "epochs=2", "batch=3", f"hydra.run.dir={tmp_path}/run")
+    message = f"{broken} cannot be decoded: mend it or take it out, or set data.damaged=skip"
+    assert refused("train", *images, *tiny) == message
+    finished = run("train", *images, *tiny, "data.damaged=skip")
+    assert finished.status == 0, finished.err
+    assert finished.err.count("warning: ") == 1
+    assert f"warning: {broken} is damaged: another image of its class stands in" in finished.err
