@@ -16,7 +16,7 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
         curves: by rule, one sequence a run: accuracy (a share) after each epoch.
     """
     with style():
-        figure = Figure(figsize=(3.9, 2.6), layout="constrained")
+        figure = Figure(figsize=(5.2, 2.6), layout="constrained")
         axes = figure.subplots()
         for k, (rule, runs) in enumerate(curves.items()):
             by_epoch = [[100 * value for value in values] for values in zip(*runs, strict=True)]
@@ -24,11 +24,12 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
             colour = SERIES[k % len(SERIES)]
             low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
             axes.fill_between(epochs, low, high, color=colour, alpha=0.18, linewidth=0)
-            marker = MARKERS[k % len(MARKERS)]
-            axes.plot(epochs, [mean(v) for v in by_epoch], color=colour, marker=marker, label=rule)
+            line = axes.plot(epochs, [mean(v) for v in by_epoch], color=colour, label=rule)[0]
+            line.set_marker(MARKERS[k % len(MARKERS)])
+            line.set_linestyle("-" if k < len(SERIES) else "--")
         axes.set_xlabel("epoch")
         axes.set_ylabel("test accuracy (%)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.set_ylim(top=101)
-        axes.legend(loc="lower right")
+        axes.set_ylim(top=min(101, axes.get_ylim()[1]))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, not over the lines
         return figure
