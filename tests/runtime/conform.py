@@ -20,9 +20,7 @@ SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
 
 
 def schedules(n_ranks):
-    """Every method that takes ``n_ranks``, of 2, 3, 4, 6 or 9; to add one is to buy the suite."""
-    if n_ranks == 9:
-        yield catalog.data_parallel(3, "per_stage_and_microbatch")
+    """Every method that takes ``n_ranks``, of 2, 3, 4 or 6; to add one is to buy the suite."""
     if n_ranks == 6:
         yield catalog.cyclic(3, 1, "per_stage_and_microbatch")
         yield catalog.cyclic(3, "freshest", "per_stage_and_microbatch")

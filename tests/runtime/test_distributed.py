@@ -12,7 +12,7 @@ from tests.runtime.models import assert_same, differ, name_of
 from toolkit.runtime import Distributed, SingleProcess, launch
 from toolkit.schedule import catalog
 
-POOLS = {4: (2, 3, 4), 9: (6, 9)}  # processes, and the numbers of ranks that run on them
+POOLS = {4: (2, 3, 4), 6: (6,)}  # processes, and the numbers of ranks that run on them
 CASES = [
     pytest.param(size, k, schedule, id=f"{size}-{name_of(schedule)}")
     for sizes in POOLS.values()

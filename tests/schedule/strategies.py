@@ -20,7 +20,7 @@ from toolkit.schedule.random_delay import PER
 
 quick = settings(
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 RULES = ("simultaneous", "cyclic", "sequential", "shifted", "split")

@@ -18,7 +18,6 @@ from toolkit.training.keeper import Signals
 from toolkit.training.kept import without_delay
 
 CONF = Path(__file__).parents[2] / "conf"
-RULES = ("dp", "cdp_v1", "cdp_v2")
 
 
 def configured(*options):
@@ -83,6 +82,7 @@ def uninterrupted(tmp_path_factory):
 def test_goes_on_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order, step):
     """Stopped in the middle of an epoch (8 steps), at its end, and in the last one."""
     options = f"schedule={rule}", f"runtime.order={order}", "ema=0.9", "optimizer=adamw"
+    options += ("save.steps=3",)  # where it can stop
     expected, epochs = uninterrupted(*options)
     error = stopped(tmp_path, step, *options)
     assert str(error) == "SIGTERM"
@@ -110,16 +110,13 @@ def test_the_final_weights_are_a_plain_state(tmp_path):
         (["save.epochs=2"], [16]),
         ([], [16, 24]),
         (["save.epochs=null"], []),
-        (["save.epochs=null", "save.minutes=1e-9", "save.keep=99"], None),
+        (["save.epochs=null", "save.minutes=1e-9", "save.keep=99"], [8, 16, 24]),
     ],
 )
 def test_saves_as_often_as_asked(tmp_path, options, steps):
     run_kept(prepare(configured(*options)), tmp_path)
     found = sorted(int(path.stem[5:]) for path in tmp_path.glob("checkpoints/step_*.ckpt"))
-    if steps is None:
-        assert len(found) > 4
-    else:
-        assert found == steps
+    assert found == steps
     assert (tmp_path / "model.pt").exists() == (found != [])
 
 
@@ -185,7 +182,7 @@ def planted(job, at, n=10):
     return job
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["cdp_v1", "cdp_v2"])
 def test_a_divergence_is_rolled_back(tmp_path, rule):
     """And the run ends about as well as one that was not disturbed."""
     options = (f"schedule={rule}", "data.n_train=256", "optimizer.lr=0.02", "epochs=4")

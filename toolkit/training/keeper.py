@@ -99,6 +99,7 @@ class Keeper(Stretches):
             than ``guard_factor`` times that of the first stretch.
         guard_factor: see ``guard``.
         signals: that end the run.
+        length: steps of the first stretch; later ones last about as long as a pause is to be away.
 
     Attributes:
         unwritten: what could not be written.
@@ -113,17 +114,17 @@ class Keeper(Stretches):
     guard: str
     guard_factor: float
     signals: Signals
+    length: int = 8
     unwritten: list[str] = field(default_factory=list)
     _saved_at: float = field(default_factory=time.monotonic)
     _begun: float = 0.0
-    _length: int = 1
 
     def steps(self, position: Position, n_steps: int) -> int:
         self._begun = time.monotonic()
         every = self.often.steps
         if every is None:
-            return self._length
-        return min(self._length, every - position.steps_done % every)
+            return self.length
+        return min(self.length, every - position.steps_done % every)
 
     def check(self, position: Position) -> None:
         loss = position.stretch_loss
@@ -148,9 +149,9 @@ class Keeper(Stretches):
             number = self.signals.number or signal.SIGTERM
             raise StoppedError(number, saved=self.state is not None and not self.unwritten)
         if trained < _PAUSE / 2:
-            self._length *= 2
-        elif trained > _PAUSE and self._length > 1:
-            self._length //= 2
+            self.length *= 2
+        elif trained > _PAUSE and self.length > 1:
+            self.length //= 2
 
     def save(self, position: Position) -> None:
         """Write a checkpoint; a run goes on where it cannot be written."""

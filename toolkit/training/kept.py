@@ -17,6 +17,7 @@ from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signal
 from toolkit.training.loop import Epoch, Position, Step
 
 _ROLLBACKS = 3
+_FIRST_STRETCH = 8  # steps; those that are measured are not cut up
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def run_kept(
                 guard=options.guard,
                 guard_factor=options.guard_factor,
                 signals=signals,
+                length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
             )
             if safe is not None and position is None:
                 keeper.save(Position())
