@@ -38,10 +38,7 @@ def schedules(n_ranks):
         yield catalog.cyclic(n, "freshest", state=state)
     for delay in (1, "freshest"):
         yield catalog.cyclic(n, delay, "per_stage")
-    yield catalog.cyclic(n, 2)
     yield catalog.cyclic(n, 1, chains="rotated")
-    yield catalog.data_parallel(n, delay=1)
-    yield catalog.gpipe(n, n)
     yield catalog.one_f_one_b(n, 2 * n)
     yield catalog.interleaved_1f1b(2 * n, n, n)
     yield catalog.zero_bubble(n, n)
@@ -52,6 +49,9 @@ def schedules(n_ranks):
         yield Schedule.from_csv(gpipe.to_csv(), name="CSV")
     if n == 2:
         yield Schedule.from_rank_orders(SPLIT, name="rank orders")
+        yield catalog.cyclic(2, 2)
+        yield catalog.data_parallel(2, delay=1)
+        yield catalog.gpipe(2, 2)
         yield catalog.cyclic(2, accumulate=2)
         yield catalog.data_parallel(2, delay=RandomDelay(most=2, seed=3), accumulate=2)
 
