@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,10 @@ def _killed(
     time.sleep(chance.uniform(0, 0.1))
     alive = process.poll() is None
     if alive:
-        os.killpg(process.pid, signal.SIGKILL)
+        ranks = _children(process.pid)  # which torchrun gives sessions of their own
+        for pid in (process.pid, *ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     process.communicate()
     return alive
 
@@ -139,15 +143,20 @@ def _restarted(config: DictConfig, options: list[str], folder: Path, chance: ran
     ):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 0.3))
-    ranks = [int(line) for line in _children(process.pid)]
+    ranks = _children(process.pid)
     if ranks and process.poll() is None:
         os.kill(chance.choice(ranks), signal.SIGKILL)
     process.communicate()
     return bool(ranks)
 
 
-def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def _children(pid: int) -> list[int]:
+    try:
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
+    except FileNotFoundError:  # it has ended
+        return []
 
 
 def _weights(folder: Path) -> Mapping[str, Tensor]:
