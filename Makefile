@@ -3,13 +3,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test thorough lint format clean
 
 demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/python experiments/compare.py experiment=digits
 
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+thorough: $(READY)  ## more sizes, ranks and examples of the tests that have them
+	THOROUGH=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+	  tests/schedule tests/model tests/runtime/test_single_process.py \
+	  tests/runtime/test_distributed.py tests/training/test_kept.py
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -1,10 +1,8 @@
 """Damaged image sets: a short fuzz, what the fuzz finds fault with, and a run that skips."""
 
-import importlib
 import os
 import random
 import re
-import sys
 import time
 from collections import Counter
 
@@ -18,9 +16,9 @@ from toolkit.training.data import image_folder
 @pytest.fixture
 def fuzz(monkeypatch):
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    yield importlib.import_module("benchmarks.data_fuzz")
-    for name in [name for name in sys.modules if name.startswith("benchmarks")]:
-        del sys.modules[name]
+    from benchmarks import data_fuzz
+
+    return data_fuzz
 
 
 def test_every_kind_of_damage(tmp_path):

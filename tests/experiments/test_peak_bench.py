@@ -1,8 +1,5 @@
 """The peak of a GPU's memory: what is predicted, and on a GPU that it is what is measured."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 
@@ -15,9 +12,9 @@ from toolkit.schedule import catalog
 @pytest.fixture
 def peak(monkeypatch):
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    yield importlib.import_module("benchmarks.peak")
-    for name in [name for name in sys.modules if name.startswith("benchmarks")]:
-        del sys.modules[name]
+    from benchmarks import peak
+
+    return peak
 
 
 def test_all_together_keep_what_each_keeps(peak):

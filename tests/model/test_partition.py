@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from tests.thorough import more
 from toolkit.model import MEASURES, build, partition
 
 
@@ -74,7 +75,7 @@ def whole(request):
     return model, x, output.detach(), gradients(model)
 
 
-@pytest.mark.parametrize("n_stages", [3, 8])
+@pytest.mark.parametrize("n_stages", more([3, 8], range(2, 9)))
 def test_stages_of_the_zoo_compute_what_the_whole_computes(whole, n_stages):
     model, x, output, expected = whole
     stages = partition(model, n_stages, x)
@@ -129,7 +130,7 @@ def lightest(loads, crossing, n_stages):
     n_stages=st.integers(1, 8),
     by=st.sampled_from(MEASURES),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=more(30, 60), deadline=None)
 def test_no_allowed_cuts_are_better(widths, n_stages, by):
     layers = [nn.Linear(m, n) for m, n in pairwise(widths)]
     n_stages = min(n_stages, len(layers))
@@ -158,7 +159,7 @@ class Chain(nn.Module):
 
 
 @given(skips=st.lists(st.integers(0, 5), min_size=2, max_size=6), n_stages=st.integers(1, 5))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=more(25, 40), deadline=None)
 def test_random_residuals_travel(skips, n_stages):
     torch.manual_seed(0)
     model, x = Chain(skips).double(), torch.randn(3, 4, dtype=torch.float64)

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.runtime import models
+from tests.thorough import THOROUGH
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.runtime import Distributed, Recipe, SingleProcess, join
@@ -20,10 +21,13 @@ SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
 
 
 def schedules(n_ranks):
-    """Every method that takes ``n_ranks``, of 2, 3, 4 or 6; to add one is to buy the suite."""
-    if n_ranks == 6:
-        yield catalog.cyclic(3, 1, "per_stage_and_microbatch")
-        yield catalog.cyclic(3, "freshest", "per_stage_and_microbatch")
+    """Every method that takes ``n_ranks``: 2, 3, 4, 6, 10 or 16. To add one is to buy the suite."""
+    if n_ranks == 16:
+        yield catalog.data_parallel(4, "per_stage_and_microbatch")
+    if n_ranks in (6, 10):
+        n = {6: 3, 10: 4}[n_ranks]
+        yield catalog.cyclic(n, 1, "per_stage_and_microbatch")
+        yield catalog.cyclic(n, "freshest", "per_stage_and_microbatch")
     if n_ranks == 3:
         yield catalog.cyclic(2, 1, "per_stage_and_microbatch")
         yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch")
@@ -39,6 +43,10 @@ def schedules(n_ranks):
     for delay in (1, "freshest"):
         yield catalog.cyclic(n, delay, "per_stage")
     yield catalog.cyclic(n, 1, chains="rotated")
+    if THOROUGH or n == 2:
+        yield catalog.cyclic(n, 2)
+        yield catalog.data_parallel(n, delay=1)
+        yield catalog.gpipe(n, n)
     yield catalog.one_f_one_b(n, 2 * n)
     yield catalog.interleaved_1f1b(2 * n, n, n)
     yield catalog.zero_bubble(n, n)
@@ -49,9 +57,6 @@ def schedules(n_ranks):
         yield Schedule.from_csv(gpipe.to_csv(), name="CSV")
     if n == 2:
         yield Schedule.from_rank_orders(SPLIT, name="rank orders")
-        yield catalog.cyclic(2, 2)
-        yield catalog.data_parallel(2, delay=1)
-        yield catalog.gpipe(2, 2)
         yield catalog.cyclic(2, accumulate=2)
         yield catalog.data_parallel(2, delay=RandomDelay(most=2, seed=3), accumulate=2)
 

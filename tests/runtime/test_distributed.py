@@ -9,10 +9,13 @@ from torch.nn import functional as F
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, differ, name_of
+from tests.thorough import more
 from toolkit.runtime import Distributed, SingleProcess, launch
 from toolkit.schedule import catalog
 
-POOLS = {4: (2, 3, 4), 6: (6,)}  # processes, and the numbers of ranks that run on them
+POOLS = more(
+    {4: (2, 3, 4), 6: (6,)}, {4: (2, 3, 4), 16: (6, 10, 16)}
+)  # processes, and the numbers of ranks that run on them
 CASES = [
     pytest.param(size, k, schedule, id=f"{size}-{name_of(schedule)}")
     for sizes in POOLS.values()

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
 from tests.runtime.reference import adamw, sgd, trajectory
+from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import RandomDelay, catalog
@@ -31,7 +32,7 @@ def runtime_for(model, schedule, order, optimizer=sgd):
     return SingleProcess(cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order)
 
 
-SIZES = [(2, 2), (4, 8), (3, 4)]
+SIZES = more([(2, 2), (4, 8), (3, 4)], [(2, 2), (3, 3), (4, 4), (4, 8), (3, 4)])
 
 
 def _schedules():

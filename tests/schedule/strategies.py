@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import HealthCheck, reject, settings
 from hypothesis import strategies as st
 
+from tests.thorough import more
 from toolkit.schedule import (
     CHAINS,
     PLACEMENTS,
@@ -20,7 +21,7 @@ from toolkit.schedule.random_delay import PER
 
 quick = settings(
     deadline=None,
-    max_examples=25,
+    max_examples=more(25, 60),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 RULES = ("simultaneous", "cyclic", "sequential", "shifted", "split")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.training.test_data import CLASSES, CPU, TEN, write_images
+from tests.training.test_data import CLASSES, CPU, write_images, write_ten
 from tests.training.test_folder import batches, write_jpegs
 from toolkit.training.data import cifar10, folder, image_folder
 from toolkit.training.data.damaged import Skipped, first_readable
@@ -215,9 +215,7 @@ def test_a_line_break_in_a_path(root):
 
 @pytest.fixture
 def ten(tmp_path):
-    write_images(tmp_path / "train", TEN, n=3)
-    write_images(tmp_path / "test", TEN, n=2, seed=1)
-    return tmp_path
+    return write_ten(tmp_path)
 
 
 def test_cifar10_skips(ten, capsys):

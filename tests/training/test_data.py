@@ -27,6 +27,13 @@ def write_images(folder, classes, n=2, size=(32, 32), seed=0):
             Image.fromarray(pixels).save(folder / name / f"{k}.png")
 
 
+def write_ten(folder):
+    """CIFAR-10's layout: three training and two test images of each of ten classes."""
+    write_images(folder / "train", TEN, n=3)
+    write_images(folder / "test", TEN, n=2, seed=1)
+    return folder
+
+
 @pytest.fixture
 def folders(tmp_path):
     write_images(tmp_path / "train", CLASSES, n=4, size=(20, 24))

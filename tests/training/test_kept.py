@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY
+from tests.thorough import more
 from toolkit.config import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
@@ -71,13 +73,16 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("rule", "order", "step"),
-    [
-        ("dp", "grouped", 3),
-        ("cdp_v1", "grouped", 8),
-        ("cdp_v2", "grouped", 19),
-        ("cdp_v1", "scheduled", 19),
-        ("cdp_v2", "scheduled", 3),
-    ],
+    more(
+        [
+            ("dp", "grouped", 3),
+            ("cdp_v1", "grouped", 8),
+            ("cdp_v2", "grouped", 19),
+            ("cdp_v1", "scheduled", 19),
+            ("cdp_v2", "scheduled", 3),
+        ],
+        [*product(("dp", "cdp_v1", "cdp_v2"), ("grouped", "scheduled"), (3, 8, 19))],
+    ),
 )
 def test_goes_on_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order, step):
     """Stopped in the middle of an epoch (8 steps), at its end, and in the last one."""
@@ -182,7 +187,7 @@ def planted(job, at, n=10):
     return job
 
 
-@pytest.mark.parametrize("rule", ["cdp_v1", "cdp_v2"])
+@pytest.mark.parametrize("rule", more(["cdp_v1", "cdp_v2"], ["dp", "cdp_v1", "cdp_v2"]))
 def test_a_divergence_is_rolled_back(tmp_path, rule):
     """And the run ends about as well as one that was not disturbed."""
     options = (f"schedule={rule}", "data.n_train=256", "optimizer.lr=0.02", "epochs=4")

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.training.test_data import CPU, TEN, write_images
+from tests.training.test_data import CPU, write_ten
 from toolkit.training.data import cifar10, files
 from toolkit.training.data.subset import first
 
@@ -60,9 +60,7 @@ def test_refuses(n, message):
 
 @pytest.fixture
 def root(tmp_path):
-    write_images(tmp_path / "train", TEN, n=3)
-    write_images(tmp_path / "test", TEN, n=2, seed=1)
-    return tmp_path
+    return write_ten(tmp_path)
 
 
 def test_of_cifar10(root, monkeypatch):

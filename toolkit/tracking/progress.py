@@ -3,7 +3,6 @@
 import sys
 import time
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -46,12 +45,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def run(self, name: str) -> None:

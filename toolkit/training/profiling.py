@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 from torch import profiler
 from torch.cuda import is_available
@@ -44,12 +43,7 @@ class Profile:
             self._profiler.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop()
 
     def step(self) -> None:
