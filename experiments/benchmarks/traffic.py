@@ -30,9 +30,9 @@ class Traffic:
         self._begin = 0
 
     def mark(self) -> None:
-        """Only what comes from now on is looked at."""
+        """Only what comes from now on is looked at: after the last sample that there is."""
         size = sampler.record(self._n_ranks).size
-        self._begin = self._path.stat().st_size // size * size
+        self._begin = max(0, self._path.stat().st_size // size - 1) * size
 
     def samples(self, until: float) -> tuple[Array, Array]:
         """Moments, and the bytes that each rank has sent by then, from the mark on.
@@ -52,7 +52,10 @@ class Traffic:
 
 @contextmanager
 def sampled(network: Network) -> Iterator[Traffic]:
-    """Sample what the ranks of ``network`` send, until the end of the block."""
+    """Sample what the ranks of ``network`` send, until the end of the block.
+
+    There is a sample before it begins.
+    """
     n_ranks = len(network.ranks)
     ports = [network.port(rank) for rank in range(n_ranks)]
     experiments = str(Path(__file__).parents[1])
@@ -66,7 +69,9 @@ def sampled(network: Network) -> Iterator[Traffic]:
             start_new_session=True,  # Ctrl-C is the benchmark's
         )
         try:
-            yield Traffic(Path(file.name), n_ranks)
+            traffic = Traffic(Path(file.name), n_ranks)
+            traffic.samples(time.monotonic())
+            yield traffic
         finally:
             process.kill()
             process.wait()

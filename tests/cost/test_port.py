@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.cost import port as ports
-from toolkit.cost.port import Port, meet
+from toolkit.cost.port import Port, reserve
 
 
 def taken(*stretches):
@@ -35,13 +35,16 @@ def test_the_first_gap_that_is_long_enough(ready, seconds, start):
 
 def test_two_ports_meet_where_both_are_free():
     one, other = taken((0, 2), (5, 6)), taken((2, 3), (6, 9))
-    assert meet([one, other], 0, 2) == 3
-    assert meet([one, other], 0, 3) == 9
-    assert meet([one, other], 9.5, 1) == 9.5
+    assert reserve([one, other], 0, 2) == 3
+    assert reserve([one, other], 0, 3) == 9
+    assert reserve([one, other], 9.5, 1) == 12  # the stretch from 9 to 12 is taken
+    assert one.free_from(10, 1) == other.free_from(10, 1) == 13
 
 
-def test_a_message_without_length_takes_nothing():
-    assert taken((1, 1)).free_from(0, 5) == 0
+def test_what_takes_no_time_needs_no_port():
+    port = taken((0, 2))
+    assert reserve([port], 1, 0) == 1
+    assert port.free_from(2, 5) == 2
 
 
 def test_what_is_long_ago_counts_as_busy(monkeypatch):

@@ -1,4 +1,4 @@
-"""When a port is busy, and when two of them have time for a message."""
+"""When a port is busy, and when several of them have time for a message."""
 
 from bisect import bisect_right
 
@@ -26,8 +26,6 @@ class Port:
 
     def take(self, start: float, end: float) -> None:
         """It is busy from ``start`` to ``end``, where it was free."""
-        if end <= start:
-            return
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._ends.insert(at, end)
@@ -36,13 +34,21 @@ class Port:
             del self._starts[:_KEPT], self._ends[:_KEPT]
 
 
-def meet(ports: list[Port], ready: float, seconds: float) -> float:
-    """The earliest moment, ``ready`` or later, from which all of them are free for so long."""
+def reserve(ports: list[Port], ready: float, seconds: float) -> float:
+    """The earliest moment, ``ready`` or later, from which all are free for so long: now taken.
+
+    What takes no time needs no port.
+    """
+    if seconds == 0:
+        return ready
     start = ready
     while True:
         free = start
         for port in ports:
             free = port.free_from(free, seconds)
         if free == start:
-            return start
+            break
         start = free
+    for port in ports:
+        port.take(start, start + seconds)
+    return start

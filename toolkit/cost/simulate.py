@@ -14,7 +14,7 @@ One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear
 
 from toolkit.cost.costs import Costs
 from toolkit.cost.hardware import Hardware
-from toolkit.cost.port import Port, meet
+from toolkit.cost.port import Port, reserve
 from toolkit.cost.timeline import (
     ACTIVATIONS,
     COMPUTE,
@@ -211,10 +211,8 @@ class _Simulation:
         ready, n_bytes = self._content(rank, i)
         seconds = self.hardware.message(n_bytes)
         ports = [self.sending[rank], self.receiving[peer]]
-        start = meet(ports, ready, seconds)
+        start = reserve(ports, ready, seconds)
         self.arrival = end = start + seconds
-        for port in ports:
-            port.take(start, end)
         what = (_NAMES[i.buffer], i.stage, i.microbatch, i.step, n_bytes)
         slot = self.program.slot(i)
         self.spans.append(Span(rank, SEND, start, end, *what, peer, slot))
@@ -243,10 +241,8 @@ class _Simulation:
         cost = self.hardware.all_reduce if ring else self.hardware.tree
         seconds = cost(n_bytes, n_ranks)
         ports = [port[peer] for port in (self.sending, self.receiving) for peer in i.peers]
-        start = meet(ports, ready, seconds)
+        start = reserve(ports, ready, seconds)
         end = start + seconds
-        for port in ports:
-            port.take(start, end)
         name = i.action.name.lower().replace("_", "-")
         for peer in i.peers:
             self.met[peer] = start
