@@ -89,20 +89,26 @@ def test_report_does_nothing_outside_a_rank():
 
 
 def test_a_mistake_is_raised_as_it_is_rather_than_what_follows_from_it(tmp_path):
-    ready = tmp_path / "ready"
+    heard, ready = tmp_path / "heard", tmp_path / "ready"
     pids = {}
+
+    def hear(rank, pid):
+        pids[rank] = pid
+        if len(pids) == 2:
+            heard.touch()
 
     def function(rank_of_mistake):
         report(os.getpid())
-        if int(os.environ["RANK"]) == rank_of_mistake:
-            while not ready.exists():
-                time.sleep(0.01)
+        mistaken = int(os.environ["RANK"]) == rank_of_mistake
+        while not (ready if mistaken else heard).exists():
+            time.sleep(0.01)
+        if mistaken:
             raise ValueError("batch=7 cannot be divided by 2: make it 8")
         ready.touch()
         raise JobFailedError("rank 1 does not answer")
 
     with pytest.raises(ValueError, match=r"^batch=7 cannot be divided by 2: make it 8\n") as caught:
-        launch(function, 2, 1, on_report=pids.__setitem__)
+        launch(function, 2, 1, on_report=hear)
     assert isinstance(caught.value.__cause__, RankError)
     assert "in function\n" in str(caught.value.__cause__)
     assert len(pids) == 2
