@@ -14,7 +14,7 @@ test: $(READY)  ## the whole test suite
 thorough: $(READY)  ## more sizes, ranks and examples of the tests that have them
 	THOROUGH=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/schedule tests/model tests/runtime/test_single_process.py \
-	  tests/runtime/test_distributed.py tests/training/test_kept.py
+	  tests/runtime/test_distributed.py tests/training/test_kept.py tests/config/test_sweeps.py
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -202,7 +202,7 @@ def test_help_is_quick():
         (
             ["experiments/bench.py", "foo"],
             "error: bench=foo is unknown: choose one of data_fuzz, failure, grouped, links,"
-            " peak, resume, simulator\n",
+            " peak, resume, simulator, tracking\n",
         ),
     ],
 )

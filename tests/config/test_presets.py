@@ -14,7 +14,7 @@ PRESETS = choices(CONF, "experiment")
 CHOICES = [
     (group, choice)
     for group in groups(CONF)
-    if group not in ("experiment", "bench", "study")
+    if group not in ("experiment", "bench", "study", "sweep")
     for choice in choices(CONF, group)
 ]
 
@@ -49,6 +49,18 @@ def test_every_study_composes(study):
     rules = [build_schedule(rule) for rule in config.rules.values()]
     assert len({rule.name for rule in rules}) == len(rules) > 3
     assert f"study={study}" in (CONF / "study" / f"{study}.yaml").read_text()
+
+
+@pytest.mark.parametrize("sweep", choices(CONF, "sweep"))
+def test_every_sweep_composes(sweep):
+    schema.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        asked = compose("train", [f"+sweep={sweep}"], return_hydra_config=True).hydra
+    assert asked.mode.name == "MULTIRUN"
+    for option, values in asked.sweeper.params.items():
+        for value in ["0"] if values.startswith("range(") else values.split(","):
+            assert composed("train", f"+sweep={sweep}", f"{option}={value}")
+    assert f"-m +sweep={sweep}" in (CONF / "sweep" / f"{sweep}.yaml").read_text()
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

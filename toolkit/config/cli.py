@@ -2,23 +2,34 @@
 
 A user's mistake is what Hydra refuses to compose, or a ValueError raised by the toolkit or the
 experiment itself. It ends the program with one message and status 2; anything else is a bug and
-keeps its traceback. HYDRA_FULL_ERROR=1 shows every traceback.
+keeps its traceback. HYDRA_FULL_ERROR=1 shows every traceback. In a sweep neither ends the other
+runs: see :mod:`toolkit.config.sweeps`.
 """
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config import ranks, schema
+from toolkit.config import ranks, schema, sweeps
+from toolkit.config import status as states
 from toolkit.config.errors import explain
 from toolkit.config.help import text
 from toolkit.config.resume import resumed
+from toolkit.config.status import Status, write_status
+from toolkit.config.sweeps import Sweep
 
+_FAILED = 1
 _USAGE = 2
+STOPPED = 75
+"""The exit status of a run that a signal has ended, and that can be resumed."""
 _INTERRUPTED = 130
 # Of many ranks the first one writes; the others run the same job in no folder of their own.
 _WRITES_NOTHING = [
@@ -29,68 +40,157 @@ _WRITES_NOTHING = [
 ]
 
 
-def entry_point(
-    name: str, conf: Path
-) -> Callable[[Callable[[DictConfig], int | None]], Callable[[], None]]:
+@dataclass(frozen=True)
+class Ended:
+    """How an experiment has ended.
+
+    Attributes:
+        status: of the process.
+        objective: of a sweep that looks for the best options.
+    """
+
+    status: int = 0
+    objective: float | None = None
+
+
+Experiment = Callable[[DictConfig], Ended | int | None]
+
+
+def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], None]]:
     """Make a function of a configuration into the experiment ``name``.
 
-    What it returns is the exit status.
+    What it returns is the exit status, or how it has ended.
 
     Args:
         name: its configuration is ``conf/<name>.yaml``.
         conf: the folder of the configuration.
     """
 
-    def decorate(function: Callable[[DictConfig], int | None]) -> Callable[[], None]:
+    def decorate(function: Experiment) -> Callable[[], None]:
         def main() -> None:
             schema.register()
             arguments = sys.argv[1:]
-            status = 0
             verbose = "HYDRA_FULL_ERROR" in os.environ
             os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
-            mistakes, launcher = 0, os.getpid()
+            Sweep.folder, Sweep.options = None, arguments
+            status = 0
             if not ranks.leads():
                 sys.argv += _WRITES_NOTHING
 
+            def explained(error: Exception) -> str | None:
+                """A user's mistake in a line or two; None for anything else."""
+                return None if verbose else explain(error, name, conf, arguments)
+
             def refuse(error: Exception) -> None:
                 """Print a user's mistake and remember it; raise anything else."""
-                nonlocal mistakes
-                message = explain(error, name, conf, arguments)
-                if message is None or verbose or os.getpid() != launcher:  # it goes back there
+                nonlocal status
+                message = explained(error)
+                if message is None:
                     raise error
                 ranks.refuse(message)
-                mistakes += 1
+                status = max(status, _USAGE)
 
-            def job(config: DictConfig) -> None:
+            def job(config: DictConfig) -> float | None:
                 nonlocal status
                 try:
-                    _settle(config)
-                    status = max(status, function(config) or 0)
+                    if HydraConfig.get().mode == RunMode.MULTIRUN:
+                        ended = _run_of_sweep(function, config, explained)
+                    else:
+                        ended = _run(function, config, explained)
                 except Exception as error:
                     refuse(error)
+                    return None
+                status = max(status, ended.status)
+                return ended.objective
 
             try:
                 if {"-h", "--help"} & set(arguments):
                     print(sys.modules[function.__module__].__doc__)
                     print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
                     return
-                sys.argv[1:] = resumed(sys.argv[1:])
+                sys.argv[1:] = sweeps.with_defaults(resumed(sys.argv[1:]))
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
             except KeyboardInterrupt:
                 if ranks.leads():
-                    print("interrupted", file=sys.stderr)
+                    print(f"interrupted{_go_on(name)}", file=sys.stderr)
                 sys.exit(_INTERRUPTED)
             except BrokenPipeError:  # the reader, such as head, has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             except Exception as error:
                 refuse(error)
+            if Sweep.folder is not None and any(Sweep.folder.glob("*/status.json")):
+                lines, complete = sweeps.summary(Sweep.folder)
+                print(f"\n{lines}{'' if complete else _go_on(name)}")
+                status = status if complete else max(status, _FAILED)
             ranks.part()
-            if mistakes or status:
-                sys.exit(_USAGE if mistakes else status)
+            if status:
+                sys.exit(status)
 
         return main
 
     return decorate
+
+
+Explained = Callable[[Exception], str | None]
+
+
+def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
+    """A run, with its status in its folder."""
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    options = list(hydra_config.overrides.task)
+
+    def tell(state: str, message: str | None = None, objective: float | None = None) -> None:
+        if ranks.leads():
+            write_status(folder, Status(state, options, message, objective))
+
+    tell(states.RUNNING)
+    try:
+        _settle(config)
+        returned = function(config)
+    except KeyboardInterrupt:
+        tell(states.STOPPED)
+        raise
+    except Exception as error:
+        tell(states.FAILED, explained(error) or f"{type(error).__name__}: {error}")
+        raise
+    ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
+    tell(states.STOPPED if ended.status == STOPPED else states.FINISHED, None, ended.objective)
+    return ended
+
+
+def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
+    """A run that finished before is passed over, one with a checkpoint goes on from there.
+
+    What goes wrong in one is told in its folder, and the others go on.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
+            options = list(HydraConfig.get().overrides.task)
+            if before := sweeps.finished_before(folder, options):
+                print(f"run {folder.name} has finished before")
+                return Ended(objective=before.objective)
+            if "resume" in config and sweeps.has_checkpoint(folder):
+                config.resume = str(folder)
+        ended = _run(function, config, explained)
+    except Exception as error:
+        if (message := explained(error)) is not None:
+            ranks.refuse(message)
+            return Ended(_USAGE)
+        (folder / "error.txt").write_text(traceback.format_exc())
+        print(f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr)
+        return Ended(_FAILED)
+    if ended.status == STOPPED:
+        raise KeyboardInterrupt  # the other runs are not to begin
+    return ended
+
+
+def _go_on(name: str) -> str:
+    """How to start a broken sweep again, if there is one."""
+    if Sweep.folder is None:
+        return ""
+    return f"\nto go on: python experiments/{name}.py -m resume={Sweep.folder}"
 
 
 def _settle(config: DictConfig) -> None:

@@ -70,6 +70,10 @@ def _missing_choice(error: MissingConfigException, conf: Path) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if choice.startswith("submitit_"):
         return "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
+    if (group, choice) == ("hydra/sweeper", "optuna"):
+        return "hydra/sweeper=optuna needs a plugin: pip install hydra-optuna-sweeper"
+    if (group, choice) == ("hydra/launcher", "joblib"):
+        return "hydra/launcher=joblib needs a plugin: pip install hydra-joblib-launcher"
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"

@@ -1,5 +1,6 @@
 """Worker processes that read images, kept from one epoch to the next."""
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -109,9 +110,19 @@ class Readers:
             batch_sampler=plan,
             pin_memory=pinned,
             generator=torch.Generator(),
+            multiprocessing_context=_start_method() if self._options["num_workers"] else None,
             **self._options,
         )
         return _Loader(plan, batches, pinned)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": None}
+
+
+def _start_method() -> str | None:
+    """How workers are started; None: as everywhere.
+
+    joblib's processes start others in a way of their own, which a DataLoader's workers do not bear,
+    and hand it on to those that are spawned.
+    """
+    return "fork" if multiprocessing.get_start_method() == "loky" else None

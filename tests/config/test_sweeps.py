@@ -1,0 +1,191 @@
+"""A sweep loses nothing: neither the other runs when one fails, nor what was done before."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from tests.experiments.command import EXPERIMENTS, TINY, refused, run
+from tests.thorough import THOROUGH
+from toolkit.config.resume import resumed
+from toolkit.config.status import Status, read_status, write_status
+from toolkit.config.sweeps import finished_before, summary, sweep_options, with_defaults
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path):
+    status = Status("running", ["a=1"]).ended("failed", "a is even: got 1", 0.5)
+    write_status(tmp_path / "new", status)
+    assert read_status(tmp_path / "new") == status
+    assert read_status(tmp_path) is None
+    (tmp_path / "status.json").write_text('{"state": ')
+    assert read_status(tmp_path) is None
+
+
+def test_optuna_is_told_what_to_do_unless_it_has_been():
+    asked = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.direction=minimize"]
+    rest = ["hydra.sweeper.max_failure_rate=1.0", "hydra.sweeper.sampler.seed=0"]
+    assert with_defaults(asked) == [*asked, *rest]
+    grid = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid"]
+    assert with_defaults(grid) == [*grid, "hydra.sweeper.direction=maximize", rest[0]]
+    assert with_defaults(["-m", "seed=0,1"]) == ["-m", "seed=0,1"]
+
+
+def test_a_sweep_goes_on_with_its_own_options(tmp_path, monkeypatch):
+    options = ["-m", "seed=0,1", "hydra.sweep.dir=x", "resume=y", "hydra/launcher=joblib"]
+    (tmp_path / "sweep.json").write_text(json.dumps({"options": options}))
+    kept = ["-m", "seed=0,1", "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
+    assert resumed([f"resume={tmp_path}"]) == kept
+    assert resumed(["--multirun", f"resume={tmp_path}"]) == kept
+    with pytest.raises(ValueError, match=r"its own options: leave out epochs=9 seed=3$"):
+        resumed(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"under torchrun only single runs"):
+        resumed([f"resume={tmp_path}"])
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"options": 1}'])
+def test_no_sweep(tmp_path, content):
+    if content is not None:
+        (tmp_path / "sweep.json").write_text(content)
+    assert sweep_options(tmp_path) is None
+
+
+def test_only_what_has_finished_is_passed_over(tmp_path):
+    assert finished_before(tmp_path, ["a=1"]) is None
+    for state in ("running", "failed", "stopped"):
+        write_status(tmp_path, Status(state, ["a=1"]))
+        assert finished_before(tmp_path, ["a=1"]) is None
+    write_status(tmp_path, Status("finished", ["a=1"], objective=0.5))
+    assert finished_before(tmp_path, ["a=1"]).objective == 0.5
+    with pytest.raises(ValueError, match=r"holds the run of other options \(a=1\): start"):
+        finished_before(tmp_path, ["a=2"])
+
+
+def test_the_summary_names_what_has_not_finished(tmp_path):
+    for name, status in {
+        "10": Status("running", ["seed=10"]),
+        "2": Status("failed", ["seed=2"], "no"),
+        "1": Status("finished", ["seed=1"]),
+    }.items():
+        write_status(tmp_path / name, status)
+    text, complete = summary(tmp_path)
+    assert not complete
+    assert text.splitlines() == [
+        f"3 runs in {tmp_path}: 1 finished, 1 failed, 1 broken off",
+        "  failed: 2 (seed=2): no",
+        "  broken off: 10 (seed=10)",
+    ]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Two runs that finish, and between them one that cannot."""
+    folder = tmp_path_factory.mktemp("sweep")
+    options = ["schedule=dp", "optimizer.lr=0.1,-1,0.2", "epochs=2", f"hydra.sweep.dir={folder}"]
+    return folder, run("train", "-m", *TINY, *options)
+
+
+def test_one_that_fails_does_not_lose_the_others(swept):
+    folder, finished = swept
+    assert finished.status == 2
+    assert "error: optimizer cannot be made: Invalid learning rate: -1.0" in finished.err
+    assert "Traceback" not in finished.err
+    assert f"3 runs in {folder}: 2 finished, 1 failed" in finished.out
+    assert f"to go on: python experiments/train.py -m resume={folder}" in finished.out
+    assert [read_status(folder / str(k)).state for k in range(3)] == [
+        "finished",
+        "failed",
+        "finished",
+    ]
+    result = json.loads((folder / "0" / "result.json").read_text())
+    assert read_status(folder / "0").objective == result["metrics"]["top1"]
+
+
+def test_a_sweep_passes_over_what_is_done_and_resumes_what_is_not(swept):
+    """A run that was killed after its first epoch goes on from there; none runs twice."""
+    folder, _ = swept
+    done = (folder / "0" / "result.json").stat().st_mtime_ns
+    broken = folder / "2"
+    before = (broken / "epochs.csv").read_text()
+    write_status(broken, Status("running", read_status(broken).options))
+    for name in ("result.json", "epochs.csv", "model.pt"):
+        (broken / name).unlink()
+    *_, last = sorted(broken.glob("checkpoints/step_*.ckpt"))
+    last.unlink()
+    again = run("train", "-m", f"resume={folder}")
+    assert again.status == 2  # the one that cannot still cannot
+    assert "run 0 has finished before" in again.out
+    assert "run 2 has finished before" not in again.out
+    assert (folder / "0" / "result.json").stat().st_mtime_ns == done
+    after = (broken / "epochs.csv").read_text()
+    assert [line.split(",")[:4] for line in after.splitlines()] == [
+        line.split(",")[:4] for line in before.splitlines()
+    ]
+
+
+def test_other_options_in_the_same_folder_are_refused(swept):
+    folder, _ = swept
+    again = run("train", "-m", *TINY, "schedule=dp", "seed=5", f"hydra.sweep.dir={folder}")
+    assert again.status == 2
+    assert "0 holds the run of other options" in again.err
+
+
+def test_a_bug_in_one_run_is_told_in_its_folder(tmp_path, monkeypatch):
+    from toolkit import training
+
+    def prepare(config):
+        raise AssertionError("impossible")
+
+    monkeypatch.setattr(training, "prepare", prepare)
+    finished = run("train", "-m", *TINY, "seed=0,1", f"hydra.sweep.dir={tmp_path}")
+    assert finished.status == 1
+    assert f"error: run 1 has failed: see {tmp_path}/1/error.txt" in finished.err
+    assert "impossible" in (tmp_path / "1" / "error.txt").read_text()
+    assert "failed: 0 (" in finished.out
+    assert "AssertionError: impossible" in finished.out
+
+
+def test_presets_are_sweeps(tmp_path):
+    finished = run(
+        "train", *TINY, "+sweep=schedules_by_seeds", "seed=0", f"hydra.sweep.dir={tmp_path}"
+    )
+    assert finished.status == 0, finished.err
+    assert f"3 runs in {tmp_path}: 3 finished" in finished.out
+    options = yaml.safe_load((tmp_path / "1" / ".hydra" / "overrides.yaml").read_text())
+    assert {"schedule=cdp_v1", "seed=0"} <= {*options}
+
+
+def test_mistakes():
+    message = refused("train", "+sweep=schedules_by_seed")
+    assert message.startswith("sweep=schedules_by_seed is unknown: did you mean schedules_by_seeds")
+
+
+def test_sweeps_that_start_in_the_same_second_do_not_share_a_folder():
+    shown = ["--cfg", "hydra", "--package", "hydra.sweep.dir", "--resolve"]
+    command = [sys.executable, str(EXPERIMENTS / "train.py"), *shown]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    folders = {process.communicate()[0] for process in both}
+    assert len(folders) == 2
+    assert all("outputs/train/" in folder for folder in folders)
+
+
+@pytest.mark.skipif(not THOROUGH, reason="starts many processes: THOROUGH=1")
+def test_joblib_runs_them_beside_each_other_with_readers_of_their_own(tmp_path):
+    random = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            for k in range(8):
+                pixels = random.integers(0, 255, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{k}.png")
+    data = ["data=image_folder", f"data.root={tmp_path}", "data.image_size=8", "data.num_workers=1"]
+    several = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "schedule=dp,cdp_v2"]
+    sizes = ["model=resnet8", "epochs=1", "batch=2"]
+    folder = tmp_path / "sweep"
+    finished = run("train", "-m", *data, *several, *sizes, f"hydra.sweep.dir={folder}")
+    assert finished.status == 0, finished.err
+    assert f"2 runs in {folder}: 2 finished" in finished.out

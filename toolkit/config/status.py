@@ -1,0 +1,50 @@
+"""``status.json`` in a run's folder: whether it runs, has ended, and how."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
+_NAME = "status.json"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What became of a run.
+
+    Attributes:
+        state: ``running``, also of a run that was killed; ``finished``, ``failed`` or ``stopped``.
+        options: its command line.
+        message: why it failed.
+        objective: what a sweep makes as large, or as small, as can be.
+    """
+
+    state: str
+    options: Sequence[str] = ()
+    message: str | None = None
+    objective: float | None = None
+
+    def ended(
+        self, state: str, message: str | None = None, objective: float | None = None
+    ) -> "Status":
+        return replace(self, state=state, message=message, objective=objective)
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Have ``folder`` tell it, if anything can be written there."""
+    from toolkit.tracking import write_json
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / _NAME, asdict(status))
+    except OSError:
+        return  # as when the disk is full; the run goes on, and says so where it matters
+
+
+def read_status(folder: Path) -> Status | None:
+    """What ``folder`` tells; None if it tells nothing that can be read."""
+    try:
+        return Status(**json.loads((folder / _NAME).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
