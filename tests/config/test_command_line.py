@@ -140,7 +140,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("compare", ["rules.dpp.delay=1"], "did you mean rules.NAME.delay?"),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
         ("communication", ["measured=true", "width=0"], "width is 1 or more: got 0"),
-        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of data_fuzz, failure, grouped"),
+        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz"),
         ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
         ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
         ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
@@ -201,8 +201,8 @@ def test_help_is_quick():
         ),
         (
             ["experiments/bench.py", "foo"],
-            "error: bench=foo is unknown: choose one of data_fuzz, failure, grouped, links,"
-            " peak, resume, simulator, tracking\n",
+            "error: bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz, failure,"
+            " grouped, links, peak, resume, simulator, tracking\n",
         ),
     ],
 )

@@ -88,6 +88,15 @@ class DataFuzzBench:
 
 
 @dataclass
+class CheckpointFuzzBench:
+    """Damaged checkpoints: each named, or the one before it used, when the run is resumed."""
+
+    _target_: str = "benchmarks.checkpoint_fuzz.run"
+    mutations: int = option(300, "damaged checkpoints, of every kind in turn")
+    limit: float = option(60.0, "seconds after which a run that is resumed counts as a hang")
+
+
+@dataclass
 class LinksBench:
     """Training on links of limited bandwidth, made with network namespaces; as root."""
 
@@ -108,3 +117,18 @@ class LinksBench:
     chunk_mb: float | None = option(None, "of CDP's messages; the runtime's own unless given")
     chains: str | None = option("rotated", "of CDP-v1: in_order or rotated")
     timeout: float = option(600.0, "seconds in which a run has to end")
+
+
+@dataclass
+class TrackingBench:
+    """What tracking a run with W&B, offline, adds to its training steps."""
+
+    _target_: str = "benchmarks.tracking.run"
+    model: str = option("resnet8", "any of toolkit.model.MODELS")
+    image_size: int = option(32, "pixels")
+    stages: int = option(4, "stages and micro-batches")
+    batch: int = option(8, "images of a micro-batch")
+    rounds: int = option(15, "timed rounds with and without tracking, in turn")
+    steps: int = option(40, "training steps of a round")
+    every: int = option(10, "training steps from one logged point to the next")
+    most: float = option(0.02, "share of a step's time that tracking may add, the median")

@@ -4,6 +4,7 @@ A schema is registered as ``schema/<group>/<name>``; a file of the group begins 
 misspelt option or a value of the wrong type fails when the configuration is composed.
 """
 
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from toolkit.config.benches import (
+    CheckpointFuzzBench,
     DataFuzzBench,
     FailureBench,
     GroupedBench,
@@ -18,6 +20,7 @@ from toolkit.config.benches import (
     PeakBench,
     ResumeBench,
     SimulatorBench,
+    TrackingBench,
 )
 from toolkit.config.options import option, option_list
 
@@ -260,6 +263,26 @@ class TorchPipeliningRuntime(Ranks):
     _target_: str = "toolkit.runtime.baselines.TorchPipelining"
 
 
+def _tracking_mode() -> str:
+    """What WANDB_MODE of the environment asks for."""
+    mode = os.environ.get("WANDB_MODE") or "offline"
+    return {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
+
+
+@dataclass
+class Tracking:
+    """Where training is tracked with W&B."""
+
+    mode: str = field(default_factory=_tracking_mode)  # offline, online or disabled
+    project: str = "cdp-toolkit"
+    entity: str | None = None  # user or team; null: the default one of the account
+    group: str | None = None  # null: the folder of a sweep or a comparison
+    name: str | None = None  # null: the schedule and the seed
+    tags: list[str] = field(default_factory=list)
+    every: int = 10  # training steps from one logged point to the next
+    checkpoints: bool = False  # also upload the last and the best one, and model.pt
+
+
 @dataclass
 class Training:
     """What train and compare share."""
@@ -287,6 +310,7 @@ class Training:
     diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")
+    tracking: Tracking = field(default_factory=Tracking)
 
 
 @dataclass
@@ -361,6 +385,15 @@ class Communication:
 
 
 @dataclass
+class Report:
+    runs: Any = option(None, "output folder of runs, or one above; a glob, or a list of those")
+    title: str = option("Runs compared", "of the report")
+    publish: str | None = option(None, "wandb: also as a report and a workspace there")
+    entity: str | None = option(None, "user or team in W&B that publishes it")
+    project: str | None = option(None, "project in W&B in which the runs are tracked")
+
+
+@dataclass
 class Bench:
     bench: Any = MISSING
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
@@ -376,6 +409,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "communication": Communication,
         "simulate": Simulate,
         "bench": Bench,
+        "report": Report,
     },
     "schedule": {
         "data_parallel": DataParallel,
@@ -402,7 +436,9 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "torch_pipelining": TorchPipeliningRuntime,
     },
     "hardware": {"hardware": Hardware},
+    "tracking": {"tracking": Tracking},
     "bench": {
+        "checkpoint_fuzz": CheckpointFuzzBench,
         "data_fuzz": DataFuzzBench,
         "failure": FailureBench,
         "grouped": GroupedBench,
@@ -410,6 +446,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "peak": PeakBench,
         "resume": ResumeBench,
         "simulator": SimulatorBench,
+        "tracking": TrackingBench,
     },
 }
 

@@ -242,10 +242,12 @@ class Distributed:
         """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
 
         Raises:
-            ValueError: the state is of other stages, or lacks weights that the schedule reads.
+            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
+                formed otherwise than this runtime's.
         """
-        check_state(state, self.schedule, self._workers)
-        self.module().load_state_dict(state["model"])
+        model = self.module()
+        check_state(state, self.schedule, self._workers, model)
+        model.load_state_dict(state["model"])
         self.steps_done = state["steps_done"]
         for j in self._holdings.updated:
             self._workers[j].load(state["stages"][j])

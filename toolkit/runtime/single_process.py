@@ -182,12 +182,14 @@ class SingleProcess:
         """Go on where ``state`` was taken.
 
         Raises:
-            ValueError: the state is of other stages, or lacks weights that the schedule reads.
+            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
+                formed otherwise than this runtime's.
         """
-        check_state(state, self.schedule, self._workers)
+        model = self.module()
+        check_state(state, self.schedule, self._workers, model)
         steps_done = state["steps_done"]
         self.steps_done = steps_done
-        self.module().load_state_dict(state["model"])
+        model.load_state_dict(state["model"])
         for j, worker in enumerate(self._workers):
             self._versions[j] = {
                 version: {name: tensor.clone() for name, tensor in weights.items()}

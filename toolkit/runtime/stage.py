@@ -1,7 +1,7 @@
 """One stage at work: it computes with any weight version, and updates its newest."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -58,6 +58,7 @@ class StageWorker:
     Attributes:
         average: of its weights, where the recipe wants one.
         n_skipped: updates left out because their gradient was not finite.
+        unused: weights that had no gradient in the last update.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class StageWorker:
             self._call = compiled(self._call, recipe.compile)
         self.average = None if recipe.ema is None else Average(recipe.ema)
         self.n_skipped = 0
+        self.unused: list[str] = []
         self.optimizer = make_optimizer(list(self.masters.values())) if self.masters else None
         self.scheduler = (
             make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
@@ -109,6 +111,7 @@ class StageWorker:
             "lr_scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "average": self.average.state_dict() if self.average else None,
             "n_skipped": self.n_skipped,
+            "unused": self.unused,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -117,7 +120,27 @@ class StageWorker:
         for name, part in {**parts, "average": self.average}.items():
             if part is not None and state[name] is not None:
                 part.load_state_dict(copy.deepcopy(state[name]))
-        self.n_skipped = state["n_skipped"]
+        self.n_skipped, self.unused = state["n_skipped"], [*state["unused"]]
+
+    def form(self, *, updated: bool, unused: Collection[str]) -> dict[str, Any]:
+        """A state formed as that which :meth:`state` gives, whatever its values.
+
+        Args:
+            updated: after an update, rather than before the first.
+            unused: weights that had no gradient in it.
+        """
+        twin = copy.copy(self)
+        make_optimizer, make_scheduler = self.makers
+        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
+        twin.optimizer = make_optimizer(list(masters.values())) if masters else None
+        twin.scheduler = (
+            make_scheduler(twin.optimizer) if make_scheduler and twin.optimizer else None
+        )
+        if updated and twin.optimizer:
+            for name in masters.keys() - unused:
+                masters[name].grad = torch.zeros_like(masters[name])
+            twin.optimizer.step()
+        return twin.state()
 
     @property
     def learning_rate(self) -> float | None:
@@ -198,6 +221,7 @@ class StageWorker:
         """
         if self.average is not None:
             self.average.begin(self.newest())
+        self.unused = [name for name in self.masters if name not in total.tensors]
         for name, master in self.masters.items():
             if keep_old:
                 master.data = master.data.clone()

@@ -184,9 +184,8 @@ def _restore(
     try:
         runtime.load_state_dict(state["runtime"])
         return Position.of(state["position"])
-    except (KeyError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+    except (KeyError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(
-            f"the checkpoint in {checkpoints.folder} does not fit this run"
-            f" ({str(error).splitlines()[0]}): give the model, stages and schedule with which it"
-            " was saved"
+            f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}"
         ) from error

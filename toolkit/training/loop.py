@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.runtime.form import difference
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.result import StepResult
 from toolkit.training.data import Batches, ImageSet
@@ -92,8 +93,27 @@ class Position:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Position":
-        """The position whose ``state_dict`` was taken."""
-        return cls(**{**state, "history": [Epoch(**epoch) for epoch in state["history"]]})
+        """The position whose ``state_dict`` was taken.
+
+        Raises:
+            ValueError: it is formed otherwise.
+        """
+        history = state["history"] if isinstance(state, dict) and "history" in state else []
+        n_epochs = len(history) if isinstance(history, list) else 0
+        epochs = [_EPOCH | _average_of(history[k]) for k in range(n_epochs)]
+        expected = cls().state_dict() | {"history": epochs}
+        if fault := difference(state, expected, "position"):
+            raise ValueError(fault)
+        return cls(**{**state, "history": [Epoch(**epoch) for epoch in history]})
+
+
+_EPOCH = asdict(Epoch(0, *[0.0] * 6))
+
+
+def _average_of(epoch: Any) -> dict[str, float]:
+    """An accuracy that only some epochs have."""
+    has = isinstance(epoch, dict) and epoch.get("ema_top1") is not None
+    return {"ema_top1": 0.0} if has else {}
 
 
 class Stretches:

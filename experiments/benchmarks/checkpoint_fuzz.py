@@ -1,0 +1,299 @@
+"""Damaged checkpoints: whether a run that is resumed tells, or ends as if nothing had happened.
+
+Each mutation damages, by chance, the latest of a run's checkpoints: the bytes of the file, or what
+is in it, under a checksum that is right. The run is then resumed:
+
+refused     one sentence
+previous    the damaged file is named, the checkpoint before it used, and the run ends bit-identical
+equal       the run ends bit-identical; what was damaged is nothing that it depends on
+
+Anything else is a failure: a traceback, a hang, or a run that ends otherwise (silent).
+"""
+
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from types import FrameType
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from tqdm import tqdm
+
+from toolkit.config.errors import explain
+from toolkit.tracking import write_csv
+from toolkit.training import Outcome, prepare, run_kept
+from toolkit.training.checkpoint import Checkpoints, read, write
+
+PASSED = ("refused", "previous", "equal")
+FAILED = ("traceback", "hang", "silent")
+_CONF = Path(__file__).parents[2] / "conf"
+_TINY = [
+    "model=resnet8",
+    "model.width=4",
+    "data=synthetic",
+    "data.n_train=32",
+    "data.n_test=8",
+    "data.image_size=8",
+    "batch=4",
+    "stages=2",
+    "microbatches=2",
+    "epochs=2",
+    "save.steps=2",
+    "save.keep=4",
+    "device=cpu",
+]
+_RUNS = {
+    "sgd": ["schedule=cdp_v1", "ema=0.9"],
+    "adamw": ["schedule=cdp_v2", "optimizer=adamw"],
+    "plain": ["schedule=dp", "optimizer.momentum=0"],
+}
+
+
+@dataclass
+class Round:
+    """A mutation, and what came of it."""
+
+    kind: str
+    run: str
+    number: int
+    target: str = ""
+    outcome: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run, with checkpoints of its middle and its end, and what it ends with."""
+
+    config: DictConfig
+    folder: Path
+    weights: dict[str, Tensor]
+    scores: list[tuple[Any, ...]]
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row a kind of mutation: how many ended how, and a message."""
+    if config.mutations < 1:
+        raise ValueError(f"bench.mutations is 1 or more: got {config.mutations}")
+    output = Path(HydraConfig.get().runtime.output_dir)
+    rounds: list[Round] = []
+    kinds = [*BYTES, *CONTENTS]
+    with tempfile.TemporaryDirectory() as scratch:
+        wholes = {name: _whole(options, Path(scratch) / name) for name, options in _RUNS.items()}
+        for number in tqdm(range(config.mutations), unit="mutation", leave=False):
+            chance = Random(f"{seed} {number}")
+            done = Round(kinds[number % len(kinds)], chance.choice([*wholes]), number)
+            _one_round(done, wholes[done.run], Path(scratch) / "damaged", chance, config.limit)
+            rounds.append(done)
+            if done.outcome not in PASSED:
+                tqdm.write(f"mutation {number} fails: {asdict(done)}", file=sys.stderr)
+    write_csv(output / "mutations.csv", [asdict(done) for done in rounds])
+    return [_summary([r for r in rounds if r.kind == kind]) for kind in kinds[: config.mutations]]
+
+
+def _summary(rounds: list[Round]) -> dict[str, Any]:
+    found = Counter(done.outcome for done in rounds)
+    told = [done.message for done in rounds if done.outcome not in PASSED]
+    told += [done.message for done in rounds if done.message]
+    return {
+        "mutation": rounds[0].kind,
+        "checkpoints": len(rounds),
+        **{name: found[name] for name in (*PASSED, *FAILED)},
+        "failed": sum(found[name] for name in FAILED),
+        "message": told[0] if told else "",
+    }
+
+
+def _whole(options: list[str], folder: Path) -> Whole:
+    config = hydra.compose("train", [*_TINY, *options])
+    OmegaConf.resolve(config)
+    outcome = run_kept(prepare(config), folder)
+    return Whole(config, folder, _weights(outcome), _scores(outcome))
+
+
+def _weights(outcome: Outcome) -> dict[str, Tensor]:
+    state = outcome.job.runtime.module().state_dict()
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _scores(outcome: Outcome) -> list[tuple[Any, ...]]:
+    return [(e.epoch, e.train_loss, e.test_loss, e.top1, e.ema_top1) for e in outcome.epochs]
+
+
+def _one_round(done: Round, whole: Whole, folder: Path, chance: Random, limit: float) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole.folder, folder)
+    *_, last, end = Checkpoints(folder / "checkpoints").paths()
+    end.unlink()
+    if done.kind in BYTES:
+        last.write_bytes(BYTES[done.kind](last.read_bytes(), chance))
+    else:
+        state = read(last)
+        done.target = _mutate(state, CONTENTS[done.kind], chance)
+        write(last, state)
+    try:
+        with _no_longer_than(limit):
+            outcome = run_kept(prepare(whole.config), folder, resume=True)
+    except TimeoutError:
+        done.outcome = "hang"
+        return
+    except Exception as error:
+        message = explain(error, "train", _CONF, [])
+        plain = message is not None and len(message.splitlines()) == 1
+        done.outcome = "refused" if plain else "traceback"
+        done.message = message if plain and message else traceback.format_exc()
+        return
+    found = _weights(outcome)
+    alike = all(torch.equal(found[name], tensor) for name, tensor in whole.weights.items())
+    alike &= _scores(outcome) == whole.scores
+    named = any(last.name in note for note in outcome.notes)
+    done.outcome = "silent" if not alike else "previous" if named else "equal"
+    done.message = " / ".join(outcome.notes)
+
+
+@contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# Of bytes
+
+
+def _flip(content: bytes, chance: Random) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(chance.choice([1, 1, 10])):
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+    return bytes(damaged)
+
+
+def _cut(content: bytes, chance: Random) -> bytes:
+    return content[: chance.choice([0, chance.randrange(100), chance.randrange(len(content))])]
+
+
+def _grow(content: bytes, chance: Random) -> bytes:
+    return content + chance.randbytes(chance.randrange(1, 100))
+
+
+def _zero(content: bytes, chance: Random) -> bytes:
+    begin = chance.randrange(len(content))
+    length = min(chance.randrange(1, 4096), len(content) - begin)
+    return content[:begin] + bytes(length) + content[begin + length :]
+
+
+def _noise(content: bytes, chance: Random) -> bytes:
+    return chance.randbytes(len(content))
+
+
+BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
+    "bits flipped": _flip,
+    "cut": _cut,
+    "grown": _grow,
+    "zeroed": _zero,
+    "noise": _noise,
+}
+
+# Of contents
+
+Place = tuple[Any, Any]  # a container, and a key or index of it
+
+
+def _mutate(state: dict[str, Any], change: "Change", chance: Random) -> str:
+    """Change one value, anywhere in ``state``, to which that can be done; its path."""
+    places = [(path, place) for path, place in _places(state, "") if change.fits(place)]
+    path, place = chance.choice(places)
+    change.do(place, chance)
+    return path
+
+
+def _places(container: Any, path: str) -> Iterator[tuple[str, Place]]:
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    for key, value in [*items]:
+        yield f"{path}/{key}", (container, key)
+        if isinstance(value, dict | list):
+            yield from _places(value, f"{path}/{key}")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A way to damage a value, and the places where it can be done."""
+
+    fits: Callable[[Place], bool]
+    do: Callable[[Place, Random], None]
+
+
+def _is(*kinds: type) -> Callable[[Place], bool]:
+    return lambda place: isinstance(place[0][place[1]], kinds)
+
+
+def _remove(place: Place, chance: Random) -> None:
+    del place[0][place[1]]
+
+
+def _rename(place: Place, chance: Random) -> None:
+    container, key = place
+    container[f"{key}_"] = container.pop(key)
+
+
+def _add(place: Place, chance: Random) -> None:
+    value = place[0][place[1]]
+    if isinstance(value, dict):
+        value["more"] = chance.choice([0, "x", torch.zeros(2)])
+    else:
+        value.append(chance.choice([0, "x", torch.zeros(2)]))
+
+
+def _shape(place: Place, chance: Random) -> None:
+    container, key = place
+    tensor = container[key]
+    container[key] = chance.choice(
+        [
+            tensor.flatten()[:-1].clone(),
+            tensor.flatten().clone() if tensor.dim() > 1 else tensor[None].clone(),
+            tensor[:0].clone() if tensor.dim() else tensor[None].clone(),
+            torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2),
+            tensor.flatten()[:1].clone().reshape(()) if tensor.dim() else tensor[None, None],
+        ]
+    )
+
+
+def _dtype(place: Place, chance: Random) -> None:
+    container, key = place
+    kinds = [k for k in (torch.float16, torch.float64, torch.int32) if k != container[key].dtype]
+    container[key] = container[key].to(chance.choice(kinds))
+
+
+def _kind(place: Place, chance: Random) -> None:
+    container, key = place
+    others = [None, "x", [], {}, 1j, [{}], {"x": 1}]
+    container[key] = chance.choice([o for o in others if type(o) is not type(container[key])])
+
+
+CONTENTS: dict[str, Change] = {
+    "key removed": Change(lambda place: True, _remove),
+    "key renamed": Change(lambda place: isinstance(place[0], dict), _rename),
+    "value added": Change(_is(dict, list), _add),
+    "shape changed": Change(_is(Tensor), _shape),
+    "dtype changed": Change(_is(Tensor), _dtype),
+    "value of another type": Change(lambda place: True, _kind),
+}

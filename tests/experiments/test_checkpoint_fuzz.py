@@ -1,0 +1,51 @@
+"""Damaged checkpoints are refused, passed over, or damaged where nothing depends on it."""
+
+import csv
+
+import pytest
+
+from tests.experiments.command import EXPERIMENTS, refused, run
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    options = ["bench.mutations=22", "device=cpu", f"hydra.run.dir={folder}"]
+    finished = run("bench", "bench=checkpoint_fuzz", *options)
+    with (folder / "mutations.csv").open() as file:
+        return finished, list(csv.DictReader(file))
+
+
+def test_none_goes_unnoticed(fuzzed):
+    finished, rounds = fuzzed
+    assert finished.status == 0, finished.err
+    assert {done["kind"]: done["outcome"] for done in rounds} == {
+        "bits flipped": "previous",
+        "cut": "previous",
+        "grown": "previous",
+        "zeroed": "previous",
+        "noise": "previous",
+        "key removed": "refused",
+        "key renamed": "refused",
+        "value added": "refused",
+        "shape changed": "refused",
+        "dtype changed": "refused",
+        "value of another type": "refused",
+    }
+    assert all(done["target"] for done in rounds if done["outcome"] == "refused")
+
+
+def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    monkeypatch.setattr("toolkit.runtime.state._faults_inside", lambda *a: [])
+    options = ["bench.mutations=11", "device=cpu", f"hydra.run.dir={tmp_path}"]
+    finished = run("bench", "bench=checkpoint_fuzz", *options)
+    assert finished.status == 1
+    with (tmp_path / "mutations.csv").open() as file:
+        assert {"silent", "traceback"} & {done["outcome"] for done in csv.DictReader(file)}
+
+
+def test_mistakes():
+    assert "bench.mutations is 1 or more: got 0" in refused(
+        "bench", "bench=checkpoint_fuzz", "bench.mutations=0"
+    )
