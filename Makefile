@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test thorough lint format clean
+.PHONY: demo test thorough notebooks lint format clean
 
 demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/python experiments/compare.py experiment=digits
@@ -15,6 +15,9 @@ thorough: $(READY)  ## more sizes, ranks and examples of the tests that have the
 	THOROUGH=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/schedule tests/model tests/runtime/test_single_process.py \
 	  tests/runtime/test_distributed.py tests/training/test_kept.py tests/config/test_sweeps.py
+
+notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
+	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks --durations 8
 
 lint: $(READY)  ## what CI and pre-commit check
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rule
 one left is what the others are compared with.
 """
 
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import entry_point, leads
@@ -45,7 +47,7 @@ def main(config: DictConfig) -> None:
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)
     runs: list[Run] = []
-    for run in train_all(config):
+    for run in train_all(config, folder):
         runs.append(run)
         if leads():  # what has ended is kept, whatever befalls the others
             write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
@@ -63,6 +65,7 @@ def main(config: DictConfig) -> None:
         folder / "result.json",
         {
             "metrics": rows,
+            "notes": list(dict.fromkeys(note for run in runs for note in run.notes)),
             "delays": delay_means(delays, ["rule", "stage"]),
             "provenance": provenance(config, device, seconds),
         },
@@ -81,6 +84,8 @@ def main(config: DictConfig) -> None:
         print(f"{table(delay_means(delays, ['rule', 'stage']))}\n")
     print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
+    if line := where_tracked([run.where for run in runs if run.where], folder):
+        print(line)
 
 
 _LEGEND = """\
@@ -93,26 +98,37 @@ traffic a slot: all workers together, mean (largest), in stages' parameters
 
 @dataclass(frozen=True)
 class Run:
-    """One rule with one seed: the metrics of its epochs, and what its delays were seen to do."""
+    """One rule with one seed.
+
+    Attributes:
+        epochs: their metrics.
+        delays: what they were seen to do.
+        notes: on what could not be tracked.
+        where: how to come to what was.
+    """
 
     rule: str
     seed: int
     epochs: list[dict[str, Any]]
     delays: list[dict[str, Any]]
+    notes: list[str]
+    where: str
 
     def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """``rows`` of this run, with what they are of."""
         return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
-def train_all(config: DictConfig) -> Iterator[Run]:
+def train_all(config: DictConfig, folder: Path) -> Iterator[Run]:
     """Each rule with each seed."""
     from hydra.utils import instantiate
 
-    from toolkit.tracking import Progress
+    from toolkit.tracking import Curves, Progress, describe, track, track_schedule
     from toolkit.training import Step, prepare
 
     images = instantiate(config.data)
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    group = "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
     seeds = range(config.seed, config.seed + config.seeds)
     n_epochs = config.epochs * len(config.rules) * len(seeds)
     with Progress(n_epochs, shown=leads()) as progress:
@@ -123,14 +139,43 @@ def train_all(config: DictConfig) -> Iterator[Run]:
                 job = prepare(single, images)
                 progress.run(f"{job.schedule.name}, seed {seed}")
                 delays: list[dict[str, Any]] = []
+                with track(
+                    single,
+                    folder,
+                    device=describe(job.device),
+                    name=f"{name}, seed {seed}",
+                    job_type="compare",
+                    group=group,
+                    alone=False,
+                    here=leads(),
+                ) as tracker:
+                    curves = Curves(tracker, config.tracking.every)
+                    track_schedule(tracker, job.schedule)
 
-                def count(step: Step, delays: list[dict[str, Any]] = delays) -> None:
-                    progress.trained(step)
-                    delays.extend(asdict(delay) for delay in step.result.delays)
+                    def count(
+                        step: Step,
+                        delays: list[dict[str, Any]] = delays,
+                        curves: Curves = curves,
+                    ) -> None:
+                        progress.trained(step)
+                        curves.trained(step)
+                        delays.extend(asdict(delay) for delay in step.result.delays)
 
-                epochs = job.run(on_step=count)
+                    epochs = job.run(on_epoch=curves.epoch, on_step=count)
+                    final = asdict(epochs[-1])
+                    tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
                 progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
-                yield Run(name, seed, [asdict(epoch) for epoch in epochs], delays)
+                rows = [asdict(epoch) for epoch in epochs]
+                yield Run(name, seed, rows, delays, tracker.notes, tracker.where)
+
+
+def where_tracked(places: list[str], folder: Path) -> str:
+    """One line for all runs."""
+    if not places:
+        return ""
+    if places[0].startswith("tracked online"):
+        return f"{places[0]} and {len(places) - 1} more of its group"
+    return f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 
 def summary(schedule: Any, runs: list[Run], name: str, first: str) -> dict[str, Any]:

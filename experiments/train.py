@@ -16,29 +16,52 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point, leads
-
-STOPPED = 75
-"""The exit status of a run that a signal has ended, and that can be resumed."""
+from toolkit.config import STOPPED, Ended, entry_point, leads
 
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
-def main(config: DictConfig) -> int:
+def main(config: DictConfig) -> Ended:
+    from toolkit.tracking import describe, track, write_json
+    from toolkit.training import prepare
+
+    start = time.perf_counter()
+    job = prepare(config)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with track(
+        config,
+        folder,
+        device=describe(job.device),
+        name=f"{job.schedule.name}, seed {config.seed}",
+        group=sweep(),
+        resume=bool(config.resume) or restarted(),
+        here=leads(),
+    ) as tracker:
+        ended, result = train(config, job, folder, tracker, start)
+    if late := [note for note in tracker.notes if result and note not in result["notes"]]:
+        write_json(folder / "result.json", result | {"notes": [*result["notes"], *late]})
+    return ended
+
+
+def train(
+    config: DictConfig, job: Any, folder: Path, tracker: Any, start: float
+) -> tuple[Ended, dict[str, Any]]:
+    """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
     from toolkit.tracking import (
+        Curves,
         Progress,
         delay_means,
         describe,
         provenance,
         table,
+        track_schedule,
         write_csv,
         write_json,
     )
-    from toolkit.training import Epoch, Step, StoppedError, prepare, run_kept
+    from toolkit.training import Epoch, Step, StoppedError, run_kept
     from toolkit.training.profiling import WARM_UP, Profile
 
-    start = time.perf_counter()
-    job = prepare(config)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    curves = Curves(tracker, config.tracking.every)
+    track_schedule(tracker, job.schedule)
     delays: list[dict[str, Any]] = []
     profile = Profile(config.profile, folder / "profile.json", here=leads())
     with Progress(config.epochs, shown=leads()) as progress, profile:
@@ -46,14 +69,16 @@ def main(config: DictConfig) -> int:
 
         def report(epoch: Epoch) -> None:
             progress.note(f"test {epoch.top1:.2%}")
+            curves.epoch(epoch)
 
         def count(step: Step) -> None:
             progress.trained(step)
+            curves.trained(step)
             delays.extend(asdict(delay) for delay in step.result.delays)
             profile.step()
 
-        # torchrun has started the ranks again: go on, if there is where from.
-        again = None if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else False
+        # Ranks that were started again go on, if there is where from.
+        again = None if restarted() else False
         try:
             outcome = run_kept(
                 job,
@@ -64,39 +89,43 @@ def main(config: DictConfig) -> int:
                 on_note=progress.line if leads() else lambda note: None,
             )
         except StoppedError as stopped:
+            tracker.end(f"stopped by {stopped}", STOPPED)
+            track_weights(config, folder, tracker)
             if leads():
                 progress.line(
                     f"stopped by {stopped}"
                     + (f"; python experiments/train.py resume={folder}" if stopped.saved else "")
                 )
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise KeyboardInterrupt from stopped  # the other runs are not to begin
-            return STOPPED
+            return Ended(STOPPED), {}
     job, epochs = outcome.job, [as_row(epoch) for epoch in outcome.epochs]
     measured = job.measurements()
+    objective = epochs[-1]["top1"]
     if not leads():
-        return 0
+        return Ended(objective=objective), {}
     seconds = time.perf_counter() - start
     damaged = [*getattr(job.images, "damaged", ())]
     notes = list(outcome.notes)
     if damaged:
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
     write_csv(folder / "epochs.csv", epochs)
-    write_json(
-        folder / "result.json",
-        {
-            "schedule": job.schedule.name,
-            "metrics": epochs[-1],
-            "notes": notes,
-            "damaged": damaged,
-            "delays": delay_means(delays, ["stage"]),
-            "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
-            "provenance": provenance(config, describe(job.device), seconds),
-        },
-    )
+    curves.whole(outcome.epochs)
+    track_weights(config, folder, tracker)
+    if measured:
+        write_measured(measured, folder, tracker)
+    tracker.summary({f"final/{name}": value for name, value in epochs[-1].items()})
+    tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
+    result = {
+        "schedule": job.schedule.name,
+        "metrics": epochs[-1],
+        "notes": [*notes, *tracker.notes],
+        "damaged": damaged,
+        "delays": delay_means(delays, ["stage"]),
+        "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
+        "provenance": provenance(config, describe(job.device), seconds),
+    }
+    write_json(folder / "result.json", result)
     print(table([{"schedule": job.schedule.name, "seed": config.seed} | epochs[-1]]))
     if measured:
-        write_measured(measured, folder)
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
         print(table([readable(row) for row in measured.by_rank()]))
     if delays:
@@ -110,7 +139,26 @@ def main(config: DictConfig) -> int:
     for note in notes:
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}")
-    return 0
+    return Ended(objective=objective), result
+
+
+def sweep() -> str | None:
+    """The name of the sweep's folder, if this is a run of one."""
+    hydra = HydraConfig.get()
+    return Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the ranks again."""
+    return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def track_weights(config: DictConfig, folder: Path, tracker: Any) -> None:
+    """Upload what was saved, if that is asked for."""
+    if config.tracking.checkpoints:
+        saved = folder / "checkpoints"
+        paths = [*sorted(saved.glob("step_*.ckpt"))[-1:], saved / "best.ckpt", folder / "model.pt"]
+        tracker.files("weights", [path for path in paths if path.exists()])
 
 
 def as_row(epoch: Any) -> dict[str, Any]:
@@ -118,16 +166,18 @@ def as_row(epoch: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(epoch).items() if value is not None}
 
 
-def write_measured(measured: Any, folder: Path) -> None:
+def write_measured(measured: Any, folder: Path, tracker: Any) -> None:
     """Tables, a figure and a trace of the steps that were measured."""
     from toolkit.figures import save, timelines
-    from toolkit.tracking import write_csv
+    from toolkit.tracking import track_measured, write_csv
 
     timeline = measured.timeline()
+    figure = timelines([timeline])
     write_csv(folder / "ranks.csv", measured.by_rank())
-    save(timelines([timeline]), folder / "timeline")
+    save(figure, folder / "timeline")
     timeline.to_chrome_trace(folder / "trace.json")
     timeline.to_frame().to_csv(folder / "spans.csv", index=False)
+    track_measured(tracker, timeline, figure, measured.by_rank())
 
 
 def readable(row: dict[str, Any]) -> dict[str, Any]:

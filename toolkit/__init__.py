@@ -11,7 +11,19 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("cost", "config", "figures", "model", "runtime", "schedule", "training")
+_SUBPACKAGES = (
+    "config",
+    "cost",
+    "figures",
+    "model",
+    "notebook",
+    "pilot",
+    "report",
+    "runtime",
+    "schedule",
+    "tracking",
+    "training",
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -34,16 +34,16 @@ def timelines(shown: Sequence["Timeline"]) -> Figure:
         rows = figure.subplots(
             3, len(shown), squeeze=False, height_ratios=ratios, sharex="col", sharey="row"
         )
-        unit, name = _unit(max(timeline.end for timeline in shown), _TIMES)
+        unit, name = unit_for(max(timeline.end for timeline in shown), TIMES)
         fullest = max(t.peak_memory(rank) for t in shown for rank in range(t.n_ranks))
-        memory_unit, memory_name = _unit(fullest, _BYTES)
-        fastest = max((_sent(t) * _BINS / t.end).max() for t in shown)
-        traffic_unit, traffic_name = _unit(fastest, _RATES)
+        memory_unit, memory_name = unit_for(fullest, _BYTES)
+        fastest = max((bytes_sent_by_bin(t) * _BINS / t.end).max() for t in shown)
+        traffic_unit, traffic_name = unit_for(fastest, RATES)
         for column, timeline in enumerate(shown):
             ranks, memory, traffic = rows[:, column]
-            _draw_ranks(ranks, timeline, unit)
+            draw_ranks(ranks, timeline, unit)
             _draw_memory(memory, timeline, unit, memory_unit)
-            _draw_traffic(traffic, timeline, unit, traffic_unit)
+            draw_traffic(traffic, timeline, unit, traffic_unit)
             ranks.set_title(timeline.name)
             traffic.set_xlabel(f"time ({name})")
         rows[0, 0].set_ylabel("rank")
@@ -61,17 +61,17 @@ def timelines(shown: Sequence["Timeline"]) -> Figure:
         return figure
 
 
-_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-_RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
+RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
-def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+def unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """The largest unit of which there are two, or the last."""
     return next((unit for unit in units if largest >= 2 * unit[0]), units[-1])
 
 
-def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
+def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         colour = _LANES.get(span.lane) or _OPS[span.name.lstrip("0123456789")[:1]]
@@ -122,14 +122,14 @@ def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: flo
     axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=1, handlelength=1)
 
 
-def _draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: float) -> None:
+def draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: float) -> None:
     edges = np.linspace(0, timeline.end, _BINS + 1)
-    rate = _sent(timeline) * _BINS / timeline.end
+    rate = bytes_sent_by_bin(timeline) * _BINS / timeline.end
     axes.stairs(rate / traffic_unit, edges / unit, fill=True, color=PURPLE, alpha=0.8)
     axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1.1 * float(rate.max()) / traffic_unit))
 
 
-def _sent(timeline: "Timeline") -> NDArray[np.float64]:
+def bytes_sent_by_bin(timeline: "Timeline") -> NDArray[np.float64]:
     """Bytes that all ranks send in each bin of the time."""
     edges = np.linspace(0, timeline.end, _BINS + 1)
     sent = np.zeros(_BINS)

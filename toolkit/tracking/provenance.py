@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 _PACKAGES = ("torch", "torchvision", "hydra-core", "numpy")
+_SHORTEST_KEY = 8  # characters
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -25,8 +27,8 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
         seconds: wall time.
     """
     return {
-        "command": shlex.join([*_starter(), *_relative(sys.argv)]),
-        "config": OmegaConf.to_container(config, resolve=True),
+        "command": shlex.join(redacted([*_starter(), *_relative(sys.argv)])),
+        "config": redacted(OmegaConf.to_container(config, resolve=True)),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | _versions(),
         "device": device,
@@ -34,6 +36,20 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
         "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
         "seconds": round(seconds, 3),
     }
+
+
+def redacted(content: Any) -> Any:
+    """``content`` without the key of W&B, wherever one of its texts holds it."""
+    key = os.environ.get("WANDB_API_KEY", "")
+    if len(key) < _SHORTEST_KEY:
+        return content
+    if isinstance(content, str):
+        return content.replace(key, "WANDB_API_KEY")
+    if isinstance(content, Mapping):
+        return {name: redacted(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [redacted(value) for value in content]
+    return content
 
 
 def describe(device: Any) -> str:

@@ -16,7 +16,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """``content`` as indented JSON; what is not a finite number is null."""
-    _write(path, json.dumps(_finite(content), indent=2, default=str, allow_nan=False) + "\n")
+    write_text(path, json.dumps(_finite(content), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, rows: Rows) -> None:
@@ -25,7 +25,7 @@ def write_csv(path: Path, rows: Rows) -> None:
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
-    _write(path, text.getvalue())
+    write_text(path, text.getvalue())
 
 
 def table(rows: Rows) -> str:
@@ -41,7 +41,7 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not isfinite(content) else content
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write beside, then rename, so that a reader never finds half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text, newline="")

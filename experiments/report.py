@@ -1,0 +1,70 @@
+"""Runs side by side in a report that can be passed on: one HTML file, or a page in W&B.
+
+    python experiments/report.py runs=outputs/train
+    python experiments/report.py 'runs=[outputs/compare,experiments/results/digits]' title=Digits
+    python experiments/report.py 'runs=outputs/train/2026-*' publish=wandb entity=me project=cdp
+
+It is on all runs below these folders, finished or not. Publishing needs a key of W&B (wandb login)
+and pip install 'cdp-toolkit[reports]'.
+"""
+
+from datetime import UTC, datetime
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from toolkit.config import entry_point
+
+
+@entry_point("report", Path(__file__).parents[1] / "conf")
+def main(config: DictConfig) -> None:
+    if config.publish not in (None, "wandb"):
+        raise ValueError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")
+    folders = expanded(config.runs)
+
+    from toolkit import __version__
+    from toolkit.report import build_report, publish, write_html
+    from toolkit.tracking import write_csv
+    from toolkit.tracking.collect import frame
+    from toolkit.tracking.runs import read_runs
+
+    runs = read_runs(folders)
+    report = build_report(runs, config.title)
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    made = f"cdp-toolkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    write_html(folder / "report.html", report, made)
+    table = frame(runs).astype(object)
+    write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
+    print(f"{len(runs)} runs, {sum(run.state == 'finished' for run in runs)} of them finished")
+    print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
+    if config.publish == "wandb":
+        if not config.entity or not config.project:
+            raise ValueError(
+                "publish=wandb needs entity=... and project=..., where the runs are tracked"
+            )
+        page, workspace = publish(report, runs, config.entity, config.project)
+        print(f"report: {page}\nworkspace: {workspace}")
+
+
+def expanded(runs: Any) -> list[str]:
+    """The folders that ``runs`` names; globs are spelt out."""
+    given = [runs] if isinstance(runs, str) else list(runs or ())
+    if not given or not all(isinstance(name, str) and name for name in given):
+        raise ValueError(
+            f"runs is an output folder, a list or a glob of them, such as runs=outputs/train: got"
+            f" {runs}"
+        )
+    found = []
+    for name in given:
+        folders = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
+        if not folders and any(c in name for c in "*?["):
+            raise ValueError(f"runs={name}: no folder is called so")
+        found += folders or [name]
+    return found
+
+
+if __name__ == "__main__":
+    main()

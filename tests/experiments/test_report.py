@@ -1,0 +1,66 @@
+"""python experiments/report.py writes a page, whatever else goes wrong."""
+
+import csv
+
+import pytest
+
+from tests.experiments.command import refused, run
+from tests.report import folders
+
+KEY = "0123456789" * 4
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folders.train(tmp_path / "runs" / "a")
+    folders.train(tmp_path / "runs" / "b", "cdp_v2")
+    return tmp_path / "runs"
+
+
+def test_a_report_is_written(tmp_path, runs):
+    out = tmp_path / "out"
+    finished = run("report", f"runs=[{runs}/a,{runs}/b*]", "title=Digits", f"hydra.run.dir={out}")
+    assert finished.status == 0
+    assert f"written to {out / 'report.html'}" in finished.out
+    assert "2 runs, 2 of them finished" in finished.out
+    assert "<h1>Digits</h1>" in (out / "report.html").read_text()
+    with (out / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["schedule"] for row in rows] == ["DP", "CDP-v2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "runs is an output folder, a list or a glob of them, such as runs=outputs/train: got"),
+        (["runs=[]"], "runs is an output folder, a list or a glob of them"),
+        (
+            ["runs=nowhere"],
+            "nowhere is not a folder: give the output folder of a run, or one above",
+        ),
+        (["runs=nowhere*"], "runs=nowhere*: no folder is called so"),
+        (["runs=conf"], "no runs in conf: looked for result.json, status.json and .hydra/config"),
+        (["runs=conf", "publish=wanbd"], "unknown publish 'wanbd': choose wandb, or leave it out"),
+        (["run=conf"], "there is no option run: did you mean runs?"),
+    ],
+)
+def test_it_refuses(tmp_path, arguments, expected):
+    assert expected in refused("report", *arguments, f"hydra.run.dir={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["entity=me"], "publish=wandb needs entity=... and project=..., where the runs are"),
+        (["entity=me", "project=cdp"], "cannot be reached"),
+    ],
+)
+def test_what_cannot_be_published_is_written(tmp_path, runs, monkeypatch, arguments, expected):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    out = tmp_path / "out"
+    given = [f"runs={runs}", "publish=wandb", *arguments]
+    message = refused("report", *given, f"hydra.run.dir={out}")
+    assert expected in message
+    assert KEY not in message
+    assert (out / "report.html").exists()

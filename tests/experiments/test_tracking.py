@@ -1,0 +1,138 @@
+"""Every training run is in W&B, offline, and nothing of it depends on that."""
+
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.experiments.command import TINY, run
+from tests.tracking.wandb_files import found
+from toolkit import tracking
+from toolkit.tracking import tracker
+
+KEY = "0123456789abcdef" * 2 + "fakefake"
+TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(tracker, "_said", set())
+
+
+def files_with(folder, text):
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    assert paths
+    return [path for path in paths if text.encode() in path.read_bytes()]
+
+
+def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
+    """And the key of W&B is nowhere to be found."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    arguments = *TRACKED, "diagnostics=2", "tracking.checkpoints=true", f"tracking.tags=[{KEY}]"
+    first = run("train", *arguments[:-1], f"hydra.run.dir={tmp_path}")
+    assert first.status == 0, first.err
+    (begun,) = found(tmp_path)
+    assert f"tracked offline: wandb sync {begun.folder}\n" in first.out
+    assert begun.config["model"]["name"] == "resnet8"
+    assert begun.config["provenance"]["command"].startswith("python experiments/train.py model=")
+    losses, rates = begun.points("train/loss"), begun.points("train/lr")
+    assert [*losses] == [*rates] == [2, 4]
+    assert begun.points("delay/cosine_stage_3").keys() == {1, 3}
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert begun.points("epoch/top1") == {4: result["metrics"]["top1"]}
+    assert begun.summary["final/top1"] == result["metrics"]["top1"]
+    assert begun.summary["state"] == "finished"
+    assert {*begun.artifacts["model"]} == {"model.pt", "best.ckpt", "step_000000004.ckpt"}
+    assert [*begun.folder.glob("files/media/images/schedule/grid_*.png")]
+    assert len([*begun.folder.glob("files/media/table/schedule/*.json")]) == 2
+
+    again = run("train", f"resume={tmp_path}", "epochs=2")
+    assert again.status == 0, again.err
+    (whole,) = found(tmp_path)
+    assert whole.id == begun.id
+    assert [*whole.points("train/loss")] == [2, 4, 6, 8]
+    assert whole.points("train/loss").items() >= losses.items()
+    assert [*whole.points("epoch/top1")] == [4, 8]
+
+    for printed in (*first, *again):
+        assert KEY not in str(printed)
+    assert not files_with(tmp_path, KEY)
+
+
+def test_the_key_is_not_in_the_command_of_a_result(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
+    config = tracking.tracker.DictConfig({"tracking": {"name": KEY, "tags": [KEY]}})
+    source = tracking.provenance(config, "a machine", 0)
+    assert source["command"].endswith("train.py tracking.name=WANDB_API_KEY")
+    assert KEY not in str(source)
+
+
+def test_each_run_of_a_sweep_is_one_with_its_own_configuration(tmp_path):
+    """The second one fails, and tells why."""
+    folder = tmp_path / "a sweep"
+    arguments = "-m", *TRACKED, "optimizer.lr=0.05,1e30"
+    assert run("train", *arguments, f"hydra.sweep.dir={folder}").status != 0
+    ((first,), (second,)) = (found(folder / k) for k in "01")
+    assert first.id != second.id
+    assert (first.config["optimizer"]["lr"], second.config["optimizer"]["lr"]) == (0.05, 1e30)
+    assert first.group == second.group == "a sweep"
+    assert (first.exit_code, first.summary["state"]) == (0, "finished")
+    assert second.exit_code == 1
+    assert second.summary["state"].startswith("failed: the training loss of epoch 0")
+
+
+def test_a_run_that_a_signal_stops_tells_so(tmp_path, monkeypatch):
+    trained = tracking.Curves.trained
+
+    def stop(self, step):
+        trained(self, step)
+        if step.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(tracking.Curves, "trained", stop)
+    finished = run("train", *TRACKED, "epochs=2", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 75
+    (stopped,) = found(tmp_path)
+    assert (stopped.summary["state"], stopped.exit_code) == ("stopped by SIGTERM", 75)
+
+
+def test_without_the_package_all_results_are_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    finished = run("train", *TRACKED, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    result = json.loads((tmp_path / "result.json").read_text())
+    (note,) = result["notes"]
+    assert note.startswith("not tracked: there is no wandb")
+    assert (finished.out + finished.err).count(note) == 1
+    assert (tmp_path / "model.pt").exists()
+
+
+def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path):
+    arguments = *TRACKED, "seeds=1", "~rules.cdp_v2", f"hydra.run.dir={tmp_path}"
+    finished = run("compare", *arguments)
+    assert finished.status == 0, finished.err
+    runs = found(tmp_path)
+    assert {run.name for run in runs} == {"dp, seed 0", "cdp_v1, seed 0"}
+    for one in runs:
+        assert (one.group, one.job_type) == (tmp_path.name, "compare")
+        assert (one.config["seed"], "rules" in one.config) == (0, False)
+        assert one.points("epoch/top1").keys() == {4}
+        assert one.summary["state"] == "finished"
+    assert len({run.config["schedule"]["_target_"] for run in runs}) == 2
+    assert finished.out.count("tracked offline") == 1
+    assert f"wandb sync {tmp_path}/wandb/offline-run-*\n" in finished.out
+
+
+def test_bench_tracking(tmp_path):
+    sizes = ("image_size=8", "stages=2", "batch=2", "rounds=2", "steps=2", "every=1", "most=1000")
+    arguments = [f"bench.{size}" for size in sizes]
+    finished = run("bench", "bench=tracking", *arguments, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    rows = json.loads((tmp_path / "result.json").read_text())["metrics"]
+    assert [row["tracking"] for row in rows] == ["disabled", "offline"]
+    assert rows[0]["ratio"] == 1
+    assert 0 < rows[1]["ratio_min"] <= rows[1]["ratio"] <= rows[1]["ratio_max"]
+    assert not rows[1]["failed"]

@@ -1,0 +1,188 @@
+"""How well the runs have trained."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, nan
+from statistics import mean
+from textwrap import fill
+from typing import Any
+
+from toolkit.report.description import Block, Figure, Table, Text
+from toolkit.report.groups import Group
+from toolkit.report.words import NONE, count, mean_of, number
+from toolkit.tracking.delays import delay_means
+from toolkit.tracking.statistics import paired_difference, spread
+
+_CURVES = 7  # in one figure
+_LEGEND = 28  # characters in a line of its legend
+_SIZE = (4.5, 2.7)  # inches; legible on a phone
+_MEASURED = ("stage", "delay", "cosine", "gradient", "fresh_gradient", "moved", "weights")
+
+
+def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
+    """Curves and final accuracies of each comparison, and what delays did to gradients."""
+    counted = [group for group in groups if group.counting]
+    if not counted:
+        yield Text("No run has finished with an accuracy.")
+    for name in dict.fromkeys(group.comparison for group in counted):
+        yield from _comparison(name, [group for group in counted if group.comparison == name])
+    yield from _delays(counted)
+
+
+def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
+    from toolkit.figures import accuracy
+
+    curves = {group.label: found for group in groups if (found := _curves(group))}
+    labels = [*curves]
+    for k in range(0, len(labels), _CURVES):
+        shown = labels[k : k + _CURVES]
+        ends = ", ".join(
+            f"{rule} {100 * mean(c[-1] for c in curves[rule]):.1f} %" for rule in shown
+        )
+        figure = accuracy({fill(rule, _LEGEND): curves[rule] for rule in shown})
+        figure.set_size_inches(_SIZE)
+        yield Figure(
+            figure,
+            f"{name}: test accuracy after each epoch, the mean over seeds and the band that they"
+            " span.",
+            f"Line chart of test accuracy over epochs, {name}; at the end {ends}.",
+        )
+    caption = f"{name}: accuracy after the last epoch, mean and standard deviation over seeds"
+    if len(groups) > 1:
+        caption += (
+            f"; the difference from {groups[0].label}, paired by seed and in points, with a 95 %"
+            " interval"
+        )
+    yield Table([_final(group, groups[0]) for group in groups], f"{caption}.")
+    yield from _cautions(groups)
+
+
+def _curves(group: Group) -> list[list[float]]:
+    """Accuracies (shares) after each epoch, of the runs that have as many as most of them."""
+    found = [
+        [epoch.get("top1", nan) / 100 for epoch in run.epochs] for run in group.by_seed.values()
+    ]
+    whole = [curve for curve in found if curve and all(map(isfinite, curve))]
+    if not whole:
+        return []
+    length = Counter(map(len, whole)).most_common(1)[0][0]
+    return [curve for curve in whole if len(curve) == length]
+
+
+def _final(group: Group, first: Group) -> dict[str, str]:
+    runs = group.by_seed
+    metrics = [run.metrics for run in runs.values()]
+    n_seeds, average = len(runs), mean_of(metrics, "top1")
+    deviation = spread([row["top1"] for row in metrics]) if runs else nan
+    difference, width = _difference(group, first)
+    if group.summed and not runs:
+        average, deviation = group.summed.metrics["top1"], group.summed.spread
+        n_seeds = group.summed.repeats
+    return {
+        "rule": group.label,
+        "seeds": str(n_seeds),
+        "accuracy (%)": number(average, "{:.2f}"),
+        "sd": number(deviation, "{:.2f}"),
+        "difference": number(difference, "{:+.2f}"),
+        "95 % interval": number(width, "± {:.2f}"),
+        "test loss": number(mean_of(metrics, "test_loss"), "{:.3f}"),
+        "images/s": number(mean_of(metrics, "images_per_second"), "{:.0f}"),
+    }
+
+
+def _difference(group: Group, first: Group) -> tuple[float, float]:
+    """The mean difference and half its interval, as far as there are any."""
+    runs, firsts = group.by_seed, first.by_seed
+    shared = [seed for seed in runs if seed in firsts]
+    if group is first:
+        return nan, nan
+    if group.summed and not runs:  # what the comparison itself has found
+        kept = group.summed.metrics if group.summed.folder == first.runs[0].folder else {}
+        return kept.get("difference", nan), kept.get("difference_95", nan)
+    if not shared:
+        return nan, nan
+    found = paired_difference(
+        [runs[seed].metrics["top1"] for seed in shared],
+        [firsts[seed].metrics["top1"] for seed in shared],
+    )
+    return found.mean, found.half_width
+
+
+def _cautions(groups: Sequence[Group]) -> Iterator[Block]:
+    single = [g.label for g in groups if len(g.by_seed) == 1]
+    if single:
+        who = "Each rule" if len(single) == len(groups) > 1 else ", ".join(single)
+        yield Text(
+            f"{who} ran with one seed: no spread and no interval can be given, and a difference may"
+            " be chance."
+        )
+    fewer = [
+        g.label
+        for g in groups
+        if g.by_seed and groups[0].by_seed and g.by_seed.keys() != groups[0].by_seed.keys()
+    ]
+    if fewer:
+        yield Text(
+            f"{', '.join(fewer)}: not the seeds of {groups[0].label}; the difference is over those"
+            " that they share."
+        )
+    summed = [g.label for g in groups if g.summed and not g.by_seed]
+    if summed:
+        yield Text(
+            f"Of {', '.join(summed)} only means over seeds were kept: there are no curves, and the"
+            " differences are those of the comparison itself."
+        )
+    repeated = sum(group.n_repeated for group in groups)
+    if repeated:
+        yield Text(
+            f"{count(repeated, 'run')} with the seed of another of the same configuration: the one"
+            " that started last counts."
+        )
+
+
+def _delays(groups: Sequence[Group]) -> Iterator[Block]:
+    """A row a rule: its cosines stage by stage."""
+    have = [group for group in groups if any(run.delays for run in group.counting)]
+    found = [
+        {"rule": group.full_label(have)} | {name: row.get(name, nan) for name in _MEASURED}
+        for group in have
+        for row in _told(group)
+        if "stage" in row
+    ]
+    means = delay_means(found, ["rule", "stage"])
+    stages = sorted({int(row["stage"]) for row in means})
+    rows = [
+        _delay_row(rule, {int(row["stage"]): row for row in means if row["rule"] == rule}, stages)
+        for rule in dict.fromkeys(row["rule"] for row in means)
+    ]
+    if rows:
+        yield Table(
+            rows,
+            "What the delay does to the gradients, mean over the steps looked into: how many steps"
+            " late the weights were, how far a step moves them by their own size, and for each"
+            " stage the cosine between the gradient used and the fresh one.",
+        )
+
+
+def _told(group: Group) -> Iterator[Mapping[str, float]]:
+    """A comparison tells of a rule's delays once, for all its seeds."""
+    folders = set()
+    for run in group.counting:
+        if run.folder not in folders:
+            yield from run.delays
+        folders.add(run.folder)
+
+
+def _delay_row(
+    rule: str, by_stage: Mapping[int, Mapping[str, Any]], stages: Sequence[int]
+) -> dict[str, str]:
+    late = mean(row["delay"] for row in by_stage.values())
+    moved = mean(
+        row["moved"] / row["weights"] if row["weights"] else nan for row in by_stage.values()
+    )
+    cosines = {
+        f"stage {stage}": number(by_stage[stage]["cosine"], "{:.3f}") if stage in by_stage else NONE
+        for stage in stages
+    }
+    about = {"steps late": number(late, "{:.2f}"), "moved": number(100 * moved, "{:.2f} %")}
+    return {"rule": rule} | about | cosines

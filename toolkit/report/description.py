@@ -1,0 +1,61 @@
+"""What a report says, whatever it is written as."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph, plain."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells as they are to be read, their keys as headings."""
+
+    rows: Sequence[Mapping[str, str]]
+    caption: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture.
+
+    Attributes:
+        figure: of matplotlib.
+        caption: what it shows, and how to read it.
+        alt: the same for who cannot see it, in a line.
+    """
+
+    figure: "Drawing"
+    caption: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one types to do it again, and a line on where it ran."""
+
+    command: str
+    note: str
+
+
+Block = Text | Table | Figure | Command
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    blocks: Sequence[Block]
+
+
+@dataclass(frozen=True)
+class Report:
+    title: str
+    sections: Sequence[Section]

@@ -1,0 +1,55 @@
+"""A measured timeline, from the table that a run has left."""
+
+import csv
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST = 20_000  # spans; more make a figure of many megabytes
+
+
+def draw_spans(path: Path, name: str) -> "Figure":
+    """The figure of ``spans.csv``.
+
+    Raises:
+        ValueError: it cannot be read, or holds too many to draw.
+    """
+    from toolkit.cost.timeline import LANES, Span, Timeline
+    from toolkit.figures.activity import activity
+
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file, strict=True))
+        spans = [
+            Span(
+                rank=int(row["rank"]),
+                lane=row["lane"],
+                start=float(row["start"]),
+                end=float(row["end"]),
+                name=row["name"],
+                stage=int(row["stage"]),
+                microbatch=None,
+                step=None,
+                bytes=float(row["bytes"] or 0),
+            )
+            for row in rows
+        ]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ValueError(f"{path.name} cannot be read ({error!r})") from error
+    n_ranks = 1 + max((span.rank for span in spans), default=-1)
+    sound = all(
+        span.rank >= 0
+        and span.lane in LANES
+        and isfinite(span.end)
+        and 0 <= span.start <= span.end
+        and (span.lane != "compute" or span.name.lstrip("0123456789")[:1] in [*"FBIW"])
+        for span in spans
+    )
+    if not spans or not sound or not any(span.end for span in spans):
+        raise ValueError(f"{path.name} holds no timeline")
+    if len(spans) > _MOST or n_ranks > 64:
+        raise ValueError(f"{path.name} has {len(spans)} spans of {n_ranks} ranks, too many to draw")
+    return activity(Timeline(name, n_ranks, spans, (), (max(span.end for span in spans),)))

@@ -1,0 +1,420 @@
+"""Runs on disk: what their folders tell, whole, unfinished or damaged."""
+
+import csv
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import isfinite, nan, prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.schedule import Schedule
+
+Numbers = dict[str, float]
+
+STATES = ("finished", "running", "stopped", "failed", "unfinished", "damaged")
+_SHARES = ("top1", "top5", "ema_top1")  # written as shares, given in per cent
+_OWN = "report"  # the experiment that reads runs, and is none
+_CATALOG = "toolkit.schedule.catalog."
+_MOST_SEEDS = 10_000  # of a comparison; more are a damaged option
+_LARGEST = 2**63  # what a table's whole numbers stay below
+_MOST_OPS = 1_000_000  # of a schedule
+_RESOLVER = re.compile(r"\$\{[^}]*:")  # as of the environment, which is nobody else's
+_NOT_ENDED = {
+    "finished": "",
+    "running": "it is running, or was killed",
+    "stopped": "it was stopped: resume=FOLDER goes on",
+    "failed": "it failed and does not say why",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, or another result, as its folder tells.
+
+    Attributes:
+        folder: where it is; several runs of a comparison share it.
+        kind: the experiment, such as train or compare.
+        state: one of :data:`STATES`.
+        message: why it has not finished, or what is missing; empty if nothing is.
+        left_out: whether what is missing keeps it out of figures.
+        rule: what the configuration calls its schedule.
+        schedule: the schedule's name.
+        seed: of weights and data.
+        config: its own options, those of a single training also where it is one of a comparison.
+        metrics: of the last epoch; accuracies in per cent.
+        epochs: the metrics of every epoch.
+        delays: what the delay did to the gradients, a row a stage.
+        ranks: what was measured, a row a rank.
+        repeats: runs that ``metrics`` is the mean of, where no run has been kept by itself.
+        spread: the standard deviation of their accuracy.
+        provenance: command, commit, versions, device, started, seconds.
+    """
+
+    folder: Path
+    kind: str
+    state: str
+    message: str = ""
+    left_out: bool = False
+    rule: str | None = None
+    schedule: str | None = None
+    seed: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Numbers = field(default_factory=dict)
+    epochs: Sequence[Numbers] = ()
+    delays: Sequence[Numbers] = ()
+    ranks: Sequence[Numbers] = ()
+    repeats: int = 1
+    spread: float = nan
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is one of the experiments that train a model."""
+        return self.kind in ("train", "compare")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a final accuracy, and tells what of."""
+        told = isfinite(self.metrics.get("top1", nan)) and isinstance(
+            self.config.get("schedule"), dict
+        )
+        return self.trains and self.state == "finished" and told and not self.left_out
+
+
+class DamagedError(ValueError):
+    """A file of a run that cannot be read."""
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Every run below the folders, in the order of their names; what is damaged is one, too.
+
+    Raises:
+        ValueError: a folder that does not exist, or no runs in any.
+    """
+    paths = [Path(folder) for folder in folders]
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(
+                f"{path} is not a folder: give the output folder of a run, or one above"
+            )
+    found: dict[Path, Path] = {}
+    for path in paths:
+        for folder in _run_folders(path):
+            found.setdefault(folder.resolve(), folder)
+    runs = [run for folder in found.values() for run in _runs_of(folder)]
+    if not runs:
+        where = ", ".join(map(str, paths)) or "no folder"
+        raise ValueError(
+            f"no runs in {where}: looked for result.json, status.json and .hydra/config.yaml, also"
+            " in the folders below; python experiments/train.py hydra.run.dir=FOLDER makes one"
+        )
+    return runs
+
+
+def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
+    """The schedule that a run's options describe.
+
+    Only the catalogue's own functions are called, and nothing is read from the environment,
+    whatever a result names.
+
+    Raises:
+        ValueError: they describe none, or none of this version.
+    """
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from toolkit.config import build_schedule
+
+    target = options.get("_target_")
+    name = target.removeprefix(_CATALOG) if isinstance(target, str) else ""
+    if not isinstance(target, str) or not target.startswith(_CATALOG) or not name.isidentifier():
+        raise ValueError(f"{target!r} is not a schedule of the catalogue")
+    sizes = [n for n in options.values() if isinstance(n, int) and n > 0]
+    if "${" in str(options) or prod(sizes) > _MOST_OPS:
+        raise ValueError("its options are not those of a schedule that has run")
+    try:
+        return build_schedule(OmegaConf.create(dict(options)))
+    except (HydraException, OmegaConfBaseException, OSError, TypeError) as error:
+        raise ValueError(_line(error)) from error
+
+
+def _run_folders(top: Path) -> Iterator[Path]:
+    """Folders of runs, from ``top`` down; below a comparison there are none of their own."""
+    for place, names, files in os.walk(top):
+        folder = Path(place)
+        names[:] = sorted(
+            (n for n in names if not n.startswith(".") and n not in ("checkpoints", "wandb")),
+            key=_by_number,
+        )
+        job = (folder / ".hydra" / "config.yaml").exists()
+        if job or "result.json" in files or "status.json" in files:
+            yield folder
+            if "runs.csv" in files:
+                names.clear()
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Orders job 10 after job 9."""
+    return [
+        (int(part or 0), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
+def _runs_of(folder: Path) -> list[Run]:
+    """The runs of one folder: one, or those of a comparison; none of a report's."""
+    kind, choice, config = _options(folder)
+    state, message = "unfinished", "there is no result.json"
+    result: dict[str, Any] = {}
+    try:
+        if (folder / "result.json").exists():
+            result = _json(folder / "result.json")
+            state, message = "finished", ""
+        state, message = _status(folder, state, message)
+    except DamagedError as error:
+        state, message = "damaged", str(error)
+    source = result.get("provenance")
+    if isinstance(source, dict):
+        config = source["config"] if isinstance(source.get("config"), dict) else config
+        kind = _kind(source.get("command"), config) or kind
+    elif state == "finished":
+        message = "result.json has no provenance: it is of another version"
+    lacking = state == "finished" and not isinstance(source, dict)
+    kind = kind or _kind(None, config) or "unknown"
+    if kind == _OWN:
+        return []
+    told = source if isinstance(source, dict) else {}
+    base = Run(folder, kind, state, message, lacking, rule=choice, config=config, provenance=told)
+    try:
+        if kind == "compare" and state != "damaged":
+            return _compared(base, result)
+        return [_trained(base, result)]
+    except DamagedError as error:
+        return [replace(base, state="damaged", message=str(error))]
+
+
+def _status(folder: Path, state: str, message: str) -> tuple[str, str]:
+    """What status.json says, or else what was seen."""
+    if not (folder / "status.json").exists():
+        return state, message
+    status = _json(folder / "status.json")
+    said = status.get("state")
+    if said not in STATES[:4]:
+        raise DamagedError(f"status.json: unknown state {said!r}")
+    if said == "finished" and state != "finished":
+        return "damaged", "status.json says finished, and there is no result.json"
+    return said, str(status.get("message") or _NOT_ENDED[said])
+
+
+def _trained(run: Run, result: Mapping[str, Any]) -> Run:
+    """A single training, or another experiment's result."""
+    config = run.config
+    schedule = config.get("schedule")
+    run = replace(run, seed=_whole(config.get("seed")))
+    if run.kind != "train":
+        return replace(run, rule=None)
+    run = replace(
+        run,
+        schedule=_text(result.get("schedule")) or _schedule_name(schedule),
+        rule=run.rule or _text(result.get("schedule")),
+        delays=_table(result.get("delays")),
+    )
+    if run.state == "damaged":
+        return run
+    epochs = _csv(run.folder / "epochs.csv")
+    ranks = _csv(run.folder / "ranks.csv")
+    run = replace(run, epochs=[_per_cent(row) for row in epochs], ranks=ranks)
+    if run.state != "finished":
+        return run
+    metrics = result.get("metrics")
+    numbers = _numbers(metrics) if isinstance(metrics, dict) else {}
+    if "top1" not in numbers:
+        told = "the metrics in result.json have no top1: they are of another version"
+        return replace(run, message=run.message or told)
+    seconds = _numbers(run.provenance).get("seconds", nan)
+    return replace(run, metrics=_per_cent(numbers) | {"seconds": seconds})
+
+
+def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
+    """Each rule with each seed; where runs.csv has not been kept, each rule."""
+    rules = base.config.get("rules")
+    rules = rules if isinstance(rules, dict) else {}
+    rest = {name: value for name, value in base.config.items() if name not in ("rules", "seeds")}
+    summed = result.get("metrics")
+    rows = [row for row in _dicts(summed) if _text(row.get("rule"))]
+    named = {row["rule"]: _text(row.get("schedule")) for row in rows}
+    told = _dicts(result.get("delays"))
+
+    def run(rule: str, **more: Any) -> Run:
+        options = rules.get(rule)
+        single = rest | ({"schedule": options} if isinstance(options, dict) else {})
+        delays = [_numbers(row) for row in told if row.get("rule") == rule]
+        name = named.get(rule) or _schedule_name(options) or rule
+        seen = {"rule": rule, "schedule": name, "config": single, "delays": delays}
+        return replace(base, **{**seen, **more})
+
+    if not (base.folder / "runs.csv").exists() and base.state == "finished":
+        return [run(row["rule"], **_mean(row, base.config)) for row in rows] or [
+            replace(base, message="there are no runs.csv and no rules in result.json")
+        ]
+    epochs = _epochs_by_run(base.folder / "runs.csv")
+    first, seeds = _whole(rest.get("seed")) or 0, _whole(base.config.get("seeds")) or 0
+    planned = range(first, first + min(seeds, _MOST_SEEDS))
+    keys = dict.fromkeys([(rule, seed) for seed in planned for rule in rules] + [*epochs])
+    found = []
+    for rule, seed in keys:
+        rows_of = epochs.get((rule, seed), [])
+        whole = base.state == "finished" or len(rows_of) == _whole(rest.get("epochs"))
+        single = run(rule, seed=seed, epochs=rows_of)
+        single = replace(single, config={**single.config, "seed": seed})
+        if rows_of and whole:
+            message = base.message if base.state == "finished" else ""
+            single = replace(single, state="finished", metrics=dict(rows_of[-1]), message=message)
+        elif base.state == "finished":
+            single = replace(single, state="unfinished", message="runs.csv does not have it")
+        found.append(single)
+    return found or [base]
+
+
+def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a comparison says of a rule, all seeds together."""
+    numbers = _numbers(row)
+    n = _whole(config.get("seeds")) or 1
+    return {
+        "metrics": {
+            "top1": numbers.get("accuracy", nan),
+            "difference": numbers.get("difference", nan),
+            "difference_95": numbers.get("difference_95", nan),
+        },
+        "spread": numbers.get("accuracy_sd", nan),
+        "repeats": n,
+        "message": "runs.csv has not been kept: means over seeds",
+    }
+
+
+def _epochs_by_run(path: Path) -> dict[tuple[str, int], list[dict[str, float]]]:
+    """The epochs of each rule with each seed."""
+    found: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for row in _csv(path, words=("rule",)):
+        rule, seed = row.pop("rule", None), row.pop("seed", None)
+        whole = isinstance(seed, float) and seed.is_integer() and abs(seed) < _LARGEST
+        if not isinstance(rule, str) or not whole:
+            raise DamagedError("runs.csv: a row without rule and seed")
+        found.setdefault((rule, int(seed)), []).append(_per_cent(row))
+    return found
+
+
+def _options(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
+    """The experiment, its choice of a schedule and its options; empty where Hydra wrote none."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config: Any = _yaml(folder / ".hydra" / "config.yaml")
+    if not isinstance(config, dict):
+        config = {}
+    if isinstance(config.get("workers"), int) and "microbatches" in config:
+        config["microbatches"] = config["workers"]
+    if not _RESOLVER.search(str(config)):
+        with suppress(OmegaConfBaseException, ValueError):  # else as it was written
+            config = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    hydra = _yaml(folder / ".hydra" / "hydra.yaml")
+    kind = choice = None
+    with suppress(KeyError, TypeError, AttributeError):
+        kind = _text(hydra["hydra"]["job"]["name"])
+        choice = _text(hydra["hydra"]["runtime"]["choices"].get("schedule"))
+    return kind or "", choice, config
+
+
+def _kind(command: Any, config: Mapping[str, Any]) -> str:
+    """The experiment, from a command or from what its options are."""
+    if isinstance(command, str) and (found := re.search(r"(?:^|[\s/])(\w+)\.py\b", command)):
+        return found[1]
+    if "optimizer" in config:
+        return "compare" if "rules" in config else "train" if "schedule" in config else ""
+    return ""
+
+
+def _schedule_name(options: Any) -> str | None:
+    try:
+        return rebuild_schedule(options).name if isinstance(options, dict) else None
+    except ValueError:
+        return None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{path.name} cannot be read: {_line(error)}") from error
+    if not isinstance(content, dict):
+        raise DamagedError(f"{path.name} is not a JSON object")
+    return content
+
+
+def _yaml(path: Path) -> Any:
+    import yaml
+
+    try:
+        return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def _csv(path: Path, words: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Rows of numbers, but for the columns ``words``; an empty cell is NaN."""
+    if not path.exists():
+        return []
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file, strict=True))
+        if not rows:
+            raise ValueError("it is empty")
+        names, found = rows[0], []
+        for line, row in enumerate(rows[1:], start=2):
+            if len(row) != len(names):
+                raise ValueError(f"line {line} has {len(row)} cells of {len(names)}")
+            cells = zip(names, row, strict=True)
+            found.append({n: c if n in words else float(c) if c else nan for n, c in cells})
+        return found
+    except (OSError, ValueError, csv.Error) as error:
+        raise DamagedError(f"{path.name} cannot be read: {_line(error)}") from error
+
+
+def _table(rows: Any) -> list[Numbers]:
+    return [_numbers(row) for row in _dicts(rows)]
+
+
+def _dicts(rows: Any) -> list[dict[str, Any]]:
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _numbers(row: Mapping[str, Any]) -> Numbers:
+    """The numbers of a row; null is NaN."""
+    found = {}
+    for name, value in row.items():
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            with suppress(OverflowError):
+                found[str(name)] = nan if value is None else float(value)
+    return found
+
+
+def _per_cent(row: Numbers) -> dict[str, float]:
+    return {name: 100 * value if name in _SHARES else value for name, value in row.items()}
+
+
+def _whole(value: Any) -> int | None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return value if whole else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
