@@ -1,0 +1,152 @@
+"""The rule of the advice, case by case."""
+
+import shlex
+from dataclasses import replace
+from math import nan
+
+import pytest
+
+from toolkit.cost import Hardware
+from toolkit.notebook.settings import settings
+from toolkit.pilot import Pilot, RuleFindings, TrainingFindings, advise
+from toolkit.pilot.predict import Prediction
+from toolkit.tracking import Estimate
+
+GIB = 2**30
+MACHINE = Hardware("machine", 1e12, 1e11, 1e9, memory=8 * GIB)
+
+
+def rule(name, activations, step, memory, spread=0.01):
+    return RuleFindings(
+        rule=name,
+        activations=activations,
+        seconds=0.1,
+        ratio=(0.99, 1.0, 1.01),
+        predicted=Prediction(step, (step - spread, step, step + spread), 0.6, memory * GIB),
+    )
+
+
+def trained(mean=0.0, half_width=0.5, **changes):
+    found = TrainingFindings(
+        n_steps=300,
+        seeds=(0, 1, 2),
+        n_tested=500,
+        accuracy={"DP": (0.9, 0.9, 0.9), "CDP-v2": (0.9, 0.9, 0.9)},
+        difference=Estimate(mean, half_width),
+        loss_ratio=1.02,
+        highest=1.4,
+        chance=0.1,
+        learned=True,
+        diverged=(),
+        cosine=0.98,
+    )
+    return replace(found, **changes)
+
+
+def findings(v2=1.0, memory=(4, 4), spread=0.01, v1=1.0, **changes):
+    """With CDP-v2's step time by DP's, and GiB of the fullest device under DP and CDP-v2."""
+    rules = (
+        rule("DP", 400, 1.0, memory[0], spread=0),
+        rule("CDP-v1", 250, v1, memory[1]),
+        rule("CDP-v2", 250, v2, memory[1], spread),
+    )
+    found = Pilot(4, 4, 8, "per_microbatch", "a CPU", MACHINE, "measured", rules, trained())
+    return replace(found, **changes)
+
+
+FAST, LARGE = {"v2": 0.7}, {"memory": (12, 6)}
+RANDOM = trained(learned=False, accuracy={"DP": (0.1,), "CDP-v2": (0.1,)})
+
+CASES = {
+    "neither": (findings(), "DP", "nothing that counts"),
+    "memory-limited": (findings(**LARGE), "CDP-v2", "DP needs 12.00 GiB"),
+    "link-limited": (findings(**FAST), "CDP-v2", "0.70 (0.69 to 0.71)"),
+    "both": (findings(**FAST, **LARGE), "CDP-v2", "a loss of up to 0.5 points"),
+    "a gain that is not sure": (findings(v2=0.9, spread=0.1), "DP", "surely more than 5%"),
+    "a small gain": (findings(v2=0.97), "DP", "nothing that counts"),
+    "only CDP-v1 is faster": (findings(v1=0.7), "DP", "CDP-v1 would take 0.70"),
+    "accuracy lost": (findings(**FAST, training=trained(-2, 1)), "DP", "-2.0 ± 1.0 points"),
+    "accuracy lost, and DP does not fit": (
+        findings(**LARGE, training=trained(-2, 1)),
+        "DP",
+        "checkpoint=all",
+    ),
+    "accuracy not sure": (findings(**FAST, training=trained(-0.5, 3)), "CDP-v2 on trial", "3.5"),
+    "accuracy of one run": (findings(**FAST, training=trained(0, nan)), "CDP-v2 on trial", "one"),
+    "nothing learned": (findings(**FAST, training=RANDOM), "CDP-v2 on trial", "random images"),
+    "a loss where nothing was learned": (
+        findings(**FAST, training=replace(RANDOM, difference=Estimate(-2, 1))),
+        "CDP-v2 on trial",
+        "unknown",
+    ),
+    "not trained": (
+        findings(**FAST, training=None, untrained="the images came without classes"),
+        "CDP-v2 on trial",
+        "without classes",
+    ),
+    "CDP-v2 diverged": (
+        findings(**FAST, training=trained(diverged=("CDP-v2",))),
+        "DP",
+        "CDP-v2 diverged",
+    ),
+    "DP diverged": (
+        findings(**FAST, training=trained(diverged=("DP", "CDP-v2"))),
+        "undecided",
+        "lower the learning rate",
+    ),
+    "not to be cut": (findings(n_stages=1, rules=(), training=None), "DP", "cannot be cut"),
+    "neither fits": (findings(memory=(12, 9)), "DP", "neither DP (12.00 GiB) nor CDP-v2"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_choice(case):
+    found, choice, reason = CASES[case]
+    advice = advise(found)
+    assert advice.choice == choice
+    assert reason in " ".join(advice.reasons)
+    assert found.recommendation == advice.text()
+    assert found.recommendation.startswith(advice.verdict)
+    assert bool(advice.watch) == bool(advice.roll_back) == choice.startswith("CDP")
+
+
+@pytest.mark.parametrize(
+    ("case", "placement"),
+    [
+        ("neither", "per_microbatch"),
+        ("not trained", "per_microbatch"),
+        ("link-limited", "per_microbatch"),
+        ("link-limited", "per_stage"),
+        ("link-limited", "one"),
+    ],
+)
+def test_the_command_is_one_that_the_experiments_take(case, placement):
+    found = replace(CASES[case][0], placement=placement, model="my.net")
+    words = shlex.split(advise(found).command)
+    at = next(k for k, word in enumerate(words) if word.startswith("experiments/"))
+    experiment = words[at].removeprefix("experiments/").removesuffix(".py")
+    config = settings(experiment, *words[at + 1 :])
+    assert (config.model.target, config.microbatches, config.stages, config.batch) == (
+        "my.net", 4, 4, 8,
+    )  # fmt: skip
+    if case == "link-limited":
+        assert config.schedule.placement == placement
+        assert config.guard == ("stop" if placement == "per_stage" else "rollback")
+        assert config.guard_factor == 2.8  # twice the highest loss that was seen
+    if case == "not trained":
+        assert (experiment, list(config.rules)) == ("compare", ["dp", "cdp_v2"])
+    ranks = {"per_microbatch": 4, "per_stage": 4, "one": 1}[placement]
+    if case == "link-limited" and ranks > 1:
+        assert words[:3] == ["torchrun", "--nproc-per-node", "4"]
+
+
+def test_what_is_shown_tells_measured_from_predicted():
+    found = CASES["nothing learned"][0]
+    for shown in (str(found), found._repr_html_()):
+        assert "Measured on a CPU" in shown
+        assert "Predicted for machine" in shown
+        assert "Simulated, not run there" in shown
+        assert "nothing about the end of a long one" in shown
+        assert "guard=rollback" in shown
+    assert "chance 10.0%" in found.recommendation
+    assert "<script>" not in replace(found, device="<script>")._repr_html_()

@@ -1,0 +1,217 @@
+"""The pilot on small models, end to end."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.cost import Hardware
+from toolkit.pilot import data, measure
+from toolkit.runtime.meters.comparison import alike_stages
+from toolkit.schedule import catalog
+from toolkit.training import pilot
+from toolkit.training.data import synthetic
+
+LINK = Hardware("link", 1e12, 5e10, 1e5)
+IMAGES = torch.randn(40, 3, 6, 6)
+CLASSES = torch.arange(40) % 4
+
+
+def net(n_classes=4):
+    parts = [nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()]
+    parts += [nn.Conv2d(6, 6, 3, padding=1), nn.ReLU()]
+    parts += [nn.Flatten(), nn.Linear(6 * 36, 16), nn.ReLU(), nn.Linear(16, n_classes)]
+    return nn.Sequential(*parts)
+
+
+class Dynamic(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+class Recurrent(nn.Module):
+    """One layer again and again: there is no place to cut it at."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(108, 108)
+
+    def forward(self, x):
+        return self.layer(self.layer(x.flatten(1)).relu())
+
+
+@pytest.fixture(scope="module")
+def found():
+    torch.manual_seed(0)
+    images = synthetic(200, 80, 4, 6, 3)
+    said = []
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    drawn = torch.get_rng_state()
+    result = pilot(
+        model,
+        images,
+        batch=4,
+        hardware=LINK,
+        steps=30,
+        seeds=2,
+        on_progress=lambda what, share: said.append((what, share)),
+    )
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(0 <= share <= 1 for _, share in said)
+    return result
+
+
+def test_findings(found):
+    assert (found.n_workers, found.n_stages, found.shape) == (4, 4, (3, 6, 6))
+    dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
+    assert dp.ratio == (1, 1, 1)
+    assert v1.activations == v2.activations < dp.activations
+    assert v2.cuda_peak is None
+    assert dp.waiting > 0.9  # links of 0.1 MB/s
+    assert v2.predicted.seconds > 10 * v2.predicted.without_links
+    assert v2.predicted.ratio[0] <= v2.predicted.ratio[1] <= v2.predicted.ratio[2]
+    trained = found.training
+    assert (trained.n_steps, trained.seeds, trained.n_tested) == (30, (0, 1), 80)
+    assert trained.learned
+    assert trained.diverged == ()
+    assert 0.5 < trained.cosine < 1
+    assert 0.5 < trained.loss_ratio < 2
+    assert trained.accuracy["DP"] != trained.accuracy["CDP-v2"] or trained.loss_ratio != 1
+
+
+def test_other_machines_of_the_same_findings(found):
+    quick = found.elsewhere(Hardware("quick", 1e12, 5e10, 1e12))
+    assert quick.training is found.training
+    assert quick.of("DP").activations == found.of("DP").activations
+    assert quick.of("DP").predicted.seconds < 0.1 * found.of("DP").predicted.seconds
+    together = found.elsewhere(placement="one")
+    assert together.of("DP").waiting == 0
+    assert together.of("DP").predicted.memory > found.of("DP").predicted.memory
+    with pytest.raises(ValueError, match="unknown placement 'two': choose one of"):
+        found.elsewhere(placement="two")
+
+
+def test_what_a_device_holds_is_that_of_the_schedule():
+    """Stages that are alike: N micro-batches under DP, (N + 1)/2 under CDP."""
+    n, width, batch = 4, 8, 2
+    one = n * batch * width * 4  # bytes of the outputs of the tanhs of a micro-batch
+    inputs = torch.randn(n * batch, width)
+    held = [
+        measure.held(
+            alike_stages(n, width, batch),
+            schedule,
+            (inputs, inputs),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            F.mse_loss,
+        )
+        for schedule in (catalog.data_parallel(n, "one"), catalog.cyclic(n, placement="one"))
+    ]
+    # The loss keeps what it compares in the last stage, beside what is counted of the model.
+    assert [peak for peak, _ in held] == [n * one, (n + 1) * one / 2]
+
+
+def test_norms_know_the_last_images_only_for_the_test():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    before = copy.deepcopy(model.state_dict())
+    batches = [(3 + torch.randn(64, 2), None) for _ in range(4)]
+    with measure.settled_norms(model, iter(batches)):
+        mean = torch.stack([x.mean(0) for x, _ in batches]).mean(0)
+        torch.testing.assert_close(model[0].running_mean, mean)
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert model[0].momentum == 0.1
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, k):
+        return IMAGES[k], int(CLASSES[k])
+
+
+@pytest.mark.parametrize("images", [IMAGES, (IMAGES, CLASSES), Pairs()], ids=["x", "xy", "set"])
+def test_images_in_any_form(images):
+    found = pilot(net, images, 2, batch=4, steps=2, seeds=1, compute="roofline")
+    assert found.model == f"{net.__module__}.net"
+    assert found.compute == "roofline"
+    if isinstance(images, torch.Tensor):
+        assert found.training is None
+        assert "without classes" in found.recommendation
+    else:
+        assert found.training.n_tested == 8
+        assert not found.training.learned
+
+
+def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on():
+    def tested(n):
+        return data.read((IMAGES[:n], CLASSES[:n]), 8, torch.device("cpu")).n_tested
+
+    assert [tested(n) for n in (8, 9, 10, 20)] == [0, 1, 2, 4]
+    found = pilot(net(), (IMAGES[:8], CLASSES[:8]), 2, batch=4, steps=2)
+    assert found.untrained == "no image is left to test on: give more images"
+
+
+def test_divergence_is_told():
+    def wild(parameters):
+        return torch.optim.SGD(parameters, lr=1e6)
+
+    found = pilot(net(), (IMAGES, CLASSES), 2, batch=4, steps=6, seeds=1, optimizer=wild)
+    assert found.training.diverged == ("DP", "CDP-v2")
+    assert found.advice.choice == "undecided"
+
+
+def test_a_function_draws_weights_for_every_seed():
+    make, _ = pilot.__globals__["_maker"](net)
+    drawn = torch.get_rng_state()
+    assert torch.equal(make(0)[0].weight, make(0)[0].weight)
+    assert not torch.equal(make(0)[0].weight, make(1)[0].weight)
+    assert torch.equal(drawn, torch.get_rng_state())
+
+
+def test_a_model_that_cannot_be_cut():
+    found = pilot(Recurrent(), (IMAGES, CLASSES), 2, batch=4)
+    assert (found.n_stages, found.rules, found.training) == (1, (), None)
+    assert found.advice.choice == "DP"
+    assert "cannot be cut" in str(found)
+    assert "cannot be cut" in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("model", "images", "options", "message"),
+    [
+        (net(), (IMAGES, CLASSES), {"n_workers": 0}, "n_workers is 2 or more"),
+        (net(), (IMAGES, CLASSES), {"n_workers": 2.0}, "n_workers is 2 or more"),
+        (net(), (IMAGES, CLASSES), {"batch": 0}, "batch is 1 or more: got 0"),
+        (net(), (IMAGES, CLASSES), {"batch": 11}, "takes 44 images .* and there are 40"),
+        (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "takes 44 images and there are 20"),
+        (net(), (IMAGES, CLASSES), {"seeds": 0}, "seeds is 1 or more: got 0"),
+        (net(), (IMAGES, CLASSES), {"steps": -1}, "steps is 0 or more: got -1"),
+        (net(), (IMAGES, CLASSES), {"budget": 0}, "budget is a number of seconds above 0"),
+        (net(), (IMAGES, CLASSES), {"placement": "x"}, "unknown placement 'x': choose one of"),
+        (net(), (IMAGES, CLASSES), {"compute": "x"}, "unknown compute 'x': choose one of"),
+        (net(3), (IMAGES, CLASSES), {}, r"expected \[8, 4\] or wider"),
+        (net(), (IMAGES, CLASSES[:9]), {}, "classes are whole numbers, one an image"),
+        (net(), (IMAGES, CLASSES - 1), {}, "numbered from 0: got -1"),
+        (net(), "images", {}, "got a str"),
+        (net(), [1, 2], {}, "a data set gives"),
+        (net(), (torch.randn(40, 5), CLASSES), {}, "cannot train on an example of shape"),
+        (nn.Flatten(), (IMAGES, CLASSES), {}, "Flatten has nothing to train"),
+        (
+            nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic()),
+            (IMAGES, CLASSES),
+            {},
+            "cannot trace Sequential",
+        ),
+        (7, (IMAGES, CLASSES), {}, "got a int"),
+        (lambda: 7, (IMAGES, CLASSES), {}, r"model\(\) gives a int"),
+    ],
+)
+def test_mistakes_are_one_sentence(model, images, options, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        pilot(model, images, **options)
+    assert "\n" not in str(refused.value)

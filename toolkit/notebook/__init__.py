@@ -1,0 +1,24 @@
+"""What notebooks need beside the toolkit: settings from anywhere, live progress, tables."""
+
+from toolkit.notebook.live import Live, watched
+from toolkit.notebook.runs import delay_study, differences, own_curves, top1_by_epoch, train_rules
+from toolkit.notebook.settings import RESULTS, hardware, settings
+from toolkit.notebook.tables import counted_and_measured, memory_saved
+from toolkit.notebook.work import beside_prediction, train_on_ranks
+
+__all__ = [
+    "RESULTS",
+    "Live",
+    "beside_prediction",
+    "counted_and_measured",
+    "delay_study",
+    "differences",
+    "hardware",
+    "memory_saved",
+    "own_curves",
+    "settings",
+    "top1_by_epoch",
+    "train_on_ranks",
+    "train_rules",
+    "watched",
+]

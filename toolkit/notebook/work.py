@@ -1,0 +1,61 @@
+"""A training on ranks that reports its steps, and its timeline beside the predicted one."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from toolkit.cost import Timeline
+    from toolkit.runtime.meters.measurements import Measurements
+
+
+def train_on_ranks(config: DictConfig) -> "Measurements | None":
+    """What each rank does: train as ``config`` has it, and report every step.
+
+    A report has ``step`` and ``n_steps`` of the run, and the loss of the rank's micro-batches.
+
+    Returns:
+        what all ranks have measured, where the runtime measures.
+    """
+    from toolkit.runtime import report
+    from toolkit.training import Step, prepare
+
+    job = prepare(config)
+    done = 0
+
+    def tell(step: Step) -> None:
+        nonlocal done
+        done += 1
+        found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * config.epochs}
+        if len(step.result.losses):
+            found["loss"] = float(step.result.loss)
+        report(found | {"lr": step.learning_rate})
+
+    job.run(on_step=tell)
+    return job.measurements()
+
+
+def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timeline", "Timeline"]:
+    """What was measured, and what the simulator makes of ops and messages that take as long.
+
+    Args:
+        found: measured under ``config``.
+        config: from which the stages are made again, without ranks.
+    """
+    import torch
+    from hydra.utils import instantiate
+
+    from toolkit.config import build_model
+    from toolkit.cost import observed, profile, simulate
+    from toolkit.model import partition
+
+    images = instantiate(config.data)
+    model = build_model(config.model, images.n_classes, images.image_size, images.in_channels)
+    shape = (config.batch, images.in_channels, images.image_size, images.image_size)
+    example = torch.empty(shape, device="meta")
+    stages = partition(model.to("meta"), found.schedule.n_stages, example, config.partition)
+    timeline = found.timeline()
+    costs, links = observed(timeline, profile(stages, example))
+    prediction = simulate(found.schedule.lower(len(timeline.step_ends)), costs, links)
+    return timeline, replace(prediction, name=f"{prediction.name}, predicted")

@@ -1,0 +1,7 @@
+"""A small trial of a user's model: is cyclic data parallelism worth it on their machines?"""
+
+from toolkit.pilot.advice import Advice, advise
+from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
+from toolkit.pilot.run import pilot
+
+__all__ = ["Advice", "Pilot", "RuleFindings", "TrainingFindings", "advise", "pilot"]

@@ -1,0 +1,145 @@
+"""The user's images, as a pilot takes them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.training.data import Batch, Batches
+
+_MOST = 2048  # images of a data set of the user's own that are read
+_TESTED = 5  # one image in so many is kept for the test
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches for training and for the test.
+
+    Attributes:
+        epoch: the batches of one epoch, by seed and epoch; all of the same size.
+        test: the images that are not trained on.
+        labelled: whether their classes are known, and not made up.
+        n_tested: how many images the test has.
+        n_classes: how many classes the labels name.
+    """
+
+    epoch: Callable[[int, int], Batches | list[Batch]]
+    test: Callable[[], Batches | list[Batch]]
+    labelled: bool
+    n_tested: int
+    n_classes: int
+
+    def train(self, seed: int) -> Iterator[Batch]:
+        """Batches for ever, epoch after epoch."""
+        for epoch in count():
+            yield from self.epoch(seed, epoch)
+
+
+def read(images: Any, batch_size: int, device: torch.device) -> Data:
+    """The user's images as batches of ``batch_size`` on ``device``.
+
+    Args:
+        images: an image set of :mod:`toolkit.training.data`; images and their classes, ``(Tensor
+            [n, channels, height, width], Tensor [n])``; images alone; or a data set that gives
+            one such pair an index, of which the first 2048 are taken.
+
+    Raises:
+        ValueError: it is something else, or has fewer images than a training step takes.
+    """
+    if hasattr(images, "train") and hasattr(images, "test"):
+        first = images.train(batch_size, 0, 0, device)
+        n_tested = sum(len(labels) for _, labels in images.test(batch_size, device))
+        if len(first) == 0:
+            raise ValueError(_too_few(batch_size, "fewer"))
+        return Data(
+            lambda seed, epoch: images.train(batch_size, seed, epoch, device),
+            lambda: images.test(max(256, batch_size), device),
+            True,
+            n_tested,
+            images.n_classes,
+        )
+    pixels, labels = _tensors(images)
+    if len(pixels) < batch_size:
+        raise ValueError(_too_few(batch_size, f"{len(pixels)}"))
+    labelled = labels is not None
+    if labels is None:
+        labels = torch.zeros(len(pixels), dtype=torch.long)
+    return _split(pixels.to(device), labels.to(device), labelled, batch_size)
+
+
+def _too_few(batch_size: int, n: str) -> str:
+    return (
+        f"a training step takes {batch_size} images (n_workers times batch) and there are {n}:"
+        " give more images, or make batch smaller"
+    )
+
+
+def _split(pixels: Tensor, labels: Tensor, labelled: bool, batch_size: int) -> Data:
+    """A fifth of the images for the test, if that leaves enough to train on."""
+    n_tested = min(len(pixels) // _TESTED, len(pixels) - batch_size)
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    held, kept = order[:n_tested].to(pixels.device), order[n_tested:]
+
+    def epoch(seed: int, number: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(hash((seed, number)))
+        mixed = kept[torch.randperm(len(kept), generator=generator)].to(pixels.device)
+        parts = mixed[: len(kept) // batch_size * batch_size].split(batch_size)
+        return [(pixels[part], labels[part]) for part in parts]
+
+    def test() -> list[Batch]:
+        return [(pixels[part], labels[part]) for part in held.split(256) if len(part)]
+
+    return Data(epoch, test, labelled, n_tested, int(labels.max()) + 1)
+
+
+def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
+    """Pixels as floats, and classes where there are any."""
+    if isinstance(images, Tensor):
+        return _pixels(images), None
+    if isinstance(images, tuple | list) and len(images) == 2 and _are_tensors(images):
+        pixels, labels = images
+        if labels.dim() != 1 or len(labels) != len(pixels) or labels.is_floating_point():
+            raise ValueError(
+                f"classes are whole numbers, one an image: got shape {list(labels.shape)} and"
+                f" {labels.dtype} for {len(pixels)} images"
+            )
+        if len(labels) and labels.min() < 0:
+            raise ValueError(f"classes are numbered from 0: got {int(labels.min())}")
+        return _pixels(pixels), labels.long()
+    if hasattr(images, "__getitem__") and hasattr(images, "__len__") and not _are_tensors(images):
+        pairs = [_pair(images[k]) for k in range(min(_MOST, len(images)))]
+        if pairs:
+            if len({pixels.shape for pixels, _ in pairs}) > 1:
+                raise ValueError("images of one size are needed: resize them in the data set")
+            return _tensors(
+                (torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs]))
+            )
+    raise ValueError(
+        f"images are a tensor [n, channels, height, width], such a tensor with its classes [n], a"
+        f" data set of (image, class), or an image set of toolkit.training.data: got a"
+        f" {type(images).__name__}"
+    )
+
+
+def _are_tensors(images: Any) -> bool:
+    return isinstance(images, tuple | list) and all(isinstance(x, Tensor) for x in images)
+
+
+def _pixels(images: Tensor) -> Tensor:
+    if images.dim() < 2:
+        raise ValueError(
+            f"images have shape [n, channels, height, width]: got {list(images.shape)}"
+        )
+    return images if images.is_floating_point() else images.float() / 255
+
+
+def _pair(item: Any) -> tuple[Tensor, int]:
+    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Tensor):
+        return item[0], int(item[1])
+    raise ValueError(
+        f"a data set gives (image as a tensor, class): got a {type(item).__name__}; add a transform"
+        " such as torchvision.transforms.ToTensor()"
+    )

@@ -1,0 +1,197 @@
+"""The measurements of a pilot: memory, time, and a short training."""
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from math import isfinite, nan
+from statistics import mean, quantiles
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from toolkit.model import Stages
+from toolkit.pilot.data import Data
+from toolkit.pilot.findings import TrainingFindings
+from toolkit.runtime import SingleProcess
+from toolkit.runtime.feed import Feed
+from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.rank import Rank
+from toolkit.runtime.stage import MakeOptimizer, StageWorker
+from toolkit.schedule import Schedule
+from toolkit.tracking import paired_difference
+from toolkit.training.data import Batch
+from toolkit.training.loop import evaluate
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Say = Callable[[str, float], object]
+"""Called with what is under way, and the share of it that is done."""
+
+_STEPS = 2  # training steps in which each schedule comes to hold the most
+_DIVERGED = 10.0  # times the first loss
+NORMS = 4  # batches of which running statistics are taken before the test
+_SURE = 3.0  # standard errors of chance by which learning is told from it
+
+
+def held(
+    stages: Stages, schedule: Schedule, batch: Batch, optimizer: MakeOptimizer, loss: Loss
+) -> tuple[int, int | None]:
+    """The most bytes that autograd keeps at once when one device runs a program, by its slots.
+
+    Returns:
+        that; and the most that CUDA allocated above what stays between training steps, None on
+        the CPU.
+    """
+    device = batch[0].device
+    workers = dict(enumerate(StageWorker(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
+    versions = {j: {0: worker.newest()} for j, worker in workers.items()}
+    feed = Feed(lambda step: ((batch[0],), batch[1]), 0, lambda _: range(schedule.n_microbatches))
+    meter = Meter(0, device, 0.0)
+    watching = meter.activations.watch
+    rank = Rank(schedule, workers, workers, versions, loss, feed, watching)
+    rank.weights |= {(j, 0): weights[0] for j, weights in versions.items()}
+    (instructions,) = schedule.lower(_STEPS).verify().ranks
+    cuda = device.type == "cuda"
+    at_rest = torch.cuda.memory_allocated(device) if cuda else 0
+    most = 0
+    for i in instructions:
+        rank.execute(i)
+        most = max(most, meter.activations.bytes)
+    return most, torch.cuda.max_memory_allocated(device) - at_rest if cuda else None
+
+
+def step_times(
+    runtimes: Mapping[str, SingleProcess], batch: Batch, rounds: int, budget: float, say: Say
+) -> dict[str, list[float]]:
+    """Seconds of training steps, the runtimes taking turns, after two uncounted ones of each.
+
+    Of ``rounds`` at least three, and no more once they have taken ``budget`` seconds.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runtimes}
+    begun = time.perf_counter()
+    for k in range(-2, rounds):
+        if k >= 3 and time.perf_counter() - begun > budget:
+            break
+        for name, runtime in runtimes.items():
+            begin = _now(batch[0])
+            runtime.step(*batch)
+            if k >= 0:
+                seconds[name].append(_now(batch[0]) - begin)
+        say("timing steps", (k + 3) / (rounds + 2))
+    return seconds
+
+
+def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
+    """Quartiles of the ratio, round by round."""
+    low, middle, high = quantiles(
+        [mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)], n=4
+    )
+    return low, middle, high
+
+
+def train(
+    make: Callable[[int, Schedule, int], SingleProcess],
+    rules: Sequence[Schedule],
+    data: Data,
+    n_steps: int,
+    seeds: Sequence[int],
+    say: Say,
+) -> TrainingFindings:
+    """Train under DP and CDP-v2, from the same weights and on the same batches.
+
+    Args:
+        make: a runtime from a seed, a schedule, and the steps between two looks at the delay.
+        rules: DP, then the other.
+    """
+    runs: dict[str, list[_Run]] = {schedule.name: [] for schedule in rules}
+    for k, seed in enumerate(seeds):
+        for j, schedule in enumerate(rules):
+            say(f"training {schedule.name}, seed {seed}", (k * len(rules) + j) / 2 / len(seeds))
+            looks = max(1, n_steps // 4) if k == j - 1 == 0 else 0
+            runs[schedule.name].append(_run(make(seed, schedule, looks), data, n_steps, seed))
+    base, late = runs.values()
+    labels = torch.cat([labels for _, labels in data.test()])
+    chance = float(labels.bincount().max() / len(labels))
+    error = (chance * (1 - chance) / len(labels)) ** 0.5
+    right = {rule: tuple(run.accuracy for run in found) for rule, found in runs.items()}
+    losses = [(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in zip(late, base, strict=True)]
+    points = [[100 * run.accuracy for run in found] for found in (late, base)]
+    cosines = [cosine for run in late for cosine in run.cosines]
+    say("training", 1.0)
+    return TrainingFindings(
+        n_steps=n_steps,
+        seeds=tuple(seeds),
+        n_tested=len(labels),
+        accuracy=right,
+        difference=paired_difference(*points),
+        loss_ratio=mean(mine / theirs for mine, theirs in losses),
+        highest=max(max(run.tenths) / run.first for found in runs.values() for run in found),
+        chance=chance,
+        learned=mean(right[rules[0].name]) > chance + _SURE * error,
+        diverged=tuple(rule for rule, found in runs.items() if any(run.diverged for run in found)),
+        cosine=min(cosines, default=nan),
+    )
+
+
+class _Run:
+    """What a training came to: losses, and the share of test images that is right.
+
+    Attributes:
+        first: loss of its first training step.
+        tenths: mean loss of each tenth of it.
+        cosines: of delayed and fresh gradients, the mean of each stage over the looks.
+    """
+
+    def __init__(self, losses: list[float], looks: list[list[float]]) -> None:
+        self.first = losses[0]
+        size = max(1, len(losses) // 10)
+        self.tenths = [mean(losses[k : k + size]) for k in range(0, len(losses) - size + 1, size)]
+        self.diverged = not all(map(isfinite, losses)) or max(self.tenths) > _DIVERGED * self.first
+        self.cosines = [mean(of_stage) for of_stage in zip(*looks, strict=True)]
+        self.accuracy = 0.0
+
+
+def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
+    losses: list[Tensor] = []
+    looks: list[list[float]] = []
+    for result in runtime.run(islice(data.train(seed), n_steps)):
+        losses.append(result.loss)
+        if result.delays and result.step:  # nothing is late at the first
+            looks.append([delay.cosine for delay in result.delays])
+    run = _Run(torch.stack(losses).double().tolist(), looks)
+    if not run.diverged:
+        with settled_norms(runtime.module(), islice(data.train(seed), NORMS)):
+            run.accuracy = evaluate(runtime.module(), data.test()).top1  # type: ignore[arg-type]
+    return run
+
+
+@contextmanager
+def settled_norms(model: nn.Module, batches: Iterator[Batch]) -> Iterator[None]:
+    """Within, batch norms know the statistics of ``batches`` under the weights as they are.
+
+    After a few training steps their running statistics are still those of the beginning.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    kept = [(copy.deepcopy(norm.state_dict()), norm.momentum) for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+    if norms:
+        model.train()
+        with torch.no_grad():
+            for inputs, _ in batches:
+                model(inputs)
+    try:
+        yield
+    finally:
+        for norm, (state, momentum) in zip(norms, kept, strict=True):
+            norm.load_state_dict(state)
+            norm.momentum = momentum
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter()

@@ -1,0 +1,96 @@
+"""What the user's machines would make of a training step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from toolkit.cost import Costs, Hardware, StageCost, simulate
+from toolkit.schedule import Action, Schedule, catalog
+
+_STEPS = 6  # training steps that are simulated
+
+RULES = ("DP", "CDP-v1", "CDP-v2")
+PLACEMENTS = ("per_microbatch", "per_stage", "one")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step under one rule.
+
+    Attributes:
+        seconds: from step to step.
+        ratio: least, middle and largest ratio of that to DP's, with the slack of computing.
+        without_links: seconds if messages took no time.
+        memory: bytes of the fullest device.
+    """
+
+    seconds: float
+    ratio: tuple[float, float, float]
+    without_links: float
+    memory: float
+
+
+def schedule_of(rule: str, n_workers: int, n_stages: int, placement: str) -> Schedule:
+    """The schedule of a rule.
+
+    Raises:
+        ValueError: unknown placement.
+    """
+    if placement not in PLACEMENTS:
+        raise ValueError(f"unknown placement {placement!r}: choose one of {', '.join(PLACEMENTS)}")
+    if rule != "DP":
+        delay = 1 if rule == "CDP-v1" else "freshest"
+        return catalog.cyclic(n_workers, delay, placement, n_stages=n_stages)
+    if placement == "per_stage":
+        return replace(catalog.gpipe(n_stages, n_workers), name="DP")
+    return catalog.data_parallel(n_workers, placement, n_stages=n_stages)
+
+
+def predict(
+    schedules: Sequence[Schedule],
+    costs: Costs,
+    hardware: Hardware,
+    optimizer_bytes: Sequence[int],
+    slack: tuple[float, float],
+) -> list[Prediction]:
+    """A prediction of each schedule, the first of which is DP's.
+
+    Args:
+        costs: of the stages; their seconds count, where they were measured.
+        hardware: the machines.
+        optimizer_bytes: of the optimizer's state, by stage.
+        slack: least and largest factor on the seconds of computing.
+    """
+    free = replace(hardware, link_bandwidth=inf, link_latency=0.0)
+    versions = [costs, *(_scaled(costs, factor, hardware) for factor in slack)]
+    found: list[Prediction] = []
+    baseline: list[float] = []
+    for schedule in schedules:
+        program = schedule.lower(_STEPS).verify()
+        timeline = simulate(program, costs, hardware)
+        times = [simulate(program, scaled, hardware).step_time for scaled in versions]
+        baseline = baseline or times
+        ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
+        memory = 0.0
+        for rank, instructions in enumerate(program.ranks):
+            updated = {i.stage for i in instructions if i.action == Action.UPDATE}
+            state = sum(optimizer_bytes[stage] for stage in updated)
+            memory = max(memory, timeline.peak_memory(rank) + state)
+        found.append(
+            Prediction(
+                seconds=times[0],
+                ratio=(min(ratios), ratios[0], max(ratios)),
+                without_links=simulate(program, costs, free).step_time,
+                memory=memory,
+            )
+        )
+    return found
+
+
+def _scaled(costs: Costs, factor: float, hardware: Hardware) -> tuple[StageCost, ...]:
+    """The same stages where computing takes ``factor`` of the time."""
+    timed = [(cost, cost.seconds(hardware)) for cost in costs]
+    return tuple(
+        replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
+        for cost, (forward, backward) in timed
+    )

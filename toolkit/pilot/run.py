@@ -1,0 +1,320 @@
+"""A pilot: measure a small run of the user's model, predict the user's machines, and advise."""
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit.cost import Hardware, StageCost, profile
+from toolkit.model import Stages, partition
+from toolkit.pilot import data as images_of
+from toolkit.pilot import measure
+from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
+from toolkit.pilot.predict import PLACEMENTS, RULES, predict, schedule_of
+from toolkit.runtime import SingleProcess
+from toolkit.runtime.stage import MakeOptimizer
+from toolkit.schedule import Schedule
+from toolkit.tracking import describe
+from toolkit.training.data import Batch
+
+COMPUTE = ("measured", "roofline")
+ETHERNET = Hardware(
+    "devices as this one, 10 Gbit/s links",
+    flops=1e12,
+    memory_bandwidth=5e10,
+    link_bandwidth=1.25e9,
+    link_latency=5e-5,
+)
+"""What is assumed where no hardware is given; with measured times its flops do not count."""
+_STEPS = 300  # at most, of a short training
+_LEAST = 10  # training steps below which none is made
+_ROUNDS = 7
+_ROOFLINE = 0.8, 1.5  # of its time; a device reaches it seldom
+
+
+def pilot(
+    model: nn.Module | Callable[[], nn.Module],
+    images: Any,
+    n_workers: int = 4,
+    *,
+    batch: int = 8,
+    hardware: Hardware | None = None,
+    placement: str = "per_microbatch",
+    compute: str = "measured",
+    budget: float = 60.0,
+    seeds: int = 3,
+    steps: int | None = None,
+    optimizer: MakeOptimizer | None = None,
+    loss: measure.Loss = F.cross_entropy,
+    on_progress: measure.Say = lambda what, share: None,
+) -> Pilot:
+    """Should this model be trained with cyclic data parallelism on these machines?
+
+    Memory, time and accuracy are measured on copies of the model, on the device where it is; the
+    machines are predicted. The model given is left as it is.
+
+    Args:
+        model: a classifier of images that torch.fx can trace; or a function that makes one, with
+            which every seed begins from weights of its own.
+        images: an image set of the toolkit, ``(images, classes)`` as tensors, images alone, or a
+            data set of such pairs.
+        n_workers: micro-batches of a training step, and stages if the model can be cut into so
+            many.
+        batch: images of a micro-batch.
+        hardware: the machines: links and memory, and with ``compute="roofline"`` also their
+            speed. Unless given, devices like this one with links of 10 Gbit/s.
+        placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline, a
+            stage a device; ``one``: all workers share a device.
+        compute: whether the predictions take computing as ``measured`` here, or the ``roofline``
+            of the hardware.
+        budget: seconds that the pilot may take, about. It bounds the training steps.
+        seeds: runs of each rule.
+        steps: training steps of a run; as many as the budget allows, and 300 at most, unless
+            given. 0: no training.
+        optimizer: makes an optimizer from a list of parameters; SGD with momentum 0.9 and a rate
+            of 0.05 unless given.
+        loss: mean loss of a micro-batch.
+        on_progress: called with what is under way, and the share of it that is done.
+
+    Raises:
+        ValueError: a model that cannot be traced or does not take the images, too few images, or
+            an option without sense.
+    """
+    begun = time.perf_counter()
+    _check(n_workers, batch, placement, compute, budget, seeds, steps)
+    make, target = _maker(model)
+    first = make(0)
+    device = _device(first)
+    data = images_of.read(images, n_workers * batch, device)
+    example = next(data.train(0))
+    on_progress("cutting the model", 0.0)
+    stages, n_stages = _cut(first, n_workers, example[0][:batch])
+    _check_output(stages, data, batch)
+    found = Pilot(
+        n_workers=n_workers,
+        n_stages=n_stages,
+        batch=batch,
+        placement=placement,
+        device=describe(device),
+        hardware=hardware or _this_device(device),
+        compute=compute,
+        rules=(),
+        model=target,
+        shape=tuple(example[0].shape[1:]),
+    )
+    if n_stages < 2:
+        return replace(found, untrained="the model cannot be cut into stages")
+    optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+    def again(seed: int) -> Stages:
+        twins = copy.deepcopy(stages)  # to cut a model takes longer
+        twins.model.load_state_dict(make(seed).state_dict())
+        return twins
+
+    def start(seed: int, schedule: Schedule, looks: int = 0) -> SingleProcess:
+        return SingleProcess(again(seed), schedule, optimizer, loss, seed=seed, diagnostics=looks)
+
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        trial = _Trial(found, data, example, again, start, on_progress)
+        found = trial.rules(optimizer, loss, budget)
+        left = budget - (time.perf_counter() - begun)
+        n_steps = _affordable(found, left, seeds) if steps is None else steps
+        untrained = _why_untrained(data, n_steps, steps, budget)
+        training = None if untrained else trial.train(n_steps, seeds)
+    return replace(
+        found,
+        training=training,
+        untrained=untrained,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+class _Trial:
+    """The parts of a pilot, on one model."""
+
+    def __init__(
+        self,
+        found: Pilot,
+        data: images_of.Data,
+        example: Batch,
+        again: Callable[[int], Stages],
+        start: Callable[..., SingleProcess],
+        say: measure.Say,
+    ) -> None:
+        self.found, self.data, self.example = found, data, example
+        self.again, self.start, self.say = again, start, say
+
+    def rules(self, optimizer: MakeOptimizer, loss: measure.Loss, budget: float) -> Pilot:
+        """Memory and time of every rule, measured and predicted."""
+        here = _here(self.found)
+        kept = {}
+        for k, (rule, schedule) in enumerate(here.items()):
+            self.say(f"measuring the memory of {rule}", k / len(here))
+            kept[rule] = measure.held(self.again(0), schedule, self.example, optimizer, loss)
+        runtimes = {rule: self.start(0, schedule) for rule, schedule in here.items()}
+        seconds = measure.step_times(runtimes, self.example, _ROUNDS, budget / 5, self.say)
+        state = _optimizer_bytes(runtimes["DP"])
+        costs = self._costs(runtimes["DP"].stages)
+        slack = _ROOFLINE
+        if self.found.compute == "measured":
+            low, middle, high = quantiles(seconds["DP"], n=4)
+            slack = low / middle, high / middle
+        self.say("predicting", 0.0)
+        n, s, placement = self.found.n_workers, self.found.n_stages, self.found.placement
+        schedules = [schedule_of(rule, n, s, placement) for rule in RULES]
+        predictions = predict(schedules, costs, self.found.hardware, state, slack)
+        rules = tuple(
+            RuleFindings(
+                rule=rule,
+                activations=kept[rule][0],
+                cuda_peak=kept[rule][1],
+                seconds=median(seconds[rule]),
+                ratio=measure.ratios(seconds[rule], seconds["DP"]),
+                predicted=prediction,
+            )
+            for rule, prediction in zip(RULES, predictions, strict=True)
+        )
+        return replace(
+            self.found, rules=rules, slack=slack, costs=costs, optimizer_bytes=tuple(state)
+        )
+
+    def train(self, n_steps: int, seeds: int) -> TrainingFindings:
+        here = _here(self.found)
+        pair = [here["DP"], here["CDP-v2"]]
+        return measure.train(self.start, pair, self.data, n_steps, range(seeds), self.say)
+
+    def _costs(self, stages: Stages) -> tuple[StageCost, ...]:
+        micro = self.example[0][: self.found.batch]
+        if self.found.compute == "measured":
+            return profile(stages, micro)
+        model = copy.deepcopy(stages.model).to("meta")
+        micro = micro.to("meta")
+        return profile(partition(model, len(stages), micro), micro)
+
+
+def _affordable(found: Pilot, left: float, seeds: int) -> int:
+    """Training steps of a run in the seconds that are left for all; 0 if they are too few."""
+    slowest = max(rule.seconds for rule in found.rules)
+    n_steps = min(_STEPS, int(0.8 * left / (2 * seeds * slowest)) - measure.NORMS // 2)
+    return n_steps if n_steps >= _LEAST else 0
+
+
+def _here(found: Pilot) -> dict[str, Schedule]:
+    """Every rule with all workers on one device: what is measured."""
+    return {rule: schedule_of(rule, found.n_workers, found.n_stages, "one") for rule in RULES}
+
+
+def _optimizer_bytes(runtime: SingleProcess) -> list[int]:
+    """Bytes of the optimizer's state, by stage."""
+    found = []
+    for stage in runtime.state_dict()["stages"]:
+        states = (stage["optimizer"] or {"state": {}})["state"].values()
+        found.append(sum(x.nbytes for s in states for x in s.values() if isinstance(x, Tensor)))
+    return found
+
+
+def _maker(
+    model: nn.Module | Callable[[], nn.Module],
+) -> tuple[Callable[[int], nn.Module], str]:
+    """A function of the seed that gives the model; and how a command line names it."""
+    if isinstance(model, nn.Module):
+        return lambda seed: model, ""  # again() copies it
+    if not callable(model):
+        raise ValueError(
+            f"model is a torch.nn.Module, or a function that makes one: got a"
+            f" {type(model).__name__}"
+        )
+
+    def make(seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            made = model()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"model() gives a {type(made).__name__}: expected a torch.nn.Module")
+        return made
+
+    module, name = (getattr(model, key, "") for key in ("__module__", "__qualname__"))
+    known = module and module != "__main__" and name and "<" not in name
+    return make, f"{module}.{name}" if known else ""
+
+
+def _device(model: nn.Module) -> torch.device:
+    parameter = next((p for p in model.parameters() if p.requires_grad), None)
+    if parameter is None:
+        raise ValueError(
+            f"{type(model).__name__} has nothing to train: give a model with a parameter that"
+            " requires a gradient"
+        )
+    return parameter.device
+
+
+def _cut(model: nn.Module, n_workers: int, example: Tensor) -> tuple[Stages, int]:
+    """As many stages as workers, or as many as the model can be cut into; 2 or more train."""
+    whole = partition(model, 1, example)  # what cannot be traced is refused here
+    for n_stages in range(n_workers, 1, -1):
+        try:
+            stages = partition(model, n_stages, example)
+        except ValueError:
+            continue
+        if sum(any(p.requires_grad for p in stage.parameters()) for stage in stages) > 1:
+            return stages, n_stages
+    return whole, 1
+
+
+def _this_device(device: torch.device) -> Hardware:
+    if device.type != "cuda":
+        return ETHERNET
+    total = torch.cuda.get_device_properties(device).total_memory
+    return replace(ETHERNET, memory_bandwidth=1e12, memory=float(total))
+
+
+def _why_untrained(data: images_of.Data, n_steps: int, asked: int | None, budget: float) -> str:
+    if not data.labelled:
+        return "the images came without classes"
+    if not data.n_tested:
+        return "no image is left to test on: give more images"
+    if n_steps < 1 and asked is None:
+        return f"a budget of {budget:g} s leaves no time for {_LEAST} training steps"
+    return "" if n_steps else "no training steps were asked for"
+
+
+def _check_output(stages: Stages, data: images_of.Data, batch: int) -> None:
+    shape = stages.output.shape
+    if len(shape) != 2 or shape[0] != batch or shape[1] < data.n_classes:
+        raise ValueError(
+            f"the model's output for {batch} images has shape {list(shape)} and the images are of"
+            f" {data.n_classes} classes: expected [{batch}, {data.n_classes}] or wider"
+        )
+
+
+def _check(
+    n_workers: int,
+    batch: int,
+    placement: str,
+    compute: str,
+    budget: float,
+    seeds: int,
+    steps: int | None,
+) -> None:
+    if not isinstance(n_workers, int) or n_workers < 2:
+        raise ValueError(f"n_workers is 2 or more, who have something to share: got {n_workers!r}")
+    for name, value in {"batch": batch, "seeds": seeds}.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is 1 or more: got {value!r}")
+    for name, chosen, known in (
+        ("placement", placement, PLACEMENTS),
+        ("compute", compute, COMPUTE),
+    ):
+        if chosen not in known:
+            raise ValueError(f"unknown {name} {chosen!r}: choose one of {', '.join(known)}")
+    if not budget > 0:
+        raise ValueError(f"budget is a number of seconds above 0: got {budget}")
+    if steps is not None and steps < 0:
+        raise ValueError(f"steps is 0 or more: got {steps}")
