@@ -8,8 +8,11 @@ from collections import defaultdict
 from functools import cache
 
 import pytest
+from hypothesis import given
 
+from tests.schedule.strategies import quick, schedules
 from toolkit.schedule import Action, Buffer, catalog, steady_state
+from toolkit.schedule.steady import settled_steps, steady_slots
 
 SIZES = range(2, 17)
 RULES = [1, "freshest"]
@@ -237,3 +240,15 @@ def test_sharded_weights_do_not_grow_with_n(n):
     for delay in RULES:
         assert weights_held(delay, n) > n
         assert weights_held(delay, n, "per_microbatch", "sharded") <= 4
+
+
+@given(schedules())
+@quick
+def test_more_steps_change_nothing(schedule):
+    """The program that is looked into is as short as can be."""
+    settled = settled_steps(schedule)
+    program = schedule.lower(2 * settled + 3)
+    slots = steady_slots(schedule, settled)
+    found = steady_state(schedule)
+    assert found.activations == tuple(zip(*program.activations(), strict=True))[slots]
+    assert found.traffic == program.traffic()[slots]

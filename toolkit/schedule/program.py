@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Program:
     def slot(self, instruction: Instruction) -> int:
         return instruction.tick // self.schedule.timing.ticks_per_slot
 
-    @property
+    @cached_property
     def n_slots(self) -> int:
         """Slots until the last rank has finished."""
         last = max(i.tick for rank in self.ranks for i in rank)
@@ -171,6 +172,8 @@ class Program:
         total = [[none] * len(self.ranks) for _ in range(self.n_slots + 1)]
         for rank, instructions in enumerate(self.ranks):
             for i in instructions:
+                if i.action == Action.RECV or i.action == Action.FREE:
+                    continue  # nothing is sent
                 if i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
                     of_slot, sent = total[self.slot(i)], traffic_of(i, rank)
                     messages, units = of_slot[rank]

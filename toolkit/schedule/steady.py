@@ -52,7 +52,7 @@ def steady_state(schedule: "Schedule") -> SteadyState:
     Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.
     """
     settled = settled_steps(schedule)
-    program = schedule.lower(2 * settled + 1)
+    program = schedule.lower(settled + schedule.max_staleness + 2)
     slots = steady_slots(schedule, settled)
     by_slot = tuple(zip(*program.activations(), strict=True))
     return SteadyState(by_slot[slots], program.traffic()[slots])

@@ -1,0 +1,235 @@
+"""The explorer shows what the toolkit computes, and says a schedule in ways that mean the same."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from tests.config.test_presets import CONF
+from toolkit.config import build_schedule, schema
+from toolkit.config.help import choices
+from toolkit.figures.explorer import Choice
+from toolkit.figures.explorer.analysis import analyse, idle_share, predict
+from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN
+from toolkit.figures.explorer.drawing import draw
+from toolkit.figures.explorer.export import write_csv
+from toolkit.figures.explorer.hover import find
+from toolkit.figures.explorer.machines import hardware_presets
+from toolkit.figures.explorer.svg import steps
+from toolkit.schedule import Schedule, catalog, steady_state
+
+OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
+CHOICES = [
+    *(Choice(name, 4, 4) for name in METHODS),
+    Choice("cdp_v2", 3, 6),
+    Choice("cdp_v2", 4, 4, delay=1, placement="one", state="sharded"),
+    Choice("cdp_v1", 4, 4, delay="freshest", placement="per_stage"),
+    Choice("dp", 2, 3, delay=2, placement="per_stage_and_microbatch"),
+    Choice("zero_dp", 3, 3, state="replicated"),
+    Choice("published", 3, 5),
+    Choice("interleaved_1f1b", 8, 8, n_ranks=4),
+]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(choice, n_steps=2):
+    """The drawing, as XML."""
+    return ElementTree.fromstring(f"<page>{draw(choice, n_steps, False)}</page>")
+
+
+def rows(page):
+    """Of each row: the ops that it names, and (class, x, stage, stale) of its cells."""
+    found = []
+    for row in page.iter(f"{SVG}g"):
+        if row.get("class") == "cdp-row":
+            cells = [
+                (
+                    cell.get("class").split()[0][4:],
+                    float(cell.find(f"{SVG}rect").get("x")),
+                    int(cell.find(f"{SVG}text").text),
+                    cell.find(f"{SVG}path") is not None,
+                )
+                for cell in row
+            ]
+            found.append((row.get("aria-label"), cells))
+    return found
+
+
+def made(line):
+    return eval(line, {"catalog": catalog, "Schedule": Schedule})
+
+
+def composed(overrides, experiment="simulate"):
+    schema.register()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return build_schedule(compose(experiment, overrides.split()).schedule)
+
+
+def test_the_schedules_are_the_choices_of_the_configuration():
+    assert sorted(METHODS) == sorted(choices(CONF, "schedule"))
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=Choice.python)
+def test_a_line_of_python_and_overrides_make_the_same_schedule(choice):
+    assert made(choice.python()) == choice.build() == composed(choice.overrides())
+
+
+def test_training_takes_the_overrides_too():
+    choice = Choice("cdp_v1", 3, 6, state="sharded")
+    assert composed(choice.overrides(), "train") == choice.build()
+
+
+def test_lines_are_as_short_as_they_can_be():
+    assert Choice("cdp_v2", 4, 4, delay="freshest", state="replicated").python() == (
+        "catalog.cyclic(4)"
+    )
+    assert Choice("cdp_v1", 3, 6, placement="one").python() == (
+        "catalog.cyclic(6, delay=1, placement='one', n_stages=3)"
+    )
+    assert Choice("zero_cdp_v1", 4, 4).overrides() == "schedule=zero_cdp_v1 stages=4 microbatches=4"
+    assert Choice("cdp_v2", 4, 4, delay=1).overrides().split()[3:] == ["schedule.delay=1"]
+
+
+def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert made(OURS.python()) == OURS.build()
+    assert write_csv(analyse(OURS, 1), tmp_path).name == ORDERS_FILE
+    read = composed(OURS.overrides())
+    assert replace(read, name="rank orders") == OURS.build()
+    late = replace(OURS, delay=1)
+    assert made(late.python()) == late.build()
+    with pytest.raises(ValueError, match="use the line of Python"):
+        late.overrides()
+
+
+def test_two_stages_are_drawn_as_by_hand():
+    first, second = rows(drawn(Choice("cdp_v2", 2, 2), n_steps=1))
+    width = first[1][1][1] - first[1][0][1]
+    assert first == (
+        "rank 0: 0F0 1F0 1B0 0B0",
+        [
+            ("f", 0.5, 0, True),
+            ("f", width + 0.5, 1, False),
+            ("b", 2 * width + 0.5, 1, False),
+            ("b", 3 * width + 0.5, 0, True),
+        ],
+    )
+    assert second[0] == "rank 1: 0F1 1F1 1B1 0B1"
+    assert [cell[1:] for cell in second[1]] == [
+        ((2 + k) * width + 0.5, stage, False) for k, stage in enumerate([0, 1, 1, 0])
+    ]
+
+
+@pytest.mark.parametrize("choice", [*CHOICES, OURS], ids=Choice.python)
+def test_every_op_is_drawn_once_in_its_place(choice):
+    schedule, n_steps = choice.build(), 2
+    program = schedule.lower(n_steps)
+    one = schedule.layout.name == "one"
+    expected = {}
+    for rank, instructions in enumerate(program.ranks):
+        for i in instructions:
+            if i.action.computes:
+                row = i.microbatch if one else rank
+                stale = schedule.staleness[i.stage][i.microbatch] > 0
+                op = f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
+                expected.setdefault(row, []).append((i.tick, op, "fbbw"[i.action], i.stage, stale))
+    page = drawn(choice, n_steps)
+    width = {float(rect.get("width")) + 1 for rect in page.iter(f"{SVG}rect")}
+    assert len(width) == 1
+    slot = width.pop()
+    found = rows(page)
+    assert len(found) == len(expected)
+    for k, (said, cells) in enumerate(found):
+        row = sorted(expected[k], key=lambda op: op[0])
+        assert said == f"{'micro-batch' if one else 'rank'} {k}: " + " ".join(op[1] for op in row)
+        assert [(css, stage, stale) for css, _, stage, stale in cells] == [op[2:] for op in row]
+        at = [op[0] / schedule.timing.ticks_per_slot for op in row]
+        assert [x for _, x, _, _ in cells] == pytest.approx([t * slot + 0.5 for t in at], abs=0.6)
+
+
+def test_charts_have_the_heights_that_the_program_counts():
+    assert steps([1, 3, 0], width=10, y_of_zero=50, scale=5) == "M0 50V45H10V35H20V50H30V50Z"
+    page = drawn(Choice("dp", 2, 2), n_steps=1)
+    paths = {path.get("class"): path.get("d") for path in page.iter(f"{SVG}path")}
+    heights = [float(word.split("H")[0]) for word in paths["cdp-memory"].split("V")[1:-1]]
+    zero = float(paths["cdp-memory"].split("V")[0].split()[1])
+    per_slot = [zero - height for height in heights]
+    assert max(per_slot) == pytest.approx(62)  # the room of a chart
+    alive = [1, 2, 2, 1]
+    assert per_slot == pytest.approx([a / max(alive) * max(per_slot) for a in alive], abs=0.02)
+    said = " ".join(text.text for text in page.iter(f"{SVG}text"))
+    assert "peak 2 micro-batches" in said
+    assert "most 2 stage-parameters a slot" in said
+
+
+def test_an_op_says_what_it_waits_for_and_frees():
+    assert find(analyse(Choice("cdp_v2", 2, 2), 2).drawn, "0B0") == "\n".join(
+        [
+            "0B0 of step 0: backward of stage 0 on micro-batch 0; rank 0, slot 3",
+            "waits for: weights 0 of stage 0 (1 step late; held from the start);"
+            " 0F0 (activations here); 1B0 (gradient made here); 1B0, before it on this rank",
+            "frees: activations of 0F0",
+        ]
+    )
+    said = find(analyse(Choice("gpipe", 2, 2), 2).drawn, "1F1")
+    assert "0F1 (activation from rank 0)" in said
+    assert "keeps its activations until slot 5" in said
+    weights = find(analyse(Choice("zero_cdp_v2", 3, 3), 2).drawn, "2F1")
+    assert "from rank" in weights
+    assert "there is no op 9F9" in find(analyse(Choice("gpipe", 2, 2), 2).drawn, "9F9")
+
+
+def test_hover_text_agrees_with_the_program():
+    """Each activation is freed by one op, and each message of a boundary is waited for by one."""
+    for choice in (Choice("gpipe", 3, 4), Choice("zero_bubble", 3, 4), Choice("cdp_v1", 3, 3)):
+        program = analyse(choice, 2).drawn
+        page = drawn(choice)
+        titles = [title.text for title in page.iter(f"{SVG}title")]
+        instructions = [i for rank in program.ranks for i in rank]
+        frees = sum("FREE activation" in str(i) for i in instructions)
+        receives = sum(str(i).startswith("RECV activation") for i in instructions)
+        assert sum("frees: activations of" in title for title in titles) == frees
+        assert (
+            sum(title.count("(activation from rank") for title in titles)
+            + sum(title.count("(gradient from rank") for title in titles)
+            == receives
+        )
+
+
+@pytest.mark.parametrize("name", ["dp", "cdp_v1", "cdp_v2", "zero_dp", "gpipe"])
+def test_key_numbers_are_those_of_the_steady_state(name):
+    from toolkit.cost import UNIT, unit_costs
+
+    analysis = analyse(Choice(name, 4, 4), 1)
+    timeline = predict(analysis, unit_costs(4), UNIT)
+    said = {n.name: n.value for n in analysis.numbers(timeline, in_slots=True)}
+    steady = steady_state(analysis.schedule)
+    assert said["ranks"] == str(analysis.schedule.n_ranks)
+    assert float(said["peak activations"]) == steady.peak_activations / 4
+    assert float(said["most sent in a slot"]) == max(steady.units_by_slot)
+    assert float(said["mean staleness"]) == pytest.approx(
+        analysis.schedule.mean_staleness, rel=1e-2
+    )
+    assert float(said["step time"]) == analysis.schedule.period
+    busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
+    assert idle_share(timeline) == pytest.approx(1 - busy / analysis.schedule.period)
+
+
+def test_the_papers_numbers():
+    peaks = [float(analyse(Choice(name, 4, 4), 1).peak) for name in ("dp", "cdp_v1", "cdp_v2")]
+    assert peaks == [4, 2.5, 2.5]
+
+
+def test_hardware_is_read_from_the_configuration():
+    presets = hardware_presets()
+    assert set(presets) == {"unit", *choices(CONF, "hardware")}
+    assert presets["ethernet_10"].link_bandwidth == 1.25e9
+
+
+def test_widgets_load_with_the_explorer_only():
+    code = "import sys, toolkit.figures; print('ipywidgets' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

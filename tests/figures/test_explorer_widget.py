@@ -1,0 +1,264 @@
+"""The explorer in one process: controls, messages, exports and the static page."""
+
+import csv
+import html
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.cost import Hardware, profile, unit_costs
+from toolkit.figures import Explorer
+from toolkit.figures.explorer.choice import OWN, SCHEDULES
+from toolkit.model import partition
+from toolkit.schedule import Schedule, catalog
+
+DEADLOCK = "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0"
+
+
+class Untraceable(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def shown(explorer, k=0):
+    return explorer.columns[k].figure.value
+
+
+def said(explorer, k=0):
+    return html.unescape(re.sub("<[^>]+>", "", explorer.columns[k].message.value))
+
+
+def ops(explorer, k=0):
+    return shown(explorer, k).count("<title>")
+
+
+def number(explorer, name, k=0):
+    found = re.search(f">{name}</th><td[^>]*>([^<]*)<", shown(explorer, k))
+    return found[1]
+
+
+@pytest.fixture
+def explorer():
+    return Explorer("cdp_v2", 2, 2, compare="dp", n_steps=2)
+
+
+def test_controls_change_the_figure_and_its_numbers(explorer):
+    assert ops(explorer) == ops(explorer, 1) == 2 * 8
+    assert number(explorer, "peak activations") == "1.5"
+    explorer.stages.value = explorer.microbatches.value = 4
+    assert ops(explorer) == ops(explorer, 1) == 2 * 32
+    assert [number(explorer, "peak activations", k) for k in (0, 1)] == ["2.5", "4"]
+    explorer.n_steps.value = 1
+    assert ops(explorer) == 32
+    explorer.columns[0].delay.value = 1
+    assert number(explorer, "mean staleness") == "1"
+    explorer.columns[0].placement.value = "per_stage_and_microbatch"
+    assert number(explorer, "ranks") == "10"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_chosen(explorer, name):
+    column = explorer.columns[0]
+    before = shown(explorer)
+    explorer.stages.value = explorer.microbatches.value = 4
+    column.schedule.value = name
+    assert said(explorer) == ""
+    assert shown(explorer) != before
+    assert column.orders.layout.display == (None if name == OWN else "none")
+    assert column.n_ranks.layout.display == (None if name == "interleaved_1f1b" else "none")
+    assert all((column.delay.label, column.placement.label, column.state.label))
+    assert column.delay.disabled == (name not in (OWN, "dp", "zero_dp") and "cdp_" not in name)
+
+
+def test_a_schedule_brings_its_own_options(explorer):
+    column = explorer.columns[0]
+    for name, delay, state in (
+        ("zero_cdp_v1", 1, "sharded"),
+        ("cdp_v2", "freshest", "replicated"),
+        ("dp", 0, "replicated"),
+    ):
+        column.schedule.value = name
+        assert (column.delay.value, column.state.value) == (delay, state)
+
+
+def test_a_second_schedule_shows_on_demand():
+    explorer = Explorer()
+    box = explorer.columns[1].box
+    assert (box.layout.display, shown(explorer, 1)) == ("none", "")
+    explorer.compare.value = True
+    assert box.layout.display is None
+    assert ops(explorer, 1) > 0
+    assert len(explorer.choices) == 2
+
+
+def test_controls_are_described(explorer):
+    columns = [control for column in explorer.columns for control in column.controls]
+    for control in (*explorer.shared, explorer.folder, *explorer.buttons, *columns):
+        assert control.description
+
+
+@pytest.mark.parametrize(
+    ("control", "value", "sentence"),
+    [
+        ("stages", 0, "stages is a whole number from 1"),
+        ("delay", 0, "cannot read weights 0 steps late"),
+        ("orders", DEADLOCK, "rank 0 waits at 0B0 for 1B0"),
+        ("orders", "0F0 0X0", "0X0&#x27; is not an op"),
+        ("orders", " ", "there are no rank orders"),
+        ("orders", "0F0 <b>", "&lt;b&gt;"),
+        ("orders", " ".join(f"0F{m} 0B{m}" for m in range(33)), "from 1 to 32: got 33"),
+        ("orders", "0F0 0B0 9F9 9B9", "stage 0 of micro-batch 1 needs a forward"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, value, sentence):
+    column = explorer.columns[0]
+    if control == "orders":
+        column.schedule.value = OWN
+    before = shown(explorer)
+    (explorer.stages if control == "stages" else getattr(column, control)).value = value
+    form = r'<div [^>]*role="alert"><p>([^\n]*?)</p>(<pre>.*</pre>)?</div>'
+    assert sentence in re.fullmatch(form, column.message.value, re.S)[1]
+    assert shown(explorer) == f'<div class="cdp-faded" inert="inert">{before}</div>'
+    explorer.stages.value = 2
+    column.schedule.value = "gpipe"
+    assert said(explorer) == ""
+    assert "cdp-faded" not in shown(explorer)
+
+
+def test_a_delay_that_the_timing_cannot_honour_shows_the_grid(explorer):
+    explorer.columns[0].delay.value = 0
+    assert "[0F0]" in re.search("<pre>(.*)</pre>", explorer.columns[0].message.value, re.S)[1]
+
+
+def test_fewer_microbatches_than_the_schedule_needs(explorer):
+    explorer.columns[0].schedule.value = "pipedream_2bw"
+    explorer.stages.value = 3
+    assert "PipeDream-2BW takes a micro-batch a stage or more: got 2 for 3" in said(explorer)
+    assert said(explorer, 1) == ""
+
+
+def test_arguments_that_no_control_can_hold():
+    assert "unknown schedule" in said(Explorer("zero_cpd"))
+    assert "gpipe has no delay, got 1" in said(Explorer("gpipe", delay=1))
+    for stages in (0, 33, "4", None):
+        explorer = Explorer(stages=stages)
+        assert said(explorer) == f"stages is a whole number from 1 to 32: got {stages!r}"
+        explorer.stages.value = 3
+        assert said(explorer) == ""
+
+
+def test_an_op_is_looked_up(explorer):
+    explorer.columns[0].wanted.value = "1F0"
+    assert "1F0 of step 0: forward of stage 1" in explorer.columns[0].found.value
+    explorer.stages.value = 3
+    assert "1F0 of step 0" in explorer.columns[0].found.value
+    explorer.columns[0].wanted.value = ""
+    assert explorer.columns[0].found.value == ""
+
+
+def test_own_orders(explorer):
+    column = explorer.columns[0]
+    column.schedule.value = OWN
+    column.orders.value = "0F0 0F1 0B0 0B1\n\n1F0 1B0 1F1 1B1\n"
+    mine = Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    assert explorer.choices[0].build() == mine
+    assert ops(explorer) == 2 * 8
+
+
+def test_costs_and_hardware_of_your_own():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    example = torch.rand(2, 8, device="meta")
+    slow = Hardware("slow", flops=1e6, memory_bandwidth=1e6, link_bandwidth=1e6)
+    explorer = Explorer(stages=2, microbatches=2, model=model, example=example, hardware=slow)
+    by_model = number(explorer, "step time")
+    assert said(explorer) == ""
+    costs = profile(partition(model, 2, example), example)
+    given = Explorer(stages=2, microbatches=2, costs=costs, hardware=slow)
+    assert number(given, "step time") == by_model
+    given.stages.value = 3
+    assert "the schedule has 3 stages and there are costs of 2" in said(given)
+    explorer.hardware.value = "ethernet_10"
+    assert number(explorer, "step time") != by_model
+    explorer.stages.value = 4
+    assert said(explorer) == ""
+
+
+def test_a_model_has_real_hardware_unless_told():
+    assert Explorer(costs=unit_costs(4)).hardware.value != "unit"
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "sentence"),
+    [
+        (Untraceable(), torch.rand(2, 8), "torch.fx cannot trace Untraceable"),
+        (nn.Linear(8, 8), None, "give a micro-batch"),
+        (nn.Linear(8, 8), torch.rand(2, 9), "cannot train on an example of shape"),
+    ],
+)
+def test_a_model_that_cannot_be_profiled(model, example, sentence):
+    explorer = Explorer(stages=1, microbatches=1, model=model, example=example)
+    assert sentence in said(explorer)
+    assert "<pre>" not in explorer.columns[0].message.value
+
+
+def test_exports(explorer, tmp_path):
+    folder = tmp_path / "new"
+    explorer.folder.value = str(folder)
+    explorer.columns[1].schedule.value = "gpipe"
+    for button in explorer.buttons:
+        button.click()
+        assert "written: " in explorer.status.value
+        assert str(folder) in explorer.status.value
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "cdp_v2_2x2.csv",
+        "cdp_v2_2x2.trace.json",
+        "cdp_v2_2x2_and_gpipe_2x2.png",
+        "cdp_v2_2x2_and_gpipe_2x2.svg",
+        "gpipe_2x2.csv",
+        "gpipe_2x2.trace.json",
+    ]
+    assert Schedule.from_csv(folder / "gpipe_2x2.csv", name="GPipe") == catalog.gpipe(2, 2)
+    table = csv.DictReader((folder / "cdp_v2_2x2.csv").read_text().splitlines())
+    starts = {row["op"]: (row["slot"], row["rank"], row["staleness"]) for row in table}
+    assert len(starts) == 8
+    assert (starts["0F0"], starts["0F1"]) == (("0", "0", "1"), ("2", "1", "0"))
+    assert starts["1F0"] == ("1", "0", "0")
+    events = json.loads((folder / "gpipe_2x2.trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "compute"} >= {"0F0", "1B1"}
+
+
+def test_exports_say_why_not(explorer, tmp_path):
+    (tmp_path / "taken").write_text("")
+    explorer.folder.value = str(tmp_path / "taken" / "below")
+    explorer.buttons[1].click()
+    assert "Not a directory" in explorer.status.value
+    explorer.folder.value = str(tmp_path)
+    explorer.stages.value = 0
+    explorer.buttons[1].click()
+    assert "mend it first" in explorer.status.value
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_static_page_stands_alone(explorer):
+    page = explorer.to_html()
+    assert "<script" not in page
+    assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert page.count("<title>") - 1 == ops(explorer) + ops(explorer, 1)
+    assert "catalog.data_parallel(2)" in page
+    body = re.search("<body>(.*)</body>", page, re.S)[1].replace("readonly ", 'readonly="" ')
+    svgs = re.findall("<svg.*?</svg>", body, re.S)
+    assert [ElementTree.fromstring(svg).get("aria-label") for svg in svgs if "cdp-grid" in svg] == [
+        "CDP-v2: ops of 2 training steps",
+        "DP: ops of 2 training steps",
+    ]
+
+
+def test_where_widgets_cannot_be_shown_there_is_the_page(explorer):
+    bundle = explorer._repr_mimebundle_()
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert bundle["text/html"] == explorer.to_html()

@@ -1,0 +1,132 @@
+"""What a choice costs: its program, steady state and predicted timeline, all by the toolkit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from toolkit.figures.explorer.choice import Choice
+from toolkit.schedule import Program, Schedule, SteadyState, steady_state
+
+if TYPE_CHECKING:
+    from toolkit.cost import Hardware, StageCost, Timeline
+
+_PREDICTED = 3  # training steps that are simulated
+
+
+_ALIVE = ("micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model")
+_SENT = ("stage-parameters", "weights and gradients that all ranks send, in the steady state")
+_LATE = "training steps by which the weights read are late"
+
+
+class Number(NamedTuple):
+    """One key number: what it is, its value and unit as text, and what that counts."""
+
+    name: str
+    value: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A schedule, and programs of it.
+
+    Attributes:
+        choice: what was asked for.
+        schedule: what that is.
+        drawn: a verified program of as many training steps as are drawn.
+        predicted: a verified program to simulate.
+        steady: one period in the steady state.
+    """
+
+    choice: Choice
+    schedule: Schedule
+    drawn: Program
+    predicted: Program
+    steady: SteadyState
+
+    @cached_property
+    def activations(self) -> tuple[Fraction, ...]:
+        """All ranks' activations in each drawn slot, in micro-batches."""
+        slots = zip(*self.drawn.activations(), strict=True)
+        return tuple(Fraction(sum(alive), self.schedule.n_stages) for alive in slots)
+
+    @cached_property
+    def traffic(self) -> tuple[Fraction, ...]:
+        """What all ranks send in each drawn slot, in stage-parameters."""
+        return tuple(
+            sum((sent.units for sent in slot), Fraction()) for slot in self.drawn.traffic()
+        )
+
+    @property
+    def peak(self) -> Fraction:
+        """The most activations of all ranks together, in micro-batches, in the steady state."""
+        return Fraction(self.steady.peak_activations, self.schedule.n_stages)
+
+    @property
+    def fullest(self) -> Fraction:
+        """The most activations of one rank, likewise."""
+        return Fraction(max(map(max, self.steady.activations)), self.schedule.n_stages)
+
+    def numbers(self, timeline: "Timeline", *, in_slots: bool) -> list[Number]:
+        """The key numbers; times are seconds, or slots."""
+        schedule, sent = self.schedule, self.steady.units_by_slot
+        time = (f"{timeline.step_time:.4g}", "slots") if in_slots else seconds(timeline.step_time)
+        return [
+            Number("ranks", str(schedule.n_ranks), "", "devices"),
+            Number("peak activations", _text(self.peak), *_ALIVE),
+            Number("of the fullest rank", _text(self.fullest), *_ALIVE),
+            Number("mean staleness", f"{schedule.mean_staleness:.3g}", "steps", _LATE),
+            Number("largest staleness", str(schedule.max_staleness), "steps", _LATE),
+            Number("mean sent in a slot", _text(sum(sent) / len(sent)), *_SENT),
+            Number("most sent in a slot", _text(max(sent)), *_SENT),
+            Number("step time", *time, "of the simulated timeline"),
+            Number(
+                "idle", f"{100 * idle_share(timeline):.1f}", "%", "of all ranks' time, simulated"
+            ),
+        ]
+
+
+@lru_cache(maxsize=16)
+def analyse(choice: Choice, n_steps: int) -> Analysis:
+    """Lower and verify ``choice``.
+
+    Raises:
+        ValueError: it is impossible; the message may end with a grid.
+    """
+    schedule = choice.build()
+    predicted = schedule.lower(_PREDICTED).verify()
+    drawn = predicted if n_steps == _PREDICTED else schedule.lower(n_steps)
+    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule))
+
+
+def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardware") -> "Timeline":
+    """The simulated timeline of a few training steps.
+
+    Raises:
+        ValueError: the costs or the hardware do not fit the schedule.
+    """
+    from toolkit.cost import simulate
+
+    return simulate(analysis.predicted, costs, hardware)
+
+
+def idle_share(timeline: "Timeline") -> float:
+    """The share of all ranks' time in which they do not compute, while training goes on."""
+    busy = sum(span.end - span.start for span in timeline.spans if span.lane == "compute")
+    a_step = busy / len(timeline.step_ends)
+    return max(0.0, 1 - a_step / (timeline.n_ranks * timeline.step_time))
+
+
+def seconds(value: float) -> tuple[str, str]:
+    """Seconds as a number and a unit that suits it."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if value >= unit:
+            return f"{value / unit:.3g}", name
+    return f"{value * 1e9:.3g}", "ns"
+
+
+def _text(value: Fraction | float) -> str:
+    return f"{float(value):.4g}"

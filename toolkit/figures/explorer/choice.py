@@ -1,0 +1,194 @@
+"""What is explored: a method and its options, as one value that names its schedule.
+
+A choice can be said in three ways that mean the same schedule: as an object, as one line of Python,
+and as overrides of the experiments' configuration.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from toolkit.schedule import Schedule, catalog
+
+OWN = "your own"
+LARGEST = 32  # stages or micro-batches that are drawn
+ORDERS_FILE = "rank_orders.csv"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A function of the catalogue, and the values that a choice of conf/schedule gives it."""
+
+    make: str
+    preset: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What can be chosen beside the sizes, with its value unless chosen."""
+        return {**_defaults(self.make), **self.preset}
+
+
+def _method(make: str, **preset: Any) -> Method:
+    return Method(make, MappingProxyType(preset))
+
+
+METHODS: Mapping[str, Method] = {
+    "dp": _method("data_parallel"),
+    "cdp_v1": _method("cyclic", delay=1),
+    "cdp_v2": _method("cyclic"),
+    "published": _method("published"),
+    "gradient_accumulation": _method("gradient_accumulation"),
+    "gpipe": _method("gpipe"),
+    "one_f_one_b": _method("one_f_one_b"),
+    "interleaved_1f1b": _method("interleaved_1f1b", n_ranks=2),
+    "zero_bubble": _method("zero_bubble"),
+    "pipedream_2bw": _method("pipedream_2bw"),
+    "zero_dp": _method("data_parallel", state="sharded"),
+    "zero_cdp_v1": _method("cyclic", delay=1, state="sharded"),
+    "zero_cdp_v2": _method("cyclic", state="sharded"),
+}
+SCHEDULES = (*METHODS, OWN)
+_OPTIONS = ("delay", "placement", "state", "n_ranks")
+_OWN_OPTIONS: dict[str, Any] = {"delay": 0, "state": "replicated"}
+
+
+@cache
+def _defaults(make: str) -> Mapping[str, Any]:
+    """The function's own values of the options offered; None where it has none."""
+    parameters = inspect.signature(getattr(catalog, make)).parameters
+    return {
+        name: None if p.default is p.empty else p.default
+        for name, p in parameters.items()
+        if name in _OPTIONS
+    }
+
+
+def options_of(schedule: str) -> dict[str, Any]:
+    """The options that ``schedule`` takes beside its sizes, with their values unless chosen.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
+    if schedule == OWN:
+        return dict(_OWN_OPTIONS)
+    if schedule not in METHODS:
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    return METHODS[schedule].options
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule, by name and options; an option that is None is as the schedule has it.
+
+    Args:
+        schedule: a choice of conf/schedule, or ``"your own"``.
+        stages: parts of the model; of your own, the orders tell.
+        microbatches: of a training step; likewise.
+        delay: steps by which weights are late, or ``"freshest"``.
+        placement: the rank of each op.
+        state: ``replicated`` or ``sharded``.
+        n_ranks: of interleaved 1F1B.
+        orders: your own: a line a rank, such as ``"0F0 0F1 0B0 0B1"``.
+    """
+
+    schedule: str = "cdp_v2"
+    stages: int = 4
+    microbatches: int = 4
+    delay: int | str | None = None
+    placement: str | None = None
+    state: str | None = None
+    n_ranks: int | None = None
+    orders: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from those of the schedule.
+
+        Raises:
+            ValueError: the schedule has no such option.
+        """
+        usual = options_of(self.schedule)
+        chosen = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        for name, value in chosen.items():
+            if name not in usual:
+                takes = ", ".join(usual) or "none but its sizes"
+                raise ValueError(f"{self.schedule} has no {name}, got {value!r}: it takes {takes}")
+        return {name: value for name, value in chosen.items() if value != usual[name]}
+
+    def build(self) -> Schedule:
+        """The schedule.
+
+        Raises:
+            ValueError: there is none such; the message may end with a grid.
+        """
+        return _build(self)
+
+    def python(self) -> str:
+        """One line that makes the schedule, with ``catalog`` and ``Schedule`` imported."""
+        name, sizes, options = self._call()
+        words = [*map(repr, sizes), *(f"{key}={value!r}" for key, value in options.items())]
+        return f"{name}({', '.join(words)})"
+
+    def overrides(self) -> str:
+        """Options of ``experiments/simulate.py`` and ``train.py`` that compose the schedule.
+
+        Raises:
+            ValueError: no options say it.
+        """
+        if self.schedule != OWN:
+            sizes = {"schedule": self.schedule, "stages": self.stages}
+            sizes["microbatches"] = self.microbatches
+            options = {f"schedule.{name}": value for name, value in self.given.items()}
+            return " ".join(f"{key}={value}" for key, value in {**sizes, **options}.items())
+        if self.given:
+            raise ValueError("a file of orders has no delay or state: use the line of Python")
+        built = self.build()
+        sizes = {"stages": built.n_stages, "microbatches": built.n_microbatches}
+        words = " ".join(f"{key}={value}" for key, value in sizes.items())
+        return f"schedule.file={ORDERS_FILE} {words}"
+
+    def _call(self) -> tuple[str, list[Any], dict[str, Any]]:
+        if self.schedule == OWN:
+            return "Schedule.from_rank_orders", [list(self.orders)], self.given
+        method = METHODS[self.schedule]
+        usual = _defaults(method.make)
+        wanted = {**method.options, **self.given}
+        options = {name: value for name, value in wanted.items() if value != usual[name]}
+        parameters = inspect.signature(getattr(catalog, method.make)).parameters
+        if "n" not in parameters:
+            return f"catalog.{method.make}", [self.stages, self.microbatches], options
+        preset = parameters["n_stages"].default
+        if self.stages != (self.microbatches if preset is None else preset):
+            options["n_stages"] = self.stages
+        return f"catalog.{method.make}", [self.microbatches], options
+
+
+@lru_cache(maxsize=64)
+def _build(choice: Choice) -> Schedule:
+    given = choice.given
+    if choice.schedule == OWN:
+        if not any(line.strip() for line in choice.orders):
+            raise ValueError(
+                "there are no rank orders: write a line a rank, such as 0F0 0F1 0B0 0B1"
+            )
+        built = Schedule.from_rank_orders(choice.orders, **given)
+        check_sizes(built.n_stages, built.n_microbatches)
+        return built
+    check_sizes(choice.stages, choice.microbatches)
+    _, sizes, options = choice._call()
+    schedule: Schedule = getattr(catalog, METHODS[choice.schedule].make)(*sizes, **options)
+    return schedule
+
+
+def check_sizes(stages: int, microbatches: int) -> None:
+    """Refuse what is no number of stages or micro-batches, or more than can be drawn.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+            raise ValueError(f"{name} is a whole number from 1 to {LARGEST}: got {value!r}")

@@ -1,0 +1,131 @@
+"""One schedule of the explorer: the controls that choose it, and what is shown of it."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+import ipywidgets as ui
+
+from toolkit.figures.explorer.choice import OWN, SCHEDULES, Choice, options_of
+from toolkit.schedule import FRESHEST, PLACEMENTS, STATES
+
+FIELD: dict[str, Any] = {"layout": {"width": "auto"}, "style": {"description_width": "96px"}}
+_DELAYS = (0, 1, 2, 3, FRESHEST)
+_EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+_VALUES: dict[str, Sequence[Any]] = {"delay": _DELAYS, "placement": PLACEMENTS, "state": STATES}
+_FIXED = {"delay": "0", "placement": "per_stage", "state": "replicated"}
+_FIXED_OF = {
+    ("pipedream_2bw", "delay"): "1",
+    ("published", "delay"): "by stage and worker",
+    ("gradient_accumulation", "placement"): "one",
+    (OWN, "placement"): "by the orders",
+}
+
+
+class Column:
+    """Controls and figure of one schedule.
+
+    Attributes:
+        controls: what chooses the schedule, beside its sizes.
+        message: what is wrong, or nothing.
+        figure: the schedule, as HTML.
+        wanted: an op to look up, such as ``2F1``; found: what it waits for and frees.
+        state: the choice as a line of Python and as overrides.
+    """
+
+    def __init__(self, choice: Choice) -> None:
+        self.schedule = ui.Dropdown(
+            options=SCHEDULES, value=choice.schedule, description="schedule", **FIELD
+        )
+        self.delay = ui.Dropdown(description="delay", **FIELD)
+        self.placement = ui.Dropdown(description="placement", **FIELD)
+        self.state = ui.Dropdown(description="state", **FIELD)
+        self.n_ranks = ui.BoundedIntText(
+            value=choice.n_ranks or 2, min=1, max=64, description="ranks", **FIELD
+        )
+        self.orders = ui.Textarea(
+            value="\n".join(choice.orders) or _EXAMPLE,
+            description="rank orders",
+            placeholder="a line a rank, such as 0F0 0F1 0B0 0B1",
+            rows=4,
+            continuous_update=False,
+            **FIELD,
+        )
+        self.schedule.tooltip = "a choice of conf/schedule, or rank orders of your own"
+        self.delay.tooltip = "training steps by which weights are late"
+        self.placement.tooltip = "the rank of each op"
+        self.state.tooltip = "whether parameters, gradients and optimizer state have one owner"
+        self.orders.tooltip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
+        fields = (self.schedule, self.delay, self.placement, self.state, self.n_ranks, self.orders)
+        self.wanted = ui.Text(
+            description="look up an op",
+            placeholder="such as 2F1",
+            continuous_update=False,
+            **FIELD,
+        )
+        self.found, self.message, self.figure, self.lines = (ui.HTML() for _ in range(4))
+        self.controls = fields
+        grid = in_columns(*fields[:-1], least="260px")
+        self.box = ui.VBox(
+            [grid, self.orders, self.message, self.figure, self.wanted, self.found, self.lines],
+            layout={"flex": "1 1 0", "min_width": "0", "overflow": "hidden"},
+        )
+        self.box.add_class("cdp-column")
+        self.offer(choice)
+
+    def offer(self, choice: Choice | None = None) -> None:
+        """Offer the options that the schedule takes, as it has them or as ``choice`` has."""
+        name = self.schedule.value
+        usual = options_of(name)
+        for option, values in _VALUES.items():
+            control = getattr(self, option)
+            if option in usual:
+                given = getattr(choice, option) if choice else None
+                value = usual[option] if given is None else given
+                offered = values if value in values else (*values, value)
+                control.options = [(str(v), v) for v in offered]
+                control.value = value
+            else:
+                fixed = _FIXED_OF.get((name, option), _FIXED[option])
+                control.options = [fixed]
+            control.disabled = option not in usual
+        if choice is None:
+            self.n_ranks.value = usual.get("n_ranks") or self.n_ranks.value
+        _show(self.n_ranks, "n_ranks" in usual)
+        _show(self.orders, name == OWN)
+
+    def choice(self, stages: int, microbatches: int) -> Choice:
+        """What the controls say."""
+        name = self.schedule.value
+        if name == OWN:
+            orders = tuple(line.strip() for line in self.orders.value.splitlines() if line.strip())
+            return Choice(OWN, delay=self.delay.value, state=self.state.value, orders=orders)
+        options = {option: getattr(self, option).value for option in options_of(name)}
+        return Choice(name, stages, microbatches, **options)
+
+    def say(self, choice: Choice) -> None:
+        """Show ``choice`` as lines to copy."""
+        fields = {"Python": choice.python()}
+        try:
+            fields["overrides"] = choice.overrides()
+        except ValueError as error:
+            fields["overrides"] = str(error)
+        self.lines.value = "".join(_line(name, value) for name, value in fields.items())
+
+
+def in_columns(*widgets: ui.Widget, least: str) -> ui.GridBox:
+    """As many columns as there is room for, all alike."""
+    columns = f"repeat(auto-fit, minmax({least}, 1fr))"
+    return ui.GridBox(widgets, layout={"grid_template_columns": columns, "width": "100%"})
+
+
+def _line(name: str, value: str) -> str:
+    label = f"{name}: the schedule as text to copy"
+    return (
+        f'<label class="cdp-line"><span>{name}</span><input readonly value="{escape(value)}"'
+        f' aria-label="{label}" onfocus="this.select()"></label>'
+    )
+
+
+def _show(widget: ui.DOMWidget, visible: bool) -> None:
+    widget.layout.display = None if visible else "none"

@@ -1,0 +1,198 @@
+"""A program as a drawing: its grid, and over the same slots its activations and its traffic."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+from html import escape
+from typing import NamedTuple
+
+from toolkit.figures.explorer.analysis import Analysis, analyse
+from toolkit.figures.explorer.choice import Choice
+from toolkit.figures.explorer.hover import texts
+from toolkit.figures.explorer.svg import drawing, element, number, steps, text
+from toolkit.schedule import Action, Instruction, Program
+
+_CLASS = {
+    Action.FORWARD: "f",
+    Action.BACKWARD: "b",
+    Action.BACKWARD_INPUT: "b",
+    Action.BACKWARD_WEIGHT: "w",
+}
+_AXIS = 18  # pixels of the numbers of slots
+_CHART = 84  # of a chart, with room for its highest label
+_ROOM = 16  # of that, above its largest value
+_GUTTER = 74  # of what stands left of the slots
+_WIDE, _NARROW = 740.0, 340.0  # that slots share, of one drawing and of two side by side
+_GROWTH = 1.35  # of a drawing, at most, where there is more room
+
+
+class _Scale(NamedTuple):
+    """Pixels of a slot, of a row and of the letters in a cell."""
+
+    slot: float
+    row: float
+    font: float
+
+
+@lru_cache(maxsize=32)
+def draw(choice: Choice, n_steps: int, narrow: bool) -> str:
+    """The drawing of ``choice`` as HTML, scrolled where it is too large.
+
+    Args:
+        choice: what is drawn.
+        n_steps: training steps drawn.
+        narrow: whether there is another beside it.
+
+    Raises:
+        ValueError: it is impossible.
+    """
+    analysis = analyse(choice, n_steps)
+    program = analysis.drawn
+    rows = _rows(program)
+    room, n_slots = (_NARROW if narrow else _WIDE), program.n_slots
+    digits = len(str(program.schedule.n_stages - 1))
+    slot = min(36.0, max(13.0 if digits > 1 else 10.0, room / (n_slots + 1)))
+    row = 22.0 if len(rows) <= 12 else 16.0 if len(rows) <= 32 else 12.0
+    scale = _Scale(slot, row, min(12.0, row - 4, slot * (0.66 if digits > 1 else 0.85)))
+    width = _GUTTER + (n_slots + 1) * slot
+    plot = f'style="min-width:{number(width)}px;max-width:{number(width * _GROWTH)}px"'
+    return "".join(
+        [
+            '<div class="cdp-scroll" role="group" tabindex="0"',
+            f' aria-label="{escape(analysis.schedule.name)}: grid, activations and traffic">',
+            f'<div class="cdp-plot" {plot}>',
+            _row_names(program, rows, scale),
+            _grid(program, rows, scale),
+            f'</div><div class="cdp-plot cdp-charts" {plot}>',
+            _chart_names(),
+            _charts(analysis, scale),
+            "</div></div>",
+        ]
+    )
+
+
+def _row(program: Program, rank: int, i: Instruction) -> int:
+    """A rank's; of one device, a micro-batch's."""
+    return (i.microbatch or 0) if program.schedule.layout.name == "one" else rank
+
+
+def _rows(program: Program) -> list[int]:
+    if program.schedule.layout.name == "one":
+        return [*range(program.schedule.n_microbatches)]
+    return [*range(len(program.ranks))]
+
+
+def _row_names(program: Program, rows: Sequence[int], scale: _Scale) -> str:
+    what = "mb" if program.schedule.layout.name == "one" else "rank"
+    size = min(11.0, scale.row - 2)
+    names = "".join(
+        text(f"{what} {row}", _GUTTER - 6, (k + 0.5) * scale.row + size * 0.35, font_size=size)
+        for k, row in enumerate(rows)
+    )
+    height = len(rows) * scale.row
+    return drawing(names, _GUTTER, height, "rows", class_="cdp-names", aria_hidden="true")
+
+
+def _grid(program: Program, rows: Sequence[int], scale: _Scale) -> str:
+    tick, hover = program.schedule.timing.ticks_per_slot, texts(program)
+    delays = {step: program.schedule.delays(step) for step in program.steps}
+    by_row: dict[int, list[tuple[int, str, str]]] = {row: [] for row in rows}
+    for rank, instructions in enumerate(program.ranks):
+        for k, i in enumerate(instructions):
+            if i.action.computes:
+                stale = delays[i.step or 0][i.stage][i.microbatch or 0] > 0
+                cell = _cell(i, i.tick / tick, stale, hover[rank, k], scale)
+                by_row[_row(program, rank, i)].append((i.tick, _label(i), cell))
+    what = "micro-batch" if program.schedule.layout.name == "one" else "rank"
+    groups = []
+    for k, (row, cells) in enumerate(by_row.items()):
+        cells.sort(key=lambda cell: cell[0])
+        said = f"{what} {row}: {' '.join(label for _, label, _ in cells)}"
+        groups.append(
+            f'<g class="cdp-row" tabindex="0" role="group" aria-label="{said}"'
+            f' transform="translate(0 {number(k * scale.row)})">'
+            f"{''.join(cell for _, _, cell in cells)}</g>"
+        )
+    label = f"{program.schedule.name}: ops of {len(program.steps)} training steps"
+    width, height = (program.n_slots + 1) * scale.slot, len(rows) * scale.row
+    lines = _step_lines(program, scale, height)
+    size = number(scale.font)
+    content = lines + "".join(groups)
+    return drawing(content, width, height, label, class_="cdp-grid", role="group", font_size=size)
+
+
+def _label(i: Instruction) -> str:
+    return f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
+
+
+def _cell(i: Instruction, slot: float, stale: bool, hover: str, scale: _Scale) -> str:
+    """An op: its stage, on its colour; a bar below where it reads stale weights."""
+    x, w, h = slot * scale.slot, scale.slot, scale.row
+    y = h * 0.5 + scale.font * 0.36 - (1.5 if stale else 0)
+    bar = f'<path d="M{number(x + 0.2 * w)} {number(h - 3)}h{number(0.6 * w)}"/>' if stale else ""
+    return (
+        f'<g class="cdp-{_CLASS[i.action]} cdp-s{(i.step or 0) % 3}" tabindex="-1">'
+        f"<title>{escape(hover, quote=False)}</title>"
+        f'<rect x="{number(x + 0.5)}" y="1" width="{number(w - 1)}" height="{number(h - 2)}"/>'
+        f'<text x="{number(x + w / 2)}" y="{number(y)}">{i.stage}</text>{bar}</g>'
+    )
+
+
+def _step_lines(program: Program, scale: _Scale, height: float) -> str:
+    """Where training steps start."""
+    period = program.schedule.period * scale.slot
+    starts = (number(k * period) for k in range(1, len(program.steps)))
+    path = "".join(f"M{x} 0V{number(height)}" for x in starts)
+    return element("path", d=path, class_="cdp-step")
+
+
+_CHARTS = ("activations", "sent")
+
+
+def _chart_names() -> str:
+    names = ""
+    for k, what in enumerate(_CHARTS):
+        names += text(what, _GUTTER - 6, _AXIS + (k + 0.5) * _CHART + _ROOM / 2, font_size=11)
+    names += text("slot", _GUTTER - 6, 13, font_size=11)
+    height = _AXIS + len(_CHARTS) * _CHART + 2
+    return drawing(names, _GUTTER, height, "axes", class_="cdp-names", aria_hidden="true")
+
+
+def _charts(analysis: Analysis, scale: _Scale) -> str:
+    n_slots = analysis.drawn.n_slots
+    sent, alive = analysis.traffic, analysis.activations
+    most = max(analysis.steady.units_by_slot)
+    peak = f"peak {float(analysis.peak):.4g} micro-batches"
+    busiest = f"most {float(most):.4g} stage-parameters a slot"
+    parts = [
+        _slot_numbers(n_slots, scale),
+        _chart(0, alive, analysis.peak, "cdp-memory", peak, scale),
+        _chart(1, sent, most, "cdp-traffic", busiest, scale),
+    ]
+    label = f"activations of all ranks: {peak}; sent by all ranks: {busiest}"
+    width = (n_slots + 1) * scale.slot
+    height = _AXIS + len(_CHARTS) * _CHART + 2
+    return drawing("".join(parts), width, height, label, role="img", class_="cdp-chart")
+
+
+def _slot_numbers(n_slots: int, scale: _Scale) -> str:
+    every = next(k for k in (1, 2, 5, 10, 20, 50, 100) if k * scale.slot >= 26)
+    return "".join(
+        text(str(slot), (slot + 0.5) * scale.slot, 13, class_="cdp-slot")
+        for slot in range(0, n_slots, every)
+    )
+
+
+def _chart(
+    k: int, values: Sequence[Fraction], line: Fraction, css: str, label: str, scale: _Scale
+) -> str:
+    """One chart: a filled curve, and a line at the most of the steady state."""
+    zero = _AXIS + (k + 1) * _CHART
+    largest = float(max([*values, line])) or 1.0
+    unit = (_CHART - _ROOM - 6) / largest
+    width = len(values) * scale.slot
+    level = zero - float(line) * unit
+    curve = element("path", d=steps([*map(float, values)], scale.slot, zero, unit), class_=css)
+    base = element("path", d=f"M0 {number(zero)}H{number(width)}", class_="cdp-base")
+    mark = element("path", d=f"M0 {number(level)}H{number(width)}", class_="cdp-most")
+    return curve + base + mark + text(label, 3, level - 3, class_="cdp-value")

@@ -1,0 +1,89 @@
+"""What schedules are simulated on: hardware, and the costs of stages."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import toolkit
+from toolkit.cost import UNIT, Hardware, StageCost, profile, unit_costs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+CONF = Path(toolkit.__file__).parents[1] / "conf" / "hardware"
+UNIFORM = "uniform"
+GIVEN = "given"
+MODELS = ("resnet18", "resnet50", "vit_b_16")
+_IMAGES = (8, 3, 224, 224)  # of a micro-batch
+
+Costs = Callable[[int], Sequence[StageCost]]
+"""From the number of stages to what each costs."""
+
+
+def hardware_presets() -> dict[str, Hardware]:
+    """By name: the unit machine, and those of conf/hardware where that folder is."""
+    return {"unit": UNIT} | {path.stem: _preset(path) for path in sorted(CONF.glob("*.yaml"))}
+
+
+@cache
+def _preset(path: Path) -> Hardware:
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    values.pop("defaults", None)
+    return Hardware(**values)
+
+
+def cost_sources() -> dict[str, Costs]:
+    """By name: uniform stages, and those of models profiled on meta tensors."""
+    named = {f"{name}, {_IMAGES[0]} images": name for name in MODELS}
+    return {UNIFORM: unit_costs} | {label: _zoo(name) for label, name in named.items()}
+
+
+def given(costs: Sequence[StageCost]) -> Costs:
+    """Costs that are known, for one number of stages; simulation refuses others."""
+    return lambda n_stages: costs
+
+
+def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") -> Costs:
+    """Those of ``model``, cut and profiled when they are first asked for.
+
+    They raise a ValueError if it cannot be traced, cut or run.
+    """
+    from toolkit.model import partition
+    from toolkit.model.trace import reason
+
+    known: dict[int, Sequence[StageCost]] = {}
+
+    def costs(n_stages: int) -> Sequence[StageCost]:
+        if example is None:
+            raise ValueError("a model is profiled on an example: give a micro-batch, example=...")
+        if n_stages not in known:
+            try:
+                stages = partition(model, n_stages, example)
+                known[n_stages] = profile(stages, example)
+            except ValueError:
+                raise
+            except Exception as error:  # the model's own code may raise anything
+                who = type(model).__name__
+                raise ValueError(f"{who} cannot be profiled: {reason(error)}") from error
+        return known[n_stages]
+
+    return costs
+
+
+def _zoo(name: str) -> Costs:
+    made: list[Costs] = []
+
+    def costs(n_stages: int) -> Sequence[StageCost]:
+        import torch
+
+        from toolkit.model import build
+
+        if not made:
+            with torch.device("meta"):
+                made.append(profiled(build(name), torch.empty(_IMAGES)))
+        return made[0](n_stages)
+
+    return costs

@@ -1,0 +1,315 @@
+"""Schedules to play with in a notebook: controls, and what each change does to the costs."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as ui
+
+from toolkit.figures.explorer import export, hover, machines, page
+from toolkit.figures.explorer.analysis import Analysis, analyse, predict
+from toolkit.figures.explorer.choice import LARGEST, Choice, check_sizes
+from toolkit.figures.explorer.column import FIELD, Column, in_columns
+from toolkit.figures.explorer.drawing import draw
+from toolkit.schedule.collector import collector_paused
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from toolkit.cost import Hardware, StageCost, Timeline
+
+_STAGES = 16  # that the slider begins with
+
+
+class Explorer(ui.VBox):
+    """An interactive view of schedules, one or two side by side.
+
+    It computes nothing of its own: schedules, programs, steady states and timelines are the
+    toolkit's. Wrong values show a sentence, and the drawing before them fades.
+
+    Args:
+        schedule: a choice of conf/schedule, or ``"your own"`` with ``orders``.
+        stages: parts of the model.
+        microbatches: of a training step.
+        compare: another schedule to show beside it.
+        delay, placement, state, n_ranks, orders: of the first schedule, as in :class:`Choice`.
+        n_steps: training steps drawn, 1 to 3.
+        costs: of the stages, by :func:`toolkit.cost.profile`; uniform unless given.
+        model: whose stages are profiled on demand, with ``example``, a micro-batch.
+        example: see ``model``.
+        hardware: what is simulated; the presets of conf/hardware can be chosen, too.
+        folder: where exports are written.
+    """
+
+    def __init__(
+        self,
+        schedule: str = "cdp_v2",
+        stages: int = 4,
+        microbatches: int = 4,
+        *,
+        compare: str | None = None,
+        delay: int | str | None = None,
+        placement: str | None = None,
+        state: str | None = None,
+        n_ranks: int | None = None,
+        orders: Sequence[str] = (),
+        n_steps: int = 3,
+        costs: "Sequence[StageCost] | None" = None,
+        model: "nn.Module | None" = None,
+        example: "Tensor | tuple[Tensor, ...] | None" = None,
+        hardware: "Hardware | None" = None,
+        folder: str | Path = ".",
+    ) -> None:
+        first = Choice(
+            schedule, stages, microbatches, delay, placement, state, n_ranks, tuple(orders)
+        )
+        second = Choice(compare or "dp", stages, microbatches)
+        wrong = [_complaint(choice) for choice in (first, second)]
+        columns = [
+            Column(Choice() if complaint else choice)
+            for choice, complaint in zip((first, second), wrong, strict=True)
+        ]
+        self.columns = columns
+        self._analyses: list[tuple[Analysis, Timeline] | None] = [None, None]
+        self._panes = ["", ""]
+        self._quiet = False
+        self._shared_controls(stages, microbatches, n_steps, compare is not None)
+        self._machine_controls(costs, model, example, hardware)
+        self._export_controls(Path(folder))
+        sizes = (self.stages, self.microbatches, self.n_steps)
+        self.shared = (*sizes, self.costs, self.hardware, self.compare)
+        self.head = ui.HTML(page.styles())
+        super().__init__(
+            [
+                self.head,
+                in_columns(*self.shared, least="250px"),
+                ui.HBox(
+                    [column.box for column in columns], layout={"width": "100%", "grid_gap": "16px"}
+                ),
+                ui.HTML(page.legend()),
+                in_columns(self.folder, ui.HBox(self.buttons), least="400px"),
+                self.status,
+            ]
+        )
+        self.add_class("cdp-explorer")
+        self._listen()
+        self._refresh()
+        for k, complaint in enumerate(wrong):
+            if complaint:
+                self._refuse(k, complaint)
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What is shown, as values."""
+        sizes = self.stages.value, self.microbatches.value
+        return [column.choice(*sizes) for column in self._shown]
+
+    def to_html(self) -> str:
+        """A page of its own with what is shown: no script, no network, no kernel."""
+        lines = "".join(column.lines.value for column in self._shown)
+        wrong = "".join(column.message.value for column in self._shown)
+        body = wrong + page.side_by_side(self._panes[: len(self._shown)]) + page.legend() + lines
+        return page.standalone("Schedules", body)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The widget, and the page for where widgets cannot be shown."""
+        return {**super()._repr_mimebundle_(**kwargs), "text/html": self.to_html()}
+
+    @property
+    def _shown(self) -> list[Column]:
+        return self.columns[: 1 + self.compare.value]
+
+    def _shared_controls(self, stages: int, microbatches: int, n_steps: int, compare: bool) -> None:
+        def slider(value: int, name: str) -> ui.IntSlider:
+            known = isinstance(value, int) and 0 <= value <= LARGEST
+            most = max(_STAGES, value) if known else _STAGES
+            return ui.IntSlider(
+                value=value if known else 4,
+                min=0,
+                max=most,
+                description=name,
+                continuous_update=False,
+                **FIELD,
+            )
+
+        self.stages = slider(stages, "stages")
+        self.microbatches = slider(microbatches, "micro-batches")
+        self.n_steps = ui.IntSlider(
+            value=n_steps,
+            min=1,
+            max=3,
+            description="steps drawn",
+            continuous_update=False,
+            **FIELD,
+        )
+        self.compare = ui.ToggleButton(
+            value=compare,
+            description="compare",
+            icon="columns",
+            layout={"width": "auto", "margin": "2px 2px 2px 100px"},
+        )
+
+    def _machine_controls(
+        self,
+        costs: "Sequence[StageCost] | None",
+        model: "nn.Module | None",
+        example: "Tensor | tuple[Tensor, ...] | None",
+        hardware: "Hardware | None",
+    ) -> None:
+        self._sources, self._machines = machines.cost_sources(), machines.hardware_presets()
+        chosen, machine = machines.UNIFORM, "unit"
+        if costs is not None:
+            chosen = machines.GIVEN
+            self._sources[chosen] = machines.given(costs)
+        if model is not None:
+            chosen = type(model).__name__
+            self._sources[chosen] = machines.profiled(model, example)
+        if hardware is not None:
+            machine = hardware.name
+            self._machines[machine] = hardware
+        elif chosen != machines.UNIFORM:
+            machine = self._real()
+        self.costs = ui.Dropdown(
+            options=[*self._sources], value=chosen, description="stage costs", **FIELD
+        )
+        self.costs.tooltip = "uniform: a forward and a whole backward take a slot each"
+        self.hardware = ui.Dropdown(
+            options=[*self._machines], value=machine, description="hardware", **FIELD
+        )
+
+    def _export_controls(self, folder: Path) -> None:
+        self.folder = ui.Text(
+            value=str(folder), description="export to", continuous_update=False, **FIELD
+        )
+        kinds: dict[str, Callable[[], list[Path]]] = {
+            "PNG": self.export_png,
+            "CSV": self.export_csv,
+            "Chrome trace": self.export_trace,
+        }
+        self.buttons = []
+        for name, write in kinds.items():
+            button = ui.Button(description=name, icon="download", layout={"width": "130px"})
+            button.tooltip = f"write what is shown as {name}"
+            button.on_click(lambda _, write=write: self._export(write))
+            self.buttons.append(button)
+        self.status = ui.HTML()
+
+    def export_png(self) -> list[Path]:
+        """Write the figure of what is shown, as PNG and SVG; return the PNG's path."""
+        return [export.write_png([analysis for analysis, _ in self._good()], self._folder)]
+
+    def export_csv(self) -> list[Path]:
+        """Write the rank orders of each schedule, or its ops where it is no pipeline."""
+        return [export.write_csv(analysis, self._folder) for analysis, _ in self._good()]
+
+    def export_trace(self) -> list[Path]:
+        """Write the simulated timeline of each schedule, for ui.perfetto.dev."""
+        return [export.write_trace(*good, self._folder) for good in self._good()]
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.folder.value or ".").expanduser()
+
+    def _good(self) -> "list[tuple[Analysis, Timeline]]":
+        found = [self._analyses[k] for k in range(len(self._shown))]
+        good = [one for one in found if one is not None]
+        if len(good) < len(found):
+            raise ValueError("nothing is exported while a schedule is wrong: mend it first")
+        return good
+
+    def _export(self, write: Callable[[], list[Path]]) -> None:
+        self.status.value = '<span role="status">writing ...</span>'
+        try:
+            said = "written: " + ", ".join(str(path.resolve()) for path in write())
+        except ValueError as error:
+            said = str(error)
+        except OSError as error:
+            said = f"{error.filename or self._folder}: {error.strerror}"
+        self.status.value = f'<span role="status">{page.escape(said)}</span>'
+
+    def _listen(self) -> None:
+        for control in (self.stages, self.microbatches, self.n_steps, self.hardware):
+            control.observe(self._refresh, "value")
+        self.compare.observe(self._refresh, "value")
+        self.costs.observe(self._switch_costs, "value")
+        for k, column in enumerate(self.columns):
+            for control in column.controls[1:]:
+                control.observe(lambda _, k=k: self._refresh_one(k), "value")
+            column.schedule.observe(lambda _, k=k: self._switch(k), "value")
+            column.wanted.observe(lambda _, k=k: self._look_up(k), "value")
+
+    def _switch(self, k: int) -> None:
+        """Another schedule: it has other options."""
+        self._quiet = True
+        try:
+            self.columns[k].offer()
+        finally:
+            self._quiet = False
+        self._refresh_one(k)
+
+    def _switch_costs(self, _: Any = None) -> None:
+        """A model's stages take no time on the unit machine that would mean anything."""
+        self._quiet = True
+        try:
+            if self.costs.value != machines.UNIFORM and self.hardware.value == "unit":
+                self.hardware.value = self._real()
+        finally:
+            self._quiet = False
+        self._refresh()
+
+    def _real(self) -> str:
+        """The first preset of real hardware, if there is one."""
+        return next((name for name in self._machines if name != "unit"), "unit")
+
+    def _refresh(self, _: Any = None) -> None:
+        self.columns[1].box.layout.display = None if self.compare.value else "none"
+        for k in range(len(self._shown)):
+            self._refresh_one(k)
+
+    def _refresh_one(self, k: int) -> None:
+        if self._quiet:
+            return
+        column = self.columns[k]
+        try:
+            with collector_paused():
+                self._draw(k, column.choice(self.stages.value, self.microbatches.value))
+        except ValueError as error:
+            self._refuse(k, str(error))
+        self._look_up(k)
+
+    def _draw(self, k: int, choice: Choice) -> None:
+        analysis = analyse(choice, self.n_steps.value)
+        costs = self._sources[self.costs.value](analysis.schedule.n_stages)
+        timeline = predict(analysis, costs, self._machines[self.hardware.value])
+        drawn = draw(choice, self.n_steps.value, self.compare.value)
+        numbers = analysis.numbers(timeline, in_slots=self.costs.value == machines.UNIFORM)
+        self._analyses[k] = analysis, timeline
+        self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
+        column = self.columns[k]
+        column.message.value = ""
+        column.figure.value = self._panes[k]
+        column.say(choice)
+
+    def _refuse(self, k: int, message: str) -> None:
+        """Say what is wrong; what was right before it stays, faded."""
+        sentence, _, grid = message.partition("\n")
+        self._analyses[k] = None
+        self.columns[k].message.value = page.message(sentence, grid)
+        self.columns[k].figure.value = page.faded(self._panes[k])
+
+    def _look_up(self, k: int) -> None:
+        column, good = self.columns[k], self._analyses[k]
+        wanted = column.wanted.value.strip()
+        column.found.value = ""
+        if wanted and good:
+            column.found.value = page.looked_up(hover.find(good[0].drawn, wanted))
+
+
+def _complaint(choice: Choice) -> str:
+    """What no control can hold of ``choice``."""
+    try:
+        choice.given  # noqa: B018
+        check_sizes(choice.stages, choice.microbatches)
+    except ValueError as error:
+        return str(error)
+    return ""
