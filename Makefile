@@ -13,8 +13,7 @@ test: $(READY)  ## the whole test suite
 
 thorough: $(READY)  ## more sizes, ranks and examples of the tests that have them
 	THOROUGH=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-	  tests/schedule tests/model tests/runtime/test_single_process.py \
-	  tests/runtime/test_distributed.py tests/training/test_kept.py tests/config/test_sweeps.py
+	  $$(grep -rlE "tests.(thorough|schedule.strategies) import" tests --include "test_*.py")
 
 notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
 	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks --durations 8

@@ -16,7 +16,7 @@ from toolkit.config import entry_point
 
 
 @entry_point("bench", Path(__file__).parents[1] / "conf")
-def main(config: DictConfig) -> None:
+def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 
     from toolkit.tracking import describe, provenance, table, write_csv, write_json
@@ -31,8 +31,7 @@ def main(config: DictConfig) -> None:
     write_json(folder / "result.json", {"metrics": rows, "provenance": source})
     shown = [{k: _short(value) for k, value in row.items()} for row in rows]
     print(f"\n{table(shown)}\n\n{source['device']}\nwritten to {folder}")
-    if any(row.get("failed") for row in rows):
-        sys.exit(1)
+    return int(any(row.get("failed") for row in rows))
 
 
 def _short(value: Any) -> Any:

@@ -2,7 +2,10 @@
 
 import os
 
+import pytest
+
 THOROUGH = bool(os.environ.get("THOROUGH"))
+thorough = pytest.mark.skipif(not THOROUGH, reason="takes long: make thorough")
 
 
 def more(usual, thorough):

@@ -201,8 +201,8 @@ def test_help_is_quick():
         ),
         (
             ["experiments/bench.py", "foo"],
-            "error: bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz, failure,"
-            " grouped, links, peak, resume, simulator, tracking\n",
+            "error: bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz, explorer,"
+            " failure, grouped, links, peak, resume, simulator, tracking\n",
         ),
     ],
 )

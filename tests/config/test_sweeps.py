@@ -10,7 +10,7 @@ import yaml
 from PIL import Image
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
-from tests.thorough import THOROUGH
+from tests.thorough import thorough
 from toolkit.config.resume import resumed
 from toolkit.config.status import Status, read_status, write_status
 from toolkit.config.sweeps import finished_before, summary, sweep_options, with_defaults
@@ -173,7 +173,7 @@ def test_sweeps_that_start_in_the_same_second_do_not_share_a_folder():
     assert all("outputs/train/" in folder for folder in folders)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="starts many processes: THOROUGH=1")
+@thorough
 def test_joblib_runs_them_beside_each_other_with_readers_of_their_own(tmp_path):
     random = np.random.default_rng(0)
     for split in ("train", "val"):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.experiments.command import EXPERIMENTS, refused, run
 from tests.experiments.test_results import rows
+from tests.thorough import thorough
 
 PLACE = "in step 8 at UPDATE stage 1 step 8 version 9"
 KILLED = f"rank 1 has died (its process is gone), {PLACE}; rank 2 waited for it in step 8 at RECV"
@@ -70,6 +71,7 @@ def test_the_row_of_a_fault(bench):
     assert row["message"] == KILLED
 
 
+@thorough
 def test_a_killed_rank_of_two(tmp_path):
     options = ("bench.ranks=2", "bench.rounds=1", "bench.timeout=3", "bench.margin=60")
     finished = run(

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS, refused, run
 from tests.experiments.test_results import assert_figures, rows
+from tests.thorough import thorough
 from toolkit.config import schema
 from toolkit.runtime import JobFailedError
 
@@ -478,6 +479,7 @@ def test_a_rank_that_does_not_answer_or_ends_is_named(bench, tmp_path, monkeypat
     assert all(process.poll() is not None for process in ranks._processes)
 
 
+@thorough
 @needs_root
 def test_a_small_one(tmp_path):
     small = ("workers=[2]", "ratios=[1,0]", "rounds=1", "steps=4", "skip=1", "model=resnet8")

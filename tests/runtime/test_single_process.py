@@ -32,7 +32,7 @@ def runtime_for(model, schedule, order, optimizer=sgd):
     return SingleProcess(cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order)
 
 
-SIZES = more([(2, 2), (4, 8), (3, 4)], [(2, 2), (3, 3), (4, 4), (4, 8), (3, 4)])
+SIZES = more([(2, 2), (3, 4)], [(2, 2), (3, 3), (4, 4), (4, 8), (3, 4)])
 
 
 def _schedules():

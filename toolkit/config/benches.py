@@ -97,6 +97,15 @@ class CheckpointFuzzBench:
 
 
 @dataclass
+class ExplorerBench:
+    """How soon the explorer has redrawn itself, held to 300 ms."""
+
+    _target_: str = "benchmarks.explorer.run"
+    size: int = option(16, "stages and micro-batches")
+    rounds: int = option(5, "changes of a control, of every schedule in turn")
+
+
+@dataclass
 class LinksBench:
     """Training on links of limited bandwidth, made with network namespaces; as root."""
 

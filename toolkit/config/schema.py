@@ -14,6 +14,7 @@ from omegaconf import MISSING
 from toolkit.config.benches import (
     CheckpointFuzzBench,
     DataFuzzBench,
+    ExplorerBench,
     FailureBench,
     GroupedBench,
     LinksBench,
@@ -440,6 +441,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
     "bench": {
         "checkpoint_fuzz": CheckpointFuzzBench,
         "data_fuzz": DataFuzzBench,
+        "explorer": ExplorerBench,
         "failure": FailureBench,
         "grouped": GroupedBench,
         "links": LinksBench,

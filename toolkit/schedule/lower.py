@@ -260,10 +260,11 @@ class _Lowering:
         master = _Stay(owner, made.tick, remade.tick if remade else made.tick)
         if at_once:
             master.until = max(master.until, moments[-1][0])
-        stays = [master]
+        stays, lasting = [master], [master]
         holder, used = master, made.tick
         for start, ranks, end in moments:
-            here = {s.rank: s for s in stays if start - self.slot <= s.until or s is holder}
+            lasting = [s for s in lasting if start - self.slot <= s.until or s is holder]
+            here = {stay.rank: stay for stay in lasting}
             missing = [rank for rank in ranks if rank not in here]
             if len(missing) > 1:
                 self._broadcast(start, j, version, (owner, *missing))
@@ -273,7 +274,9 @@ class _Lowering:
                 self._send_weights(at, j, version, holder.rank, missing[0])
                 holder.until = max(holder.until, at)
                 here[missing[0]] = _Stay(missing[0], at, at)
-            stays += [here[rank] for rank in missing]
+            new = [here[rank] for rank in missing]
+            stays += new
+            lasting += new
             for rank in ranks:
                 here[rank].until = max(here[rank].until, end)
             if not at_once:

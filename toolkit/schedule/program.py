@@ -1,5 +1,6 @@
 """What each rank does, in order: the lowered form that is verified, simulated and run."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -89,6 +90,10 @@ class Traffic(NamedTuple):
     units: Fraction
 
 
+_NOTHING, _MESSAGE = Traffic(0, Fraction(0)), Traffic(1, Fraction(1))
+_SENDING = (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
+
+
 @dataclass(frozen=True)
 class Program:
     """The instructions of every rank for ``n_steps`` training steps of ``schedule``.
@@ -168,16 +173,14 @@ class Program:
         by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
         each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
         """
-        none = Traffic(0, Fraction())
-        total = [[none] * len(self.ranks) for _ in range(self.n_slots + 1)]
+        total = [[_NOTHING] * len(self.ranks) for _ in range(self.n_slots + 1)]
         for rank, instructions in enumerate(self.ranks):
+            sent: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
-                if i.action == Action.RECV or i.action == Action.FREE:
-                    continue  # nothing is sent
-                if i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
-                    of_slot, sent = total[self.slot(i)], traffic_of(i, rank)
-                    messages, units = of_slot[rank]
-                    of_slot[rank] = Traffic(messages + sent.messages, units + sent.units)
+                if i.action in _SENDING and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
+                    sent[self.slot(i)].append(traffic_of(i, rank))
+            for slot, found in sent.items():
+                total[slot][rank] = found[0] if len(found) == 1 else _together(found)
         return tuple(map(tuple, total))
 
 
@@ -215,8 +218,14 @@ def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
         yield i.tick, alive
 
 
+def _together(found: Sequence[Traffic]) -> Traffic:
+    return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
+
+
 def traffic_of(i: Instruction, rank: int) -> Traffic:
     """What ``rank`` sends by an instruction that moves weights or gradients."""
+    if i.action == Action.SEND:
+        return _MESSAGE
     n = len(i.peers)
     if i.action == Action.ALL_REDUCE:
         return Traffic(2 * (n - 1), Fraction(2 * (n - 1), n))
@@ -225,7 +234,7 @@ def traffic_of(i: Instruction, rank: int) -> Traffic:
     elif i.action == Action.REDUCE:
         messages = int(rank != i.peers[0])
     else:
-        messages = int(i.action == Action.SEND)
+        return _NOTHING
     return Traffic(messages, Fraction(messages))
 
 

@@ -30,7 +30,9 @@ class SteadyState:
     @property
     def units_by_slot(self) -> tuple[Fraction, ...]:
         """What all ranks together send in each slot, in stage-parameters."""
-        return tuple(sum((sent.units for sent in slot), Fraction()) for slot in self.traffic)
+        return tuple(
+            sum((sent.units for sent in slot if sent.units), Fraction()) for slot in self.traffic
+        )
 
 
 def settled_steps(schedule: "Schedule") -> int:

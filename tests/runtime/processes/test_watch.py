@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from tests.thorough import thorough
 from toolkit.runtime.processes.lastword import LastWord, Process
 from toolkit.runtime.processes.verdict import Fate
 from toolkit.runtime.processes.watch import EXIT_FAILED, JobFailedError, Watch
@@ -104,12 +105,14 @@ def test_a_killed_rank_ends_the_job_of_torchrun(tmp_path):
     assert re.match(rf"rank 1 has died \(its process is gone\), {PLACE} ", message), message
 
 
+@thorough
 def test_a_stopped_rank_ends_the_job_of_torchrun(tmp_path):
     message = Job(tmp_path, "stop").torchrun().end()
     why = r"for 3 s it has not answered \(its process is stopped\)"
     assert re.match(rf"rank 1 has stalled: {why}, {PLACE} ", message), message
 
 
+@thorough
 def test_a_rank_in_an_endless_loop_ends_the_job(tmp_path):
     job = Job(tmp_path, "loop").ranks()
     message = job.end()
@@ -118,6 +121,7 @@ def test_a_rank_in_an_endless_loop_ends_the_job(tmp_path):
     assert job.statuses in ([EXIT_FAILED, status, EXIT_FAILED] for status in (-9, EXIT_FAILED))
 
 
+@thorough
 def test_a_lost_connection_of_living_ranks_ends_the_job(tmp_path):
     job = Job(tmp_path, "disconnect").ranks()
     message = job.end()

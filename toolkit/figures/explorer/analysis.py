@@ -57,7 +57,8 @@ class Analysis:
     def traffic(self) -> tuple[Fraction, ...]:
         """What all ranks send in each drawn slot, in stage-parameters."""
         return tuple(
-            sum((sent.units for sent in slot), Fraction()) for slot in self.drawn.traffic()
+            sum((sent.units for sent in slot if sent.units), Fraction())
+            for slot in self.drawn.traffic()
         )
 
     @property

@@ -1,0 +1,62 @@
+"""How soon the explorer has redrawn itself: from a control's change to the drawing's HTML."""
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from toolkit.figures import Explorer
+from toolkit.figures.explorer import analysis, choice, drawing
+
+_BOUND = 0.3  # seconds
+_PLACED = {
+    "dp": ["one", "per_stage_and_microbatch"],
+    "cdp_v2": ["one", "per_stage", "per_stage_and_microbatch"],
+    "zero_cdp_v2": ["per_stage_and_microbatch"],
+}
+
+
+def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+    """A row a schedule and placement: median and longest milliseconds; nothing is remembered."""
+    del device, seed
+    for name in ("size", "rounds"):
+        if config[name] < 1:
+            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    cases = [(name, None) for name in choice.METHODS]
+    cases += [(name, placement) for name, placed in _PLACED.items() for placement in placed]
+    explorers = {
+        case: Explorer(case[0], config.size, config.size, placement=case[1])
+        for case in tqdm(cases, unit="explorer", leave=False)
+    }
+    seconds: dict[tuple[str, str | None], list[float]] = {case: [] for case in cases}
+    for _ in tqdm(range(config.rounds), unit="round", leave=False):
+        for case, explorer in explorers.items():
+            seconds[case].append(_redrawn(explorer))
+    return [_row(case, taken) for case, taken in seconds.items()]
+
+
+def _redrawn(explorer: Explorer) -> float:
+    explorer.n_steps.value = 2
+    for module in (choice, analysis, drawing):
+        for function in vars(module).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+    begin = time.perf_counter()
+    explorer.n_steps.value = 3
+    taken = time.perf_counter() - begin
+    assert not explorer.columns[0].message.value
+    return taken
+
+
+def _row(case: tuple[str, str | None], taken: list[float]) -> dict[str, Any]:
+    return {
+        "schedule": case[0],
+        "placement": case[1] or "",
+        "median ms": round(1e3 * median(taken)),
+        "longest ms": round(1e3 * max(taken)),
+        "bound ms": round(1e3 * _BOUND),
+        "failed": int(median(taken) > _BOUND),
+    }
