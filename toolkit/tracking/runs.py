@@ -1,7 +1,5 @@
 """Runs on disk: what their folders tell, whole, unfinished or damaged."""
 
-import csv
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,17 +9,29 @@ from math import isfinite, nan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.tracking.reading import (
+    LARGEST,
+    DamagedError,
+    Numbers,
+    first_line,
+    mappings,
+    number_rows,
+    numbers_of,
+    per_cent,
+    read_csv,
+    read_json,
+    read_yaml,
+    text_or_none,
+    whole_number,
+)
+
 if TYPE_CHECKING:
     from toolkit.schedule import Schedule
 
-Numbers = dict[str, float]
-
 STATES = ("finished", "running", "stopped", "failed", "unfinished", "damaged")
-_SHARES = ("top1", "top5", "ema_top1")  # written as shares, given in per cent
 _OWN = "report"  # the experiment that reads runs, and is none
 _CATALOG = "toolkit.schedule.catalog."
 _MOST_SEEDS = 10_000  # of a comparison; more are a damaged option
-_LARGEST = 2**63  # what a table's whole numbers stay below
 _MOST_OPS = 1_000_000  # of a schedule
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # as of the environment, which is nobody else's
 _NOT_ENDED = {
@@ -86,10 +96,6 @@ class Run:
         return self.trains and self.state == "finished" and told and not self.left_out
 
 
-class DamagedError(ValueError):
-    """A file of a run that cannot be read."""
-
-
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Every run below the folders, in the order of their names; what is damaged is one, too.
 
@@ -141,7 +147,7 @@ def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
     try:
         return build_schedule(OmegaConf.create(dict(options)))
     except (HydraException, OmegaConfBaseException, OSError, TypeError) as error:
-        raise ValueError(_line(error)) from error
+        raise ValueError(first_line(error)) from error
 
 
 def _run_folders(top: Path) -> Iterator[Path]:
@@ -173,7 +179,7 @@ def _runs_of(folder: Path) -> list[Run]:
     result: dict[str, Any] = {}
     try:
         if (folder / "result.json").exists():
-            result = _json(folder / "result.json")
+            result = read_json(folder / "result.json")
             state, message = "finished", ""
         state, message = _status(folder, state, message)
     except DamagedError as error:
@@ -202,7 +208,7 @@ def _status(folder: Path, state: str, message: str) -> tuple[str, str]:
     """What status.json says, or else what was seen."""
     if not (folder / "status.json").exists():
         return state, message
-    status = _json(folder / "status.json")
+    status = read_json(folder / "status.json")
     said = status.get("state")
     if said not in STATES[:4]:
         raise DamagedError(f"status.json: unknown state {said!r}")
@@ -215,29 +221,29 @@ def _trained(run: Run, result: Mapping[str, Any]) -> Run:
     """A single training, or another experiment's result."""
     config = run.config
     schedule = config.get("schedule")
-    run = replace(run, seed=_whole(config.get("seed")))
+    run = replace(run, seed=whole_number(config.get("seed")))
     if run.kind != "train":
         return replace(run, rule=None)
     run = replace(
         run,
-        schedule=_text(result.get("schedule")) or _schedule_name(schedule),
-        rule=run.rule or _text(result.get("schedule")),
-        delays=_table(result.get("delays")),
+        schedule=text_or_none(result.get("schedule")) or _schedule_name(schedule),
+        rule=run.rule or text_or_none(result.get("schedule")),
+        delays=number_rows(result.get("delays")),
     )
     if run.state == "damaged":
         return run
-    epochs = _csv(run.folder / "epochs.csv")
-    ranks = _csv(run.folder / "ranks.csv")
-    run = replace(run, epochs=[_per_cent(row) for row in epochs], ranks=ranks)
+    epochs = read_csv(run.folder / "epochs.csv")
+    ranks = read_csv(run.folder / "ranks.csv")
+    run = replace(run, epochs=[per_cent(row) for row in epochs], ranks=ranks)
     if run.state != "finished":
         return run
     metrics = result.get("metrics")
-    numbers = _numbers(metrics) if isinstance(metrics, dict) else {}
+    numbers = numbers_of(metrics) if isinstance(metrics, dict) else {}
     if "top1" not in numbers:
         told = "the metrics in result.json have no top1: they are of another version"
         return replace(run, message=run.message or told)
-    seconds = _numbers(run.provenance).get("seconds", nan)
-    return replace(run, metrics=_per_cent(numbers) | {"seconds": seconds})
+    seconds = numbers_of(run.provenance).get("seconds", nan)
+    return replace(run, metrics=per_cent(numbers) | {"seconds": seconds})
 
 
 def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
@@ -246,14 +252,14 @@ def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
     rules = rules if isinstance(rules, dict) else {}
     rest = {name: value for name, value in base.config.items() if name not in ("rules", "seeds")}
     summed = result.get("metrics")
-    rows = [row for row in _dicts(summed) if _text(row.get("rule"))]
-    named = {row["rule"]: _text(row.get("schedule")) for row in rows}
-    told = _dicts(result.get("delays"))
+    rows = [row for row in mappings(summed) if text_or_none(row.get("rule"))]
+    named = {row["rule"]: text_or_none(row.get("schedule")) for row in rows}
+    told = mappings(result.get("delays"))
 
     def run(rule: str, **more: Any) -> Run:
         options = rules.get(rule)
         single = rest | ({"schedule": options} if isinstance(options, dict) else {})
-        delays = [_numbers(row) for row in told if row.get("rule") == rule]
+        delays = [numbers_of(row) for row in told if row.get("rule") == rule]
         name = named.get(rule) or _schedule_name(options) or rule
         seen = {"rule": rule, "schedule": name, "config": single, "delays": delays}
         return replace(base, **{**seen, **more})
@@ -263,13 +269,13 @@ def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
             replace(base, message="there are no runs.csv and no rules in result.json")
         ]
     epochs = _epochs_by_run(base.folder / "runs.csv")
-    first, seeds = _whole(rest.get("seed")) or 0, _whole(base.config.get("seeds")) or 0
+    first, seeds = whole_number(rest.get("seed")) or 0, whole_number(base.config.get("seeds")) or 0
     planned = range(first, first + min(seeds, _MOST_SEEDS))
     keys = dict.fromkeys([(rule, seed) for seed in planned for rule in rules] + [*epochs])
     found = []
     for rule, seed in keys:
         rows_of = epochs.get((rule, seed), [])
-        whole = base.state == "finished" or len(rows_of) == _whole(rest.get("epochs"))
+        whole = base.state == "finished" or len(rows_of) == whole_number(rest.get("epochs"))
         single = run(rule, seed=seed, epochs=rows_of)
         single = replace(single, config={**single.config, "seed": seed})
         if rows_of and whole:
@@ -283,8 +289,8 @@ def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
 
 def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """What a comparison says of a rule, all seeds together."""
-    numbers = _numbers(row)
-    n = _whole(config.get("seeds")) or 1
+    numbers = numbers_of(row)
+    n = whole_number(config.get("seeds")) or 1
     return {
         "metrics": {
             "top1": numbers.get("accuracy", nan),
@@ -300,12 +306,12 @@ def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
 def _epochs_by_run(path: Path) -> dict[tuple[str, int], list[dict[str, float]]]:
     """The epochs of each rule with each seed."""
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
-    for row in _csv(path, words=("rule",)):
+    for row in read_csv(path, words=("rule",)):
         rule, seed = row.pop("rule", None), row.pop("seed", None)
-        whole = isinstance(seed, float) and seed.is_integer() and abs(seed) < _LARGEST
+        whole = isinstance(seed, float) and seed.is_integer() and abs(seed) < LARGEST
         if not isinstance(rule, str) or not whole:
             raise DamagedError("runs.csv: a row without rule and seed")
-        found.setdefault((rule, int(seed)), []).append(_per_cent(row))
+        found.setdefault((rule, int(seed)), []).append(per_cent(row))
     return found
 
 
@@ -314,7 +320,7 @@ def _options(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    config: Any = _yaml(folder / ".hydra" / "config.yaml")
+    config: Any = read_yaml(folder / ".hydra" / "config.yaml")
     if not isinstance(config, dict):
         config = {}
     if isinstance(config.get("workers"), int) and "microbatches" in config:
@@ -322,11 +328,11 @@ def _options(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
     if not _RESOLVER.search(str(config)):
         with suppress(OmegaConfBaseException, ValueError):  # else as it was written
             config = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
-    hydra = _yaml(folder / ".hydra" / "hydra.yaml")
+    hydra = read_yaml(folder / ".hydra" / "hydra.yaml")
     kind = choice = None
     with suppress(KeyError, TypeError, AttributeError):
-        kind = _text(hydra["hydra"]["job"]["name"])
-        choice = _text(hydra["hydra"]["runtime"]["choices"].get("schedule"))
+        kind = text_or_none(hydra["hydra"]["job"]["name"])
+        choice = text_or_none(hydra["hydra"]["runtime"]["choices"].get("schedule"))
     return kind or "", choice, config
 
 
@@ -344,77 +350,3 @@ def _schedule_name(options: Any) -> str | None:
         return rebuild_schedule(options).name if isinstance(options, dict) else None
     except ValueError:
         return None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedError(f"{path.name} cannot be read: {_line(error)}") from error
-    if not isinstance(content, dict):
-        raise DamagedError(f"{path.name} is not a JSON object")
-    return content
-
-
-def _yaml(path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-
-
-def _csv(path: Path, words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of numbers, but for the columns ``words``; an empty cell is NaN."""
-    if not path.exists():
-        return []
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file, strict=True))
-        if not rows:
-            raise ValueError("it is empty")
-        names, found = rows[0], []
-        for line, row in enumerate(rows[1:], start=2):
-            if len(row) != len(names):
-                raise ValueError(f"line {line} has {len(row)} cells of {len(names)}")
-            cells = zip(names, row, strict=True)
-            found.append({n: c if n in words else float(c) if c else nan for n, c in cells})
-        return found
-    except (OSError, ValueError, csv.Error) as error:
-        raise DamagedError(f"{path.name} cannot be read: {_line(error)}") from error
-
-
-def _table(rows: Any) -> list[Numbers]:
-    return [_numbers(row) for row in _dicts(rows)]
-
-
-def _dicts(rows: Any) -> list[dict[str, Any]]:
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-
-
-def _numbers(row: Mapping[str, Any]) -> Numbers:
-    """The numbers of a row; null is NaN."""
-    found = {}
-    for name, value in row.items():
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            with suppress(OverflowError):
-                found[str(name)] = nan if value is None else float(value)
-    return found
-
-
-def _per_cent(row: Numbers) -> dict[str, float]:
-    return {name: 100 * value if name in _SHARES else value for name, value in row.items()}
-
-
-def _whole(value: Any) -> int | None:
-    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST
-    return value if whole else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
