@@ -96,6 +96,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             chance = Random(f"{seed} {number}")
             done = Round(kinds[number % len(kinds)], chance.choice([*wholes]), number)
             _one_round(done, wholes[done.run], Path(scratch) / "damaged", chance, config.limit)
+            done.message = done.message.replace(f"{scratch}/", "")
             rounds.append(done)
             if done.outcome not in PASSED:
                 tqdm.write(f"mutation {number} fails: {asdict(done)}", file=sys.stderr)

@@ -19,8 +19,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.faults import free_port
-
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _RUNTIMES = ("single_process", "distributed", "restarted")
 
@@ -79,8 +77,8 @@ def _command(config: DictConfig, options: list[str], folder: Path, *more: str) -
     """Begins, or goes on where there is a checkpoint."""
     python = [sys.executable]
     if "runtime=distributed" in options:
-        launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
-        python += [*launcher, f"--master-port={free_port()}", *more]
+        here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={config.ranks}"]
+        python += ["-m", "torch.distributed.run", *here, *more]
     if any((folder / "checkpoints").glob("step_*.ckpt")):
         return [*python, str(_TRAIN), f"resume={folder}"]
     sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
@@ -105,8 +103,9 @@ def _train(config: DictConfig, options: list[str], folder: Path) -> None:
     process = _start(config, options, folder)
     _, said = process.communicate()
     if process.returncode:
-        last = said.decode(errors="replace").strip().splitlines()[-3:]
-        raise RuntimeError(f"training ended with status {process.returncode}: {' / '.join(last)}")
+        lines = said.decode(errors="replace").strip().splitlines()
+        told = [line for line in lines if line.startswith("error: ")] or lines[-3:]
+        raise RuntimeError(f"training ended with status {process.returncode}: {' / '.join(told)}")
 
 
 def _killed(
