@@ -18,6 +18,8 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 
+_MOST_NAMED = 10
+
 
 @entry_point("report", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
@@ -27,6 +29,7 @@ def main(config: DictConfig) -> None:
 
     from toolkit import __version__
     from toolkit.report import build_report, publish, write_html
+    from toolkit.report.words import count
     from toolkit.tracking import write_csv
     from toolkit.tracking.collect import frame
     from toolkit.tracking.runs import read_runs
@@ -38,7 +41,9 @@ def main(config: DictConfig) -> None:
     write_html(folder / "report.html", report, made)
     table = frame(runs).astype(object)
     write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
-    print(f"{len(runs)} runs, {sum(run.state == 'finished' for run in runs)} of them finished")
+    print(f"{count(len(runs), 'run')}, {sum(run.state == 'finished' for run in runs)} finished")
+    for run in [run for run in runs if run.state != "finished"][:_MOST_NAMED]:
+        print(f"  {run.state}: {run.folder}: {run.message}")
     print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
     if config.publish == "wandb":
         if not config.entity or not config.project:

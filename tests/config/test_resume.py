@@ -1,5 +1,6 @@
 """A resumed run has the options of the run that it resumes."""
 
+import csv
 import re
 
 import pytest
@@ -43,6 +44,14 @@ def test_what_is_given_again_counts(folder):
     ]
 
 
+def test_of_one_run_and_of_nothing(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"is one run: leave out -m$"):
+        resumed(["-m", f"resume={folder}"])
+    for wrong in ("", str(tmp_path / "nowhere"), str(folder / ".hydra" / "overrides.yaml")):
+        with pytest.raises(ValueError, match=rf"^resume={wrong} is not a folder: give"):
+            resumed([f"resume={wrong}"])
+
+
 @pytest.mark.parametrize("content", [None, "a: 1", "[1, 2]", "[", "\x00"])
 def test_another_folder_is_refused(tmp_path, content):
     if content is not None:
@@ -59,8 +68,23 @@ def test_a_run_is_resumed_from_the_command_line(tmp_path):
     again = run("train", f"resume={tmp_path}", "epochs=2")
     assert again.status == 0, again.err
     assert "CDP-v1" in again.out
-    lines = (tmp_path / "epochs.csv").read_text().splitlines()
-    assert len(lines) == 3
+    with (tmp_path / "epochs.csv").open() as file:
+        epochs = list(csv.DictReader(file))
+    assert len(epochs) == 2
+    # Half a cosine over two epochs, of which one had ended: the rate is that of the new options.
+    assert float(epochs[1]["learning_rate"]) == pytest.approx(
+        0.5 * float(epochs[0]["learning_rate"])
+    )
+
+
+def test_a_refused_one_leaves_the_run_as_it_was(tmp_path):
+    first = run("train", *TINY, "schedule=dp", f"hydra.run.dir={tmp_path}")
+    assert first.status == 0, first.err
+    told = [tmp_path / "status.json", tmp_path / ".hydra" / "overrides.yaml"]
+    before = [path.read_bytes() for path in told]
+    message = refused("train", f"resume={tmp_path}", "model=resnet14")
+    assert "the state is of another model: give the one with which it was taken" in message
+    assert [path.read_bytes() for path in told] == before
 
 
 def test_mistakes(tmp_path):

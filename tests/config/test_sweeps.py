@@ -13,7 +13,13 @@ from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
 from toolkit.config.resume import resumed
 from toolkit.config.status import Status, read_status, write_status
-from toolkit.config.sweeps import finished_before, summary, sweep_options, with_defaults
+from toolkit.config.sweeps import (
+    finished_before,
+    flag_first,
+    summary,
+    sweep_options,
+    with_defaults,
+)
 
 
 def test_a_status_is_read_as_it_was_written(tmp_path):
@@ -32,6 +38,12 @@ def test_optuna_is_told_what_to_do_unless_it_has_been():
     grid = ["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid"]
     assert with_defaults(grid) == [*grid, "hydra.sweeper.direction=maximize", rest[0]]
     assert with_defaults(["-m", "seed=0,1"]) == ["-m", "seed=0,1"]
+
+
+def test_the_flag_may_stand_anywhere():
+    assert flag_first(["seed=0,1", "-m", "epochs=1"]) == ["-m", "seed=0,1", "epochs=1"]
+    assert flag_first(["a=1", "--multirun"]) == ["--multirun", "a=1"]
+    assert flag_first(["a=1"]) == ["a=1"]
 
 
 def test_a_sweep_goes_on_with_its_own_options(tmp_path, monkeypatch):
@@ -116,8 +128,10 @@ def test_a_sweep_passes_over_what_is_done_and_resumes_what_is_not(swept):
         (broken / name).unlink()
     *_, last = sorted(broken.glob("checkpoints/step_*.ckpt"))
     last.unlink()
+    options = sweep_options(folder)
     again = run("train", "-m", f"resume={folder}")
     assert again.status == 2  # the one that cannot still cannot
+    assert sweep_options(folder) == options  # so that it can be resumed again
     assert "run 0 has finished before" in again.out
     assert "run 2 has finished before" not in again.out
     assert (folder / "0" / "result.json").stat().st_mtime_ns == done
@@ -162,6 +176,7 @@ def test_presets_are_sweeps(tmp_path):
 def test_mistakes():
     message = refused("train", "+sweep=schedules_by_seed")
     assert message.startswith("sweep=schedules_by_seed is unknown: did you mean schedules_by_seeds")
+    assert "write +sweep=" in refused("train", "sweep=schedules_by_seeds")
 
 
 def test_sweeps_that_start_in_the_same_second_do_not_share_a_folder():

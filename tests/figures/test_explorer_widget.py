@@ -143,6 +143,11 @@ def test_fewer_microbatches_than_the_schedule_needs(explorer):
 
 def test_arguments_that_no_control_can_hold():
     assert "unknown schedule" in said(Explorer("zero_cpd"))
+    with pytest.raises(ValueError, match=r"^unknown schedule 'zero_cpd'"):
+        Explorer("zero_cpd").to_html()
+    assert "orders are those of schedule='your own': got 'dp'" in said(
+        Explorer("dp", orders=["0F0"])
+    )
     assert "gpipe has no delay, got 1" in said(Explorer("gpipe", delay=1))
     for stages in (0, 33, "4", None):
         explorer = Explorer(stages=stages)

@@ -22,14 +22,14 @@ from toolkit.config import ranks, schema, sweeps
 from toolkit.config import status as states
 from toolkit.config.errors import explain
 from toolkit.config.help import text
-from toolkit.config.resume import resumed
+from toolkit.config.resume import remembered, resumed
 from toolkit.config.status import Status, write_status
 from toolkit.config.sweeps import Sweep
 
 _FAILED = 1
 _USAGE = 2
 STOPPED = 75
-"""The exit status of a run that a signal has ended, and that can be resumed."""
+"""The exit status of a run or a sweep that a signal has ended, and that can be resumed."""
 _INTERRUPTED = 130
 # Of many ranks the first one writes; the others run the same job in no folder of their own.
 _WRITES_NOTHING = [
@@ -72,10 +72,12 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
             arguments = sys.argv[1:]
             verbose = "HYDRA_FULL_ERROR" in os.environ
             os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
-            Sweep.folder, Sweep.options = None, arguments
+            Sweep.folder, Sweep.options = None, ()
             status = 0
             if not ranks.leads():
                 sys.argv += _WRITES_NOTHING
+
+            put_back = remembered([])
 
             def explained(error: Exception) -> str | None:
                 """A user's mistake in a line or two; None for anything else."""
@@ -98,6 +100,8 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
                     else:
                         ended = _run(function, config, explained)
                 except Exception as error:
+                    if isinstance(error, ValueError):
+                        put_back()
                     refuse(error)
                     return None
                 status = max(status, ended.status)
@@ -108,20 +112,23 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
                     print(sys.modules[function.__module__].__doc__)
                     print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
                     return
-                sys.argv[1:] = sweeps.with_defaults(resumed(sys.argv[1:]))
+                Sweep.options = sweeps.with_defaults(resumed(sweeps.flag_first(sys.argv[1:])))
+                sys.argv[1:] = Sweep.options
+                put_back = remembered(Sweep.options)
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()
             except KeyboardInterrupt:
                 if ranks.leads():
-                    print(f"interrupted{_go_on(name)}", file=sys.stderr)
-                sys.exit(_INTERRUPTED)
+                    print(f"interrupted{_of_sweep(name)[0]}", file=sys.stderr)
+                sys.exit(_INTERRUPTED if Sweep.folder is None else STOPPED)
             except BrokenPipeError:  # the reader, such as head, has seen enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             except Exception as error:
                 refuse(error)
-            if Sweep.folder is not None and any(Sweep.folder.glob("*/status.json")):
-                lines, complete = sweeps.summary(Sweep.folder)
-                print(f"\n{lines}{'' if complete else _go_on(name)}")
-                status = status if complete else max(status, _FAILED)
+            told, complete = _of_sweep(name)
+            if told:
+                print(told)
+            if not complete:
+                status = max(status, _FAILED)
             ranks.part()
             if status:
                 sys.exit(status)
@@ -186,11 +193,13 @@ def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained
     return ended
 
 
-def _go_on(name: str) -> str:
-    """How to start a broken sweep again, if there is one."""
-    if Sweep.folder is None:
-        return ""
-    return f"\nto go on: python experiments/{name}.py -m resume={Sweep.folder}"
+def _of_sweep(name: str) -> tuple[str, bool]:
+    """What has become of the sweep's runs, if there are any, and whether all have finished."""
+    if Sweep.folder is None or not any(Sweep.folder.glob("*/status.json")):
+        return "", True
+    lines, complete = sweeps.summary(Sweep.folder)
+    go_on = f"\nto go on: python experiments/{name}.py -m resume={Sweep.folder}"
+    return f"\n{lines}{'' if complete else go_on}", complete
 
 
 def _settle(config: DictConfig) -> None:

@@ -133,6 +133,8 @@ def _no_option(key: str, experiment: str, conf: Path) -> str:
     group, _, name = key.rpartition(".")
     if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
+    if key == "sweep":
+        return "a sweep is added to what there is: write +sweep=..."
     if key in groups(conf):
         return f"{experiment} cannot take {key}=... here; --help lists what it takes"
     siblings = [option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")]

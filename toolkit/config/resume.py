@@ -4,12 +4,15 @@ That is a run or a sweep.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
-from toolkit.config.sweeps import sweep_options
+from toolkit.config.ranks import leads
+from toolkit.config.status import STATUS
+from toolkit.config.sweeps import MULTIRUN, sweep_options
 
 _OVERRIDES = Path(".hydra") / "overrides.yaml"
 _OWN = ("resume", "hydra.run.dir")  # which it sets
@@ -22,11 +25,17 @@ def resumed(arguments: Sequence[str]) -> list[str]:
         ValueError: the folder is not that of a run.
     """
     given = {_key(argument): argument for argument in arguments}
-    folder = given.get("resume", "").partition("=")[2]
-    if not folder or folder == "null":
+    if "resume" not in given:
         return [*arguments]
+    folder = given["resume"].partition("=")[2]
+    if folder == "null":
+        return [*arguments]
+    if not Path(folder).is_dir() or not folder:
+        raise ValueError(f"resume={folder} is not a folder: give the output directory of a run")
     if (before := sweep_options(Path(folder))) is not None:
         return _sweep_resumed(arguments, before, folder)
+    if given.keys() & {*MULTIRUN}:
+        raise ValueError(f"resume={folder} is one run: leave out -m")
     path = Path(folder) / _OVERRIDES
     try:
         before = yaml.safe_load(path.read_text())
@@ -42,8 +51,28 @@ def resumed(arguments: Sequence[str]) -> list[str]:
     return [*kept, *rest, f"hydra.run.dir={folder}"]
 
 
+def remembered(arguments: Sequence[str]) -> Callable[[], None]:
+    """What puts the options and the status of a run that is resumed back as they are now.
+
+    A run that is refused is then what it was before.
+    """
+    given = {_key(argument): argument.partition("=")[2] for argument in arguments}
+    folder = Path(given.get("hydra.run.dir", ""))
+    if "resume" not in given or given["resume"] == "null" or not leads():
+        return lambda: None
+    paths = [path for path in (*folder.glob(".hydra/*.yaml"), folder / STATUS) if path.is_file()]
+    contents = {path: path.read_bytes() for path in paths}
+
+    def put_back() -> None:
+        for path, content in contents.items():
+            with suppress(OSError):
+                path.write_bytes(content)
+
+    return put_back
+
+
 def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str) -> list[str]:
-    own = (*_OWN, "hydra.sweep.dir", "-m", "--multirun")
+    own = (*_OWN, *MULTIRUN, "hydra.sweep.dir")
     given = [argument for argument in arguments if _key(argument) not in own]
     if given:
         raise ValueError(

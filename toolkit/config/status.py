@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
-_NAME = "status.json"
+STATUS = "status.json"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def write_status(folder: Path, status: Status) -> None:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / _NAME, asdict(status))
+        write_json(folder / STATUS, asdict(status))
     except OSError:
         return  # as when the disk is full; the run goes on, and says so where it matters
 
@@ -45,6 +45,6 @@ def write_status(folder: Path, status: Status) -> None:
 def read_status(folder: Path) -> Status | None:
     """What ``folder`` tells; None if it tells nothing that can be read."""
     try:
-        return Status(**json.loads((folder / _NAME).read_text()))
+        return Status(**json.loads((folder / STATUS).read_text()))
     except (OSError, ValueError, TypeError):
         return None

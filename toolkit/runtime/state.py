@@ -28,9 +28,12 @@ def check_state(
     names = [set(worker.masters) for worker in workers]
     theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
     if names != theirs:
+        same = set().union(*names) == set().union(*theirs)
         raise ValueError(
-            f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}:"
-            " partition the model as it was when the state was taken"
+            f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}: partition"
+            " the model as it was when the state was taken"
+            if same
+            else "the state is of another model: give the one with which it was taken"
         )
     steps_done = state["steps_done"]
     for j, versions in enumerate(state["versions"]):

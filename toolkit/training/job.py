@@ -74,6 +74,20 @@ class Job:
         return None
 
 
+class Rates(LambdaLR):
+    """Learning rates of the run's own options, also where it goes on with another's state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on at the update where ``state_dict`` was taken."""
+        own = self.base_lrs
+        super().load_state_dict(state_dict)
+        self.base_lrs = own
+        factors = [factor(self.last_epoch) for factor in self.lr_lambdas]
+        self._last_lr = [base * factor for base, factor in zip(own, factors, strict=True)]
+        for group, base, rate in zip(self.optimizer.param_groups, own, self._last_lr, strict=True):
+            group["initial_lr"], group["lr"] = base, rate
+
+
 def prepare(
     config: DictConfig, images: ImageSet | None = None, schedule: Schedule | None = None
 ) -> Job:
@@ -113,7 +127,7 @@ def prepare(
     rate = instantiate(config.lr)
 
     def scheduler(optimizer: Optimizer) -> LambdaLR:
-        return LambdaLR(
+        return Rates(
             optimizer,
             lambda step: rate.factor(step, steps_per_epoch, config.epochs, batch_size),
         )

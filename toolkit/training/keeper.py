@@ -131,9 +131,10 @@ class Keeper(Stretches):
         if self.guard == "off":
             return
         if not isfinite(loss) or loss > self.guard_factor * position.first_loss:
+            before = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
             raise DivergedError(
-                f"the training loss of epoch {position.epoch}, step {position.step} is {loss:.4g}"
-                f" and was {position.first_loss:.4g} at first"
+                f"the training loss of epoch {position.epoch}, step {position.step} is"
+                f" {loss:.4g}{before}"
             )
 
     def end(self, position: Position) -> None:

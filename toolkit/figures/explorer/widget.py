@@ -8,7 +8,7 @@ import ipywidgets as ui
 
 from toolkit.figures.explorer import export, hover, machines, page
 from toolkit.figures.explorer.analysis import Analysis, analyse, predict
-from toolkit.figures.explorer.choice import LARGEST, Choice, check_sizes
+from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes
 from toolkit.figures.explorer.column import FIELD, Column, in_columns
 from toolkit.figures.explorer.drawing import draw
 from toolkit.schedule.collector import collector_paused
@@ -72,6 +72,7 @@ class Explorer(ui.VBox):
         self.columns = columns
         self._analyses: list[tuple[Analysis, Timeline] | None] = [None, None]
         self._panes = ["", ""]
+        self._wrong = ["", ""]
         self._quiet = False
         self._shared_controls(stages, microbatches, n_steps, compare is not None)
         self._machine_controls(costs, model, example, hardware)
@@ -105,7 +106,17 @@ class Explorer(ui.VBox):
         return [column.choice(*sizes) for column in self._shown]
 
     def to_html(self) -> str:
-        """A page of its own with what is shown: no script, no network, no kernel."""
+        """A page of its own with what is shown: no script, no network, no kernel.
+
+        Raises:
+            ValueError: what was asked for last cannot be.
+        """
+        for sentence in self._wrong[: len(self._shown)]:
+            if sentence:
+                raise ValueError(sentence)
+        return self._page()
+
+    def _page(self) -> str:
         lines = "".join(column.lines.value for column in self._shown)
         wrong = "".join(column.message.value for column in self._shown)
         body = wrong + page.side_by_side(self._panes[: len(self._shown)]) + page.legend() + lines
@@ -113,7 +124,7 @@ class Explorer(ui.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The widget, and the page for where widgets cannot be shown."""
-        return {**super()._repr_mimebundle_(**kwargs), "text/html": self.to_html()}
+        return {**super()._repr_mimebundle_(**kwargs), "text/html": self._page()}
 
     @property
     def _shown(self) -> list[Column]:
@@ -286,7 +297,7 @@ class Explorer(ui.VBox):
         self._analyses[k] = analysis, timeline
         self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
         column = self.columns[k]
-        column.message.value = ""
+        column.message.value = self._wrong[k] = ""
         column.figure.value = self._panes[k]
         column.say(choice)
 
@@ -294,6 +305,7 @@ class Explorer(ui.VBox):
         """Say what is wrong; what was right before it stays, faded."""
         sentence, _, grid = message.partition("\n")
         self._analyses[k] = None
+        self._wrong[k] = sentence
         self.columns[k].message.value = page.message(sentence, grid)
         self.columns[k].figure.value = page.faded(self._panes[k])
 
@@ -310,6 +322,8 @@ def _complaint(choice: Choice) -> str:
     try:
         choice.given  # noqa: B018
         check_sizes(choice.stages, choice.microbatches)
+        if choice.orders and choice.schedule != OWN:
+            raise ValueError(f"orders are those of schedule={OWN!r}: got {choice.schedule!r}")
     except ValueError as error:
         return str(error)
     return ""
