@@ -22,7 +22,7 @@ def test_a_report_is_written(tmp_path, runs):
     finished = run("report", f"runs=[{runs}/a,{runs}/b*]", "title=Digits", f"hydra.run.dir={out}")
     assert finished.status == 0
     assert f"written to {out / 'report.html'}" in finished.out
-    assert "2 runs, 2 of them finished" in finished.out
+    assert "2 runs, 2 finished" in finished.out
     assert "<h1>Digits</h1>" in (out / "report.html").read_text()
     with (out / "runs.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -18,6 +18,7 @@ from toolkit.figures.explorer.drawing import draw
 from toolkit.figures.explorer.export import write_csv
 from toolkit.figures.explorer.hover import find
 from toolkit.figures.explorer.machines import hardware_presets
+from toolkit.figures.explorer.static import choice_of, explored
 from toolkit.figures.explorer.svg import steps
 from toolkit.schedule import Schedule, catalog, steady_state
 
@@ -233,3 +234,23 @@ def test_widgets_load_with_the_explorer_only():
     code = "import sys, toolkit.figures; print('ipywidgets' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_schedule_is_found_among_the_choices(name):
+    schedule = Choice(name, 4, 4).build()
+    found = choice_of(schedule)
+    assert found.build() == schedule
+
+
+def test_what_nothing_makes_is_not_found():
+    own = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"])
+    assert choice_of(own) is None
+
+
+def test_a_part_of_another_page_has_its_look_with_it():
+    html = explored([Choice("dp", 2, 2), Choice("cdp_v2", 2, 2)])
+    assert html.startswith("<style>")
+    assert html.count("<h3>") == 2
+    assert "body {" not in html
+    assert "<script" not in html

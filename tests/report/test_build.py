@@ -6,7 +6,7 @@ from math import sqrt
 import pytest
 
 from tests.report import folders
-from toolkit.report import SECTIONS, Command, Figure, Table, Text, build_report
+from toolkit.report import SECTIONS, Command, Figure, Page, Table, Text, build_report
 from toolkit.report.words import NONE
 from toolkit.tracking import paired_difference
 from toolkit.tracking.runs import read_runs
@@ -115,6 +115,10 @@ def test_memory_and_traffic_are_those_of_the_schedules(report):
     slots = {row["schedule"]: (row["mean in a slot"], row["largest in a slot"]) for row in sent}
     assert slots == {"DP": ("3", "6"), "CDP-v1": ("3", "4"), "CDP-v2": ("3", "4")}
     assert len(blocks(report, "Memory", Figure)) == 3
+    (explored,) = blocks(report, "Memory", Page)
+    assert [name in explored.html for name in ("<h3>DP<", "<h3>CDP-v1<", "<h3>CDP-v2<")] == [
+        True
+    ] * 3
 
 
 def test_what_was_measured_is_told(report, sweep):

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     stopped(tmp_path, 3)
     for options, words in (
         (["stages=3"], "cut otherwise than these 3"),
-        (["model=resnet14"], "cut otherwise"),
+        (["model=resnet14"], "the state is of another model"),
         (["data.image_size=16", "data.n_classes=7"], "does not fit this run"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -205,7 +205,7 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
 
 
 def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"and was .* at first: lower optimizer.lr"):
+    with pytest.raises(FloatingPointError, match=r"(and was .* at first|is nan): lower optimizer.lr"):
         run_kept(planted(prepare(configured()), at=4), tmp_path)
 
 

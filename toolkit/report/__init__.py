@@ -1,7 +1,7 @@
 """Reports on runs: what they say, and the forms in which they are written."""
 
 from toolkit.report.build import SECTIONS, build_report
-from toolkit.report.description import Command, Figure, Report, Section, Table, Text
+from toolkit.report.description import Command, Figure, Page, Report, Section, Table, Text
 from toolkit.report.html import to_html, write_html
 from toolkit.report.publish import publish
 
@@ -9,6 +9,7 @@ __all__ = [
     "SECTIONS",
     "Command",
     "Figure",
+    "Page",
     "Report",
     "Section",
     "Table",

@@ -6,7 +6,7 @@ from math import nan
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from toolkit.report.description import Block, Figure, Table, Text
+from toolkit.report.description import Block, Figure, Page, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, number, per_million
 from toolkit.tracking.runs import rebuild_schedule
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _GRIDS = 9  # schedules drawn
 _ROWS = 12  # of the largest one drawn
+_EXPLORED, _EXPLORED_SIZE = 3, 8  # schedules, stages and micro-batches of one
 _MOST_OPS = 4096  # of the largest one counted, in stages times micro-batches
 
 
@@ -79,6 +80,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
             f"Grid of {name} on {ranks}, over its activation memory, which peaks at"
             f" {peaks[name]:.4g} micro-batches.",
         )
+    yield from _explored([schedules[name] for name in drawn])
     left_out = [name for name in schedules if name not in drawn]
     if left_out:
         yield Text(f"Not drawn, to stay legible: {', '.join(left_out)}.")
@@ -90,6 +92,17 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     measured = [about | _rank_memory(row) for about, row in _measured(groups)]
     if measured:
         yield Table(measured, "Memory as measured, at most, on each rank.")
+
+
+def _explored(schedules: Sequence["Schedule"]) -> Iterator[Block]:
+    """The first small ones, to point at."""
+    from toolkit.figures.explorer.static import choice_of, explored
+
+    small = [s for s in schedules if max(s.n_stages, s.n_microbatches) <= _EXPLORED_SIZE]
+    choices = [choice for s in small if (choice := choice_of(s)) is not None][:_EXPLORED]
+    if choices:
+        caption = "The same to explore: point at an op for what it waits for and what it frees"
+        yield Page(explored(choices), caption)
 
 
 def communication_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:

@@ -39,6 +39,19 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Page:
+    """HTML to explore, where there is HTML.
+
+    Attributes:
+        html: a part of a page, without script.
+        caption: what it shows.
+    """
+
+    html: str
+    caption: str
+
+
+@dataclass(frozen=True)
 class Command:
     """What one types to do it again, and a line on where it ran."""
 
@@ -46,7 +59,7 @@ class Command:
     note: str
 
 
-Block = Text | Table | Figure | Command
+Block = Text | Table | Figure | Page | Command
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
-from toolkit.report.description import Block, Command, Figure, Report, Section, Table, Text
+from toolkit.report.description import Block, Command, Figure, Page, Report, Section, Table, Text
 from toolkit.report.words import NONE
 from toolkit.tracking.results import write_text
 
@@ -53,6 +53,10 @@ figure { margin: 0; min-width: 0; max-width: 100%; }
 figure .scroll { background: #ffffff; padding: 8px; }
 figure img { display: block; width: 100%; height: auto; }
 figcaption { margin: 8px 0 0; }
+.page { margin: 18px 0; }
+.page summary { cursor: pointer; color: var(--link); }
+.page .scroll { background: #ffffff; color: #111111; padding: 12px; margin-top: 8px; }
+.page .cdp-panes { min-width: 640px; }
 .command { margin: 18px 0; }
 pre { margin: 0 0 6px; padding: 12px 14px; background: var(--card); border: 1px solid var(--line);
   border-radius: 6px; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 0.8125rem;
@@ -143,6 +147,11 @@ def _block(block: Block) -> str:
         return (
             f'<div class="command"><pre><code>{escape(block.command)}</code></pre>\n'
             f'<p class="about">{escape(block.note)}</p></div>\n'
+        )
+    if isinstance(block, Page):
+        return (
+            f'<details class="page"><summary>{escape(block.caption)}</summary>\n'
+            f'<div class="scroll" tabindex="0">{block.html}</div></details>\n'
         )
     return _table(block) if isinstance(block, Table) else _figure(block)
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from toolkit.report import keys
-from toolkit.report.description import Block, Command, Figure, Report, Table, Text
+from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
 from toolkit.tracking.runs import Run
 
 _TIMEOUT = 10  # seconds until W&B's server counts as out of reach
@@ -168,6 +168,8 @@ def _block(block: Block) -> Any:
         return wr.MarkdownBlock(text=_escaped(block.text))
     if isinstance(block, Table):
         return wr.MarkdownBlock(text=f"{_escaped(block.caption)}\n\n{_markdown(block)}")
+    if isinstance(block, Page):
+        return wr.MarkdownBlock(text=f"*{_escaped(block.caption)}: in report.html*")
     return wr.MarkdownBlock(text=f"*{_escaped(f'Figure: {_figure(block)}')}*")
 
 

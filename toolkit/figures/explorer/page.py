@@ -110,4 +110,5 @@ def side_by_side(panes: Sequence[str]) -> str:
 def standalone(title: str, body: str) -> str:
     """A whole document."""
     head = f'<meta charset="utf-8"><title>{escape(title)}</title>{styles()}'
-    return f'<!DOCTYPE html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+    whole = f'<body style="margin:16px">{body}</body>'
+    return f'<!DOCTYPE html><html lang="en"><head>{head}</head>{whole}</html>'

@@ -1,0 +1,43 @@
+"""The explorer's drawing of schedules as a part of another page."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit.figures.explorer import page
+from toolkit.figures.explorer.analysis import analyse, predict
+from toolkit.figures.explorer.choice import METHODS, Choice
+from toolkit.figures.explorer.drawing import draw
+from toolkit.schedule import Schedule
+
+_STEPS = 3  # training steps drawn
+
+
+def choice_of(schedule: Schedule) -> Choice | None:
+    """What one would choose in the explorer to see ``schedule``; None if nothing makes it."""
+    for name, method in METHODS.items():
+        found = {"placement": schedule.placement, "state": schedule.state, "delay": schedule.delay}
+        options: dict[str, Any] = {k: v for k, v in found.items() if k in method.options}
+        try:
+            choice = Choice(name, schedule.n_stages, schedule.n_microbatches, **options)
+            if choice.build() == schedule:
+                return choice
+        except (TypeError, ValueError):
+            continue
+    return None
+
+
+def explored(choices: Sequence[Choice]) -> str:
+    """HTML without script: drawings to point at, key numbers with an op of a slot a stage.
+
+    Raises:
+        ValueError: a choice that is impossible.
+    """
+    from toolkit.cost import UNIT, unit_costs
+
+    panes = []
+    for choice in choices:
+        analysis = analyse(choice, _STEPS)
+        timeline = predict(analysis, unit_costs(analysis.schedule.n_stages), UNIT)
+        numbers = analysis.numbers(timeline, in_slots=True)
+        panes.append(page.pane(analysis.schedule, numbers, draw(choice, _STEPS, len(choices) > 1)))
+    return page.styles() + page.side_by_side(panes) + page.legend()
