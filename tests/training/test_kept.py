@@ -205,7 +205,8 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
 
 
 def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"(and was .* at first|is nan): lower optimizer.lr"):
+    told = r"(and was .* at first|is nan): lower optimizer.lr"
+    with pytest.raises(FloatingPointError, match=told):
         run_kept(planted(prepare(configured()), at=4), tmp_path)
 
 
