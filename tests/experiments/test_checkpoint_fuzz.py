@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from tests.experiments.command import EXPERIMENTS, refused, run
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def test_none_goes_unnoticed(fuzzed):
     assert all(done["target"] for done in rounds if done["outcome"] == "refused")
 
 
+@thorough
 def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
     monkeypatch.setattr("toolkit.runtime.state._faults_inside", lambda *a: [])

@@ -453,6 +453,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next(bench):
         assert not names & there()
 
 
+@thorough
 @needs_root
 def test_a_rank_that_does_not_answer_or_ends_is_named(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(bench.orders, "_PARTING", 0.1)

@@ -10,6 +10,7 @@ import pytest
 from hydra.errors import MissingConfigException
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
+from tests.thorough import thorough
 from toolkit.config.errors import explain
 from toolkit.runtime import launch
 from toolkit.runtime.meters import comparison
@@ -32,6 +33,7 @@ def result(folder):
     return json.loads(found.read_text())
 
 
+@thorough
 def test_the_same_results_as_in_one_process(tmp_path):
     alone, together = tmp_path / "alone", tmp_path / "together"
     together.mkdir()

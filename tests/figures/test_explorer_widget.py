@@ -255,7 +255,7 @@ def test_the_static_page_stands_alone(explorer):
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
     assert page.count("<title>") - 1 == ops(explorer) + ops(explorer, 1)
     assert "catalog.data_parallel(2)" in page
-    body = re.search("<body>(.*)</body>", page, re.S)[1].replace("readonly ", 'readonly="" ')
+    body = re.search("<body[^>]*>(.*)</body>", page, re.S)[1].replace("readonly ", 'readonly="" ')
     svgs = re.findall("<svg.*?</svg>", body, re.S)
     assert [ElementTree.fromstring(svg).get("aria-label") for svg in svgs if "cdp-grid" in svg] == [
         "CDP-v2: ops of 2 training steps",

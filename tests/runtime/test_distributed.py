@@ -13,9 +13,8 @@ from tests.thorough import more
 from toolkit.runtime import Distributed, SingleProcess, launch
 from toolkit.schedule import catalog
 
-POOLS = more(
-    {4: (2, 3, 4), 6: (6,)}, {4: (2, 3, 4), 16: (6, 10, 16)}
-)  # processes, and the numbers of ranks that run on them
+# Processes, and the numbers of ranks that run on them.
+POOLS = more({4: (2, 3, 4)}, {4: (2, 3, 4), 16: (6, 10, 16)})
 CASES = [
     pytest.param(size, k, schedule, id=f"{size}-{name_of(schedule)}")
     for sizes in POOLS.values()

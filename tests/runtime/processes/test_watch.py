@@ -137,6 +137,7 @@ def test_the_death_of_the_rank_that_holds_the_store_ends_the_job(tmp_path):
     assert job.statuses == [-9, EXIT_FAILED, EXIT_FAILED]
 
 
+@thorough
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     job = Job(tmp_path, "none").ranks([0, 2])
     assert re.match(r"rank 1 has not come to localhost:\d+ within 3 s: ", job.end())
