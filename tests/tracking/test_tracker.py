@@ -158,6 +158,17 @@ def test_another_run_in_the_same_folder_is_another(tmp_path):
     assert second.points("train/loss") == {10: 1}
 
 
+def test_what_a_killed_start_left_is_let_go(tmp_path):
+    """Killed before its journal was begun: nothing can go on with it."""
+    killed = tmp_path / "wandb" / "offline-run-20260101_000000-abcdef01"
+    killed.mkdir(parents=True)
+    (killed / "run-abcdef01.wandb").write_bytes(b"")
+    with begin(tmp_path):
+        pass
+    assert not killed.exists()
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 1
+
+
 def test_without_the_package_a_run_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     for _ in range(2):

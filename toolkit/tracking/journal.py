@@ -26,6 +26,7 @@ class Journal:
         mode: in which it was tracked; None for a run that begins.
         group: in which it was.
         points: that were logged before it was resumed.
+        alone: whether the folder is of this run only.
     """
 
     def __init__(self, path: Path | None, *, resume: bool) -> None:
@@ -33,6 +34,7 @@ class Journal:
         self.mode: str | None = None
         self.group: str | None = None
         self.points: list[Point] = []
+        self.alone = path is not None
         self._path = path
         self._file: TextIO | None = None
         if path is not None and resume:

@@ -61,6 +61,8 @@ class WandbRun(Tracker):
         self._state: tuple[str, int] | None = None
         self._lost = False
         self._surroundings = _Surroundings(self._home)
+        if journal.alone:
+            _let_go_of_killed(self._home, journal.id)
         self._run = _begun(
             self._surroundings,
             self._home,
@@ -169,6 +171,13 @@ class WandbRun(Tracker):
         if not self._lost:
             self._lost = True
             self.note(f"not tracked to the end: W&B has failed ({why})")
+
+
+def _let_go_of_killed(home: Path, id_: str) -> None:
+    """Remove offline files of runs that were killed before anything could go on with them."""
+    for old in home.glob("offline-run-*"):
+        if not old.name.endswith(id_) and not complete(old, within=0.0):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class _Surroundings:
