@@ -12,13 +12,11 @@ Anything else is a failure: a traceback, a hang, or a run that ends otherwise (s
 
 import shutil
 import signal
-import sys
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -29,10 +27,9 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from tqdm import tqdm
 
+from benchmarks import fuzz
 from toolkit.config.errors import explain
-from toolkit.tracking import write_csv
 from toolkit.training import Outcome, prepare, run_kept
 from toolkit.training.checkpoint import Checkpoints, read, write
 
@@ -61,16 +58,11 @@ _RUNS = {
 }
 
 
-@dataclass
-class Round:
-    """A mutation, and what came of it."""
+@dataclass(kw_only=True)
+class Round(fuzz.Round):
+    """A mutation of a run's checkpoint, and what came of it."""
 
-    kind: str
     run: str
-    number: int
-    target: str = ""
-    outcome: str = ""
-    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,36 +77,19 @@ class Whole:
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a kind of mutation: how many ended how, and a message."""
-    if config.mutations < 1:
-        raise ValueError(f"bench.mutations is 1 or more: got {config.mutations}")
+    fuzz.check(config)
     output = Path(HydraConfig.get().runtime.output_dir)
-    rounds: list[Round] = []
-    kinds = [*BYTES, *CONTENTS]
     with tempfile.TemporaryDirectory() as scratch:
         wholes = {name: _whole(options, Path(scratch) / name) for name, options in _RUNS.items()}
-        for number in tqdm(range(config.mutations), unit="mutation", leave=False):
-            chance = Random(f"{seed} {number}")
-            done = Round(kinds[number % len(kinds)], chance.choice([*wholes]), number)
+
+        def one(kind: str, number: int, chance: Random) -> Round:
+            done = Round(kind=kind, number=number, run=chance.choice([*wholes]))
             _one_round(done, wholes[done.run], Path(scratch) / "damaged", chance, config.limit)
             done.message = done.message.replace(f"{scratch}/", "")
-            rounds.append(done)
-            if done.outcome not in PASSED:
-                tqdm.write(f"mutation {number} fails: {asdict(done)}", file=sys.stderr)
-    write_csv(output / "mutations.csv", [asdict(done) for done in rounds])
-    return [_summary([r for r in rounds if r.kind == kind]) for kind in kinds[: config.mutations]]
+            return done
 
-
-def _summary(rounds: list[Round]) -> dict[str, Any]:
-    found = Counter(done.outcome for done in rounds)
-    told = [done.message for done in rounds if done.outcome not in PASSED]
-    told += [done.message for done in rounds if done.message]
-    return {
-        "mutation": rounds[0].kind,
-        "checkpoints": len(rounds),
-        **{name: found[name] for name in (*PASSED, *FAILED)},
-        "failed": sum(found[name] for name in FAILED),
-        "message": told[0] if told else "",
-    }
+        found = fuzz.rounds([*BYTES, *CONTENTS], config.mutations, seed, one, PASSED, output)
+    return [fuzz.summary(of, "checkpoints", PASSED, FAILED) for of in fuzz.by_kind(found)]
 
 
 def _whole(options: list[str], folder: Path) -> Whole:

@@ -24,9 +24,8 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -41,11 +40,9 @@ from torch import Tensor
 from torchvision.datasets import CIFAR10
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional
-from tqdm import tqdm
 
-from benchmarks import mutations
+from benchmarks import fuzz, mutations
 from toolkit.config.errors import explain
-from toolkit.tracking import write_csv
 from toolkit.training.data import cifar10, image_folder
 from toolkit.training.data.views import CentralView, RandomView, View
 
@@ -68,19 +65,14 @@ class DamagedSetError(Exception):
     """PIL and the rules for folders say that a set cannot be read."""
 
 
-@dataclass
-class Round:
-    """A mutation, and what came of it."""
+@dataclass(kw_only=True)
+class Round(fuzz.Round):
+    """A mutation of a set, and what came of it."""
 
-    kind: str
     images: str
-    number: int
     damaged: str  # data.damaged
     num_workers: int
-    target: str = ""
-    outcome: str = ""
     skipped: int = 0
-    message: str = ""
 
 
 @dataclass
@@ -96,50 +88,35 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """A row a kind of mutation: how many ended how, and a message."""
     _check(config)
     output = Path(HydraConfig.get().runtime.output_dir)
-    kinds = list(config.kinds) or list(KINDS)
-    rounds: list[Round] = []
     with tempfile.TemporaryDirectory() as scratch:
         wholes = {name: _whole(name, Path(scratch)) for name in set(config.sets)}
-        for number in tqdm(range(config.mutations), unit="mutation", leave=False):
-            chance = Random(f"{seed} {number}")
+
+        def one(kind: str, number: int, chance: Random) -> Round:
             done = Round(
-                kind=kinds[number % len(kinds)],
-                images=chance.choice(config.sets),
+                kind=kind,
                 number=number,
+                images=chance.choice(config.sets),
                 damaged=chance.choice(["refuse", "skip"]),
                 num_workers=chance.choice([0, 0, 0, 2]),
             )
             one_round(done, wholes[done.images], chance, config.limit)
-            rounds.append(done)
-            if done.outcome not in PASSED:
-                tqdm.write(f"mutation {number} fails: {asdict(done)}", file=sys.stderr)
-    write_csv(output / "mutations.csv", [asdict(done) for done in rounds])
-    return [summary([r for r in rounds if r.kind == kind]) for kind in kinds[: config.mutations]]
+            return done
+
+        kinds = list(config.kinds) or list(KINDS)
+        found = fuzz.rounds(kinds, config.mutations, seed, one, PASSED, output)
+    return [summary(of_kind) for of_kind in fuzz.by_kind(found)]
 
 
 def summary(rounds: list[Round]) -> dict[str, Any]:
     """The row of a kind."""
-    found = Counter(done.outcome for done in rounds)
-    told = [done.message for done in rounds if done.outcome not in PASSED]
-    told += [done.message for done in rounds if done.message]
-    return {
-        "mutation": rounds[0].kind,
-        "sets": len(rounds),
-        **{name: found[name] for name in PASSED},
-        "images skipped": sum(done.skipped for done in rounds),
-        **{name: found[name] for name in FAILED},
-        "failed": sum(found[name] for name in FAILED),
-        "message": told[0] if told else "",
-    }
+    row = fuzz.summary(rounds, "sets", PASSED, FAILED)
+    return row | {"images skipped": sum(done.skipped for done in rounds)}
 
 
 def _check(config: DictConfig) -> None:
     if not hasattr(os, "fork"):
         raise ValueError(f"bench=data_fuzz forks processes, as on Linux: this is {sys.platform}")
-    if config.mutations < 1:
-        raise ValueError(f"bench.mutations is 1 or more: got {config.mutations}")
-    if not config.limit > 0:
-        raise ValueError(f"bench.limit is a number of seconds above 0: got {config.limit}")
+    fuzz.check(config)
     for name, known in (("kinds", KINDS), ("sets", SETS)):
         if unknown := [each for each in config[name] if each not in known]:
             raise ValueError(f"unknown bench.{name} {unknown[0]!r}: choose of {', '.join(known)}")

@@ -51,7 +51,7 @@ def ended(fuzz, tmp_path, monkeypatch):
 
     def end(read, kind="emptied", damaged="refuse", limit=20.0):
         monkeypatch.setattr(fuzz, "_read", lambda *_: read(whole))
-        done = fuzz.Round(kind, "folder", 0, damaged, 0)
+        done = fuzz.Round(kind=kind, number=0, images="folder", damaged=damaged, num_workers=0)
         fuzz.one_round(done, whole, random.Random(0), limit)
         return done
 

@@ -18,10 +18,10 @@ from toolkit.notebook import (
     train_rules,
     watched,
 )
+from toolkit.pilot import pilot
 from toolkit.runtime import JobFailedError
 from toolkit.schedule.comparison import compare
 from toolkit.tracking.collect import learning_curves
-from toolkit.training import pilot
 
 
 def test_settings_from_any_folder(tmp_path, monkeypatch):

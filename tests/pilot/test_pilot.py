@@ -8,10 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.cost import Hardware
-from toolkit.pilot import data, measure
+from toolkit.pilot import data, measure, pilot
 from toolkit.runtime.meters.comparison import alike_stages
 from toolkit.schedule import catalog
-from toolkit.training import pilot
 from toolkit.training.data import synthetic
 
 LINK = Hardware("link", 1e12, 5e10, 1e5)

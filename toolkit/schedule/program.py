@@ -166,21 +166,26 @@ class Program:
         """The most stage-activations that all ranks together hold in a slot."""
         return max(map(sum, zip(*self.activations(), strict=True)))
 
-    def traffic(self) -> tuple[tuple[Traffic, ...], ...]:
-        """Weights and gradients sent: ``[slot][rank]``, for slots 0 .. n_slots.
+    def traffic(self, slots: range | None = None) -> tuple[tuple[Traffic, ...], ...]:
+        """Weights and gradients sent: ``[slot][rank]``, for ``slots``, or else 0 .. n_slots.
 
         A message counts in the slot that begins when it is sent. Collectives among n ranks count
         by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
         each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
         """
-        total = [[_NOTHING] * len(self.ranks) for _ in range(self.n_slots + 1)]
+        slots = range(self.n_slots + 1) if slots is None else slots
+        total = [[_NOTHING] * len(self.ranks) for _ in slots]
         for rank, instructions in enumerate(self.ranks):
             sent: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
-                if i.action in _SENDING and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
+                if (
+                    i.action in _SENDING
+                    and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
+                    and self.slot(i) in slots
+                ):
                     sent[self.slot(i)].append(traffic_of(i, rank))
             for slot, found in sent.items():
-                total[slot][rank] = found[0] if len(found) == 1 else _together(found)
+                total[slots.index(slot)][rank] = found[0] if len(found) == 1 else _together(found)
         return tuple(map(tuple, total))
 
 

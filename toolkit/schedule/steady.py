@@ -56,5 +56,6 @@ def steady_state(schedule: "Schedule") -> SteadyState:
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 2)
     slots = steady_slots(schedule, settled)
-    by_slot = tuple(zip(*program.activations(), strict=True))
-    return SteadyState(by_slot[slots], program.traffic()[slots])
+    held = (of_rank[slots] for of_rank in program.activations())
+    traffic = program.traffic(range(slots.start, slots.stop))
+    return SteadyState(tuple(zip(*held, strict=True)), traffic)

@@ -92,13 +92,13 @@ class Analysis:
 
 @lru_cache(maxsize=16)
 def analyse(choice: Choice, n_steps: int) -> Analysis:
-    """Lower and verify ``choice``.
+    """Lower ``choice``.
 
     Raises:
         ValueError: it is impossible; the message may end with a grid.
     """
     schedule = choice.build()
-    predicted = schedule.lower(_PREDICTED).verify()
+    predicted = schedule.lower(_PREDICTED)
     drawn = predicted if n_steps == _PREDICTED else schedule.lower(n_steps)
     return Analysis(choice, schedule, drawn, predicted, steady_state(schedule))
 
