@@ -14,7 +14,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.stage import Sum
+from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer
 
 

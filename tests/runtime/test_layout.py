@@ -17,7 +17,8 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.layout import Layout, Layouts, Part, find_layouts, weights_layout
 from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import StageWorker, Sum
+from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
 from toolkit.runtime.layout import Layout, Layouts
 from toolkit.runtime.links import Links, tags
-from toolkit.runtime.stage import Sum
+from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer, Instruction
 
 # Tags

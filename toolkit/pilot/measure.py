@@ -19,7 +19,8 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import MakeOptimizer, StageWorker
+from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.tracking import paired_difference
 from toolkit.training.data import Batch

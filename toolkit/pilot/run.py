@@ -19,7 +19,7 @@ from toolkit.pilot import measure
 from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.pilot.predict import PLACEMENTS, RULES, predict, schedule_of
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.stage import MakeOptimizer
+from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.tracking import describe
 from toolkit.training.data import Batch

@@ -8,7 +8,8 @@ from torch import Tensor
 from toolkit.model import Stages
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch
-from toolkit.runtime.stage import MakeOptimizer, Values
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:

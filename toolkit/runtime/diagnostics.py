@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from toolkit.runtime.grouped import Grouped
-from toolkit.runtime.stage import Values, Weights
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import Weights
 
 
 @dataclass(frozen=True)

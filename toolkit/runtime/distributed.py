@@ -25,9 +25,10 @@ from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Shape, Source
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Values, Weights
+from toolkit.runtime.stage import StageWorker, Values
 from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import check_state
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once

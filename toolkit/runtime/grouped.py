@@ -10,7 +10,8 @@ from torch import Tensor
 
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import StageWorker, Sum, Values, Weights, gradients, leaves
+from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]

@@ -9,7 +9,8 @@ from torch import Tensor
 from toolkit.runtime.layout import Layout
 from toolkit.runtime.links import Links, Transfer
 from toolkit.runtime.processes.world import World
-from toolkit.runtime.stage import StageWorker, Weights
+from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
 

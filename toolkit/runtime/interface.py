@@ -6,7 +6,8 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import Values, Weights
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import Weights
 
 Batch = tuple[Tensor | Values, Tensor]
 

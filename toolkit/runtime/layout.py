@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.runtime.rank import Gradients, Payload
-from toolkit.runtime.stage import Sum, Values
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import Sum
 from toolkit.schedule import Buffer, Instruction
 
 _CPU = torch.device("cpu")

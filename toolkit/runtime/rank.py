@@ -15,7 +15,8 @@ from torch import Tensor
 
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.stage import StageWorker, Sum, Values, Weights, gradients, leaves
+from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
 Gradients = tuple[Tensor | None, ...]

@@ -26,7 +26,7 @@ class Recipe:
         precision: ``fp32``; ``tf32``, which only NVIDIA GPUs tell apart from it; ``bf16`` or
             ``fp16``: torch's autocast over weights of 32 bits.
         loss_scale: factor on the loss under ``fp16``, so that small gradients do not vanish. An
-            update whose gradient is not finite is left out; see :attr:`StageWorker.n_skipped`.
+            update whose gradient is not finite is left out; see :attr:`Updater.n_skipped`.
         checkpoint: stages whose forward is computed again in the backward, instead of its
             activations being kept: ``none``, ``all`` or a list of stages.
         clip: largest norm of a gradient; larger ones are scaled down to it. None: no limit.

@@ -11,7 +11,8 @@ from toolkit.runtime.feed import Feed, NextBatch
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import StageWorker, Sum, Weights
+from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
 

@@ -14,15 +14,9 @@ from toolkit.runtime.interface import Batch
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.stage import (
-    MakeOptimizer,
-    MakeScheduler,
-    StageWorker,
-    Values,
-    Weights,
-    join_averages,
-)
+from toolkit.runtime.stage import StageWorker, Values
 from toolkit.runtime.state import check_state
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights, join_averages
 from toolkit.schedule import Schedule
 
 ORDERS = ("grouped", "scheduled")

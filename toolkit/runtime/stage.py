@@ -1,52 +1,25 @@
-"""One stage at work: it computes with any weight version, and updates its newest."""
+"""One stage at work: it computes with any weight version."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.runtime.average import Average
-from toolkit.runtime.norm import Again, Group, advance_running_statistics, replace_norms
+from toolkit.runtime.norm import Again, Group, replace_norms
 from toolkit.runtime.recipe import PLAIN, Recipe
-
-Weights = dict[str, Tensor]
-"""One version of a stage's trainable parameters, by name. Never changed in place once shared."""
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
 
 Values = tuple[Tensor, ...]
 """The tensors that cross a boundary."""
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
-MakeScheduler = Callable[[Optimizer], LRScheduler]
 
-
-class Sum:
-    """Gradients of a stage's weights and statistics of its norms, summed over micro-batches.
-
-    It takes the tensors that it is given as its own.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-
-    def add(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name in self.tensors:
-                self.tensors[name].add_(tensor)
-            else:
-                self.tensors[name] = tensor
-
-
-class StageWorker:
-    """A stage as one rank runs it.
+class StageWorker(Updater):
+    """A stage as one rank runs it: what updates it, and computes with any version of it.
 
     Args:
         stage: the stage; its parameters are the newest weights and are updated in place.
@@ -54,11 +27,6 @@ class StageWorker:
         seed: with step, stage and micro-batch it seeds what the stage draws at random (dropout),
             so that no runtime, order or grouping changes the draws.
         recipe: how it computes and updates.
-
-    Attributes:
-        average: of its weights, where the recipe wants one.
-        n_skipped: updates left out because their gradient was not finite.
-        unused: weights that had no gradient in the last update.
     """
 
     def __init__(
@@ -70,12 +38,9 @@ class StageWorker:
         seed: int,
         recipe: Recipe = PLAIN,
     ) -> None:
+        super().__init__(stage, make_optimizer, make_scheduler, recipe)
         self.index = index
         self.seed = seed
-        self.recipe = recipe
-        self.makers = (make_optimizer, make_scheduler)
-        self.stage = stage
-        self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
         if recipe.channels_last:
             for master in self.masters.values():
                 master.data = channels_last(master.data)
@@ -89,13 +54,6 @@ class StageWorker:
         )
         if recipe.compile != "none":
             self._call = compiled(self._call, recipe.compile)
-        self.average = None if recipe.ema is None else Average(recipe.ema)
-        self.n_skipped = 0
-        self.unused: list[str] = []
-        self.optimizer = make_optimizer(list(self.masters.values())) if self.masters else None
-        self.scheduler = (
-            make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
-        )
 
     def replica(self) -> "StageWorker":
         """A copy with parameters and optimizer state of its own."""
@@ -103,53 +61,6 @@ class StageWorker:
         twin = StageWorker(stage, self.index, *self.makers, self.seed, self.recipe)
         twin.load(self.state())
         return twin
-
-    def state(self) -> dict[str, Any]:
-        """What the next updates depend on, beside the weights and the gradients."""
-        return {
-            "optimizer": self.optimizer.state_dict() if self.optimizer else None,
-            "lr_scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "average": self.average.state_dict() if self.average else None,
-            "n_skipped": self.n_skipped,
-            "unused": self.unused,
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a copy of the :meth:`state` of the same stage elsewhere."""
-        parts = {"optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-        for name, part in {**parts, "average": self.average}.items():
-            if part is not None and state[name] is not None:
-                part.load_state_dict(copy.deepcopy(state[name]))
-        self.n_skipped, self.unused = state["n_skipped"], [*state["unused"]]
-
-    def form(self, *, updated: bool, unused: Collection[str]) -> dict[str, Any]:
-        """A state formed as that which :meth:`state` gives, whatever its values.
-
-        Args:
-            updated: after an update, rather than before the first.
-            unused: weights that had no gradient in it.
-        """
-        twin = copy.copy(self)
-        make_optimizer, make_scheduler = self.makers
-        masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
-        twin.optimizer = make_optimizer(list(masters.values())) if masters else None
-        twin.scheduler = (
-            make_scheduler(twin.optimizer) if make_scheduler and twin.optimizer else None
-        )
-        if updated and twin.optimizer:
-            for name in masters.keys() - unused:
-                masters[name].grad = torch.zeros_like(masters[name])
-            twin.optimizer.step()
-        return twin.state()
-
-    @property
-    def learning_rate(self) -> float | None:
-        """That of the next update; None where there is nothing to train."""
-        return self.optimizer.param_groups[0]["lr"] if self.optimizer else None
-
-    def newest(self) -> Weights:
-        """The newest version. It shares memory with the parameters until the next update."""
-        return {name: master.data for name, master in self.masters.items()}
 
     def forward(
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
@@ -194,71 +105,6 @@ class StageWorker:
         taken = {name: norm.take_statistics() for name, norm in self.norms.items()}
         return {name: statistics for name, statistics in taken.items() if statistics is not None}
 
-    def squared_norm(self, total: Sum) -> Tensor:
-        """Of the gradient in ``total``; shape ``[]``."""
-        found = [total.tensors[name] for name in self.masters if name in total.tensors]
-        if not found:
-            return torch.zeros(())
-        return torch.stack(torch._foreach_norm(found)).square().sum() / self.recipe.scale**2
-
-    def update(
-        self,
-        total: Sum,
-        n_microbatches: int,
-        *,
-        keep_old: bool,
-        squared_norm: Tensor | None = None,
-    ) -> None:
-        """One optimizer step on the newest weights; then the learning rate of the next.
-
-        Args:
-            total: the sum over all micro-batches of the gradients of (scale * loss /
-                n_microbatches), of the recipe's scale, and of the norms' statistics.
-            n_microbatches: how many there are.
-            keep_old: whether someone still reads the version before. If so the new one gets
-                memory of its own.
-            squared_norm: by which the gradient is clipped; its own unless given.
-        """
-        if self.average is not None:
-            self.average.begin(self.newest())
-        self.unused = [name for name in self.masters if name not in total.tensors]
-        for name, master in self.masters.items():
-            if keep_old:
-                master.data = master.data.clone()
-            master.grad = total.tensors.get(name)
-        if self.optimizer is not None:
-            if not self._prepare_gradient(total, squared_norm):
-                self.n_skipped += 1
-                self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update(self.newest())
-        if self.scheduler is not None:
-            self.scheduler.step()
-        for name in self.norms:
-            if name in total.tensors:
-                norm = self.stage.get_submodule(name)
-                assert isinstance(norm, _BatchNorm)
-                advance_running_statistics(norm, total.tensors[name] / n_microbatches)
-
-    @torch.no_grad()
-    def _prepare_gradient(self, total: Sum, squared_norm: Tensor | None) -> bool:
-        """Take the loss's scale out of the gradient, and clip it; False if it is not finite."""
-        recipe = self.recipe
-        scale, clip = recipe.scale, recipe.clip
-        grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        if not grads or (scale == 1 and clip is None):
-            return True
-        squared = self.squared_norm(total) if squared_norm is None else squared_norm
-        if scale != 1 and not squared.isfinite():
-            return False
-        factor = torch.full_like(squared, 1 / scale)
-        if clip is not None:
-            factor *= (clip / (squared.sqrt() + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, factor)
-        return True
-
 
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
     """``call`` by torch.compile, with machine code for the shapes that it meets."""
@@ -268,12 +114,6 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
 def channels_last(tensor: Tensor) -> Tensor:
     """The same values; images and the weights of convolutions in that memory format."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def join_averages(workers: Iterable[StageWorker]) -> Weights:
-    """The averages that ``workers`` keep, by the names of their weights."""
-    kept = (worker.average.weights for worker in workers if worker.average is not None)
-    return {name: tensor for weights in kept for name, tensor in weights.items()}
 
 
 def leaves(weights: Weights) -> Weights:

@@ -11,7 +11,7 @@ from tests.runtime import conform, models
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import Sum
+from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import MakeOptimizer, Values, Weights
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import MakeOptimizer, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
 

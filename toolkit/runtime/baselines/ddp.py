@@ -14,7 +14,7 @@ from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
 
 # Its newer name; the older one is deprecated there.

@@ -15,17 +15,8 @@ from toolkit.runtime.layout import COMPRESSIONS
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import (
-    MakeOptimizer,
-    MakeScheduler,
-    StageWorker,
-    Sum,
-    Values,
-    Weights,
-    gradients,
-    join_averages,
-    leaves,
-)
+from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights, join_averages
 from toolkit.schedule import Schedule
 
 

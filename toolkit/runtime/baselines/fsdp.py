@@ -14,7 +14,8 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, Values
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
 
 

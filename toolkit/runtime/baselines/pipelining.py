@@ -22,7 +22,8 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, StageWorker, Sum, Values
+from toolkit.runtime.stage import StageWorker, Values
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum
 from toolkit.schedule import Kind, Op, Schedule, orders
 
 _MESSAGES = "messages of torch's pipeline"

@@ -12,7 +12,8 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import MakeOptimizer, MakeScheduler, Values, channels_last
+from toolkit.runtime.stage import Values, channels_last
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
 
 

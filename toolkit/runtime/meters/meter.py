@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import Values, Weights
+from toolkit.runtime.stage import Values
+from toolkit.runtime.updater import Weights
 from toolkit.schedule import Instruction, Program
 
 
