@@ -27,7 +27,8 @@ from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Shape, Source
 from toolkit.runtime.stage import StageWorker, Values
 from toolkit.runtime.stagger import Stagger
-from toolkit.runtime.state import check_state
+from toolkit.runtime.state import check_state, form_of, joined, part_of
+from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
 
@@ -111,7 +112,8 @@ class Distributed:
         self._overlap = overlap
         self._paced = pacing
         self._per_machine = per_machine
-        self._holdings = Holdings(self.world, schedule, self._workers)
+        self._form = form_of(stages)
+        self._holdings = Holdings(self.world, stages, self.schedule, self._workers)
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
         )
@@ -219,41 +221,41 @@ class Distributed:
             raise ValueError("nothing was measured: make Distributed with record=STEPS")
         return Measurements(self.schedule, self.world.gather(self._meter.record))
 
+    @property
+    def own(self) -> list[int]:
+        """The stages that this rank updates."""
+        return self._holdings.updated
+
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`."""
+        known = self._holdings.versions
+        own = [j for j in self.own if self.schedule.owners[j] == self.rank]
+        leads = self.rank == 0
+        return part_of(self.steps_done, self.stages, self._workers, known, own, leads=leads)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on, but for the data; on every rank.
 
         Every rank calls it. A :class:`SingleProcess` can go on from it, and the other way round.
         """
-        model = self.module().state_dict()
-        mine = {
-            j: (versions, self._workers[j].state())
-            for j, versions in self._holdings.versions.items()
-            if self.schedule.owners[j] == self.rank
-        }
-        found = {j: state for part in self.world.gather(mine) for j, state in part.items()}
-        versions, stages = zip(*(found[j] for j in sorted(found)), strict=True)
-        return {
-            "steps_done": self.steps_done,
-            "model": model,
-            "versions": list(versions),
-            "stages": list(stages),
-        }
+        return joined(self.world.gather(map_tensors(Tensor.cpu, self.part())))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
+
+        Weights and optimizer states of stages that this rank does not update may be meta tensors.
 
         Raises:
             ValueError: the state is of other stages, lacks weights that the schedule reads, or is
                 formed otherwise than this runtime's.
         """
-        model = self.module()
-        check_state(state, self.schedule, self._workers, model)
-        model.load_state_dict(state["model"])
+        self.world.agree(
+            lambda: check_state(state, self.schedule, self._workers, self._form, self.own)
+        )
+        self._holdings.load(state)
         self.steps_done = state["steps_done"]
-        for j in self._holdings.updated:
+        for j in self.own:
             self._workers[j].load(state["stages"][j])
-        self._holdings.load(state["versions"], self.steps_done)
-        self._holdings.forget()
         self._rates = self._read_rates()
 
     def _run(self, program: Program, feed: Feed, links: Links) -> Iterator[StepResult]:

@@ -1,15 +1,18 @@
 """Which weights a rank holds between programs, and how the newest come together."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.model import Stages
 from toolkit.runtime.layout import Layout
 from toolkit.runtime.links import Links, Transfer
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
@@ -25,8 +28,10 @@ class Holdings:
         versions: ``versions[stage]`` holds the versions of each of them that are still read.
     """
 
-    def __init__(self, world: World, schedule: Schedule, workers: Sequence[StageWorker]) -> None:
-        self.world, self.schedule, self.workers = world, schedule, workers
+    def __init__(
+        self, world: World, stages: Stages, schedule: Schedule, workers: Sequence[StageWorker]
+    ) -> None:
+        self.world, self.stages, self.schedule, self.workers = world, stages, schedule, workers
         self._updaters = _updaters(schedule)
         self._layouts = [Layout.of(self._state(j)) for j in range(len(workers))]
         self._weights = [Layout.of(worker.newest()) for worker in workers]
@@ -100,15 +105,12 @@ class Holdings:
                 found |= self._broadcast(self._weights[j], owner, worker.average.weights)
         return found
 
-    def load(self, versions: Sequence[Mapping[int, Weights]], step: int) -> None:
-        """Take over the versions of every stage, of which ``step`` is the newest."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` has of the updated stages, and what of the others is fixed."""
+        self.forget()
+        load_model(state, self.stages, self.workers, self.updated)
         for j in self.updated:
-            self.versions[j] = {
-                version: {name: tensor.clone() for name, tensor in weights.items()}
-                for version, weights in versions[j].items()
-                if version != step
-            }
-            self.versions[j][step] = self.workers[j].newest()
+            self.versions[j] = loaded(state, j, self.workers[j])
 
     def _state(self, j: int) -> dict[str, Tensor]:
         """The newest weights of a stage, what of it is frozen, and its buffers."""

@@ -1,10 +1,11 @@
 """What the training loop asks of a runtime, whichever it is."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import Weights
@@ -26,6 +27,11 @@ class Divisible(Protocol):
 
 class Runtime(Protocol):
     """Trains a model on global batches, as one of ``n_ranks`` processes that all call it alike."""
+
+    @property
+    def world(self) -> World | None:
+        """The processes that train together; None where there is one."""
+        ...
 
     @property
     def rank(self) -> int: ...
@@ -55,4 +61,34 @@ class Runtime(Protocol):
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
+        ...
+
+    @property
+    def own(self) -> Collection[int]:
+        """The stages whose updates this rank makes."""
+        ...
+
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
+
+        Tensors of which each rank has a share are DTensors.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on, but for the data; on every rank.
+
+        Every rank calls it. Any runtime that follows the same update rule can go on from it.
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken. Every rank calls it.
+
+        Weights and optimizer states of other stages than :attr:`own` may be meta tensors.
+
+        Raises:
+            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
+                formed otherwise than this runtime's.
+        """
         ...

@@ -15,7 +15,7 @@ from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
 from toolkit.runtime.stage import StageWorker, Values
-from toolkit.runtime.state import check_state
+from toolkit.runtime.state import check_state, joined, load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights, join_averages
 from toolkit.schedule import Schedule
 
@@ -105,6 +105,10 @@ class SingleProcess:
         return [rate for rate in rates if rate is not None]
 
     @property
+    def world(self) -> None:
+        """There is one process."""
+
+    @property
     def rank(self) -> int:
         return 0
 
@@ -163,34 +167,33 @@ class SingleProcess:
             )
             self.steps_done += window
 
+    @property
+    def own(self) -> range:
+        """The stages that are updated here: all."""
+        return range(len(self.stages))
+
+    def part(self) -> dict[str, Any]:
+        """What this process adds to :meth:`state_dict`: all."""
+        versions = dict(enumerate(self._versions))
+        return part_of(self.steps_done, self.stages, self._workers, versions, self.own, leads=True)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on, but for the data."""
-        return {
-            "steps_done": self.steps_done,
-            "model": self.module().state_dict(),
-            "versions": [dict(versions) for versions in self._versions],
-            "stages": [worker.state() for worker in self._workers],
-        }
+        return joined([self.part()])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Go on where ``state`` was taken, by whichever runtime.
 
         Raises:
             ValueError: the state is of other stages, lacks weights that the schedule reads, or is
                 formed otherwise than this runtime's.
         """
-        model = self.module()
-        check_state(state, self.schedule, self._workers, model)
-        steps_done = state["steps_done"]
-        self.steps_done = steps_done
-        model.load_state_dict(state["model"])
+        form = self.module().state_dict()
+        check_state(state, self.schedule, self._workers, form, self.own)
+        load_model(state, self.stages, self._workers, self.own)
+        self.steps_done = state["steps_done"]
         for j, worker in enumerate(self._workers):
-            self._versions[j] = {
-                version: {name: tensor.clone() for name, tensor in weights.items()}
-                for version, weights in state["versions"][j].items()
-                if version != self.steps_done
-            }
-            self._versions[j][self.steps_done] = worker.newest()
+            self._versions[j] = loaded(state, j, worker)
             worker.load(state["stages"][j])
         self._scheduled.forget_replicas()
 

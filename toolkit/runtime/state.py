@@ -1,31 +1,130 @@
 """The state of a training run, the same for every runtime that follows the update rule."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
+from toolkit.model import Stages
 from toolkit.runtime.form import difference
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import Schedule
 
 _KEYS = {"steps_done", "model", "versions", "stages"}
 
 
+def part_of(
+    steps_done: int,
+    stages: Stages,
+    updaters: Sequence[Updater],
+    versions: Mapping[int, Mapping[int, Weights]],
+    own: Collection[int],
+    *,
+    leads: bool,
+) -> dict[str, Any]:
+    """What one rank alone adds to the state of a run; see :func:`joined`.
+
+    Args:
+        steps_done: training steps until then.
+        stages: the model, partitioned.
+        updaters: of each stage.
+        versions: ``versions[stage]`` of the ``own`` stages, the newest among them.
+        own: the stages for which this rank stands.
+        leads: whether it stands for what is of no stage, too.
+    """
+    trained = {name for updater in updaters for name in updater.masters}
+    home = {name: j for j, stage in enumerate(stages) for name in stage.state_dict()}
+    return {
+        "steps_done": steps_done,
+        "fixed": {
+            name: tensor
+            for name, tensor in stages.model.state_dict().items()
+            if name not in trained and (home[name] in own if name in home else leads)
+        },
+        "versions": {j: dict(versions[j]) for j in own},
+        "stages": {j: updaters[j].state() for j in own},
+    }
+
+
+def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of a run, of the parts that all ranks add to it.
+
+    Returns:
+        ``steps_done``; ``model``, the state_dict of the whole; ``versions[stage][version]``, the
+        weights that are still read; ``stages``, the state of each one's updater.
+    """
+    whole: dict[str, Any] = {"fixed": {}, "versions": {}, "stages": {}}
+    steps_done = 0
+    for part in parts:
+        steps_done = part["steps_done"]
+        for name, found in whole.items():
+            found |= part[name]
+    versions, stages = (
+        [found[j] for j in sorted(found)] for found in (whole["versions"], whole["stages"])
+    )
+    newest = {name: t for known in versions for name, t in known[steps_done].items()}
+    return {
+        "steps_done": steps_done,
+        "model": whole["fixed"] | newest,
+        "versions": versions,
+        "stages": stages,
+    }
+
+
+def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weights]:
+    """The versions of stage ``j``, the newest being that of ``updater``; the others are copies."""
+    versions: dict[int, Weights] = {
+        version: {
+            name: tensor.to(updater.masters[name].device, copy=True)
+            for name, tensor in weights.items()
+        }
+        for version, weights in state["versions"][j].items()
+    }
+    return versions | {state["steps_done"]: updater.newest()}
+
+
+def load_model(
+    state: Mapping[str, Any], stages: Stages, updaters: Sequence[Updater], own: Collection[int]
+) -> None:
+    """Copy what the model has in ``state``, but for the trained weights of stages not ``own``."""
+    away = {name for j, u in enumerate(updaters) if j not in own for name in u.masters}
+    for name, tensor in stages.model.state_dict().items():
+        if name not in away:
+            tensor.copy_(state["model"][name])
+
+
+def form_of(stages: Stages) -> dict[str, Tensor]:
+    """A state_dict of the whole model, formed as its own, that takes no memory."""
+    return {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in stages.model.state_dict().items()
+    }
+
+
 def check_state(
-    state: Mapping[str, Any], schedule: Schedule, workers: Sequence[StageWorker], model: nn.Module
+    state: Mapping[str, Any],
+    schedule: Schedule,
+    updaters: Sequence[Updater],
+    model: Mapping[str, Tensor],
+    own: Collection[int],
 ) -> None:
     """Refuse a state from which ``schedule`` cannot go on.
 
+    Args:
+        updaters: of each stage.
+        model: the state_dict of the whole, or one formed like it.
+        own: the stages that are updated here, and whose state is looked into.
+
     Raises:
         ValueError: it is of other stages, lacks weights that the schedule reads, or is formed
-            otherwise than the state of these ``workers`` and of the whole ``model``.
+            otherwise than the state of these ``updaters`` and of the whole ``model``.
     """
     if missing := sorted(_KEYS - state.keys()):
         raise ValueError(f"this is not the state of a runtime: it lacks {missing}")
     for fault in _faults_outside(state):
         raise ValueError(f"this is not the state of a runtime: {fault}")
-    names = [set(worker.masters) for worker in workers]
+    names = [set(updater.masters) for updater in updaters]
     theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
     if names != theirs:
         same = set().union(*names) == set().union(*theirs)
@@ -43,7 +142,7 @@ def check_state(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
                 " and the state was taken under one with smaller delays: go on with that one"
             )
-    for fault in _faults_inside(state, workers, model):
+    for fault in _faults_inside(state, updaters, model, own):
         raise ValueError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
@@ -68,33 +167,37 @@ def _faults_outside(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _faults_inside(
-    state: Mapping[str, Any], workers: Sequence[StageWorker], model: nn.Module
+    state: Mapping[str, Any],
+    updaters: Sequence[Updater],
+    model: Mapping[str, Tensor],
+    own: Collection[int],
 ) -> Iterator[str]:
-    if fault := difference(state["model"], model.state_dict(), "model"):
+    if fault := difference(state["model"], model, "model"):
         yield fault
-    for j, worker in enumerate(workers):
+    for j in own:
+        updater = updaters[j]
         for version, weights in state["versions"][j].items():
-            if fault := difference(weights, worker.newest(), f"versions[{j}].{version}"):
+            if fault := difference(weights, updater.newest(), f"versions[{j}].{version}"):
                 yield fault
         if fault := _fault_of_stage(
-            state["stages"][j], state["steps_done"], worker, f"stages[{j}]"
+            state["stages"][j], state["steps_done"], updater, f"stages[{j}]"
         ):
             yield fault
 
 
 def _fault_of_stage(
-    found: Mapping[str, Any], steps_done: int, worker: StageWorker, where: str
+    found: Mapping[str, Any], steps_done: int, updater: Updater, where: str
 ) -> str | None:
     unused, n_skipped = found.get("unused"), found.get("n_skipped")
-    if not isinstance(unused, list) or not all(name in worker.masters for name in unused):
+    if not isinstance(unused, list) or not all(name in updater.masters for name in unused):
         return f"{where}.unused does not name weights of the stage"
     updated = isinstance(n_skipped, int) and steps_done > n_skipped
-    expected = worker.form(updated=updated, unused=unused)
+    expected = updater.form(updated=updated, unused=unused)
     expected["unused"] = unused
     if expected["average"] is None:
         expected["average"] = found.get("average")  # nobody asks for it any longer
     elif isinstance(average := found.get("average"), dict) and average.get("weights"):
-        expected["average"] = {"weights": worker.newest(), "n_updates": 0}
+        expected["average"] = {"weights": updater.newest(), "n_updates": 0}
     elif steps_done > 0:
         return f"{where}.average has no weights"
     return difference(found, expected, where)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import advance_running_statistics
 from toolkit.runtime.recipe import PLAIN, Recipe
+from toolkit.runtime.tree import map_tensors
 
 Weights = dict[str, Tensor]
 """One version of a stage's trainable parameters, by name. Never changed in place once shared."""
@@ -84,10 +86,13 @@ class Updater:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
-        parts = {"optimizer": self.optimizer, "lr_scheduler": self.scheduler}
-        for name, part in {**parts, "average": self.average}.items():
+        for name, part in {"optimizer": self.optimizer, "lr_scheduler": self.scheduler}.items():
             if part is not None and state[name] is not None:
                 part.load_state_dict(copy.deepcopy(state[name]))
+        if self.average is not None and state["average"] is not None:
+            devices = {master.device for master in self.masters.values()}
+            place = partial(torch.Tensor.to, device=next(iter(devices), None), copy=True)
+            self.average.load_state_dict(map_tensors(place, state["average"]))
         self.n_skipped, self.unused = state["n_skipped"], [*state["unused"]]
 
     def form(self, *, updated: bool, unused: Collection[str]) -> dict[str, Any]:
@@ -165,6 +170,15 @@ class Updater:
             norm = self.stage.get_submodule(name)
             assert isinstance(norm, _BatchNorm)
             advance_running_statistics(norm, total.tensors[name] / n_microbatches)
+
+    def apply(self) -> None:
+        """One optimizer step with the gradients that the parameters have."""
+        self.unused = [name for name, master in self.masters.items() if master.grad is None]
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     @torch.no_grad()
     def _prepare_gradient(self, total: Sum, squared_norm: Tensor | None) -> bool:

@@ -1,8 +1,9 @@
 """What the baselines have in common."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values
-from toolkit.runtime.updater import MakeOptimizer, Weights
+from toolkit.runtime.state import check_state, joined, part_of
+from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.updater import MakeOptimizer, Updater, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
 
@@ -48,6 +51,7 @@ class Baseline(ABC):
         self.world = join(schedule.n_ranks) if world is None else world
         self.steps_done = 0
         self._loss = scalar(loss)
+        self._updaters: Sequence[Updater] = ()
         self._everyone = range(self.world.size)
         check_world(self.world, stages, schedule)
         self._begin_alike()
@@ -61,13 +65,64 @@ class Baseline(ABC):
         return self.world.size
 
     @property
-    @abstractmethod
     def learning_rates(self) -> list[float]:
         """The learning rate of each stage's next update."""
+        rates = (updater.learning_rate for updater in self._updaters)
+        return [rate for rate in rates if rate is not None]
 
     @abstractmethod
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
+
+    @property
+    def own(self) -> Collection[int]:
+        """The stages that this rank updates: all."""
+        return range(len(self.stages))
+
+    @abstractmethod
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
+
+        Tensors of which each rank has a share are DTensors.
+        """
+
+    def _part(self, stages: Collection[int]) -> dict[str, Any]:
+        """The part of a rank that stands for ``stages``."""
+        return part_of(
+            self.steps_done,
+            self.stages,
+            self._updaters,
+            {j: self._versions(j) for j in stages},
+            stages,
+            leads=self.rank == 0,
+        )
+
+    def _versions(self, j: int) -> dict[int, Weights]:
+        """The weights of stage ``j`` that are still read."""
+        return {self.steps_done: self._updaters[j].newest()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the rest of the run depends on, but for the data; on every rank.
+
+        Every rank calls it. The other runtimes can go on from it, and the other way round.
+        """
+        return joined(self.world.gather(map_tensors(Tensor.cpu, self.part())))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
+
+        Raises:
+            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
+                formed otherwise than this runtime's.
+        """
+        form = self.module().state_dict()
+        self.world.agree(lambda: check_state(state, self.schedule, self._updaters, form, self.own))
+        self._load(state)
+        self.steps_done = state["steps_done"]
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that has been checked."""
 
     def averages(self) -> Weights:
         """The average of each trained parameter, by its name: here none is kept."""

@@ -1,6 +1,7 @@
 """What hides communication without cycles: gradients are summed during the next step."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights, join_averages
 from toolkit.schedule import Schedule
 
@@ -70,19 +72,31 @@ class DelayedAllReduce(Baseline):
             StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
         ]
+        self._updaters = self._workers
         self._read = [worker.newest() for worker in self._workers]
         self._under_way: list[list[_Message]] | None = None
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
-        rates = (worker.learning_rate for worker in self._workers)
-        return [rate for rate in rates if rate is not None]
 
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._update(keep_old=True)
         return self.stages.model
+
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`; rank 0 stands for all."""
+        self._update(keep_old=True)
+        return self._part(self.own if self.rank == 0 else ())
+
+    def _versions(self, j: int) -> dict[int, Weights]:
+        before = {self.steps_done - 1: self._read[j]} if self.steps_done else {}
+        return before | super()._versions(j)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._update(keep_old=True)
+        load_model(state, self.stages, self._workers, self.own)
+        for j, worker in enumerate(self._workers):
+            worker.load(state["stages"][j])
+            versions = loaded(state, j, worker)
+            self._read[j] = versions[max(0, state["steps_done"] - 1)]
 
     def averages(self) -> Weights:
         """The average of each trained parameter, by its name; empty if none is kept."""
@@ -114,6 +128,7 @@ class DelayedAllReduce(Baseline):
         (loss / self.n_ranks * self._scale).backward()
         sending.finish()
         self._update(keep_old=False)
+        self._updaters = self._workers
         self._read = [worker.newest() for worker in self._workers]
         self._under_way = messages
         return self._result(step, values[0], loss)

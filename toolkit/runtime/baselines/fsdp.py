@@ -1,10 +1,14 @@
 """torch's FSDP2: ZeRO-3, or ZeRO-2."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from toolkit.model import Stages
 from toolkit.runtime.baselines.chain import Chain
@@ -15,7 +19,9 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
+from toolkit.runtime.state import joined
+from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Schedule
 
 
@@ -95,6 +101,62 @@ class FSDP(Synchronous):
             stage.reshard()
         return super().module()
 
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`: its share of every stage."""
+        self._average_running_statistics()
+        part = self._part(self.own)
+        frozen = {
+            name: parameter.data
+            for stage in self._chain.stages
+            for name, parameter in stage.named_parameters()
+            if not parameter.requires_grad
+        }
+        return part | {"fixed": part["fixed"] | frozen}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Baseline.state_dict`."""
+        with self.world.watch.waiting("the shares of all ranks", self._everyone):
+            return joined([map_tensors(_whole, self.part())])
+
+    @torch.no_grad()
+    def _load(self, state: Mapping[str, Any]) -> None:
+        for stage in self._chain.stages:
+            for name, parameter in stage.named_parameters():
+                parameter.data.copy_(_share(state["model"][name], parameter))
+            for name, buffer in stage.named_buffers():
+                buffer.copy_(state["model"][name])
+        for updater, found in zip(self._updaters, state["stages"], strict=True):
+            updater.load(found | {"optimizer": _optimizer_share(found["optimizer"], updater)})
+
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._released.release()
         return super()._train(step, inputs, targets)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
+    """``tensor``, spread over the ranks as ``parameter`` is."""
+    like = parameter.data
+    assert isinstance(like, DTensor)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str, Any] | None:
+    """The state of an optimizer, with each tensor like a parameter spread as that is."""
+    if state is None:
+        return None
+    parameters = list(updater.masters.values())
+
+    def share(index: int, value: Any) -> Any:
+        like = parameters[index]
+        alike = isinstance(value, Tensor) and value.dim() and value.shape == like.shape
+        return _share(value, like) if alike else value
+
+    shares = {
+        index: {key: share(index, value) for key, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return state | {"state": shares}

@@ -1,6 +1,6 @@
 """torch.distributed.pipelining, where its schedule is one of ours."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageWorker, Values
+from toolkit.runtime.state import load_model
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum
 from toolkit.schedule import Kind, Op, Schedule, orders
 
@@ -80,6 +81,7 @@ class TorchPipelining(Baseline):
         self._workers = [
             StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
         ]
+        self._updaters = self._workers
         self._owners = [schedule.rank(j, 0) for j in range(len(stages))]
         self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
         last, split = (
@@ -96,12 +98,6 @@ class TorchPipelining(Baseline):
         self._runner: Any = None
         self._size = 0
 
-    @property
-    def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
-        rates = (worker.learning_rate for worker in self._workers)
-        return [rate for rate in rates if rate is not None]
-
     @torch.no_grad()
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
@@ -111,6 +107,23 @@ class TorchPipelining(Baseline):
                 for tensor in (*stage.parameters(), *stage.buffers()):
                     dist.broadcast(tensor.data, owner, self.world.group)
         return self.stages.model
+
+    @property
+    def own(self) -> list[int]:
+        """The stages that this rank updates."""
+        return self._own
+
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`."""
+        return self._part(self._own)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        load_model(state, self.stages, self._workers, self._own)
+        for j, (worker, found) in enumerate(zip(self._workers, state["stages"], strict=True)):
+            if j in self._own or found["optimizer"] is None:
+                worker.load(found)
+            else:
+                worker.load(found | {"optimizer": found["optimizer"] | {"state": {}}})
 
     @property
     def _reads(self) -> Sequence[int]:

@@ -1,6 +1,7 @@
 """Data parallelism under a wrapper of torch: forward, backward, update."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +14,9 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values, channels_last
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
+from toolkit.runtime.state import load_model
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Schedule
-
-
-class Optimizers:
-    """An optimizer a stage, and its learning-rate schedule; none where all is frozen."""
-
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-    ) -> None:
-        trained = ([p for p in stage.parameters() if p.requires_grad] for stage in stages)
-        self.optimizers = [make_optimizer(parameters) for parameters in trained if parameters]
-        self.schedulers = [make_scheduler(o) for o in self.optimizers] if make_scheduler else []
-
-    def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        for scheduler in self.schedulers:
-            scheduler.step()
-
-    @property
-    def learning_rates(self) -> list[float]:
-        return [optimizer.param_groups[0]["lr"] for optimizer in self.optimizers]
 
 
 class Synchronous(Baseline):
@@ -80,20 +57,25 @@ class Synchronous(Baseline):
         if recipe.channels_last:
             self._chain.to(memory_format=torch.channels_last)
         self._wrapped = self._wrap(self._chain)
-        self._optimizers = Optimizers(list(self._chain.stages), optimizer, lr_scheduler)
+        self._updaters = [Updater(s, optimizer, lr_scheduler) for s in self._chain.stages]
 
     def _wrap(self, model: Chain) -> nn.Module:
         raise NotImplementedError
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
-        return self._optimizers.learning_rates
 
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._average_running_statistics()
         return self.stages.model
+
+    def part(self) -> dict[str, Any]:
+        """What this rank alone adds to :meth:`state_dict`; rank 0 stands for all."""
+        self._average_running_statistics()
+        return self._part(self.own if self.rank == 0 else ())
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        load_model(state, self.stages, self._updaters, self.own)
+        for j, updater in enumerate(self._updaters):
+            updater.load(state["stages"][j])
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._chain.at(step, self.rank)
@@ -104,7 +86,8 @@ class Synchronous(Baseline):
         loss = self._loss(outputs, targets)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
             loss.backward()
-        self._optimizers.step()
+        for updater in self._updaters:
+            updater.apply()
         return self._result(step, outputs, loss)
 
     @torch.no_grad()

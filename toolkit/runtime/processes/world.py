@@ -5,7 +5,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +142,21 @@ class World:
         with self.watch.waiting("results of all ranks", range(self.size)):
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def agree(self, check: Callable[[], None]) -> None:
+        """Have every rank ``check``, and go on if all of them may. Every rank calls it.
+
+        Raises:
+            ValueError: what the check of the first rank that may not has raised.
+        """
+        fault = None
+        try:
+            check()
+        except ValueError as error:
+            fault = str(error)
+        for found in self.gather(fault):
+            if found is not None:
+                raise ValueError(found)
 
     def part(self, n_ranks: int) -> "World | None":
         """The first ``n_ranks`` ranks as a world; None on the others. Every rank calls it."""
