@@ -104,8 +104,9 @@ def _train(config: DictConfig, options: list[str], folder: Path) -> None:
     _, said = process.communicate()
     if process.returncode:
         lines = said.decode(errors="replace").strip().splitlines()
-        told = [line for line in lines if line.startswith("error: ")] or lines[-3:]
-        raise RuntimeError(f"training ended with status {process.returncode}: {' / '.join(told)}")
+        told = [line for line in lines if line.startswith("error: ")] or lines[-60:]
+        text = "\n  ".join([f"training ended with status {process.returncode}", *told])
+        raise RuntimeError(text)
 
 
 def _killed(

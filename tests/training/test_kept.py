@@ -1,6 +1,7 @@
 """Runs that are stopped, resumed and rolled back end as if nothing had happened."""
 
 import os
+import shutil
 import signal
 from itertools import product
 from pathlib import Path
@@ -241,11 +242,29 @@ def test_without_delay(schedule):
     )
 
 
+RUNTIMES = {
+    "distributed": ("schedule=cdp_v2",),
+    "distributed, sharded": ("schedule=cdp_v2", "save.sharded=true"),
+    "zero, sharded": ("schedule=zero_cdp_v1", "save.sharded=true"),
+    "ddp": ("schedule=dp",),
+    "fsdp": ("schedule=dp",),
+    "fsdp, sharded": ("schedule=dp", "save.sharded=true"),
+    "delayed_allreduce": ("schedule=cdp_v1",),
+    "torch_pipelining": ("schedule=gpipe",),
+}
+
+
 def on_ranks(folder):
-    """What a stopped and resumed run comes to, and one that is not stopped; on each rank."""
+    """By runtime: what a run that is not stopped comes to, and one that is and resumed."""
+    return {name: on_rank(Path(folder) / name, name) for name in RUNTIMES}
+
+
+def on_rank(folder, name):
     join()
-    options = "runtime=distributed", "runtime.backend=gloo", "device=cpu", "schedule=cdp_v2"
-    whole = run_kept(prepare(configured(*options)), Path(folder) / "whole")
+    runtime = {"zero": "distributed"}.get(name.split(",")[0], name.split(",")[0])
+    options = f"runtime={runtime}", "runtime.backend=gloo", "device=cpu", *RUNTIMES[name]
+    options += ("save.steps=3", "epochs=2")
+    whole = run_kept(prepare(configured(*options)), folder / "whole")
     expected = weights(whole)
     error = None
     job, signals = prepare(configured(*options)), Signals()
@@ -256,10 +275,10 @@ def on_ranks(folder):
             signals.number = signal.SIGTERM
 
     try:
-        run_kept(job, Path(folder) / "again", on_step=on_step, signals=signals)
+        run_kept(job, folder / "again", on_step=on_step, signals=signals)
     except StoppedError as stopped:
         error = str(stopped)
-    again = run_kept(prepare(configured(*options)), Path(folder) / "again", resume=True)
+    again = run_kept(prepare(configured(*options)), folder / "again", resume=True)
     return expected, weights(again), error
 
 
@@ -269,20 +288,43 @@ def distributed(tmp_path_factory):
     return folder, launch(on_ranks, 2, str(folder))
 
 
-def test_ranks_stop_together_and_go_on(distributed):
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_ranks_stop_together_and_go_on(distributed, name):
     """One of them has heard the signal."""
-    _, found = distributed
-    for expected, again, error in found:
+    folder, found = distributed
+    for on_rank in found:
+        expected, again, error = on_rank[name]
         assert_identical(again, expected)
         assert error == "SIGTERM"
+    saved = [path.is_dir() for path in (folder / name / "again").glob("checkpoints/step_*.ckpt")]
+    assert saved == 2 * ["sharded" in name]
 
 
-def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, uninterrupted):
-    """From the checkpoint of the end of the second epoch."""
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, name):
+    """From the checkpoint of the end of the first epoch and a half."""
     folder, found = distributed
-    latest = max((folder / "whole").glob("checkpoints/step_*.ckpt"))
-    assert latest.name == "step_000000024.ckpt"
-    latest.unlink()
-    outcome = run_kept(prepare(configured("schedule=cdp_v2")), folder / "whole", resume=True)
-    for name, tensor in weights(outcome).items():
-        torch.testing.assert_close(tensor, found[0][0][name], rtol=1e-3, atol=1e-4)
+    latest = max((folder / name / "whole").glob("checkpoints/step_*.ckpt"))
+    assert latest.name == "step_000000016.ckpt"
+    shutil.copytree(folder / name / "whole", folder / name / "single")
+    other = folder / name / "single" / "checkpoints" / latest.name
+    shutil.rmtree(other) if other.is_dir() else other.unlink()
+    options = RUNTIMES[name][0], "epochs=2"
+    outcome = run_kept(prepare(configured(*options)), folder / name / "single", resume=True)
+    for key, tensor in weights(outcome).items():
+        torch.testing.assert_close(tensor, found[0][name][0][key], rtol=1e-3, atol=1e-4)
+
+
+def test_a_baseline_without_a_way_back_says_so(tmp_path):
+    """There is no delay-free form of it."""
+    options = "runtime=delayed_allreduce", "schedule=cdp_v1", "guard=rollback"
+    told = launch(refused, 2, str(tmp_path), options)
+    assert all("which runtime=delayed_allreduce cannot run" in words for words in told)
+
+
+def refused(folder, options):
+    join()
+    try:
+        run_kept(prepare(configured("runtime.backend=gloo", "device=cpu", *options)), Path(folder))
+    except ValueError as error:
+        return str(error)

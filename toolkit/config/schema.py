@@ -322,6 +322,7 @@ class Save:
     epochs: int | None = 1
     minutes: float | None = None
     keep: int = 2  # the latest; the best stays beside them
+    sharded: bool = False  # every rank writes and reads its share, in a folder that all ranks see
 
 
 @dataclass

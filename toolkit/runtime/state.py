@@ -1,6 +1,7 @@
 """The state of a training run, the same for every runtime that follows the update rule."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from toolkit.model import Stages
 from toolkit.runtime.form import difference
+from toolkit.runtime.tree import merged
 from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import Schedule
 
@@ -54,18 +56,13 @@ def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         ``steps_done``; ``model``, the state_dict of the whole; ``versions[stage][version]``, the
         weights that are still read; ``stages``, the state of each one's updater.
     """
-    whole: dict[str, Any] = {"fixed": {}, "versions": {}, "stages": {}}
-    steps_done = 0
-    for part in parts:
-        steps_done = part["steps_done"]
-        for name, found in whole.items():
-            found |= part[name]
+    whole = reduce(merged, parts)
     versions, stages = (
         [found[j] for j in sorted(found)] for found in (whole["versions"], whole["stages"])
     )
-    newest = {name: t for known in versions for name, t in known[steps_done].items()}
+    newest = {name: t for known in versions for name, t in known[whole["steps_done"]].items()}
     return {
-        "steps_done": steps_done,
+        "steps_done": whole["steps_done"],
         "model": whole["fixed"] | newest,
         "versions": versions,
         "stages": stages,
@@ -80,6 +77,7 @@ def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weig
             for name, tensor in weights.items()
         }
         for version, weights in state["versions"][j].items()
+        if version != state["steps_done"]
     }
     return versions | {state["steps_done"]: updater.newest()}
 

@@ -1,6 +1,6 @@
-"""Checkpoints: whole or not at all, and of those that are damaged the one before.
+"""A checkpoint in one file, which is there whole or not at all.
 
-A file is a line that names the format, the SHA-256 of the rest, and what torch.save made. It is
+The file is a line that names the format, the SHA-256 of the rest, and what torch.save made. It is
 written beside its place, flushed to the disk and renamed; so a reader never finds half of one.
 """
 
@@ -8,7 +8,6 @@ import hashlib
 import io
 import os
 import pickle
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 _MAGIC = b"cdp-toolkit checkpoint 1\n"
-_NAME = re.compile(r"step_(\d{9})\.ckpt")
 
 
 class DamagedCheckpointError(ValueError):
@@ -60,7 +58,7 @@ def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -87,68 +85,7 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-class Checkpoints:
-    """The checkpoints of one run.
-
-    Args:
-        folder: where they are.
-        keep: how many of the latest stay; the best stays beside them.
-    """
-
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"save.keep is 1 or more: got {keep}")
-        self.folder, self.keep = folder, keep
-
-    def save(self, state: Mapping[str, Any], step: int, *, best: bool = False) -> None:
-        """Keep ``state``, taken after ``step`` training steps, and let go of the oldest.
-
-        Args:
-            state: of tensors and plain values.
-            step: training steps of the run until then.
-            best: whether the run was never better.
-
-        Raises:
-            OSError: it cannot be written; the earlier ones are still there.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"step_{step:09d}.ckpt"
-        write(path, state)
-        if best:
-            write(self.folder / "best.ckpt", state)
-        for old in self.paths()[: -self.keep]:
-            old.unlink(missing_ok=True)
-
-    def paths(self) -> list[Path]:
-        """Those that there are, the oldest first; without the best."""
-        found = self.folder.glob("step_*.ckpt")
-        return sorted(path for path in found if _NAME.fullmatch(path.name))
-
-    def load(self, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
-        """The latest state that is whole, and a sentence on each later one that is not.
-
-        Args:
-            skip: how many of the latest to pass over; the oldest is never passed over.
-
-        Raises:
-            ValueError: there is none.
-        """
-        damaged: list[str] = []
-        paths = self.paths()
-        for path in reversed(paths[: max(1, len(paths) - skip)]):
-            try:
-                return read(path), damaged
-            except (DamagedCheckpointError, OSError) as error:
-                damaged.append(str(error))
-        if damaged:
-            raise ValueError(f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}")
-        raise ValueError(
-            f"there is no checkpoint in {self.folder}: give resume= the output directory of a run"
-            " that has saved one"
-        )
-
-
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Have the disk know the folder's new names."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

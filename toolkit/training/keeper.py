@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -11,9 +11,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from toolkit.training.checkpoint import Checkpoints, serialised, write_bytes
+from toolkit.runtime.interface import Runtime
+from toolkit.training.checkpoint import serialised, write_bytes
+from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.loop import Position, Stretches
 
 GUARDS = ("off", "stop", "rollback")
@@ -89,9 +90,8 @@ class Keeper(Stretches):
     """Saves, stops and watches a run at the pauses between its stretches.
 
     Args:
-        state: of the runtime; every rank calls it. None where it cannot be taken.
-        total: sums over all ranks.
-        leads: whether this rank writes.
+        runtime: that trains.
+        saves: whether it is saved at all.
         checkpoints: where to.
         often: when.
         extra: what else belongs into a checkpoint.
@@ -105,9 +105,8 @@ class Keeper(Stretches):
         unwritten: what could not be written.
     """
 
-    state: Callable[[], Mapping[str, Any]] | None
-    total: Callable[[Tensor], Tensor]
-    leads: bool
+    runtime: Runtime
+    saves: bool
     checkpoints: Checkpoints
     often: Often
     extra: Mapping[str, Any]
@@ -140,15 +139,15 @@ class Keeper(Stretches):
     def end(self, position: Position) -> None:
         trained = time.monotonic() - self._begun
         mine = [self.signals.number, 0.0, 0.0]
-        if self.leads:
+        if self._leads:
             mine[1:] = [time.monotonic() - self._saved_at, trained]
-        heard, since, trained = self.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        heard, since, trained = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
         due = self._due(position, since)
-        if (due or heard) and self.state is not None:
+        if (due or heard) and self.saves:
             self.save(position)
         if heard:
             number = self.signals.number or signal.SIGTERM
-            raise StoppedError(number, saved=self.state is not None and not self.unwritten)
+            raise StoppedError(number, saved=self.saves and not self.unwritten)
         if trained < _PAUSE / 2:
             self.length *= 2
         elif trained > _PAUSE and self.length > 1:
@@ -156,22 +155,22 @@ class Keeper(Stretches):
 
     def save(self, position: Position) -> None:
         """Write a checkpoint; a run goes on where it cannot be written."""
-        assert self.state is not None
-        state = {"runtime": self.state(), "position": position.state_dict(), **self.extra}
+        rest = {"position": position.state_dict(), **self.extra}
         self._saved_at = time.monotonic()
-        if not self.leads:
-            return
         history = position.history
         new = position.step == 0 and bool(history)
         best = new and history[-1].top1 >= max(epoch.top1 for epoch in history)
         try:
-            self.checkpoints.save(state, position.steps_done, best=best)
+            self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:
             self._not_written(f"the checkpoint of step {position.steps_done}", error)
 
-    def write_model(self, model: nn.Module) -> None:
+    def write_model(self) -> None:
         """Write the weights that training ended with, for any program that has the model."""
-        if self.state is None or not self.leads:
+        if not self.saves:
+            return
+        model = self.runtime.module()
+        if not self._leads:
             return
         path = self.checkpoints.folder.parent / "model.pt"
         try:
@@ -188,9 +187,13 @@ class Keeper(Stretches):
 
     def _not_written(self, what: str, error: OSError) -> None:
         text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"
-        if not self.unwritten:
+        if self._leads and not self.unwritten:
             print(f"warning: not written: {text}; training goes on", file=sys.stderr)
         self.unwritten.append(text)
+
+    @property
+    def _leads(self) -> bool:
+        return self.runtime.rank == 0
 
     def _due(self, position: Position, since: float) -> bool:
         often = self.often

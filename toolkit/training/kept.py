@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
-from toolkit.runtime.distributed import Distributed
-from toolkit.runtime.single_process import SingleProcess
+from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
-from toolkit.training.checkpoint import Checkpoints
+from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.job import Job, prepare
 from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signals
 from toolkit.training.loop import Epoch, Position, Step
@@ -50,7 +47,7 @@ def run_kept(
 
     Args:
         job: fresh.
-        folder: of the run; rank 0 writes to and reads from ``folder/checkpoints``.
+        folder: of the run; its checkpoints are in ``folder/checkpoints``.
         resume: go on from the latest checkpoint that is whole; None: if there is one.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
@@ -67,14 +64,10 @@ def run_kept(
     if options.guard not in GUARDS:
         raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
     often = Often(options.save.steps, options.save.epochs, options.save.minutes)
-    checkpoints = Checkpoints(folder / "checkpoints", options.save.keep)
-    keeps = isinstance(job.runtime, SingleProcess | Distributed)
-    if not keeps and (resume or options.guard == "rollback"):
-        raise ValueError(
-            "only runtime=single_process and runtime=distributed can be resumed or rolled back:"
-            " choose one of them"
-        )
-    safe = without_delay(job.schedule) if options.guard == "rollback" else None
+    checkpoints = Checkpoints(
+        folder / "checkpoints", options.save.keep, sharded=options.save.sharded
+    )
+    safe = _safe(job) if options.guard == "rollback" else None
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -82,15 +75,14 @@ def run_kept(
         on_note(text)
 
     position = None
-    if resume or (resume is None and keeps and _any(job, checkpoints)):
+    if resume or (resume is None and checkpoints.any(job.runtime)):
         position = _restore(job, checkpoints, 0, note)
     n_rollbacks = 0
     with (signals or Signals()).heard() as signals:
         while True:
             keeper = Keeper(
-                state=_state_of(job) if keeps and not (often.never and safe is None) else None,
-                total=job.runtime.total,
-                leads=job.runtime.rank == 0,
+                runtime=job.runtime,
+                saves=not (often.never and safe is None),
                 checkpoints=checkpoints,
                 often=often,
                 extra={"config": OmegaConf.to_yaml(job.config)},
@@ -103,8 +95,7 @@ def run_kept(
                 keeper.save(Position())
             try:
                 epochs = job.run(on_epoch, on_step, position, keeper)
-                if keeper.state is not None:
-                    keeper.write_model(job.runtime.module())
+                keeper.write_model()
                 notes += keeper.notes()
                 return Outcome(epochs, notes, job)
             except DivergedError as error:
@@ -150,39 +141,30 @@ def without_delay(schedule: Schedule) -> Schedule:
     return found
 
 
-def _any(job: Job, checkpoints: Checkpoints) -> bool:
-    """Whether rank 0 finds a checkpoint. Every rank calls it."""
-    mine = len(checkpoints.paths()) if job.runtime.rank == 0 else 0
-    return bool(job.runtime.total(torch.tensor([float(mine)])).item())
+def _safe(job: Job) -> Schedule:
+    """The schedule by which ``job`` goes on once it has diverged.
 
-
-def _state_of(job: Job) -> Callable[[], Any]:
-    assert isinstance(job.runtime, SingleProcess | Distributed)
-    return job.runtime.state_dict
+    Raises:
+        ValueError: there is none that its runtime can run.
+    """
+    found = without_delay(job.schedule)
+    if isinstance(job.runtime, DelayedAllReduce):
+        raise ValueError(
+            "guard=rollback goes on with data parallelism, which runtime=delayed_allreduce cannot"
+            " run: use guard=stop, or runtime=distributed"
+        )
+    return found
 
 
 def _restore(
     job: Job, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
 ) -> Position:
-    """Have ``job`` stand where a checkpoint was taken, which rank 0 reads for all."""
-    runtime = job.runtime
-    assert isinstance(runtime, SingleProcess | Distributed)
-    found: tuple[Any, list[str]] | ValueError | None = None
-    if runtime.rank == 0:
-        try:
-            found = checkpoints.load(skip)
-        except ValueError as error:
-            found = error
-    if isinstance(runtime, Distributed):
-        found = runtime.world.gather(found)[0]
-    if isinstance(found, ValueError):
-        raise ValueError(str(found))
-    assert found is not None
-    state, damaged = found
+    """Have ``job`` stand where a checkpoint was taken. Every rank calls it."""
+    state, damaged = checkpoints.load(job.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
     try:
-        runtime.load_state_dict(state["runtime"])
+        job.runtime.load_state_dict(state["runtime"])
         return Position.of(state["position"])
     except (KeyError, ValueError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else error

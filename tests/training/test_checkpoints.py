@@ -1,0 +1,154 @@
+"""The latest and the best checkpoints stay, and a damaged one gives way to the one before."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from toolkit.runtime.tree import map_tensors
+from toolkit.training.checkpoints import Checkpoints
+
+
+@dataclass
+class Saved:
+    """A runtime that is alone and has two stages."""
+
+    steps_done: int = 0
+    rank = 0
+    world = None
+    own: tuple = (0, 1)
+    stages: dict = field(default_factory=dict)
+
+    def part(self):
+        generator = torch.Generator().manual_seed(self.steps_done)
+        weights = [{f"w{j}": torch.randn(5, 3, generator=generator)} for j in range(2)]
+        return {
+            "steps_done": self.steps_done,
+            "fixed": {"n": torch.tensor(self.steps_done)},
+            "versions": {j: {self.steps_done: weights[j]} for j in range(2)},
+            "stages": {j: {"betas": (0.5, None), 0: weights[j]["w" + str(j)]} for j in range(2)},
+        }
+
+    def state_dict(self):
+        part = self.part()
+        weights = [part["versions"][j][self.steps_done] for j in range(2)]
+        return {
+            "steps_done": self.steps_done,
+            "model": part["fixed"] | weights[0] | weights[1],
+            "versions": [*part["versions"].values()],
+            "stages": [*part["stages"].values()],
+        }
+
+
+def save(checkpoints, step, **options):
+    checkpoints.save(Saved(step), {"position": [step, 1.5], "name": "run"}, step, **options)
+
+
+def same(found, step):
+    expected = {"runtime": Saved(step).state_dict(), "position": [step, 1.5], "name": "run"}
+    assert map_tensors(torch.Tensor.tolist, found) == map_tensors(torch.Tensor.tolist, expected)
+
+
+@pytest.fixture(params=[False, True], ids=["file", "sharded"])
+def checkpoints(request, tmp_path):
+    return Checkpoints(tmp_path, keep=2, sharded=request.param)
+
+
+def mutated(content, chance):
+    """A byte flipped, the end cut off, something put in, or a part taken out."""
+    at = chance.randrange(len(content))
+    kind = chance.randrange(4)
+    if kind == 0:
+        return content[:at] + bytes([content[at] ^ (1 << chance.randrange(8))]) + content[at + 1 :]
+    if kind == 1:
+        return content[:at]
+    if kind == 2:
+        return content[:at] + chance.randbytes(1 + chance.randrange(40)) + content[at:]
+    return content[:at] + content[at + 1 + chance.randrange(40) :]
+
+
+def test_whatever_befalls_a_file_the_one_before_is_used(checkpoints):
+    """300 mutations of the files of the latest checkpoint."""
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    latest = checkpoints.paths()[-1]
+    files = sorted(latest.iterdir()) if latest.is_dir() else [latest]
+    chance = random.Random(0)
+    for k in range(300):
+        file = files[k % len(files)]
+        whole = file.read_bytes()
+        file.write_bytes(mutated(whole, chance))
+        found, damaged = checkpoints.load(Saved())
+        same(found, 1)
+        (sentence,) = damaged
+        assert str(latest) in sentence
+        assert "\n" not in sentence
+        file.write_bytes(whole)
+    found, damaged = checkpoints.load(Saved())
+    same(found, 2)
+    assert damaged == []
+
+
+def test_the_latest_and_the_best_stay(checkpoints, tmp_path):
+    for step in range(1, 7):
+        save(checkpoints, step, best=step in (2, 3))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["best.ckpt", "step_000000005.ckpt", "step_000000006.ckpt"]
+    for path in checkpoints.paths():
+        path.rename(path.with_name(f"_{path.name}"))
+    (tmp_path / "best.ckpt").rename(tmp_path / "step_000000001.ckpt")
+    same(checkpoints.load(Saved())[0], 3)
+
+
+def test_passes_over_the_latest(checkpoints):
+    checkpoints.keep = 3
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    for skip, step in ((0, 3), (1, 2), (2, 1), (9, 1)):
+        same(checkpoints.load(Saved(), skip)[0], step)
+
+
+def test_both_kinds_stand_side_by_side(checkpoints, tmp_path):
+    other = Checkpoints(tmp_path, keep=2, sharded=not checkpoints.sharded)
+    save(checkpoints, 1, best=True)
+    save(other, 2, best=True)
+    assert [path.is_dir() for path in other.paths()] == [checkpoints.sharded, other.sharded]
+    assert (tmp_path / "best.ckpt").is_dir() == other.sharded
+    same(checkpoints.load(Saved())[0], 2)
+    same(checkpoints.load(Saved(), skip=1)[0], 1)
+
+
+def test_what_cannot_be_written_leaves_what_was(checkpoints, tmp_path, monkeypatch):
+    save(checkpoints, 1)
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(checkpoints, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000001.ckpt"]
+    same(checkpoints.load(Saved())[0], 1)
+
+
+def test_what_a_killed_run_left_half_written_goes(checkpoints, tmp_path):
+    (tmp_path / ".step_000000001.ckpt.77").write_bytes(b"half")
+    (tmp_path / ".step_000000001.ckpt.part").mkdir()
+    (tmp_path / ".step_000000001.ckpt.part" / "x").write_bytes(b"half")
+    save(checkpoints, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000000002.ckpt"]
+
+
+def test_says_that_there_is_none(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no checkpoint in .*: give resume="):
+        Checkpoints(tmp_path).load(Saved())
+    assert not Checkpoints(tmp_path).any(Saved())
+    (tmp_path / "step_000000001.ckpt").write_bytes(b"something else")
+    (tmp_path / "step_000000002.ckpt").mkdir()
+    assert Checkpoints(tmp_path).any(Saved())
+    both = r"no checkpoint in .* is whole: .*2.ckpt is damaged: .*; .* is not a checkpoint"
+    with pytest.raises(ValueError, match=both):
+        Checkpoints(tmp_path).load(Saved())
+    with pytest.raises(ValueError, match=r"save.keep is 1 or more: got 0"):
+        Checkpoints(tmp_path, keep=0)

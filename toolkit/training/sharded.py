@@ -1,0 +1,279 @@
+"""A checkpoint that all ranks write and read, each its share, by torch.distributed.checkpoint.
+
+It is a folder in that library's format. A tensor is under the path that it has in the state, what
+is no tensor under ``rest/RANK``, and SHA256SUMS, in the form of ``sha256sum``, tells of damage.
+"""
+
+import hashlib
+import io
+import pickle
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from toolkit.runtime.processes.world import World
+from toolkit.runtime.state import joined
+from toolkit.runtime.tree import map_places, merged
+from toolkit.training.checkpoint import DamagedCheckpointError, serialised, sync_folder, write_bytes
+
+_SUMS = "SHA256SUMS"
+_PLACE = "the tensor of"
+_REST = "rest/"
+
+
+def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
+    """Write what every rank adds to a state. Every rank calls it.
+
+    Args:
+        path: of the folder; all ranks see the same.
+        part: ``runtime``, this rank's :meth:`~toolkit.runtime.interface.Runtime.part`; and what
+            else this rank has to keep.
+        world: the ranks; None where there is one.
+
+    Raises:
+        OSError: it cannot be written, on every rank alike; what was at ``path`` is still there.
+    """
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    beside = path.with_name(f".{path.name}.part")
+    tensors: dict[str, Tensor] = {}
+
+    def placed(place: tuple[Any, ...], tensor: Tensor) -> dict[str, str]:
+        key = "/".join(map(str, place))
+        tensors[key] = tensor
+        return {_PLACE: key}
+
+    rest = serialised(map_places(placed, dict(part)))
+    tensors[f"{_REST}{rank}"] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+    with _alike(world):
+        if rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+            beside.mkdir(parents=True)
+    try:
+        with _waiting(world), _alone_is_fine():
+            dcp.save(
+                tensors,
+                storage_writer=dcp.FileSystemWriter(beside),
+                process_group=world.group if world else None,
+                no_dist=world is None,
+            )
+        mine: list[str] = []
+        with _alike(world):
+            mine += [_line(_sum(file), file.name) for file in _files(beside)[rank::size]]
+        lines = [line for lines in _gathered(world, mine) for line in lines]
+        with _alike(world):
+            if rank == 0:
+                write_bytes(beside / _SUMS, "".join(lines).encode())
+                replace_folder(beside, path)
+    except dcp.CheckpointException as error:
+        reasons = [reason for reason, _ in error.failures.values()]
+        _give_up(beside, rank)
+        raise _as_os_error(reasons[0], beside) from None
+    except OSError:
+        _give_up(beside, rank)
+        raise
+
+
+def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[str, Any]:
+    """The state whose parts were written to ``path``, on the CPU. Every rank calls it.
+
+    The number of ranks need not be that of the writers.
+
+    Args:
+        path: of the folder; all ranks see the same.
+        own: the stages whose weights and optimizer states this rank needs; those of others are
+            meta tensors.
+        world: the ranks; None where there is one.
+
+    Raises:
+        DamagedCheckpointError: it is not as it was written, on every rank alike.
+        OSError: it cannot be read, on every rank alike.
+    """
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    with _alike(world):
+        _check_sums(path, rank, size)
+    with _alike(world):
+        return _assembled(path, own)
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Give ``new`` the name of ``old``, whether or not there is one."""
+    before = old.with_name(f".{old.name}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        old.rename(before)
+    new.rename(old)
+    sync_folder(old.parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def _assembled(path: Path, own: Collection[int]) -> dict[str, Any]:
+    reader = _Reader(path)
+    known = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(
+            form.size,
+            dtype=form.properties.dtype,
+            device="cpu" if _is_read(key, own) else "meta",
+        )
+        for key, form in known.items()
+        if isinstance(form, TensorStorageMetadata)
+    }
+    try:
+        with _alone_is_fine():
+            dcp.load(
+                {key: tensor for key, tensor in tensors.items() if not tensor.is_meta},
+                storage_reader=reader,
+                no_dist=True,
+            )
+        trees = [
+            _filled(torch.load(io.BytesIO(rest.numpy().tobytes()), weights_only=True), tensors)
+            for key, rest in sorted(tensors.items())
+            if key.startswith(_REST)
+        ]
+        runtime = joined(tree.pop("runtime") for tree in trees)
+    except (
+        dcp.CheckpointException,
+        pickle.UnpicklingError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
+    return reduce(merged, trees, {}) | {"runtime": runtime}
+
+
+def _filled(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """``tree`` with the tensors in their places."""
+    if isinstance(tree, dict):
+        if tree.keys() == {_PLACE}:
+            return tensors[tree[_PLACE]]
+        return {key: _filled(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_filled(value, tensors) for value in tree)
+    return tree
+
+
+def _is_read(key: str, own: Collection[int]) -> bool:
+    match key.split("/"):
+        case ["runtime", "versions" | "stages", stage, *_]:
+            return stage in {str(j) for j in own}
+    return True
+
+
+def _check_sums(path: Path, rank: int, size: int) -> None:
+    """Look at this rank's share of the files."""
+    try:
+        text = (path / _SUMS).read_text()
+        pairs = [line.split("  ", 1) for line in text.splitlines()]
+        known = {name: digest for digest, name in pairs}
+        whole = text == "".join(map(_line, known.values(), known))
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
+        raise DamagedCheckpointError(f"{path} is damaged: it has no {_SUMS} that can be read")
+    if other := known.keys() ^ {file.name for file in _files(path)}:
+        raise DamagedCheckpointError(
+            f"{path} is damaged: {min(other)} is not both there and in {_SUMS}"
+        )
+    for name in sorted(known)[rank::size]:
+        if _sum(path / name) != known[name]:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: the bytes of {name} are not those written"
+            )
+
+
+def _line(digest: str, name: str) -> str:
+    return f"{digest}  {name}\n"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.name != _SUMS)
+
+
+def _sum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+class _Reader(dcp.FileSystemReader):
+    """Its metadata is a pickle, from which nothing is made but what describes tensors."""
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            try:
+                found = _Unpickler(file).load()
+            except Exception as error:
+                raise DamagedCheckpointError(
+                    f"{self.path} is damaged: its .metadata does not describe tensors"
+                ) from error
+        if not isinstance(found, Metadata):
+            raise DamagedCheckpointError(
+                f"{self.path} is damaged: its .metadata does not describe tensors"
+            )
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        described = (
+            module == "torch.distributed.checkpoint.metadata"
+            or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+            or (module, name) == ("torch.serialization", "_get_layout")
+            or (module, name) == ("torch", "Size")
+            or (module == "pathlib" and name in ("PosixPath", "WindowsPath"))
+            or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        )
+        if not described:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+def _gathered(world: World | None, value: Any) -> list[Any]:
+    return [value] if world is None else world.gather(value)
+
+
+@contextmanager
+def _alike(world: World | None) -> Iterator[None]:
+    """What could not be written or read on one rank is raised on every rank."""
+    mine = None
+    try:
+        yield
+    except (OSError, DamagedCheckpointError) as error:
+        mine = error
+    for found in _gathered(world, mine):
+        if found is not None:
+            raise found
+
+
+def _waiting(world: World | None) -> Any:
+    if world is None:
+        return nullcontext()
+    return world.watch.waiting("a checkpoint that all ranks write", range(world.size))
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """torch warns where there is no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _give_up(beside: Path, rank: int) -> None:
+    if rank == 0:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _as_os_error(reason: BaseException, path: Path) -> OSError:
+    if isinstance(reason, OSError):
+        return reason
+    return OSError(None, str(reason).splitlines()[0] if str(reason) else repr(reason), str(path))
