@@ -1,6 +1,6 @@
 """Damaged checkpoints: whether a run that is resumed tells, or ends as if nothing had happened.
 
-Each mutation damages, by chance, the latest of a run's checkpoints: the bytes of the file, or what
+Each mutation damages, by chance, the latest of a run's checkpoints: the bytes of a file, or what
 is in it, under a checksum that is right. The run is then resumed:
 
 refused     one sentence
@@ -31,7 +31,9 @@ from torch import Tensor
 from benchmarks import fuzz
 from toolkit.config.errors import explain
 from toolkit.training import Outcome, prepare, run_kept
-from toolkit.training.checkpoint import Checkpoints, read, write
+from toolkit.training.checkpoint import read, write
+from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.sharded import read_parts, write_sharded
 
 PASSED = ("refused", "previous", "equal")
 FAILED = ("traceback", "hang", "silent")
@@ -55,6 +57,7 @@ _RUNS = {
     "sgd": ["schedule=cdp_v1", "ema=0.9"],
     "adamw": ["schedule=cdp_v2", "optimizer=adamw"],
     "plain": ["schedule=dp", "optimizer.momentum=0"],
+    "sharded": ["schedule=cdp_v2", "ema=0.9", "save.sharded=true"],
 }
 
 
@@ -112,9 +115,14 @@ def _one_round(done: Round, whole: Whole, folder: Path, chance: Random, limit: f
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole.folder, folder)
     *_, last, end = Checkpoints(folder / "checkpoints").paths()
-    end.unlink()
+    shutil.rmtree(end) if end.is_dir() else end.unlink()
     if done.kind in BYTES:
-        last.write_bytes(BYTES[done.kind](last.read_bytes(), chance))
+        file = chance.choice(sorted(last.iterdir())) if last.is_dir() else last
+        file.write_bytes(BYTES[done.kind](file.read_bytes(), chance))
+    elif last.is_dir():
+        (part,) = read_parts(last)
+        done.target = _mutate(part, CONTENTS[done.kind], chance)
+        write_sharded(last, part, None)
     else:
         state = read(last)
         done.target = _mutate(state, CONTENTS[done.kind], chance)

@@ -20,19 +20,11 @@ def fuzzed(tmp_path_factory):
 def test_none_goes_unnoticed(fuzzed):
     finished, rounds = fuzzed
     assert finished.status == 0, finished.err
-    assert {done["kind"]: done["outcome"] for done in rounds} == {
-        "bits flipped": "previous",
-        "cut": "previous",
-        "grown": "previous",
-        "zeroed": "previous",
-        "noise": "previous",
-        "key removed": "refused",
-        "key renamed": "refused",
-        "value added": "refused",
-        "shape changed": "refused",
-        "dtype changed": "refused",
-        "value of another type": "refused",
-    }
+    damaged = {"bits flipped", "cut", "grown", "zeroed", "noise"}
+    for done in rounds:
+        wanted = {"previous"} if done["kind"] in damaged else {"refused", "previous"}
+        assert done["outcome"] in wanted, done
+    assert {done["run"] for done in rounds} >= {"sgd", "adamw", "sharded"}
     assert all(done["target"] for done in rounds if done["outcome"] == "refused")
 
 

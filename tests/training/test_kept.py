@@ -279,7 +279,8 @@ def on_rank(folder, name):
     except StoppedError as stopped:
         error = str(stopped)
     again = run_kept(prepare(configured(*options)), folder / "again", resume=True)
-    return expected, weights(again), error
+    ended = run_kept(prepare(configured(*options)), folder / "again", resume=True)
+    return expected, weights(again), error, (weights(ended), ended.job.measurements())
 
 
 @pytest.fixture(scope="module")
@@ -293,8 +294,10 @@ def test_ranks_stop_together_and_go_on(distributed, name):
     """One of them has heard the signal."""
     folder, found = distributed
     for on_rank in found:
-        expected, again, error = on_rank[name]
+        expected, again, error, (ended, measured) = on_rank[name]
         assert_identical(again, expected)
+        assert_identical(ended, expected)  # resumed when all was done
+        assert measured is None
         assert error == "SIGTERM"
     saved = [path.is_dir() for path in (folder / name / "again").glob("checkpoints/step_*.ckpt")]
     assert saved == 2 * ["sharded" in name]

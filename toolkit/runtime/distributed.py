@@ -65,6 +65,9 @@ class Distributed:
         pacing: whether each rank spreads what it sends over the training step, in chunks: the
             smaller they are, the more even the load.
 
+    Attributes:
+        n_recorded: training steps that have been measured.
+
     Raises:
         ValueError: stages, schedule and ranks do not fit, or an option has no such value.
     """
@@ -118,6 +121,7 @@ class Distributed:
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
         )
         self._to_record = record
+        self.n_recorded = 0
         self._rates = self._read_rates()
 
     @property
@@ -217,8 +221,10 @@ class Distributed:
         Raises:
             ValueError: nothing was recorded.
         """
-        if self._meter is None:
-            raise ValueError("nothing was measured: make Distributed with record=STEPS")
+        if self._meter is None or self.n_recorded == 0:
+            raise ValueError(
+                "nothing was measured: make Distributed with record=STEPS, and let it train"
+            )
         return Measurements(self.schedule, self.world.gather(self._meter.record))
 
     @property
@@ -275,6 +281,7 @@ class Distributed:
             execution.finish()
         if meter is not None:
             meter.finish(program)
+            self.n_recorded += program.n_steps
             self._to_record -= program.n_steps
         self.world.watch.at("between programs")
 

@@ -68,8 +68,8 @@ class Job:
         )
 
     def measurements(self) -> Measurements | None:
-        """What all ranks have measured, where the runtime measures. Every rank calls it."""
-        if self.config.runtime.get("record") and isinstance(self.runtime, Distributed):
+        """What all ranks have measured, if anything. Every rank calls it."""
+        if isinstance(self.runtime, Distributed) and self.runtime.n_recorded:
             return self.runtime.measurements()
         return None
 

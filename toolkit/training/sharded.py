@@ -115,40 +115,49 @@ def replace_folder(new: Path, old: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _assembled(path: Path, own: Collection[int]) -> dict[str, Any]:
+def read_parts(path: Path, own: Collection[int] | None = None) -> list[dict[str, Any]]:
+    """What each rank has written to ``path``, without a look at the sums.
+
+    Args:
+        path: of the folder.
+        own: as in :func:`read_sharded`; all stages unless given.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read, or something else has written it.
+    """
     reader = _Reader(path)
-    known = reader.read_metadata().state_dict_metadata
-    tensors = {
-        key: torch.empty(
-            form.size,
-            dtype=form.properties.dtype,
-            device="cpu" if _is_read(key, own) else "meta",
-        )
-        for key, form in known.items()
-        if isinstance(form, TensorStorageMetadata)
-    }
     try:
+        tensors = {
+            key: torch.empty(
+                form.size,
+                dtype=form.properties.dtype,
+                device="cpu" if own is None or _is_read(key, own) else "meta",
+            )
+            for key, form in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(form, TensorStorageMetadata)
+        }
         with _alone_is_fine():
             dcp.load(
                 {key: tensor for key, tensor in tensors.items() if not tensor.is_meta},
                 storage_reader=reader,
                 no_dist=True,
             )
-        trees = [
+        return [
             _filled(torch.load(io.BytesIO(rest.numpy().tobytes()), weights_only=True), tensors)
             for key, rest in sorted(tensors.items())
             if key.startswith(_REST)
         ]
-        runtime = joined(tree.pop("runtime") for tree in trees)
-    except (
-        dcp.CheckpointException,
-        pickle.UnpicklingError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (Exception, dcp.CheckpointException) as error:
+        raise DamagedCheckpointError(f"{path} is not in the form in which it is written") from error
+
+
+def _assembled(path: Path, own: Collection[int]) -> dict[str, Any]:
+    parts = read_parts(path, own)
+    try:
+        runtime = joined(part.pop("runtime") for part in parts)
+        return reduce(merged, parts, {}) | {"runtime": runtime}
+    except (LookupError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
-    return reduce(merged, trees, {}) | {"runtime": runtime}
 
 
 def _filled(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -180,10 +189,10 @@ def _check_sums(path: Path, rank: int, size: int) -> None:
         whole = False
     if not whole:
         raise DamagedCheckpointError(f"{path} is damaged: it has no {_SUMS} that can be read")
-    if other := known.keys() ^ {file.name for file in _files(path)}:
-        raise DamagedCheckpointError(
-            f"{path} is damaged: {min(other)} is not both there and in {_SUMS}"
-        )
+    there = {file.name for file in _files(path)}
+    for name in sorted(known.keys() ^ there):
+        fault = f"{_SUMS} does not name {name}" if name in there else f"it lacks {name}"
+        raise DamagedCheckpointError(f"{path} is damaged: {fault}")
     for name in sorted(known)[rank::size]:
         if _sum(path / name) != known[name]:
             raise DamagedCheckpointError(
@@ -209,16 +218,7 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            try:
-                found = _Unpickler(file).load()
-            except Exception as error:
-                raise DamagedCheckpointError(
-                    f"{self.path} is damaged: its .metadata does not describe tensors"
-                ) from error
-        if not isinstance(found, Metadata):
-            raise DamagedCheckpointError(
-                f"{self.path} is damaged: its .metadata does not describe tensors"
-            )
+            found: Metadata = _Unpickler(file).load()
         return found
 
 
