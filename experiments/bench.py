@@ -19,12 +19,15 @@ from toolkit.config import entry_point
 def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 
-    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.files import table, write_csv, write_json
+    from toolkit.tracking import describe, provenance
     from toolkit.training import pick_device
 
     start = time.perf_counter()
     device = pick_device(config.device)
     rows = get_method(config.bench._target_)(config.bench, device, config.seed)
+    if not rows:
+        raise ValueError(f"bench={choice()} has nothing to measure: one of its lists is empty")
     folder = Path(HydraConfig.get().runtime.output_dir)
     source = provenance(config, describe(device), time.perf_counter() - start)
     write_csv(folder / "bench.csv", rows)
@@ -32,6 +35,11 @@ def main(config: DictConfig) -> int:
     shown = [{k: _short(value) for k, value in row.items()} for row in rows]
     print(f"\n{table(shown)}\n\n{source['device']}\nwritten to {folder}")
     return int(any(row.get("failed") for row in rows))
+
+
+def choice() -> str:
+    """The name of the benchmark."""
+    return str(HydraConfig.get().runtime.choices["bench"])
 
 
 def _short(value: Any) -> Any:

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
+from toolkit.config.counts import check_counts
 
 LEGEND = """\
 A: activations of one micro-batch over the whole model; P: parameters of the model
@@ -31,8 +32,9 @@ rounds: messages of a stage that wait for each other between two slots
 
 @entry_point("communication", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> int:
+    from toolkit.files import table, write_csv, write_json
     from toolkit.schedule.comparison import compare
-    from toolkit.tracking import describe_cpu, provenance, table, write_csv, write_json
+    from toolkit.tracking import describe_cpu, provenance
 
     start = time.perf_counter()
     rows = compare(config.workers)
@@ -67,13 +69,12 @@ def main(config: DictConfig) -> int:
 def measure(config: DictConfig, folder: Path) -> list[Any]:
     """Run every setting; print what was measured, and draw one beside its prediction."""
     from toolkit.figures import save, timelines
+    from toolkit.files import table
     from toolkit.runtime import launch
     from toolkit.runtime.meters import comparison
-    from toolkit.tracking import Progress, table
+    from toolkit.tracking import Progress
 
-    for name in ("width", "batch"):
-        if config[name] < 1:
-            raise ValueError(f"{name} is 1 or more: got {config[name]}")
+    check_counts(config, "width", "batch")
     n = config.workers
     n_ranks = comparison.n_ranks(n)
     n_settings = len(comparison.SETTINGS) * len(comparison.RULES)

@@ -11,34 +11,26 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from math import isnan
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import entry_point, leads
+from toolkit.config.counts import check_counts
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
     from toolkit.config import build_schedule
     from toolkit.figures import accuracy, save, schedules
-    from toolkit.tracking import (
-        delay_means,
-        describe,
-        provenance,
-        table,
-        write_csv,
-        write_json,
-    )
+    from toolkit.files import table, write_csv, write_json
+    from toolkit.tracking import delay_means, describe, provenance
     from toolkit.training import pick_device
 
-    if config.seeds < 1:
-        raise ValueError(f"seeds is 1 or more: got {config.seeds}")
+    check_counts(config, "seeds")
     if not config.rules:
         raise ValueError(
             "there are no rules to compare: leave one, or add +schedule@rules.NAME=..."
@@ -124,11 +116,10 @@ def train_all(config: DictConfig, folder: Path) -> Iterator[Run]:
     from hydra.utils import instantiate
 
     from toolkit.tracking import Curves, Progress, describe, track, track_schedule
+    from toolkit.tracking.runs import group_of
     from toolkit.training import Step, prepare
 
     images = instantiate(config.data)
-    swept = HydraConfig.get().mode == RunMode.MULTIRUN
-    group = "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
     seeds = range(config.seed, config.seed + config.seeds)
     n_epochs = config.epochs * len(config.rules) * len(seeds)
     with Progress(n_epochs, shown=leads()) as progress:
@@ -145,7 +136,7 @@ def train_all(config: DictConfig, folder: Path) -> Iterator[Run]:
                     device=describe(job.device),
                     name=f"{name}, seed {seed}",
                     job_type="compare",
-                    group=group,
+                    group=group_of(folder),
                     alone=False,
                     here=leads(),
                 ) as tracker:
@@ -214,19 +205,16 @@ def labels(rules: dict[str, Any]) -> dict[str, str]:
 
 def readable(row: dict[str, Any], label: str) -> dict[str, str]:
     """A row as the terminal shows it."""
+    from toolkit.tracking import plus_minus
+
     return {
         "rule": label,
-        "test accuracy (%)": f"{row['accuracy']:.2f}{plus_minus(row['accuracy_sd'])}",
-        "vs first": f"{row['difference']:+.2f}{plus_minus(row['difference_95'])}",
+        "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),
+        "vs first": plus_minus(row["difference"], row["difference_95"], "+"),
         "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
         "peak activations": f"{row['peak_activations']:g}",
         "traffic a slot": f"{row['traffic_mean']:.2f} ({row['traffic_max']:g})",
     }
-
-
-def plus_minus(width: float) -> str:
-    """The spread of several runs; nothing for one."""
-    return "" if isnan(width) else f" ± {width:.2f}"
 
 
 if __name__ == "__main__":

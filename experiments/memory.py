@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
+from toolkit.config.counts import check_counts
 
 
 @entry_point("memory", Path(__file__).parents[1] / "conf")
@@ -23,15 +24,15 @@ def main(config: DictConfig) -> None:
     from toolkit.config import build_model, image_shape
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
-    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.files import table, write_csv, write_json
+    from toolkit.tracking import describe, provenance
     from toolkit.training import pick_device
 
     start = time.perf_counter()
     workers = [config.workers] if isinstance(config.workers, int | str) else list(config.workers)
     if not workers or not all(isinstance(n, int) and n > 0 for n in workers):
         raise ValueError(f"workers is a list of whole numbers above 0: got {workers}")
-    if config.batch < 1:
-        raise ValueError(f"batch is 1 or more: got {config.batch}")
+    check_counts(config, "batch")
     if config.axis not in AXES:
         raise ValueError(f"unknown axis {config.axis!r}: choose one of {', '.join(AXES)}")
     hardware = instantiate(config.hardware)

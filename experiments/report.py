@@ -28,9 +28,9 @@ def main(config: DictConfig) -> None:
     folders = expanded(config.runs)
 
     from toolkit import __version__
+    from toolkit.files import write_csv
     from toolkit.report import build_report, publish, write_html
     from toolkit.report.words import count
-    from toolkit.tracking import write_csv
     from toolkit.tracking.collect import frame
     from toolkit.tracking.runs import read_runs
 

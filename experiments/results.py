@@ -13,6 +13,8 @@ from typing import Any
 
 from tabulate import tabulate
 
+from toolkit.tracking import plus_minus
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -44,8 +46,8 @@ def _accuracy(result: dict[str, Any]) -> list[dict[str, str]]:
     return [
         {
             "rule": row["schedule"],
-            "test accuracy (%)": f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}",
-            "paired difference from DP": f"{row['difference']:+.2f} ± {row['difference_95']:.2f}",
+            "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),
+            "paired difference from DP": plus_minus(row["difference"], row["difference_95"], "+"),
             "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
         }
         for row in result["metrics"]

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
+from toolkit.config.counts import check_counts
 
 
 @entry_point("simulate", Path(__file__).parents[1] / "conf")
@@ -24,14 +25,13 @@ def main(config: DictConfig) -> None:
     from toolkit.config import build_model, build_schedule, image_shape
     from toolkit.cost import profile, simulate
     from toolkit.figures import save, timelines
+    from toolkit.files import table, write_csv, write_json
     from toolkit.model import partition
-    from toolkit.tracking import describe, provenance, table, write_csv, write_json
+    from toolkit.tracking import describe, provenance
     from toolkit.training import pick_device
 
     start = time.perf_counter()
-    for name in ("batch", "steps"):
-        if config[name] < 1:
-            raise ValueError(f"{name} is 1 or more: got {config[name]}")
+    check_counts(config, "batch", "steps")
     schedules = [build_schedule(config.schedule)]
     schedules += [build_schedule(schedule) for schedule in config.also.values()]
     hardware = instantiate(config.hardware)

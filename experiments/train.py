@@ -21,7 +21,8 @@ from toolkit.config import STOPPED, Ended, entry_point, leads
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
-    from toolkit.tracking import describe, track, write_json
+    from toolkit.files import write_json
+    from toolkit.tracking import describe, track
     from toolkit.training import prepare
 
     start = time.perf_counter()
@@ -46,23 +47,25 @@ def train(
     config: DictConfig, job: Any, folder: Path, tracker: Any, start: float
 ) -> tuple[Ended, dict[str, Any]]:
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
+    from toolkit.files import table, write_csv, write_json
     from toolkit.tracking import (
         Curves,
+        Ledger,
         Progress,
         delay_means,
         describe,
         provenance,
-        table,
         track_schedule,
-        write_csv,
-        write_json,
     )
     from toolkit.training import Epoch, Step, StoppedError, run_kept
     from toolkit.training.profiling import WARM_UP, Profile
 
     curves = Curves(tracker, config.tracking.every)
     track_schedule(tracker, job.schedule)
-    delays: list[dict[str, Any]] = []
+    resumed = bool(config.resume) or restarted()
+    seen = {"resume": resumed, "here": leads()}
+    ledger = Ledger(folder / "epochs.csv", ["epoch"], **seen)
+    delays = Ledger(folder / "delays.csv", ["step", "stage"], **seen)
     profile = Profile(config.profile, folder / "profile.json", here=leads())
     with Progress(config.epochs, shown=leads()) as progress, profile:
         progress.run(f"{job.schedule.name}, seed {config.seed}")
@@ -70,11 +73,12 @@ def train(
         def report(epoch: Epoch) -> None:
             progress.note(f"test {epoch.top1:.2%}")
             curves.epoch(epoch)
+            ledger.put([as_row(epoch)])
 
         def count(step: Step) -> None:
             progress.trained(step)
             curves.trained(step)
-            delays.extend(asdict(delay) for delay in step.result.delays)
+            delays.put([asdict(delay) for delay in step.result.delays])
             profile.step()
 
         # Ranks that were started again go on, if there is where from.
@@ -103,8 +107,11 @@ def train(
     if not leads():
         return Ended(objective=objective), {}
     seconds = time.perf_counter() - start
+    looks = delays.rows()
     damaged = [*getattr(job.images, "damaged", ())]
     notes = list(outcome.notes)
+    if outcome.resumed_at:
+        notes.append(f"resumed at step {outcome.resumed_at}: seconds are of the steps since")
     if damaged:
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
     write_csv(folder / "epochs.csv", epochs)
@@ -119,7 +126,7 @@ def train(
         "metrics": epochs[-1],
         "notes": [*notes, *tracker.notes],
         "damaged": damaged,
-        "delays": delay_means(delays, ["stage"]),
+        "delays": delay_means(looks, ["stage"]),
         "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
         "provenance": provenance(config, describe(job.device), seconds),
     }
@@ -128,10 +135,10 @@ def train(
     if measured:
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
         print(table([readable(row) for row in measured.by_rank()]))
-    if delays:
-        write_csv(folder / "delays.csv", delays)
+    if looks:
+        write_csv(folder / "delays.csv", looks)
         print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
-        print(table(delay_means(delays, ["stage"])))
+        print(table(delay_means(looks, ["stage"])))
     if profile.written:
         print(f"\nprofile: {profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif config.profile:
@@ -169,7 +176,8 @@ def as_row(epoch: Any) -> dict[str, Any]:
 def write_measured(measured: Any, folder: Path, tracker: Any) -> None:
     """Tables, a figure and a trace of the steps that were measured."""
     from toolkit.figures import save, timelines
-    from toolkit.tracking import track_measured, write_csv
+    from toolkit.files import write_csv
+    from toolkit.tracking import track_measured
 
     timeline = measured.timeline()
     figure = timelines([timeline])

@@ -8,6 +8,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from toolkit.config.counts import check_counts
 from toolkit.figures import Explorer
 from toolkit.figures.explorer import analysis, choice, drawing
 
@@ -22,9 +23,7 @@ _PLACED = {
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a schedule and placement: median and longest milliseconds; nothing is remembered."""
     del device, seed
-    for name in ("size", "rounds"):
-        if config[name] < 1:
-            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    check_counts(config, "size", "rounds", of="bench.")
     cases = [(name, None) for name in choice.METHODS]
     cases += [(name, placement) for name, placed in _PLACED.items() for placement in placed]
     explorers = {

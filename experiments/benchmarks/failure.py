@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from benchmarks import faults
 from benchmarks.faults import Job
-from toolkit.tracking import write_csv
+from toolkit.files import write_csv
 
 FAULTS = {"killed": faults.kill, "stopped": faults.stop, "cut": faults.cut, "no_port": None}
 TRAIN = Path(__file__).parents[1] / "train.py"

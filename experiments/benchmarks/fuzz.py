@@ -11,7 +11,8 @@ from typing import Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from toolkit.tracking import write_csv
+from toolkit.config.counts import check_counts
+from toolkit.files import write_csv
 
 
 @dataclass
@@ -31,8 +32,7 @@ def check(config: DictConfig) -> None:
     Raises:
         ValueError: one of them is.
     """
-    if config.mutations < 1:
-        raise ValueError(f"bench.mutations is 1 or more: got {config.mutations}")
+    check_counts(config, "mutations", of="bench.")
     if not config.limit > 0:
         raise ValueError(f"bench.limit is a number of seconds above 0: got {config.limit}")
 

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.timing import alternate, ratios
+from toolkit.config.counts import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import allow_tf32
 from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic
+
+_WARM_UP = 3  # weights of two versions are first read in the second step
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -28,9 +31,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     A step's images are on the device already; those of a loop of ``steps`` steps are read,
     augmented and moved there, and the loop's losses are collected.
     """
-    for name in ("image_size", "batch", "rounds", "steps"):
-        if config[name] < 1:
-            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    check_counts(
+        config, "image_size", "microbatches", "stages", "batch", "rounds", "steps", of="bench."
+    )
     torch.manual_seed(seed)
     n_images = config.microbatches * config.batch
     model = build(config.model, 10, config.image_size).to(device)
@@ -67,7 +70,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         ),
     }
     return [
-        *_rows(alternate(steps, config.rounds, device), n_images),
+        *_rows(alternate(steps, config.rounds, device, _WARM_UP), n_images),
         *_rows(alternate(loops, config.rounds, device), n_images * config.steps),
     ]
 

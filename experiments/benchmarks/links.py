@@ -26,9 +26,10 @@ from benchmarks.methods import ALL, COMPUTE, Task
 from benchmarks.network import Network
 from benchmarks.orders import Ranks
 from benchmarks.traffic import Array, Traffic
+from toolkit.config.counts import check_counts
 from toolkit.figures import link_times, save
+from toolkit.files import table, write_csv
 from toolkit.model import MODELS
-from toolkit.tracking import table, write_csv
 
 _CLOSE = 0.03  # of M/C, beside what was asked for
 _CORRECTIONS = 3
@@ -154,9 +155,7 @@ def check(config: DictConfig, device: torch.device) -> None:
     """Refuse what cannot be measured, or not here."""
     if device.type != "cpu":
         raise ValueError(f"bench=links computes on the CPU: got {device}; give device=cpu")
-    for name in ("image_size", "batch", "stages", "rounds"):
-        if config[name] < 1:
-            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    check_counts(config, "image_size", "batch", "stages", "rounds", of="bench.")
     if config.skip < 0 or config.steps < config.skip + 2:
         raise ValueError(
             f"bench.steps is bench.skip and 2 or more, and bench.skip 0 or more:"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from toolkit.config.counts import check_counts
 from toolkit.cost import memory_curve, profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import build, partition
@@ -33,6 +34,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             f"a GPU's peak is measured on a GPU: got device={device}; what ranks hold on a CPU is"
             " counted by experiments/communication.py measured=true"
         )
+    check_counts(config, "batch", "image_size", of="bench.")
     rows = []
     settings = [*product(config.models, config.workers)]
     for name, n in tqdm(settings, unit="setting", leave=False):

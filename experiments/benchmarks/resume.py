@@ -19,6 +19,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
+from toolkit.config.counts import check_counts
+
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _RUNTIMES = ("single_process", "distributed", "restarted")
 
@@ -28,9 +30,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     ``restarted`` is runtime=distributed, of which one rank is killed and torchrun starts all again.
     """
-    for name in ("runs", "kills", "ranks", "epochs"):
-        if config[name] < 1:
-            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    check_counts(config, "runs", "kills", "ranks", "epochs", of="bench.")
     if unknown := [name for name in config.runtimes if name not in _RUNTIMES]:
         raise ValueError(f"bench.runtimes are of {', '.join(_RUNTIMES)}: got {unknown[0]}")
     cases = [*product(config.runtimes, config.rules)]

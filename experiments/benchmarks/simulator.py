@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from torch.distributed.pipelining import schedules as theirs
 from tqdm import tqdm
 
+from toolkit.config.counts import check_counts
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.schedule import Schedule, catalog
 
@@ -17,6 +18,7 @@ from toolkit.schedule import Schedule, catalog
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a job: its ops, median seconds, microseconds an op, and what they are relative to."""
     del device, seed
+    check_counts(config, "stages", "microbatches", "cyclic", "rounds", of="bench.")
     large = (config.stages, config.microbatches)
     small = (config.stages, max(config.stages, config.microbatches // 8))
     jobs: dict[str, tuple[int, Callable[[], object]]] = {}

@@ -1,19 +1,23 @@
 """Fair timing on a noisy machine: methods take turns, medians and paired ratios are quoted."""
 
-import time
 from collections.abc import Callable, Mapping
 from statistics import median
 
 import torch
 from tqdm import tqdm
 
+from toolkit.cost.clock import now
+
 
 def alternate(
-    methods: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+    methods: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    warm_up: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds of each call: ``rounds`` of each method, in turn, after one uncounted round."""
+    """Seconds of each call: ``rounds`` of each method, in turn, after ``warm_up`` uncounted."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for counted in tqdm([False] + [True] * rounds, unit="round", leave=False):
+    for counted in tqdm([False] * warm_up + [True] * rounds, unit="round", leave=False):
         for name, method in methods.items():
             taken = _timed(method, device)
             if counted:
@@ -28,8 +32,6 @@ def ratios(seconds: list[float], baseline: list[float]) -> tuple[float, float, f
 
 
 def _timed(method: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
+    start = now(device)
     method()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return now(device) - start

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.timing import ratios
+from toolkit.config.counts import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
@@ -29,9 +30,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     The modes take turns with ``steps`` training steps of CDP-v2, each time as a run of its own,
     whose beginning and end are timed apart: ``around`` is their median, in seconds.
     """
-    for name in ("image_size", "stages", "batch", "rounds", "steps", "every"):
-        if config[name] < 1:
-            raise ValueError(f"bench.{name} is 1 or more: got {config[name]}")
+    check_counts(config, "image_size", "stages", "batch", "rounds", "steps", "every", of="bench.")
     torch.manual_seed(seed)
     n_images = config.stages * config.batch
     images = synthetic(n_images * config.steps, 1, 10, config.image_size)

@@ -23,7 +23,7 @@ from toolkit.config.sweeps import (
 
 
 def test_a_status_is_read_as_it_was_written(tmp_path):
-    status = Status("running", ["a=1"]).ended("failed", "a is even: got 1", 0.5)
+    status = Status("failed", ["a=1"], "a is even: got 1", 0.5)
     write_status(tmp_path / "new", status)
     assert read_status(tmp_path / "new") == status
     assert read_status(tmp_path) is None

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cost.test_simulate import FIRST, SECOND, SLOW, costs, machines
 from tests.schedule.strategies import programs, quick
-from toolkit.cost import Change, Span, Timeline, simulate
+from toolkit.cost import UNIT, Change, Span, Timeline, simulate, unit_costs
 from toolkit.cost.timeline import LANES
 from toolkit.schedule import catalog
 
@@ -72,10 +72,12 @@ def test_idle_share():
     assert timeline(spans).idle_share == pytest.approx(1 - 4 / 6)
 
 
-def test_idle_share_in_the_steady_state():
-    """From the end of the first step to that of the last: 2 to 6, of which 3 + 1 of 8 busy."""
-    spans = [compute(0, 0.0, 5.0), compute(1, 5.0, 9.0)]
-    assert timeline(spans, step_ends=(2.0, 4.0, 6.0)).idle_share == 0.5
+@pytest.mark.parametrize("n_steps", [2, 3, 7])
+def test_staggered_workers_are_never_idle_however_few_steps_are_simulated(n_steps):
+    """What they do after the end of the last step would be done beside the next."""
+    found = simulate(catalog.cyclic(4).lower(n_steps), unit_costs(4), UNIT)
+    assert found.idle_share == pytest.approx(0)
+    assert simulate(catalog.gpipe(2, 2).lower(n_steps), unit_costs(2), UNIT).idle_share > 0.3
 
 
 def test_to_frame():

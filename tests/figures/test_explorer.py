@@ -12,7 +12,7 @@ from tests.config.test_presets import CONF
 from toolkit.config import build_schedule, schema
 from toolkit.config.help import choices
 from toolkit.figures.explorer import Choice
-from toolkit.figures.explorer.analysis import analyse, idle_share, predict
+from toolkit.figures.explorer.analysis import analyse, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN
 from toolkit.figures.explorer.drawing import draw
 from toolkit.figures.explorer.export import write_csv
@@ -216,7 +216,7 @@ def test_key_numbers_are_those_of_the_steady_state(name):
     )
     assert float(said["step time"]) == analysis.schedule.period
     busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
-    assert idle_share(timeline) == pytest.approx(1 - busy / analysis.schedule.period)
+    assert timeline.idle_share == pytest.approx(1 - busy / analysis.schedule.period)
 
 
 def test_the_papers_numbers():

@@ -10,6 +10,7 @@ SCHEDULES = {
     "dp": ("DP", {"_target_": f"{CATALOG}.data_parallel", "delay": 0}),
     "cdp_v1": ("CDP-v1", {"_target_": f"{CATALOG}.cyclic", "delay": 1}),
     "cdp_v2": ("CDP-v2", {"_target_": f"{CATALOG}.cyclic", "delay": "freshest"}),
+    "published": ("CDP-v2 as published", {"_target_": f"{CATALOG}.published"}),
 }
 
 

@@ -87,6 +87,14 @@ def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
     assert len(figure.figure.axes[0].lines) == 3
 
 
+def test_what_reads_no_old_weights_is_compared_with_wherever_it_stands(tmp_path):
+    """Also where a late rule has no option that says so."""
+    folders.compare(tmp_path / "a", {"published": [0.8], "dp": [0.9], "cdp_v1": [0.7]})
+    dp, published, v1 = table(built(tmp_path), "Accuracy", "the difference from DP")
+    assert (dp["rule"], published["rule"], v1["rule"]) == ("DP", "CDP-v2 as published", "CDP-v1")
+    assert (published["difference"], v1["difference"]) == ("-10.00", "-20.00")
+
+
 def test_one_seed_claims_no_interval(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
     report = built(tmp_path)

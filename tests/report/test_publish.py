@@ -23,7 +23,7 @@ from toolkit.report import (
 )
 from toolkit.report import publish as publish_function
 from toolkit.report.publish import wandb_report, wandb_workspace
-from toolkit.tracking.runs import read_runs
+from toolkit.tracking.runs import group_of, read_runs
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
 KEY = "0123456789" * 4
@@ -69,6 +69,15 @@ def test_run_sets_are_the_groups_and_the_runs_in_none(runs):
     assert '"group"' in json.dumps(groups["filters"])
     assert '["c"]' in json.dumps(groups["filters"])
     assert '["abc12345"]' in json.dumps(single["filters"])
+
+
+def test_a_comparison_of_a_sweep_has_the_group_that_its_runs_were_tracked_in(tmp_path):
+    folders.compare(tmp_path / "s" / "0", {"dp": [0.9], "cdp_v2": [0.7]}, tracking={})
+    (tmp_path / "s" / "sweep.json").write_text("{}")
+    assert group_of(tmp_path / "s" / "0") == "s/0"
+    runs = read_runs([tmp_path])
+    spec = spec_of(build_report(runs, "Title"), runs)
+    assert '["s/0"]' in json.dumps(spec)
 
 
 def test_the_logged_keys_are_the_trackers():

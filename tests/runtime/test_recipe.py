@@ -270,18 +270,38 @@ def test_an_infinite_gradient_is_left_out():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
-def test_compiled_stages_train_alike(monkeypatch):
-    monkeypatch.setattr("toolkit.runtime.stage.compiled", _without_code)
-    schedule = catalog.cyclic(2)
+@pytest.mark.parametrize("schedule", [catalog.cyclic(2), catalog.cyclic(4)])
+def test_compiled_stages_train_alike(monkeypatch, schedule):
+    """And torch, which gives up on code that it has compiled a few times, compiles every stage."""
+    calls = _without_code(monkeypatch)
     expected, _ = trained(schedule, Recipe())
-    found, _ = trained(schedule, Recipe(compile="default"))
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        found, _ = trained(schedule, Recipe(compile="default"))
     assert_same(found, expected)
+    assert calls == schedule.n_stages * [("default", False)]
 
 
-def _without_code(call, mode):
-    """As the stage is compiled, but for the generation of machine code, which takes long."""
-    assert mode == "default"
-    return torch.compile(call, backend="aot_eager")
+def _without_code(monkeypatch):
+    """Compile, but do not generate machine code, which takes long. The modes asked for."""
+    calls = []
+    true = torch.compile
+
+    def compile_only(call, *, mode, dynamic):
+        calls.append((mode, dynamic))
+        return true(call, backend="aot_eager", dynamic=dynamic)
+
+    monkeypatch.setattr("torch.compile", compile_only)
+    return calls
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_for_whole_steps(mode):
+    """Elsewhere a forward may overwrite what a backward needs."""
+    stages = models.cut(models.residual(), catalog.cyclic(2))
+    arguments = (stages, catalog.cyclic(2), conform.sgd, F.cross_entropy)
+    SingleProcess(*arguments, recipe=Recipe(compile=mode))
+    with pytest.raises(ValueError, match=f"compile={mode} runs all forwards of a step"):
+        SingleProcess(*arguments, "scheduled", recipe=Recipe(compile=mode))
 
 
 WRONG = [

@@ -10,6 +10,15 @@ from toolkit.tracking import collect, learning_curves
 from toolkit.tracking.runs import rebuild_schedule
 
 
+def test_a_job_that_a_launcher_has_started_is_what_hydra_says(tmp_path):
+    result = folders.train(tmp_path / "0", command="python _submit.py /a/.submitit/%j")
+    folders.job(tmp_path / "1", result["provenance"]["config"])
+    (tmp_path / "0" / "result.json").rename(tmp_path / "1" / "result.json")
+    (tmp_path / "0" / "epochs.csv").rename(tmp_path / "1" / "epochs.csv")
+    (row,) = collect(tmp_path).itertuples()
+    assert (row.kind, row.state, row.top1) == ("train", "finished", 90)
+
+
 def test_a_sweep_is_a_row_a_job(tmp_path):
     for number, (rule, lr) in enumerate([("dp", 0.1), ("cdp_v2", 0.1), ("cdp_v2", 0.2)]):
         optimizer = {"_target_": "torch.optim.SGD", "lr": lr}

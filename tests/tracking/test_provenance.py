@@ -1,9 +1,9 @@
-import re
 import shlex
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +36,19 @@ def test_the_command_is_relative_to_the_project(monkeypatch, folder, script):
     assert shlex.split(command)[-1] == "partition=[a, b]"
 
 
+def test_a_job_that_a_launcher_has_started_goes_by_its_own_options(monkeypatch):
+    """submitit's own script runs it on a cluster."""
+    hydra = SimpleNamespace(
+        job=SimpleNamespace(name="train"), overrides=SimpleNamespace(task=["seed=3", "epochs=2"])
+    )
+    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.initialized", lambda: True)
+    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: hydra)
+    assert command_of(monkeypatch, "/lib/_submit.py", "/a/.submitit/%j") == (
+        "python experiments/train.py seed=3 epochs=2"
+    )
+    assert command_of(monkeypatch, "train.py", "seed=4") == "python train.py seed=4"
+
+
 def test_a_script_elsewhere_goes_by_its_name(monkeypatch, tmp_path):
     command = command_of(monkeypatch, str(tmp_path / "mine.py"))
     assert command == "python mine.py"
@@ -46,12 +59,19 @@ def test_what_a_reader_needs():
     assert found["config"] == {"seed": 3, "epochs": 2, "steps": 2}
     assert (found["seed"], found["device"], found["seconds"]) == (3, "a machine", 1.235)
     assert found["versions"]["torch"] == version("torch")
+    assert found["versions"]["cdp-toolkit"] == version("cdp-toolkit")
     assert found["started"].endswith("+00:00")
 
 
-def test_the_commit_is_marked_where_the_code_has_changed(monkeypatch):
-    found = provenance(CONFIG, "a machine", 1)["commit"]
-    assert found is None or re.fullmatch(r"[0-9a-f]{40}\+?", found)
+@pytest.mark.parametrize(("status", "mark"), [("", ""), (" M toolkit/files.py", "+")])
+def test_the_commit_is_marked_where_the_code_has_changed(monkeypatch, status, mark):
+    told = {"rev-parse": "0123abcd", "status": status}
+
+    def git(command, **_):
+        return subprocess.CompletedProcess(command, 0, stdout=f"{told[command[1]]}\n")
+
+    monkeypatch.setattr(subprocess, "run", git)
+    assert provenance(CONFIG, "a machine", 1)["commit"] == f"0123abcd{mark}"
 
 
 def test_no_commit_outside_git(monkeypatch):

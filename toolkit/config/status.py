@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from toolkit.files import write_json
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
 STATUS = "status.json"
@@ -25,16 +27,9 @@ class Status:
     message: str | None = None
     objective: float | None = None
 
-    def ended(
-        self, state: str, message: str | None = None, objective: float | None = None
-    ) -> "Status":
-        return replace(self, state=state, message=message, objective=objective)
-
 
 def write_status(folder: Path, status: Status) -> None:
     """Have ``folder`` tell it, if anything can be written there."""
-    from toolkit.tracking import write_json
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / STATUS, asdict(status))

@@ -28,7 +28,7 @@ class Sweep(Callback):
     """Of the command line."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from toolkit.tracking import write_json
+        from toolkit.files import write_json
 
         if not leads():
             return

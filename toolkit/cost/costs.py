@@ -1,7 +1,6 @@
 """What each stage costs: arithmetic, time, activations, boundaries and parameters."""
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, node_costs
@@ -149,12 +149,12 @@ def _measure(stage: fx.GraphModule, inputs: Values, repeats: int) -> tuple[float
     forwards, backwards = [], []
     for counted in [False] + [True] * repeats:
         received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs
-        begin = _now(received[0])
+        begin = now(received[0].device)
         outputs = twin(*received)
-        middle = _now(received[0])
+        middle = now(received[0].device)
         trained = [x for x in outputs if x.requires_grad]
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        end = _now(received[0])
+        end = now(received[0].device)
         if counted:
             forwards.append(middle - begin)
             backwards.append(end - middle)
@@ -163,12 +163,6 @@ def _measure(stage: fx.GraphModule, inputs: Values, repeats: int) -> tuple[float
 
 def _received(values: Values) -> Values:
     return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in values)
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,7 +1,6 @@
 """The memory of one micro-batch over its forward and backward, and of several of them shifted."""
 
 import copy
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.model.analysis import NodeCost, node_costs
 from toolkit.model.trace import trace
@@ -137,7 +137,7 @@ def _measured(
         raise ValueError("the measured axis runs the model: give an example on a real device")
     runs = []
     for counted in [False] + [True] * repeats:
-        stopwatch = _Stopwatch(copy.deepcopy(traced).train(), garbage_collect_values=True)
+        stopwatch = _Stopwatch(copy.deepcopy(traced).train(), inputs[0].device)
         stopwatch.run(*inputs)
         if counted:
             runs.append(stopwatch.seconds)
@@ -150,20 +150,21 @@ def _measured(
 class _Stopwatch(fx.Interpreter):
     """Times each node, forward and backward, on inputs cut off from the nodes before."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, traced: fx.GraphModule, device: torch.device) -> None:
+        super().__init__(traced, garbage_collect_values=True)
+        self.device = device
         self.seconds: dict[str, tuple[float, float]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = tree_map(_cut_off, (args, kwargs))
-        begin = _now()
+        begin = now(self.device)
         output = getattr(self, n.op)(n.target, args, kwargs)
-        middle = _now()
+        middle = now(self.device)
         trained = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
         if trained:
             torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        self.seconds[n.name] = (middle - begin, _now() - middle if trained else 0.0)
+        self.seconds[n.name] = (middle - begin, now(self.device) - middle if trained else 0.0)
         return output
 
 
@@ -172,9 +173,3 @@ def _cut_off(value: Any) -> Any:
     if not isinstance(value, Tensor) or not value.requires_grad:
         return value
     return value.detach().requires_grad_().clone()
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -76,20 +76,13 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time in which they do not compute.
+        """The share of all ranks' time in which they do not compute, while training goes on.
 
-        From the end of the first training step to that of the last, if there are three or more;
-        otherwise from start to end.
+        Of a single step from its start to its end.
         """
-        begin, end = 0.0, self.end
-        if len(self.step_ends) > 2:
-            begin, end = self.step_ends[0], self.step_ends[-1]
-        busy = sum(
-            max(0.0, min(span.end, end) - max(span.start, begin))
-            for span in self.spans
-            if span.lane == COMPUTE
-        )
-        return 1 - busy / (self.n_ranks * (end - begin))
+        n_steps = len(self.step_ends)
+        busy = sum(span.end - span.start for span in self.spans if span.lane == COMPUTE) / n_steps
+        return max(0.0, 1 - busy / (self.n_ranks * (self.step_time if n_steps > 1 else self.end)))
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """(time, bytes from then on), of one rank or all, of one kind or all."""

@@ -77,7 +77,7 @@ def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
     """
     import pandas as pd
 
-    from toolkit.tracking import paired_difference, spread
+    from toolkit.tracking import paired_difference, plus_minus, spread
 
     found = _last(epochs)
     if baseline not in found:
@@ -90,8 +90,8 @@ def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
         low, high = difference.interval
         rows[rule] = {
             "runs": len(seeds),
-            "test accuracy (%)": _plus_minus(sum(mine) / len(mine), spread(mine)),
-            f"minus {baseline} (points)": _plus_minus(difference.mean, difference.half_width, "+"),
+            "test accuracy (%)": plus_minus(sum(mine) / len(mine), spread(mine)),
+            f"minus {baseline} (points)": plus_minus(difference.mean, difference.half_width, "+"),
             "says": _says(low, high) if rule != baseline else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -105,15 +105,18 @@ def delay_study(folder: Path) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    from toolkit.tracking import plus_minus
+
     result = json.loads((folder / "result.json").read_text())
     rows = {}
     for row in result["metrics"]:
-        cosines = [look["cosine"] for look in result["delays"] if look["rule"] == row["rule"]]
+        looks = [look for look in result["delays"] if look["rule"] == row["rule"]]
+        cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
         rows[row["schedule"]] = {
             "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            "test accuracy (%)": _plus_minus(row["accuracy"], row["accuracy_sd"]),
-            "minus DP (points)": _plus_minus(row["difference"], row["difference_95"], "+"),
+            "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),
+            "minus DP (points)": plus_minus(row["difference"], row["difference_95"], "+"),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -132,7 +135,3 @@ def _says(low: float, high: float) -> str:
     if high < 0:
         return "lower"
     return "higher" if low > 0 else "no difference shown"
-
-
-def _plus_minus(value: float, width: float, sign: str = "") -> str:
-    return f"{value:{sign}.2f}" + ("" if width != width else f" ± {width:.2f}")

@@ -8,8 +8,9 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from toolkit.cost import Costs, Hardware
+from toolkit.files import table
 from toolkit.pilot.predict import Prediction, predict, schedule_of
-from toolkit.tracking import Estimate, table
+from toolkit.tracking import Estimate
 
 if TYPE_CHECKING:
     from toolkit.pilot.advice import Advice

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from toolkit.cost.clock import now
 from toolkit.model import Stages
 from toolkit.pilot.data import Data
 from toolkit.pilot.findings import TrainingFindings
@@ -76,10 +77,10 @@ def step_times(
         if k >= 3 and time.perf_counter() - begun > budget:
             break
         for name, runtime in runtimes.items():
-            begin = _now(batch[0])
+            begin = now(batch[0].device)
             runtime.step(*batch)
             if k >= 0:
-                seconds[name].append(_now(batch[0]) - begin)
+                seconds[name].append(now(batch[0].device) - begin)
         say("timing steps", (k + 3) / (rounds + 2))
     return seconds
 
@@ -190,9 +191,3 @@ def settled_norms(model: nn.Module, batches: Iterator[Batch]) -> Iterator[None]:
         for norm, (state, momentum) in zip(norms, kept, strict=True):
             norm.load_state_dict(state)
             norm.momentum = momentum
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

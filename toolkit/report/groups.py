@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.tracking.collect import differing, flat_options
-from toolkit.tracking.runs import Run
+from toolkit.tracking.runs import Run, rebuild_schedule
 
 # Options that change nothing of what is trained.
 _INDIFFERENT = (
@@ -134,8 +134,12 @@ def _task(run: Run) -> str:
 
 
 def _late(same: Sequence[Run]) -> bool:
-    """Whether it may read old weights; what does not is what the others are compared with."""
-    return bool(same[0].config["schedule"].get("delay", 0) != 0)
+    """Whether it reads old weights; what does not is what the others are compared with."""
+    options = same[0].config["schedule"]
+    try:
+        return rebuild_schedule(options).max_staleness > 0
+    except ValueError:
+        return bool(options.get("delay", 0) != 0)
 
 
 def _schedule(same: Sequence[Run]) -> str:

@@ -7,9 +7,9 @@ from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 
+from toolkit.files import write_text
 from toolkit.report.description import Block, Command, Figure, Page, Report, Section, Table, Text
 from toolkit.report.words import NONE
-from toolkit.tracking.results import write_text
 
 _PIXELS = 91  # of the page an inch of a figure takes, at most
 _NUMBER = re.compile(rf"(± )?[-+]?[\d.,]+(e[-+]?\d+)?( %)?|{NONE}")

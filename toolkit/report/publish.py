@@ -19,7 +19,7 @@ from urllib.request import urlopen
 
 from toolkit.report import keys
 from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
-from toolkit.tracking.runs import Run
+from toolkit.tracking.runs import Run, group_of
 
 _TIMEOUT = 10  # seconds until W&B's server counts as out of reach
 _LONGEST_TITLE = 128
@@ -148,7 +148,7 @@ def _tracked(run: Run) -> tuple[str | None, str | None]:
     """A run's id and group in W&B, as far as its folder tells."""
     options = run.config.get("tracking")
     if run.kind == "compare" and isinstance(options, dict):
-        return None, str(options.get("group") or run.folder.name)
+        return None, str(options.get("group") or group_of(run.folder))
     try:
         with (run.folder / keys.JOURNAL).open() as file:
             head = json.loads(file.readline())

@@ -33,7 +33,7 @@ def _where(run: Run) -> str:
         changed = ", with changes" if str(commit).endswith("+") else ""
         told.append(f"commit {str(commit).removesuffix('+')[:10]}{changed}")
     if isinstance(versions, dict):
-        known = ("python", "cdp-toolkit", "toolkit", "torch")
+        known = ("python", "cdp-toolkit", "torch")
         told += [f"{name} {versions[name]}" for name in known if name in versions]
     if device := found.get("device"):
         told.append(str(device))

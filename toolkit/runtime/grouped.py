@@ -43,8 +43,12 @@ class Grouped:
         result, totals = self.gradients(step, versions, inputs, targets, self.schedule.version)
         norm = None
         if self.recipe.clip is not None and self.recipe.clip_by == "model":
-            pairs = zip(self.workers, totals, strict=True)
-            norm = torch.stack([worker.squared_norm(total) for worker, total in pairs]).sum()
+            squares = [
+                worker.squared_norm(total)
+                for worker, total in zip(self.workers, totals, strict=True)
+                if total.tensors.keys() & worker.masters.keys()
+            ]
+            norm = torch.stack(squares).sum() if squares else None
         for worker, total in zip(self.workers, totals, strict=True):
             self._update(worker, total, versions[worker.index], step, norm)
         return result
@@ -92,7 +96,10 @@ class Grouped:
             total.add(worker.take_statistics())
             totals.append(total)
         everyone = tuple(range(n_microbatches))
-        return StepResult(step, everyone, losses.detach(), outputs.detach()), totals
+        outputs = outputs.detach()
+        if self.recipe.in_cuda_graphs:
+            outputs = outputs.clone()  # the next step takes its memory
+        return StepResult(step, everyone, losses.detach(), outputs), totals
 
     def _update(
         self,

@@ -100,6 +100,11 @@ class Recipe:
 
         return cast
 
+    @property
+    def in_cuda_graphs(self) -> bool:
+        """Whether compiled stages compute in memory that their next call takes again."""
+        return self.compile in ("reduce-overhead", "max-autotune")
+
     def checkpoints(self, stage: int) -> bool:
         """Whether ``stage`` computes its forward twice."""
         if isinstance(self.checkpoint, str):
@@ -113,8 +118,14 @@ class Recipe:
             whole_step: whether the runtime has all gradients of a step before its first update.
 
         Raises:
-            ValueError: stages that there are not; a norm that is not known in time.
+            ValueError: stages that there are not; a norm that is not known in time; CUDA graphs
+                where forwards and backwards take turns.
         """
+        if self.in_cuda_graphs and not whole_step:
+            raise ValueError(
+                f"compile={self.compile} runs all forwards of a step before its backwards: use"
+                " compile=default, or runtime=single_process with order=grouped"
+            )
         if not isinstance(self.checkpoint, str):
             for stage in self.checkpoint:
                 if stage not in range(schedule.n_stages):

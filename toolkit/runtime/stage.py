@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from types import FunctionType
 
 import torch
 from torch import Tensor, fx, nn
@@ -107,8 +108,18 @@ class StageWorker(Updater):
 
 
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
-    """``call`` by torch.compile, with machine code for the shapes that it meets."""
-    return torch.compile(call, mode=mode, dynamic=False)
+    """``call`` by torch.compile, with machine code for the shapes that it meets.
+
+    torch counts the compilations of a code object, and gives up after a few. So each stage has its
+    own: the same code, as another object.
+    """
+
+    def run(weights: Weights, inputs: Values) -> Values:
+        return call(weights, inputs)
+
+    own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    found: Callable[..., Values] = torch.compile(own, mode=mode, dynamic=False)
+    return found
 
 
 def channels_last(tensor: Tensor) -> Tensor:

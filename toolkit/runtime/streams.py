@@ -14,6 +14,12 @@ import torch
 from torch import Tensor
 
 
+def finish_stream(device: torch.device) -> None:
+    """Wait until ``device`` has done what this thread gave it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class Streams:
     """The streams of a rank's threads; the ops are on that of the thread that makes it."""
 

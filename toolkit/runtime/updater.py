@@ -125,10 +125,8 @@ class Updater:
         return {name: master.data for name, master in self.masters.items()}
 
     def squared_norm(self, total: Sum) -> Tensor:
-        """Of the gradient in ``total``; shape ``[]``."""
+        """Of the gradient in ``total``, which has some; shape ``[]``."""
         found = [total.tensors[name] for name in self.masters if name in total.tensors]
-        if not found:
-            return torch.zeros(())
         return torch.stack(torch._foreach_norm(found)).square().sum() / self.recipe.scale**2
 
     def update(

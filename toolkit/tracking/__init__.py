@@ -2,16 +2,17 @@
 
 from toolkit.tracking.collect import collect, learning_curves
 from toolkit.tracking.delays import delay_means
+from toolkit.tracking.ledger import Ledger
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.provenance import describe, describe_cpu, provenance
-from toolkit.tracking.results import table, write_csv, write_json
-from toolkit.tracking.statistics import Estimate, paired_difference, spread
+from toolkit.tracking.statistics import Estimate, paired_difference, plus_minus, spread
 from toolkit.tracking.tracked import Curves, track_measured, track_schedule
 from toolkit.tracking.tracker import Tracker, track
 
 __all__ = [
     "Curves",
     "Estimate",
+    "Ledger",
     "Progress",
     "Tracker",
     "collect",
@@ -20,12 +21,10 @@ __all__ = [
     "describe_cpu",
     "learning_curves",
     "paired_difference",
+    "plus_minus",
     "provenance",
     "spread",
-    "table",
     "track",
     "track_measured",
     "track_schedule",
-    "write_csv",
-    "write_json",
 ]

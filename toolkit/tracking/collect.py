@@ -146,7 +146,7 @@ def _origin(run: Run) -> dict[str, Any]:
     versions = versions if isinstance(versions, dict) else {}
     return {
         "commit": found.get("commit"),
-        "toolkit": versions.get("cdp-toolkit", versions.get("toolkit")),
+        "toolkit": versions.get("cdp-toolkit"),
         "torch": versions.get("torch"),
         "device": found.get("device"),
         "started": found.get("started"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-_PACKAGES = ("torch", "torchvision", "hydra-core", "numpy")
+_PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
 _SHORTEST_KEY = 8  # characters
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
         seconds: wall time.
     """
     return {
-        "command": shlex.join(redacted([*_starter(), *_relative(sys.argv)])),
+        "command": shlex.join(redacted([*_starter(), *_relative(_arguments())])),
         "config": redacted(OmegaConf.to_container(config, resolve=True)),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | _versions(),
@@ -94,6 +94,17 @@ def _starter() -> list[str]:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     nodes = [] if size == local else ["--nnodes", str(size // local)]
     return ["torchrun", *nodes, "--nproc-per-node", str(local)]
+
+
+def _arguments() -> list[str]:
+    """The script and its options; those of the job where a launcher's own script started it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if HydraConfig.initialized():
+        hydra = HydraConfig.get()
+        if Path(sys.argv[0]).stem != hydra.job.name:
+            return [str(_ROOT / "experiments" / f"{hydra.job.name}.py"), *hydra.overrides.task]
+    return sys.argv
 
 
 def _relative(arguments: list[str]) -> list[str]:

@@ -150,6 +150,13 @@ def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
         raise ValueError(first_line(error)) from error
 
 
+def group_of(folder: Path) -> str:
+    """The name under which the runs of a comparison in ``folder`` stand together in W&B."""
+    folder = folder.resolve()
+    swept = (folder.parent / "sweep.json").exists()
+    return "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
+
+
 def _run_folders(top: Path) -> Iterator[Path]:
     """Folders of runs, from ``top`` down; below a comparison there are none of their own."""
     for place, names, files in os.walk(top):
@@ -187,7 +194,7 @@ def _runs_of(folder: Path) -> list[Run]:
     source = result.get("provenance")
     if isinstance(source, dict):
         config = source["config"] if isinstance(source.get("config"), dict) else config
-        kind = _kind(source.get("command"), config) or kind
+        kind = kind or _kind(source.get("command"), config)
     elif state == "finished":
         message = "result.json has no provenance: it is of another version"
     lacking = state == "finished" and not isinstance(source, dict)

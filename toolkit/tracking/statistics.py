@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from statistics import mean, stdev
 
 
@@ -20,6 +21,16 @@ class Estimate:
 def spread(values: Sequence[float]) -> float:
     """The standard deviation of the sample; NaN for a single value."""
     return stdev(values) if len(values) > 1 else float("nan")
+
+
+def plus_minus(value: float, width: float | None, sign: str = "") -> str:
+    """``value ± width`` with two decimals; the value alone where nothing is known of its width.
+
+    Args:
+        sign: ``+``, for a difference.
+    """
+    known = width is not None and not isnan(width)
+    return f"{value:{sign}.2f}" + (f" ± {width:.2f}" if known else "")
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:

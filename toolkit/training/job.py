@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.config.build import build_model, build_schedule
+from toolkit.config.counts import check_counts
 from toolkit.model import partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.interface import Runtime
@@ -102,9 +103,7 @@ def prepare(
         ValueError: a part cannot be built, or does not fit the others; or the runtime takes many
             processes and this is not one of them.
     """
-    for name in ("stages", "microbatches", "batch", "epochs"):
-        if config[name] < 1:
-            raise ValueError(f"{name} is 1 or more: got {config[name]}")
+    check_counts(config, "stages", "microbatches", "batch", "epochs")
     schedule = build_schedule(config.schedule) if schedule is None else schedule
     options, world = _meet(config, schedule)
     device = world.device if world else pick_device(config.device)

@@ -26,11 +26,13 @@ class Outcome:
         notes: sentences on what did not go as it should: checkpoints that were damaged or could
             not be written, and rollbacks.
         job: the one that ended; another one than began if the run was rolled back.
+        resumed_at: training steps that were done when it was resumed; 0 if it was not.
     """
 
     epochs: list[Epoch]
     notes: list[str]
     job: Job
+    resumed_at: int = 0
 
 
 def run_kept(
@@ -77,6 +79,7 @@ def run_kept(
     position = None
     if resume or (resume is None and checkpoints.any(job.runtime)):
         position = _restore(job, checkpoints, 0, note)
+    resumed_at = position.steps_done if position else 0
     n_rollbacks = 0
     with (signals or Signals()).heard() as signals:
         while True:
@@ -97,7 +100,7 @@ def run_kept(
                 epochs = job.run(on_epoch, on_step, position, keeper)
                 keeper.write_model()
                 notes += keeper.notes()
-                return Outcome(epochs, notes, job)
+                return Outcome(epochs, notes, job, resumed_at)
             except DivergedError as error:
                 notes += keeper.notes()
                 if safe is None or n_rollbacks == _ROLLBACKS:

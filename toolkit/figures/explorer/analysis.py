@@ -85,7 +85,7 @@ class Analysis:
             Number("most sent in a slot", _text(max(sent)), *_SENT),
             Number("step time", *time, "of the simulated timeline"),
             Number(
-                "idle", f"{100 * idle_share(timeline):.1f}", "%", "of all ranks' time, simulated"
+                "idle", f"{100 * timeline.idle_share:.1f}", "%", "of all ranks' time, simulated"
             ),
         ]
 
@@ -112,13 +112,6 @@ def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardwar
     from toolkit.cost import simulate
 
     return simulate(analysis.predicted, costs, hardware)
-
-
-def idle_share(timeline: "Timeline") -> float:
-    """The share of all ranks' time in which they do not compute, while training goes on."""
-    busy = sum(span.end - span.start for span in timeline.spans if span.lane == "compute")
-    a_step = busy / len(timeline.step_ends)
-    return max(0.0, 1 - a_step / (timeline.n_ranks * timeline.step_time))
 
 
 def seconds(value: float) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import Values
+from toolkit.runtime.streams import finish_stream
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Instruction, Program
 
@@ -80,8 +81,11 @@ class Meter:
 
     def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
         """Have ``do`` carry out an instruction, and write down what it took."""
+        finish_stream(self._device)
         start = self.now()
-        self.note(rank, i, start, do(i))
+        n_bytes = do(i)
+        finish_stream(self._device)
+        self.note(rank, i, start, n_bytes)
 
     def note(self, rank: Rank, i: Instruction, start: float, n_bytes: int) -> None:
         """Write down an instruction that began at ``start`` and has just ended. Any thread may."""
@@ -100,8 +104,6 @@ class Meter:
 
     def now(self) -> float:
         """Seconds since all ranks began together."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         return time.perf_counter() - self._origin
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.processes import watch as watching
 from toolkit.runtime.processes.watch import Watch
+from toolkit.runtime.streams import finish_stream
 
 BACKENDS = ("auto", "nccl", "gloo")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,9 +106,11 @@ class World:
         return self._channels.get((sender, receiver), self.group)
 
     def finish_computing(self) -> None:
-        """Wait until the device has done what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait until the device has done what this thread gave it, but for messages under way.
+
+        Those can wait, in streams of the backend, for what a peer does only later.
+        """
+        finish_stream(self.device)
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""

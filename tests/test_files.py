@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.tracking import table, write_csv, write_json
+from toolkit.files import table, write_csv, write_json
 
 ROWS = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 0.1}]
 

@@ -1,4 +1,4 @@
-"""Results on disk: ``result.json`` and tables as CSV, whole or not at all."""
+"""Files of results, whole or not at all; and tables as text."""
 
 import csv
 import io

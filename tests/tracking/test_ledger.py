@@ -1,0 +1,79 @@
+"""Tables that are on disk while a run goes on."""
+
+import csv
+from math import isnan, nan
+
+import pytest
+
+from toolkit.tracking.ledger import Ledger
+
+
+def rows(*numbers, of=1.0):
+    return [{"step": n, "stage": stage, "x": of * n} for n in numbers for stage in (0, 1)]
+
+
+def on_disk(path):
+    with path.open() as file:
+        return [
+            (int(row["step"]), int(row["stage"]), float(row["x"])) for row in csv.DictReader(file)
+        ]
+
+
+def told(found):
+    return [(row["step"], row["stage"], row["x"]) for row in found]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.csv"
+
+
+def test_rows_are_there_as_soon_as_they_are_known(path):
+    ledger = Ledger(path, ["step", "stage"])
+    for n in range(3):
+        ledger.put(rows(n))
+        assert on_disk(path) == told(ledger.rows()) == told(rows(*range(n + 1)))
+    ledger.put([])
+    assert len(on_disk(path)) == 6
+
+
+def test_a_new_run_begins_anew_and_a_resumed_one_goes_on(path):
+    Ledger(path, ["step", "stage"]).put(rows(0, 1, 2))
+    resumed = Ledger(path, ["step", "stage"], resume=True)
+    assert told(resumed.rows()) == told(rows(0, 1, 2))
+    resumed.put(rows(2, of=7))  # done again
+    resumed.put(rows(3))
+    expected = told([*rows(0, 1), *rows(2, of=7), *rows(3)])
+    assert on_disk(path) == told(resumed.rows()) == expected
+    new = Ledger(path, ["step", "stage"])
+    new.put(rows(0))
+    assert on_disk(path) == told(rows(0))
+
+
+def test_half_a_row_is_left_out(path):
+    Ledger(path, ["step", "stage"]).put(rows(0, 1))
+    path.write_text(path.read_text().rstrip()[:-4])
+    assert told(Ledger(path, ["step", "stage"], resume=True).rows()) == told(rows(0, 1)[:3])
+    path.write_bytes(b"\xff\x00")
+    assert Ledger(path, ["step", "stage"], resume=True).rows() == []
+
+
+def test_what_is_not_known_stays_so(path):
+    Ledger(path, ["epoch"]).put([{"epoch": 0, "ema": None, "loss": nan, "few": -3, "x": 1e-9}])
+    (row,) = Ledger(path, ["epoch"], resume=True).rows()
+    assert isnan(row.pop("loss"))
+    assert row == {"epoch": 0, "ema": None, "few": -3, "x": 1e-9}
+
+
+def test_where_nothing_can_be_written_rows_are_kept_and_written_later(path):
+    path.mkdir()
+    ledger = Ledger(path, ["step", "stage"])
+    ledger.put(rows(0))
+    path.rmdir()
+    ledger.put(rows(1))
+    assert on_disk(path) == told(rows(0, 1))
+
+
+def test_another_rank_writes_nothing(path):
+    Ledger(path, ["step", "stage"], here=False).put(rows(0))
+    assert not path.exists()
