@@ -32,6 +32,17 @@ def test_what_the_delay_does(tmp_path):
         assert row["moved"] == pytest.approx(sum(moved) / 2)
 
 
+def test_a_resumed_run_keeps_what_was_seen_before(tmp_path):
+    options = (*TINY, "schedule=cdp_v1", "diagnostics=2")
+    complete("train", tmp_path, *options, "epochs=1")
+    assert [row["epoch"] for row in rows(tmp_path / "epochs.csv")] == ["0"]
+    found = complete("train", tmp_path, f"resume={tmp_path}", "epochs=3")
+    steps = [row["step"] for row in rows(tmp_path / "delays.csv") if row["stage"] == "0"]
+    assert steps == [str(step) for step in range(0, len(steps) * 2, 2)]
+    assert len(steps) > 3
+    assert found["notes"] == ["resumed at step 4: seconds are of the steps since"]
+
+
 def test_rules_by_what_their_delay_does(tmp_path):
     random = "rules.late.delay={distribution: geometric, p: 0.5, least: 1, most: 3}"
     found = complete(

@@ -23,6 +23,7 @@ from toolkit.config import status as states
 from toolkit.config.errors import explain
 from toolkit.config.help import text
 from toolkit.config.resume import remembered, resumed
+from toolkit.config.shorthands import spell_out
 from toolkit.config.status import Status, write_status
 from toolkit.config.sweeps import Sweep
 
@@ -31,13 +32,6 @@ _USAGE = 2
 STOPPED = 75
 """The exit status of a run or a sweep that a signal has ended, and that can be resumed."""
 _INTERRUPTED = 130
-# Of many ranks the first one writes; the others run the same job in no folder of their own.
-_WRITES_NOTHING = [
-    "hydra.output_subdir=null",
-    "hydra.run.dir=.",
-    "hydra.sweep.dir=.",
-    "hydra.sweep.subdir=.",
-]
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
             Sweep.folder, Sweep.options = None, ()
             status = 0
             if not ranks.leads():
-                sys.argv += _WRITES_NOTHING
+                sys.argv += ranks.elsewhere()
 
             put_back = remembered([])
 
@@ -185,8 +179,11 @@ def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained
         if (message := explained(error)) is not None:
             ranks.refuse(message)
             return Ended(_USAGE)
-        (folder / "error.txt").write_text(traceback.format_exc())
-        print(f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr)
+        if ranks.leads():
+            (folder / "error.txt").write_text(traceback.format_exc())
+            print(f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return Ended(_FAILED)
     if ended.status == STOPPED:
         raise KeyboardInterrupt  # the other runs are not to begin
@@ -204,8 +201,7 @@ def _of_sweep(name: str) -> tuple[str, bool]:
 
 def _settle(config: DictConfig) -> None:
     """Shorthands spelt out, and what holds for the whole process set."""
-    if config.get("workers") is not None and "microbatches" in config:
-        config.microbatches = config.workers
+    spell_out(config)
     OmegaConf.resolve(config)
     if not 0 <= config.get("seed", 0) < 2**63:
         raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")

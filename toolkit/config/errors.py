@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import schema
 from toolkit.config.help import choices, groups
+from toolkit.messages import first_line
 
 _TOOLKIT = Path(__file__).resolve().parents[1]
 _HYDRA = Path(hydra.__file__).resolve().parent
@@ -50,7 +51,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment, conf)
     if isinstance(error, OmegaConfBaseException | HydraException):
-        return _first_line(error)
+        return first_line(error)
     if isinstance(error, ValueError) and _raised_in(error, [_HYDRA]):
         return _not_a_choice(arguments, conf)
     return None
@@ -77,7 +78,7 @@ def _missing_choice(error: MissingConfigException, conf: Path) -> str:
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"
-    return _unknown_choice(group, choice, conf) if group else _first_line(error)
+    return _unknown_choice(group, choice, conf) if group else first_line(error)
 
 
 def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
@@ -113,8 +114,8 @@ _EXPECTED = {
 
 def _composition(error: ConfigCompositionException, experiment: str, conf: Path) -> str:
     """Hydra's own words, but for what it says at length or leaves unsaid."""
-    message = _first_line(error)
-    cause = _first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
+    message = first_line(error)
+    cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
     if found := _SWEEP.match(message):
         return f"{found[1]} gives several values: add -m for one run of each"
     if found := _EXISTS.search(message):
@@ -146,7 +147,3 @@ def _no_option(key: str, experiment: str, conf: Path) -> str:
     return f"there is no option {key}: " + (
         f"did you mean {near[0]}?" if near else "--help lists the options"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

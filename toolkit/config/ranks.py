@@ -1,7 +1,10 @@
 """The command line in a process that is one of many ranks: one of them speaks, and one writes."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +15,21 @@ def leads() -> bool:
     """Whether this process writes and speaks: unless it is another rank than the first."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+
+
+def elsewhere() -> list[str]:
+    """Options that have another rank than the first leave nothing in the job's folder.
+
+    What Hydra writes nevertheless is in a folder that goes with the process.
+    """
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return [
+        "hydra.output_subdir=null",
+        f"hydra.run.dir={folder}",
+        f"hydra.sweep.dir={folder}",
+        "hydra.sweep.subdir=.",
+    ]
 
 
 def refuse(message: str) -> None:

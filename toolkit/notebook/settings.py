@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import schema
+from toolkit.config.shorthands import spell_out
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -31,8 +32,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
             config = compose(experiment, list(options))
     except HydraException as error:
         raise ValueError(str(error).splitlines()[0]) from error
-    if config.get("workers") is not None and "microbatches" in config:
-        config.microbatches = config.workers
+    spell_out(config)
     OmegaConf.resolve(config)
     return config
 

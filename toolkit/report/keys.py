@@ -8,4 +8,3 @@ FINAL = "final/top1"
 GRID, TIMELINE = "schedule/grid", "measured/timeline"  # images
 ACTIVATIONS, TRAFFIC = "schedule/activations_by_slot", "schedule/traffic_by_slot"  # tables
 MEASURED_MEMORY, MEASURED_RANKS = "measured/memory", "measured/ranks"
-JOURNAL = "tracked.jsonl"  # of a run's folder: its first line has its id and its group

@@ -19,6 +19,7 @@ from urllib.request import urlopen
 
 from toolkit.report import keys
 from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
+from toolkit.tracking.journal import JOURNAL
 from toolkit.tracking.runs import Run, group_of
 
 _TIMEOUT = 10  # seconds until W&B's server counts as out of reach
@@ -150,7 +151,7 @@ def _tracked(run: Run) -> tuple[str | None, str | None]:
     if run.kind == "compare" and isinstance(options, dict):
         return None, str(options.get("group") or group_of(run.folder))
     try:
-        with (run.folder / keys.JOURNAL).open() as file:
+        with (run.folder / JOURNAL).open() as file:
             head = json.loads(file.readline())
         id_, group = head.get("id"), head.get("group")
     except (OSError, ValueError, AttributeError):

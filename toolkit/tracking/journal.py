@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
 
+JOURNAL = "tracked.jsonl"
+"""The file in a run's folder; its first line has the run's id and group."""
+
 Point = dict[str, Any]
 
 

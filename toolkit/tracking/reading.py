@@ -8,6 +8,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from toolkit.messages import first_line
+
 Numbers = dict[str, float]
 
 LARGEST = 2**63
@@ -87,7 +89,3 @@ def whole_number(value: Any) -> int | None:
 
 def text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))

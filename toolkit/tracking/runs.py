@@ -9,11 +9,12 @@ from math import isfinite, nan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config.shorthands import spell_out
+from toolkit.messages import first_line
 from toolkit.tracking.reading import (
     LARGEST,
     DamagedError,
     Numbers,
-    first_line,
     mappings,
     number_rows,
     numbers_of,
@@ -330,8 +331,7 @@ def _options(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
     config: Any = read_yaml(folder / ".hydra" / "config.yaml")
     if not isinstance(config, dict):
         config = {}
-    if isinstance(config.get("workers"), int) and "microbatches" in config:
-        config["microbatches"] = config["workers"]
+    spell_out(config)
     if not _RESOLVER.search(str(config)):
         with suppress(OmegaConfBaseException, ValueError):  # else as it was written
             config = OmegaConf.to_container(OmegaConf.create(config), resolve=True)

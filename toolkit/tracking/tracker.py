@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from toolkit.tracking.journal import Journal
+from toolkit.messages import first_line
+from toolkit.tracking.journal import JOURNAL, Journal
 from toolkit.tracking.provenance import provenance, redacted
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def track(
     if not here or options.mode == "disabled":
         yield Tracker()
         return
-    journal = Journal(folder / "tracked.jsonl" if alone else None, resume=resume)
+    journal = Journal(folder / JOURNAL if alone else None, resume=resume)
     source = provenance(config, device, 0)
     content = {k: v for k, v in source.pop("config").items() if k not in _NOT_TRAINING}
     tracker = _begin(
@@ -144,8 +145,7 @@ def track(
 
 def one_line(error: BaseException) -> str:
     """What went wrong, in a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return str(redacted(lines[0] if lines else type(error).__name__))
+    return str(redacted(first_line(error)))
 
 
 def _begin(folder: Path, journal: Journal, *, mode: str, **options: Any) -> Tracker:

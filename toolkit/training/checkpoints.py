@@ -69,7 +69,7 @@ class Checkpoints:
 
     def any(self, runtime: Runtime) -> bool:
         """Whether rank 0 finds one. Every rank calls it."""
-        return bool(_from_rank_0(runtime, self.paths()))
+        return bool(from_rank_0(runtime, self.paths()))
 
     def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
         """The latest state that is whole, and a sentence on each later one that is not.
@@ -84,7 +84,7 @@ class Checkpoints:
             ValueError: there is none.
         """
         damaged: list[str] = []
-        paths = _from_rank_0(runtime, [(path, path.is_dir()) for path in self.paths()])
+        paths = from_rank_0(runtime, [(path, path.is_dir()) for path in self.paths()])
         for path, sharded in reversed(paths[: max(1, len(paths) - skip)]):
             try:
                 if sharded:
@@ -107,14 +107,14 @@ def _read_on_rank_0(path: Path, runtime: Runtime) -> dict[str, Any]:
             state = read(path)
         except (DamagedCheckpointError, OSError) as error:
             state = str(error)
-    state = _from_rank_0(runtime, state)
+    state = from_rank_0(runtime, state)
     if isinstance(state, str):
         raise DamagedCheckpointError(state)
     assert isinstance(state, dict)
     return state
 
 
-def _from_rank_0(runtime: Runtime, value: Any) -> Any:
+def from_rank_0(runtime: Runtime, value: Any) -> Any:
     """Rank 0's ``value``, on every rank."""
     return value if runtime.world is None else runtime.world.gather(value)[0]
 

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
-from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.checkpoints import Checkpoints, from_rank_0
 from toolkit.training.job import Job, prepare
 from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signals
 from toolkit.training.loop import Epoch, Position, Step
@@ -49,7 +49,7 @@ def run_kept(
 
     Args:
         job: fresh.
-        folder: of the run; its checkpoints are in ``folder/checkpoints``.
+        folder: of the run; its checkpoints are in ``folder/checkpoints``. Rank 0's counts.
         resume: go on from the latest checkpoint that is whole; None: if there is one.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
@@ -67,7 +67,9 @@ def run_kept(
         raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
     often = Often(options.save.steps, options.save.epochs, options.save.minutes)
     checkpoints = Checkpoints(
-        folder / "checkpoints", options.save.keep, sharded=options.save.sharded
+        from_rank_0(job.runtime, folder.resolve()) / "checkpoints",
+        options.save.keep,
+        sharded=options.save.sharded,
     )
     safe = _safe(job) if options.guard == "rollback" else None
     notes: list[str] = []
