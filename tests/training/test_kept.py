@@ -205,6 +205,20 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
     assert outcome.epochs[-1].top1 >= calm.epochs[-1].top1 - 0.02
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_weights_of_every_version_go_back_to_the_gpu(tmp_path, sharded):
+    options = ("device=cuda", "schedule=cdp_v1", "ema=0.9", "optimizer=adamw", "save.steps=3")
+    options += (f"save.sharded={sharded}",)
+    whole = run_kept(prepare(configured(*options)), tmp_path / "whole")
+    stopped(tmp_path / "again", 8, *options)
+    again = run_kept(prepare(configured(*options)), tmp_path / "again", resume=True)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(again)[name], tensor, rtol=1e-3, atol=1e-4)
+    assert again.epochs[-1].ema_top1 is not None
+
+
 def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
     told = r"(and was .* at first|is nan): lower optimizer.lr"
     with pytest.raises(FloatingPointError, match=told):

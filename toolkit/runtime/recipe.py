@@ -23,8 +23,9 @@ class Recipe:
     """What users add to a training step, and every schedule can be combined with.
 
     Args:
-        precision: ``fp32``; ``tf32``, which only NVIDIA GPUs tell apart from it; ``bf16`` or
-            ``fp16``: torch's autocast over weights of 32 bits.
+        precision: ``fp32`` or ``tf32``, which only NVIDIA GPUs tell apart, by what
+            :func:`allow_tf32` has set for the whole process; ``bf16`` or ``fp16``: torch's
+            autocast over weights of 32 bits.
         loss_scale: factor on the loss under ``fp16``, so that small gradients do not vanish. An
             update whose gradient is not finite is left out; see :attr:`Updater.n_skipped`.
         checkpoint: stages whose forward is computed again in the backward, instead of its
@@ -171,6 +172,9 @@ PLAIN = Recipe()
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether NVIDIA GPUs may round the factors of 32-bit products to 10 bits of mantissa."""
+    """Whether NVIDIA GPUs may round the factors of 32-bit products to 10 bits of mantissa.
+
+    It holds for the whole process, so runtimes do not set it; ``experiments`` do.
+    """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

@@ -66,10 +66,9 @@ def run_kept(
     if options.guard not in GUARDS:
         raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
     often = Often(options.save.steps, options.save.epochs, options.save.minutes)
+    folder = from_rank_0(job.runtime, folder.resolve())
     checkpoints = Checkpoints(
-        from_rank_0(job.runtime, folder.resolve()) / "checkpoints",
-        options.save.keep,
-        sharded=options.save.sharded,
+        folder / "checkpoints", options.save.keep, sharded=options.save.sharded
     )
     safe = _safe(job) if options.guard == "rollback" else None
     notes: list[str] = []
