@@ -150,9 +150,9 @@ _ROWS = {
     "bench_failure": _failure,
     "bench_links": _links,
     "bench_simulator": _bench,
-    "bench_explorer": _bench,
     "bench_resume": _bench,
     "bench_resume_distributed": _bench,
+    "bench_resume_restarted": _bench,
     "bench_checkpoint_fuzz": _failure,
 }
 
