@@ -5,12 +5,17 @@
 
 More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. The first
 one left is what the others are compared with.
+
+One that was broken off goes on after the runs that have ended, with more seeds or rules if asked:
+
+    python experiments/compare.py resume=outputs/compare/... seeds=8
 """
 
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from math import isnan
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -38,26 +43,27 @@ def main(config: DictConfig) -> None:
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)
-    runs: list[Run] = []
-    for run in train_all(config, folder):
+    runs = ended_before(config)
+    notes = [f"resumed: {len(runs)} runs had ended before, and take no seconds"] if runs else []
+    for run in train_all(config, folder, {(run.rule, run.seed) for run in runs}):
         runs.append(run)
         if leads():  # what has ended is kept, whatever befalls the others
             write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
+            if delays := [row for run in runs for row in run.named(run.delays)]:
+                write_csv(folder / "delays.csv", delays)
     seconds = time.perf_counter() - start
     if not leads():
         return
 
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     delays = [row for run in runs for row in run.named(run.delays)]
-    if delays:
-        write_csv(folder / "delays.csv", delays)
     write_csv(folder / "comparison.csv", rows)
     device = describe(pick_device(config.device))
     write_json(
         folder / "result.json",
         {
             "metrics": rows,
-            "notes": list(dict.fromkeys(note for run in runs for note in run.notes)),
+            "notes": list(dict.fromkeys([*notes, *(note for run in runs for note in run.notes)])),
             "delays": delay_means(delays, ["rule", "stage"]),
             "provenance": provenance(config, device, seconds),
         },
@@ -103,16 +109,43 @@ class Run:
     seed: int
     epochs: list[dict[str, Any]]
     delays: list[dict[str, Any]]
-    notes: list[str]
-    where: str
+    notes: list[str] = field(default_factory=list)
+    where: str = ""
 
     def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """``rows`` of this run, with what they are of."""
         return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
-def train_all(config: DictConfig, folder: Path) -> Iterator[Run]:
-    """Each rule with each seed."""
+def ended_before(config: DictConfig) -> list[Run]:
+    """The runs of the comparison that is resumed that came to their last epoch.
+
+    Raises:
+        ValueError: what is left of it cannot be read.
+    """
+    if not config.resume:
+        return []
+    from toolkit.tracking.reading import read_csv
+
+    folder = Path(config.resume)
+    found: dict[tuple[str, int], Run] = {}
+    for name, kept in (("runs.csv", "epochs"), ("delays.csv", "delays")):
+        for row in read_csv(folder / name, words=("rule",)):
+            key = row.pop("rule"), int(row.pop("seed"))
+            known = {k: None if isnan(value) else value for k, value in row.items()}
+            whole = {k: int(known[k]) for k in ("epoch", "step", "stage") if k in known}
+            run = found.setdefault(key, Run(*key, [], []))
+            getattr(run, kept).append(known | whole)
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [
+        run
+        for run in found.values()
+        if run.rule in config.rules and run.seed in seeds and len(run.epochs) == config.epochs
+    ]
+
+
+def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> Iterator[Run]:
+    """Each rule with each seed, but for those that are done."""
     from hydra.utils import instantiate
 
     from toolkit.tracking import Curves, Progress, describe, track, track_schedule
@@ -121,43 +154,42 @@ def train_all(config: DictConfig, folder: Path) -> Iterator[Run]:
 
     images = instantiate(config.data)
     seeds = range(config.seed, config.seed + config.seeds)
-    n_epochs = config.epochs * len(config.rules) * len(seeds)
-    with Progress(n_epochs, shown=leads()) as progress:
-        for seed in seeds:
-            for name in config.rules:
-                schedule = {"schedule": config.rules[name], "seed": seed}
-                single = OmegaConf.create({**config, **schedule})
-                job = prepare(single, images)
-                progress.run(f"{job.schedule.name}, seed {seed}")
-                delays: list[dict[str, Any]] = []
-                with track(
-                    single,
-                    folder,
-                    device=describe(job.device),
-                    name=f"{name}, seed {seed}",
-                    job_type="compare",
-                    group=group_of(folder),
-                    alone=False,
-                    here=leads(),
-                ) as tracker:
-                    curves = Curves(tracker, config.tracking.every)
-                    track_schedule(tracker, job.schedule)
+    wanted = [(name, seed) for seed in seeds for name in config.rules if (name, seed) not in done]
+    with Progress(config.epochs * len(wanted), shown=leads()) as progress:
+        for name, seed in wanted:
+            schedule = {"schedule": config.rules[name], "seed": seed}
+            single = OmegaConf.create({**config, **schedule})
+            job = prepare(single, images)
+            progress.run(f"{job.schedule.name}, seed {seed}")
+            delays: list[dict[str, Any]] = []
+            with track(
+                single,
+                folder,
+                device=describe(job.device),
+                name=f"{name}, seed {seed}",
+                job_type="compare",
+                group=group_of(folder),
+                alone=False,
+                here=leads(),
+            ) as tracker:
+                curves = Curves(tracker, config.tracking.every)
+                track_schedule(tracker, job.schedule)
 
-                    def count(
-                        step: Step,
-                        delays: list[dict[str, Any]] = delays,
-                        curves: Curves = curves,
-                    ) -> None:
-                        progress.trained(step)
-                        curves.trained(step)
-                        delays.extend(asdict(delay) for delay in step.result.delays)
+                def count(
+                    step: Step,
+                    delays: list[dict[str, Any]] = delays,
+                    curves: Curves = curves,
+                ) -> None:
+                    progress.trained(step)
+                    curves.trained(step)
+                    delays.extend(asdict(delay) for delay in step.result.delays)
 
-                    epochs = job.run(on_epoch=curves.epoch, on_step=count)
-                    final = asdict(epochs[-1])
-                    tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
-                progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
-                rows = [asdict(epoch) for epoch in epochs]
-                yield Run(name, seed, rows, delays, tracker.notes, tracker.where)
+                epochs = job.run(on_epoch=curves.epoch, on_step=count)
+                final = asdict(epochs[-1])
+                tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
+            progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
+            rows = [asdict(epoch) for epoch in epochs]
+            yield Run(name, seed, rows, delays, tracker.notes, tracker.where)
 
 
 def where_tracked(places: list[str], folder: Path) -> str:

@@ -1,5 +1,7 @@
 """Recipes and delay studies as a user asks for them."""
 
+import shutil
+
 import pytest
 
 from tests.experiments.command import TINY, refused
@@ -84,3 +86,32 @@ def test_mistakes(arguments, words):
 def test_a_peak_is_of_a_gpu():
     message = refused("bench", "bench=peak", "device=cpu")
     assert "a GPU's peak is measured on a GPU: got device=cpu" in message
+
+
+def test_a_comparison_that_was_broken_off_goes_on_after_the_runs_that_have_ended(tmp_path):
+    """The last run is as if it had been killed in its second epoch; a seed more is asked for."""
+    options = (*TINY, "~rules.cdp_v1", "seeds=2", "epochs=2", "diagnostics=3")
+    whole = complete("compare", tmp_path / "whole", *options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    path = tmp_path / "again" / "runs.csv"
+    kept = path.read_text().splitlines()[:-1]
+    path.write_text("\n".join([line.replace(",0.", ",7.") for line in kept]) + "\n")
+    again = complete("compare", tmp_path / "again", f"resume={tmp_path / 'again'}", "seeds=3")
+    assert again["notes"] == ["resumed: 3 runs had ended before, and take no seconds"]
+    before, after = rows(tmp_path / "whole" / "runs.csv"), rows(path)
+    assert len(after) == 2 * 3 * 2
+    seen = [(row["rule"], row["seed"], row["epoch"]) for row in after]
+    assert seen[:8] == [(row["rule"], row["seed"], row["epoch"]) for row in before]
+    assert all(float(row["learning_rate"]) > 6 for row in after[:6])  # taken as they were
+    for found, expected in zip(after[6:8], before[6:8], strict=True):
+        assert found["train_loss"] == expected["train_loss"]  # trained again
+    looks = rows(tmp_path / "again" / "delays.csv")
+    assert len(looks) == 1.5 * len(rows(tmp_path / "whole" / "delays.csv"))
+    assert whole["metrics"][0].keys() == again["metrics"][0].keys()
+
+
+def test_what_is_no_comparison_cannot_be_resumed(tmp_path):
+    complete("train", tmp_path, *TINY)
+    (tmp_path / "runs.csv").write_text("rule,seed\ndp")
+    told = refused("compare", f"resume={tmp_path}", *TINY)
+    assert "runs.csv cannot be read: line 2 has 1 cells of 2" in told

@@ -339,6 +339,7 @@ class Train(Training):
 @dataclass
 class Compare(Training):
     rules: dict[str, Any] = field(default_factory=dict)
+    resume: str | None = option(None, "output directory of a comparison, to go on where it ended")
     seeds: int = option(5, "runs of each rule, with seeds 0, 1, ...")
     seed: int = option(0, "the first seed")
 
