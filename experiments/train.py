@@ -7,6 +7,7 @@ torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cd
 """
 
 import os
+import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -98,7 +99,7 @@ def train(
             if leads():
                 progress.line(
                     f"stopped by {stopped}"
-                    + (f"; python experiments/train.py resume={folder}" if stopped.saved else "")
+                    + (f"; {go_on(folder)}" if stopped.saved else "; nothing is saved")
                 )
             return Ended(STOPPED), {}
     job, epochs = outcome.job, [as_row(epoch) for epoch in outcome.epochs]
@@ -147,6 +148,13 @@ def train(
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}")
     return Ended(objective=objective), result
+
+
+def go_on(folder: Path) -> str:
+    """The command that resumes the run in ``folder``."""
+    from toolkit.tracking.provenance import starter
+
+    return shlex.join([*starter(), "experiments/train.py", f"resume={folder}"])
 
 
 def sweep() -> str | None:

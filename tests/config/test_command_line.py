@@ -95,7 +95,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
         (
             ["optimizer.lr=1e30"],
-            "is nan: lower optimizer.lr, warm up with lr.warmup_epochs, or go",
+            "is nan: lower optimizer.lr, or warm up with lr.warmup_epochs (guard=rollback goes",
         ),
         # data
         (["data=cifar10"], "data=cifar10 reads a folder: set data.root to one that holds cifar-10"),

@@ -19,12 +19,12 @@ def folder(tmp_path):
 
 
 def test_without_resume_nothing_changes():
-    assert resumed(["schedule=dp", "resume=null"]) == ["schedule=dp", "resume=null"]
-    assert resumed([]) == []
+    assert resumed(["schedule=dp", "resume=null"], "train") == ["schedule=dp", "resume=null"]
+    assert resumed([], "train") == []
 
 
 def test_the_options_of_before_and_the_same_folder(folder):
-    assert resumed([f"resume={folder}"]) == [
+    assert resumed([f"resume={folder}"], "train") == [
         "schedule=dp",
         "+model.arguments.a=1",
         "epochs=3",
@@ -33,8 +33,19 @@ def test_the_options_of_before_and_the_same_folder(folder):
     ]
 
 
+def test_a_folder_of_another_experiment_is_refused(folder):
+    hydra = {"hydra": {"job": {"name": "compare"}}}
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
+    told = f"made by another experiment: python experiments/compare.py resume={folder}"
+    with pytest.raises(ValueError, match=re.escape(told)):
+        resumed([f"resume={folder}"], "train")
+    assert resumed([f"resume={folder}"], "compare")[0] == "schedule=dp"
+
+
 def test_what_is_given_again_counts(folder):
-    assert resumed(["epochs=9", f"resume={folder}", "hydra.run.dir=elsewhere", "seed=1"]) == [
+    assert resumed(
+        ["epochs=9", f"resume={folder}", "hydra.run.dir=elsewhere", "seed=1"], "train"
+    ) == [
         "schedule=dp",
         "+model.arguments.a=1",
         "epochs=9",
@@ -46,10 +57,10 @@ def test_what_is_given_again_counts(folder):
 
 def test_of_one_run_and_of_nothing(folder, tmp_path):
     with pytest.raises(ValueError, match=r"is one run: leave out -m$"):
-        resumed(["-m", f"resume={folder}"])
+        resumed(["-m", f"resume={folder}"], "train")
     for wrong in ("", str(tmp_path / "nowhere"), str(folder / ".hydra" / "overrides.yaml")):
         with pytest.raises(ValueError, match=rf"^resume={wrong} is not a folder: give"):
-            resumed([f"resume={wrong}"])
+            resumed([f"resume={wrong}"], "train")
 
 
 @pytest.mark.parametrize("content", [None, "a: 1", "[1, 2]", "[", "\x00"])
@@ -58,7 +69,7 @@ def test_another_folder_is_refused(tmp_path, content):
         (tmp_path / ".hydra").mkdir()
         (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"resume={tmp_path}")):
-        resumed([f"resume={tmp_path}"])
+        resumed([f"resume={tmp_path}"], "train")
 
 
 def test_a_run_is_resumed_from_the_command_line(tmp_path):

@@ -50,13 +50,13 @@ def test_a_sweep_goes_on_with_its_own_options(tmp_path, monkeypatch):
     options = ["-m", "seed=0,1", "hydra.sweep.dir=x", "resume=y", "hydra/launcher=joblib"]
     (tmp_path / "sweep.json").write_text(json.dumps({"options": options}))
     kept = ["-m", "seed=0,1", "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
-    assert resumed([f"resume={tmp_path}"]) == kept
-    assert resumed(["--multirun", f"resume={tmp_path}"]) == kept
+    assert resumed([f"resume={tmp_path}"], "train") == kept
+    assert resumed(["--multirun", f"resume={tmp_path}"], "train") == kept
     with pytest.raises(ValueError, match=r"its own options: leave out epochs=9 seed=3$"):
-        resumed(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"])
+        resumed(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"], "train")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"under torchrun only single runs"):
-        resumed([f"resume={tmp_path}"])
+        resumed([f"resume={tmp_path}"], "train")
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"options": 1}'])

@@ -109,6 +109,18 @@ def test_passes_over_the_latest(checkpoints):
         same(checkpoints.load(Saved(), skip)[0], step)
 
 
+def test_the_best_is_used_if_no_other_is_whole(checkpoints):
+    for step in (1, 2, 3):
+        save(checkpoints, step, best=step == 1)
+    for path in checkpoints.paths():
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            file.write_bytes(file.read_bytes()[:10])
+    found, damaged = checkpoints.load(Saved())
+    same(found, 1)
+    assert len(damaged) == 2
+    assert all("is damaged" in sentence for sentence in damaged)
+
+
 def test_both_kinds_stand_side_by_side(checkpoints, tmp_path):
     other = Checkpoints(tmp_path, keep=2, sharded=not checkpoints.sharded)
     save(checkpoints, 1, best=True)
@@ -144,7 +156,7 @@ def test_says_that_there_is_none(tmp_path):
     with pytest.raises(ValueError, match=r"there is no checkpoint in .*: give resume="):
         Checkpoints(tmp_path).load(Saved())
     assert not Checkpoints(tmp_path).any(Saved())
-    (tmp_path / "step_000000001.ckpt").write_bytes(b"something else")
+    (tmp_path / "step_000000001.ckpt").write_bytes(b"something else" * 9)
     (tmp_path / "step_000000002.ckpt").mkdir()
     assert Checkpoints(tmp_path).any(Saved())
     both = r"no checkpoint in .* is whole: .*2.ckpt is damaged: .*; .* is not a checkpoint"

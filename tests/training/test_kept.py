@@ -1,6 +1,7 @@
 """Runs that are stopped, resumed and rolled back end as if nothing had happened."""
 
 import os
+import re
 import shutil
 import signal
 from itertools import product
@@ -149,6 +150,24 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
             run_kept(prepare(configured(*options)), tmp_path, resume=True)
 
 
+def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
+    stopped(tmp_path, 3)
+    options = ("epochs=2", "optimizer.lr=0.5", "schedule=dp", "save.keep=3", "threads=1")
+    outcome = run_kept(prepare(configured(*options)), tmp_path, resume=True)
+    (note,) = outcome.notes
+    assert note.startswith("resumed with other options than those of the checkpoint: ")
+    assert "optimizer.lr=0.5 (was 0.1)" in note
+    assert "schedule._target_=toolkit.schedule.catalog.data_parallel (was" in note
+    assert not {"epochs", "save", "threads"} & {*re.findall(r"(\w+)[.\w]*=", note)}
+
+
+def test_an_epoch_that_is_over_before_it_is_resumed_is_refused(tmp_path):
+    stopped(tmp_path, 5, "save.steps=5")
+    fewer = configured("save.steps=5", "data.n_train=32")
+    with pytest.raises(ValueError, match=r"after step 5 of an epoch, which now has 4: resume it"):
+        run_kept(prepare(fewer), tmp_path, resume=True)
+
+
 def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path):
     with pytest.raises(StoppedError, match="SIGINT"):
         run_kept(prepare(configured()), tmp_path, on_step=stop_at(3, signal.SIGINT))
@@ -231,6 +250,8 @@ def test_what_has_no_way_back_is_refused_at_once(tmp_path):
         run_kept(job, tmp_path)
     with pytest.raises(ValueError, match="unknown guard 'maybe'"):
         run_kept(prepare(configured("guard=maybe")), tmp_path)
+    with pytest.raises(ValueError, match=r"guard_factor is above 1; 10 is usual: got -1"):
+        run_kept(prepare(configured("guard_factor=-1")), tmp_path)
     with pytest.raises(ValueError, match=r"save.steps is above 0, or null: got 0"):
         run_kept(prepare(configured("save.steps=0")), tmp_path)
 

@@ -106,7 +106,7 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
                     print(sys.modules[function.__module__].__doc__)
                     print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
                     return
-                Sweep.options = sweeps.with_defaults(resumed(sweeps.flag_first(sys.argv[1:])))
+                Sweep.options = sweeps.with_defaults(resumed(sweeps.flag_first(sys.argv[1:]), name))
                 sys.argv[1:] = Sweep.options
                 put_back = remembered(Sweep.options)
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()

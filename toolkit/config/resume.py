@@ -18,11 +18,11 @@ _OVERRIDES = Path(".hydra") / "overrides.yaml"
 _OWN = ("resume", "hydra.run.dir")  # which it sets
 
 
-def resumed(arguments: Sequence[str]) -> list[str]:
+def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     """The command line with the options of the run that it resumes, but for those it gives itself.
 
     Raises:
-        ValueError: the folder is not that of a run.
+        ValueError: the folder is not that of a run of the ``experiment``.
     """
     given = {_key(argument): argument for argument in arguments}
     if "resume" not in given:
@@ -46,9 +46,24 @@ def resumed(arguments: Sequence[str]) -> list[str]:
         ) from error
     if not isinstance(before, list) or not all(isinstance(o, str) for o in before):
         raise ValueError(f"resume={folder}: {_OVERRIDES} is not a list of options")
+    made_by = _made_by(Path(folder))
+    if made_by not in (None, experiment):
+        raise ValueError(
+            f"resume={folder} was made by another experiment: python experiments/{made_by}.py"
+            f" resume={folder}"
+        )
     kept = [option for option in before if _key(option) not in {*given, *_OWN}]
     rest = [argument for argument in arguments if _key(argument) not in ("hydra.run.dir",)]
     return [*kept, *rest, f"hydra.run.dir={folder}"]
+
+
+def _made_by(folder: Path) -> str | None:
+    """The experiment whose folder it is, if that is told."""
+    try:
+        found = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text())
+        return str(found["hydra"]["job"]["name"])
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def remembered(arguments: Sequence[str]) -> Callable[[], None]:

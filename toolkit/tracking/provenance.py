@@ -27,7 +27,7 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
         seconds: wall time.
     """
     return {
-        "command": shlex.join(redacted([*_starter(), *_relative(_arguments())])),
+        "command": shlex.join(redacted([*starter(), *_relative(_arguments())])),
         "config": redacted(OmegaConf.to_container(config, resolve=True)),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | _versions(),
@@ -86,7 +86,7 @@ def _git(*arguments: str) -> str:
     return found.stdout.strip()
 
 
-def _starter() -> list[str]:
+def starter() -> list[str]:
     """What started this process: Python, or torchrun on so many machines."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:

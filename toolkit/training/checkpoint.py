@@ -70,6 +70,8 @@ def read(path: Path) -> dict[str, Any]:
     """
     content = path.read_bytes()
     head = len(_MAGIC) + 65
+    if len(content) < head:
+        raise DamagedCheckpointError(f"{path} is damaged: it is cut off")
     if not content.startswith(_MAGIC):
         raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
     payload = memoryview(content)[head:]

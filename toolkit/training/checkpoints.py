@@ -12,6 +12,7 @@ from toolkit.runtime.interface import Runtime
 from toolkit.training.checkpoint import DamagedCheckpointError, read, write
 from toolkit.training.sharded import read_sharded, replace_folder, write_sharded
 
+_BEST = "best.ckpt"
 _NAME = re.compile(r"step_(\d{9})\.ckpt")
 
 
@@ -58,7 +59,7 @@ class Checkpoints:
                 write(path, state)
         if leads:
             if best:
-                _link(path, self.folder / "best.ckpt")
+                _link(path, self.folder / _BEST)
             for old in (*self.paths()[: -self.keep], *self.folder.glob(".step_*")):
                 _remove(old)
 
@@ -74,6 +75,8 @@ class Checkpoints:
     def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
         """The latest state that is whole, and a sentence on each later one that is not.
 
+        If none is, the best.
+
         Every rank calls it, and gets the same, but for what is meta tensors of a sharded one.
 
         Args:
@@ -84,8 +87,10 @@ class Checkpoints:
             ValueError: there is none.
         """
         damaged: list[str] = []
-        paths = from_rank_0(runtime, [(path, path.is_dir()) for path in self.paths()])
-        for path, sharded in reversed(paths[: max(1, len(paths) - skip)]):
+        paths = self.paths()
+        paths = [self.folder / _BEST, *paths[: max(1, len(paths) - skip)]]  # the best at last
+        there = [(path, path.is_dir()) for path in paths if path.exists()]
+        for path, sharded in reversed(from_rank_0(runtime, there)):
             try:
                 if sharded:
                     return read_sharded(path, runtime.own, runtime.world), damaged

@@ -18,6 +18,7 @@ from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.loop import Position, Stretches
 
 GUARDS = ("off", "stop", "rollback")
+_WEIGHTS = "the weights"
 _PAUSE = 5.0  # seconds between two pauses at which ranks hear of signals
 
 
@@ -176,14 +177,17 @@ class Keeper(Stretches):
         try:
             write_bytes(path, serialised(model.state_dict()))
         except OSError as error:
-            self._not_written(f"the weights, {path}", error)
+            self._not_written(f"{_WEIGHTS}, {path}", error)
 
     def notes(self) -> list[str]:
         """A sentence on what could not be written, if anything."""
         if not self.unwritten:
             return []
-        more = len(self.unwritten) - 1
-        return [f"not written: {self.unwritten[0]}" + (f"; and {more} later ones" if more else "")]
+        first, *later = self.unwritten
+        last = [text for text in later[-1:] if text.startswith(_WEIGHTS)]
+        more = len(later) - len(last)
+        texts = [first, *([f"and {more} later ones"] if more else []), *last]
+        return [f"not written: {'; '.join(texts)}"]
 
     def _not_written(self, what: str, error: OSError) -> None:
         text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"

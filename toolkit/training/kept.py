@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
@@ -14,6 +16,12 @@ from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signal
 from toolkit.training.loop import Epoch, Position, Step
 
 _ROLLBACKS = 3
+_MOST_TOLD = 4
+# Options that may change when a run is resumed, without a word.
+_INDIFFERENT = (
+    *("epochs", "resume", "save", "guard", "guard_factor", "runtime", "workers", "device"),
+    *("threads", "tracking", "profile", "diagnostics"),
+)
 _FIRST_STRETCH = 8  # steps; those that are measured are not cut up
 
 
@@ -65,6 +73,8 @@ def run_kept(
     options = job.config
     if options.guard not in GUARDS:
         raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
+    if not options.guard_factor > 1:
+        raise ValueError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
     often = Often(options.save.steps, options.save.epochs, options.save.minutes)
     folder = from_rank_0(job.runtime, folder.resolve())
     checkpoints = Checkpoints(
@@ -105,9 +115,11 @@ def run_kept(
             except DivergedError as error:
                 notes += keeper.notes()
                 if safe is None or n_rollbacks == _ROLLBACKS:
+                    tried = f", {n_rollbacks} rollbacks notwithstanding" if n_rollbacks else ""
+                    back = " (guard=rollback goes back to the last checkpoint by itself)"
                     raise FloatingPointError(
-                        f"{error}: lower optimizer.lr, warm up with lr.warmup_epochs, or go back"
-                        " to the last checkpoint by itself with guard=rollback"
+                        f"{error}{tried}: lower optimizer.lr, or warm up with lr.warmup_epochs"
+                        f"{'' if safe else back}"
                     ) from error
                 job = prepare(job.config, job.images, safe)
                 position = _restore(job, checkpoints, n_rollbacks, note)
@@ -167,6 +179,8 @@ def _restore(
     state, damaged = checkpoints.load(job.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
+    if told := changed_options(state.get("config"), job.config):
+        note(f"resumed with other options than those of the checkpoint: {told}")
     try:
         job.runtime.load_state_dict(state["runtime"])
         return Position.of(state["position"])
@@ -175,3 +189,37 @@ def _restore(
         raise ValueError(
             f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}"
         ) from error
+
+
+def changed_options(before: object, now: DictConfig) -> str:
+    """What differs in options on which the trajectory depends; empty if nothing does.
+
+    Args:
+        before: options as YAML, if they are known.
+        now: the options of the run.
+    """
+    if not isinstance(before, str):
+        return ""
+    try:
+        old = flat(OmegaConf.to_container(OmegaConf.create(before)))
+    except (OmegaConfBaseException, YAMLError):
+        return ""
+    new = flat(OmegaConf.to_container(now))
+    names = [
+        name
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name.partition(".")[0] not in _INDIFFERENT
+    ]
+    told = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_TOLD]]
+    more = [f"and {len(names) - _MOST_TOLD} more"] if len(names) > _MOST_TOLD else []
+    return ", ".join([*told, *more])
+
+
+def flat(options: object, prefix: str = "") -> dict[str, object]:
+    """``{"a.b": c}`` of ``{"a": {"b": c}}``."""
+    if not isinstance(options, dict):
+        return {prefix.removesuffix("."): options}
+    found: dict[str, object] = {}
+    for name, value in options.items():
+        found |= flat(value, f"{prefix}{name}.")
+    return found

@@ -158,6 +158,7 @@ def fit(
 
     Raises:
         FloatingPointError: the training loss is no longer finite.
+        ValueError: ``position`` is beyond the end of its epoch.
     """
     position = position or Position()
     stretches = stretches or Stretches()
@@ -165,6 +166,11 @@ def fit(
         batches = images.train(batch_size, seed, epoch, device)
         n_steps = len(batches)
         next_rate = runtime.learning_rates[0]
+        if position.step and position.step >= n_steps:
+            raise ValueError(
+                f"the run was saved after step {position.step} of an epoch, which now has"
+                f" {n_steps}: resume it with the images and batch of before"
+            )
         if position.step == 0:
             position.learning_rate = next_rate
         start, begun_at = time.perf_counter(), position.step

@@ -4,6 +4,7 @@ It is a folder in that library's format. A tensor is under the path that it has 
 is no tensor under ``rest/RANK``, and SHA256SUMS, in the form of ``sha256sum``, tells of damage.
 """
 
+import errno
 import hashlib
 import io
 import pickle
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from toolkit.messages import first_line
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.state import joined
 from toolkit.runtime.tree import map_places, merged
@@ -276,4 +278,5 @@ def _give_up(beside: Path, rank: int) -> None:
 def _as_os_error(reason: BaseException, path: Path) -> OSError:
     if isinstance(reason, OSError):
         return reason
-    return OSError(None, str(reason).splitlines()[0] if str(reason) else repr(reason), str(path))
+    text = f"{first_line(reason)} (is the disk full?)"  # torch's writer does not tell
+    return OSError(errno.EIO, text, str(path))
