@@ -10,6 +10,7 @@ import os
 import shlex
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
+from toolkit.config.status import fail
 
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
@@ -29,6 +31,8 @@ def main(config: DictConfig) -> Ended:
     start = time.perf_counter()
     job = prepare(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
+    if leads() and job.runtime.world is not None:
+        job.runtime.world.watch.on_failure = partial(fail, folder)
     with track(
         config,
         folder,
@@ -112,7 +116,10 @@ def train(
     damaged = [*getattr(job.images, "damaged", ())]
     notes = list(outcome.notes)
     if outcome.resumed_at:
-        notes.append(f"resumed at step {outcome.resumed_at}: seconds are of the steps since")
+        rest = "seconds are of the steps since"
+        if outcome.resumed_at == job.runtime.steps_done:
+            rest = "there was nothing left to train"
+        notes.append(f"resumed at step {outcome.resumed_at}: {rest}")
     if damaged:
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
     write_csv(folder / "epochs.csv", epochs)

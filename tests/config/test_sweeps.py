@@ -12,7 +12,7 @@ from PIL import Image
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
 from toolkit.config.resume import resumed
-from toolkit.config.status import Status, read_status, write_status
+from toolkit.config.status import Status, fail, read_status, write_status
 from toolkit.config.sweeps import (
     finished_before,
     flag_first,
@@ -29,6 +29,16 @@ def test_a_status_is_read_as_it_was_written(tmp_path):
     assert read_status(tmp_path) is None
     (tmp_path / "status.json").write_text('{"state": ')
     assert read_status(tmp_path) is None
+
+
+def test_a_run_that_is_ended_has_failed_unless_it_had_ended(tmp_path):
+    fail(tmp_path, "rank 1 has died")
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, Status("running", ["a=1"]))
+    fail(tmp_path, "rank 1 has died")
+    assert read_status(tmp_path) == Status("failed", ["a=1"], "rank 1 has died")
+    fail(tmp_path, "rank 2 has died")
+    assert read_status(tmp_path).message == "rank 1 has died"
 
 
 def test_optuna_is_told_what_to_do_unless_it_has_been():

@@ -43,6 +43,9 @@ def test_a_resumed_run_keeps_what_was_seen_before(tmp_path):
     assert steps == [str(step) for step in range(0, len(steps) * 2, 2)]
     assert len(steps) > 3
     assert found["notes"] == ["resumed at step 4: seconds are of the steps since"]
+    again = complete("train", tmp_path, f"resume={tmp_path}")
+    assert again["metrics"] == found["metrics"]
+    assert again["notes"] == ["resumed at step 12: there was nothing left to train"]
 
 
 def test_rules_by_what_their_delay_does(tmp_path):

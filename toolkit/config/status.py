@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from toolkit.files import write_json
@@ -35,6 +35,13 @@ def write_status(folder: Path, status: Status) -> None:
         write_json(folder / STATUS, asdict(status))
     except OSError:
         return  # as when the disk is full; the run goes on, and says so where it matters
+
+
+def fail(folder: Path, message: str) -> None:
+    """Have ``folder`` tell that its run has failed, unless it tells already how it has ended."""
+    status = read_status(folder)
+    if status is not None and status.state == RUNNING:
+        write_status(folder, replace(status, state=FAILED, message=message))
 
 
 def read_status(folder: Path) -> Status | None:

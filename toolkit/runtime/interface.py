@@ -28,6 +28,8 @@ class Divisible(Protocol):
 class Runtime(Protocol):
     """Trains a model on global batches, as one of ``n_ranks`` processes that all call it alike."""
 
+    steps_done: int
+
     @property
     def world(self) -> World | None:
         """The processes that train together; None where there is one."""

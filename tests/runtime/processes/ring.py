@@ -70,6 +70,7 @@ deadline = time.monotonic() + 60
 while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
     time.sleep(0.02)
 here = world.join(device="cpu", timeout=timeout)
+here.watch.on_failure = lambda message: say(f"told {here.rank} {message}")
 token, left, right = torch.zeros(1), (here.rank - 1) % here.size, (here.rank + 1) % here.size
 for step in range(STEP + 3):
     backward = Instruction(0, Action.BACKWARD, here.rank, 0, step)

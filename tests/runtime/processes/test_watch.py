@@ -101,8 +101,12 @@ PLACE = (
 
 
 def test_a_killed_rank_ends_the_job_of_torchrun(tmp_path):
-    message = Job(tmp_path, "kill").torchrun().end()
+    job = Job(tmp_path, "kill").torchrun()
+    message = job.end()
     assert re.match(rf"rank 1 has died \(its process is gone\), {PLACE} ", message), message
+    told = dict(re.findall(r"^told (\d) (.*)", job.path.read_text(), re.MULTILINE))
+    assert told.keys() == {"0", "2"}  # and so a run's folder is
+    assert sorted(told.values()) == ["another rank has said why the ranks end", message]
 
 
 @thorough

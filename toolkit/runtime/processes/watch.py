@@ -61,12 +61,16 @@ class Watch:
         position: where the main thread is.
         on_terminate: called by the watch's thread on a SIGTERM that did not come because another
             rank has failed. By default it ends the process.
+        on_failure: called by the watch's thread, with the reason as far as this rank knows it,
+            before the process ends because the job has failed. It has a moment.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.position = Position("start", None, ())
         self.on_terminate: Callable[[], None] = lambda: self._leave(128 + signal.SIGTERM)
+        self.on_failure: Callable[[str], None] = lambda message: None
+        self._told = "another rank has said why the ranks end"
         self._word = LastWord.make()
         self._beat = min(0.5, timeout / 8)
         self._reason: Verdict | None = None
@@ -305,6 +309,7 @@ class Watch:
     def _end(self, verdict: Verdict, lost: bool) -> NoReturn:
         """Say the verdict, if nobody else does, and leave."""
         if self._is_elected(lost):
+            self._told = verdict.message
             announce(verdict.message)
             self._beats.speak(verdict.blamed)
             self._word.fate = Fate.FAILED
@@ -349,6 +354,9 @@ class Watch:
         """End this process as it is: threads of a backend may hang for long in a clean end."""
         if status == EXIT_FAILED:
             self._word.fate = Fate.FAILED
+            failed = threading.Thread(target=self.on_failure, args=(self._told,), daemon=True)
+            failed.start()
+            failed.join(_GRACE)
         printed = threading.Thread(target=_flush, daemon=True)
         printed.start()
         printed.join(_GRACE)  # the main thread may hold what that needs
