@@ -115,6 +115,9 @@ def test_a_comparison_that_was_broken_off_goes_on_after_the_runs_that_have_ended
 
 def test_what_is_no_comparison_cannot_be_resumed(tmp_path):
     complete("train", tmp_path, *TINY)
+    told = refused("compare", f"resume={tmp_path}", *TINY)
+    assert f"made by another experiment: python experiments/train.py resume={tmp_path}" in told
+    (tmp_path / ".hydra" / "hydra.yaml").unlink()
     (tmp_path / "runs.csv").write_text("rule,seed\ndp")
     told = refused("compare", f"resume={tmp_path}", *TINY)
     assert "runs.csv cannot be read: line 2 has 1 cells of 2" in told
