@@ -9,6 +9,8 @@ torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cd
 import os
 import shlex
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -44,7 +46,8 @@ def main(config: DictConfig) -> Ended:
     ) as tracker:
         ended, result = train(config, job, folder, tracker, start)
     if late := [note for note in tracker.notes if result and note not in result["notes"]]:
-        write_json(folder / "result.json", result | {"notes": [*result["notes"], *late]})
+        with suppress(OSError):
+            write_json(folder / "result.json", result | {"notes": [*result["notes"], *late]})
     return ended
 
 
@@ -122,11 +125,16 @@ def train(
         notes.append(f"resumed at step {outcome.resumed_at}: {rest}")
     if damaged:
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
-    write_csv(folder / "epochs.csv", epochs)
+    with noted(notes, folder):
+        write_csv(folder / "epochs.csv", epochs)
     curves.whole(outcome.epochs)
     track_weights(config, folder, tracker)
+    if looks:
+        with noted(notes, folder):
+            write_csv(folder / "delays.csv", looks)
     if measured:
-        write_measured(measured, folder, tracker)
+        with noted(notes, folder):
+            write_measured(measured, folder, tracker)
     tracker.summary({f"final/{name}": value for name, value in epochs[-1].items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     result = {
@@ -138,13 +146,15 @@ def train(
         "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
         "provenance": provenance(config, describe(job.device), seconds),
     }
-    write_json(folder / "result.json", result)
+    n_notes = len(notes)
+    with noted(notes, folder):
+        write_json(folder / "result.json", result)
+    whole = len(notes) == n_notes
     print(table([{"schedule": job.schedule.name, "seed": config.seed} | epochs[-1]]))
     if measured:
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
         print(table([readable(row) for row in measured.by_rank()]))
     if looks:
-        write_csv(folder / "delays.csv", looks)
         print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
         print(table(delay_means(looks, ["stage"])))
     if profile.written:
@@ -153,8 +163,17 @@ def train(
         print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
     for note in notes:
         print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}")
-    return Ended(objective=objective), result
+    print(f"\nwritten to {folder}" if whole else "\nthe result is not written")
+    return Ended(0 if whole else 1, objective), result
+
+
+@contextmanager
+def noted(notes: list[str], folder: Path) -> Iterator[None]:
+    """What cannot be written within becomes a note."""
+    try:
+        yield
+    except OSError as error:
+        notes.append(f"not written: {error.filename or folder}: {error.strerror}")
 
 
 def go_on(folder: Path) -> str:

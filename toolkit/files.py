@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,16 @@ def _finite(content: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside, then rename, so that a reader never finds half a file."""
+    """Write beside, then rename, so that a reader never finds half a file.
+
+    Raises:
+        OSError: it cannot be written; the error names ``path``.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, newline="")
-    beside.replace(path)
+    try:
+        beside.write_text(text, newline="")
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

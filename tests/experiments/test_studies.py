@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.experiments.command import TINY, refused
+from tests.experiments.command import TINY, refused, run
 from tests.experiments.test_results import complete, rows
 
 
@@ -46,6 +46,19 @@ def test_a_resumed_run_keeps_what_was_seen_before(tmp_path):
     again = complete("train", tmp_path, f"resume={tmp_path}")
     assert again["metrics"] == found["metrics"]
     assert again["notes"] == ["resumed at step 12: there was nothing left to train"]
+
+
+def test_a_result_that_cannot_be_written_is_shown(tmp_path):
+    for name in ("result.json", "epochs.csv"):
+        (tmp_path / name).mkdir()
+    finished = run("train", *TINY, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 1
+    assert "top1" in finished.out
+    for name in ("result.json", "epochs.csv"):
+        assert f"note: not written: {tmp_path / name}: Is a directory" in finished.out
+    assert finished.out.rstrip().endswith("the result is not written")
+    assert '"state": "failed"' in (tmp_path / "status.json").read_text()
+    assert not [*tmp_path.glob(".*.*[0-9]")]
 
 
 def test_rules_by_what_their_delay_does(tmp_path):

@@ -156,7 +156,9 @@ def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ende
         tell(states.FAILED, explained(error) or f"{type(error).__name__}: {error}")
         raise
     ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
-    tell(states.STOPPED if ended.status == STOPPED else states.FINISHED, None, ended.objective)
+    state = {0: states.FINISHED, STOPPED: states.STOPPED}.get(ended.status, states.FAILED)
+    message = f"it ended with status {ended.status}" if state == states.FAILED else None
+    tell(state, message, ended.objective)
     return ended
 
 
