@@ -6,6 +6,7 @@ import pytest
 
 from tests.experiments.command import TINY, refused, run
 from tests.experiments.test_results import complete, rows
+from tests.thorough import thorough
 
 
 def test_a_recipe(tmp_path):
@@ -104,6 +105,7 @@ def test_a_peak_is_of_a_gpu():
     assert "a GPU's peak is measured on a GPU: got device=cpu" in message
 
 
+@thorough
 def test_a_comparison_that_was_broken_off_goes_on_after_the_runs_that_have_ended(tmp_path):
     """The last run is as if it had been killed in its second epoch; a seed more is asked for."""
     options = (*TINY, "~rules.cdp_v1", "seeds=2", "epochs=2", "diagnostics=3")

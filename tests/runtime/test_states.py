@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from tests.runtime.test_baselines import CASES, assert_same
+from tests.thorough import THOROUGH
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.processes.launch import launch
 
 METHODS = ("ddp", "fsdp", "delayed", "gpipe", "interleaved")
-NAMES = [f"{method}-{variant}-2" for method in METHODS for variant in ("plain", "mixed")]
+VARIANTS = ("plain", "mixed") if THOROUGH else ("mixed",)
+NAMES = [f"{method}-{variant}-2" for method in METHODS for variant in VARIANTS]
 MIDDLE = 3
 
 

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY
-from tests.thorough import more
+from tests.thorough import THOROUGH, more
 from toolkit.config import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
@@ -279,14 +279,17 @@ def test_without_delay(schedule):
 
 RUNTIMES = {
     "distributed": ("schedule=cdp_v2",),
-    "distributed, sharded": ("schedule=cdp_v2", "save.sharded=true"),
     "zero, sharded": ("schedule=zero_cdp_v1", "save.sharded=true"),
     "ddp": ("schedule=dp",),
-    "fsdp": ("schedule=dp",),
     "fsdp, sharded": ("schedule=dp", "save.sharded=true"),
-    "delayed_allreduce": ("schedule=cdp_v1",),
-    "torch_pipelining": ("schedule=gpipe",),
 }
+if THOROUGH:
+    RUNTIMES |= {
+        "distributed, sharded": ("schedule=cdp_v2", "save.sharded=true"),
+        "fsdp": ("schedule=dp",),
+        "delayed_allreduce": ("schedule=cdp_v1",),
+        "torch_pipelining": ("schedule=gpipe",),
+    }
 
 
 def on_ranks(folder):
