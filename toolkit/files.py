@@ -55,4 +55,6 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        if error.errno is not None:
+            error.filename = str(path)
+        raise

@@ -35,6 +35,7 @@ def test_what_the_delay_does(tmp_path):
         assert row["moved"] == pytest.approx(sum(moved) / 2)
 
 
+@thorough
 def test_a_resumed_run_keeps_what_was_seen_before(tmp_path):
     options = (*TINY, "schedule=cdp_v1", "diagnostics=2")
     complete("train", tmp_path, *options, "epochs=1")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from tests.thorough import more
 from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoints import Checkpoints
 
@@ -69,13 +70,13 @@ def mutated(content, chance):
 
 
 def test_whatever_befalls_a_file_the_one_before_is_used(checkpoints):
-    """300 mutations of the files of the latest checkpoint."""
+    """Mutations of the files of the latest checkpoint."""
     save(checkpoints, 1)
     save(checkpoints, 2)
     latest = checkpoints.paths()[-1]
     files = sorted(latest.iterdir()) if latest.is_dir() else [latest]
     chance = random.Random(0)
-    for k in range(300):
+    for k in range(more(80, 300)):
         file = files[k % len(files)]
         whole = file.read_bytes()
         file.write_bytes(mutated(whole, chance))

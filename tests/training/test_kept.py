@@ -279,12 +279,12 @@ def test_without_delay(schedule):
 
 RUNTIMES = {
     "distributed": ("schedule=cdp_v2",),
-    "zero, sharded": ("schedule=zero_cdp_v1", "save.sharded=true"),
-    "ddp": ("schedule=dp",),
     "fsdp, sharded": ("schedule=dp", "save.sharded=true"),
 }
 if THOROUGH:
     RUNTIMES |= {
+        "zero, sharded": ("schedule=zero_cdp_v1", "save.sharded=true"),
+        "ddp": ("schedule=dp",),
         "distributed, sharded": ("schedule=cdp_v2", "save.sharded=true"),
         "fsdp": ("schedule=dp",),
         "delayed_allreduce": ("schedule=cdp_v1",),
