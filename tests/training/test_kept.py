@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY
-from tests.thorough import THOROUGH, more
+from tests.thorough import THOROUGH, more, thorough
 from toolkit.config import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
@@ -357,6 +357,7 @@ def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, name):
         torch.testing.assert_close(tensor, found[0][name][0][key], rtol=1e-3, atol=1e-4)
 
 
+@thorough
 def test_a_baseline_without_a_way_back_says_so(tmp_path):
     """There is no delay-free form of it."""
     options = "runtime=delayed_allreduce", "schedule=cdp_v1", "guard=rollback"
