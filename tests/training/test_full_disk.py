@@ -1,0 +1,86 @@
+"""A disk that fills up, or turns read-only, in the middle of a run: the run ends, and says so."""
+
+import subprocess
+
+import pytest
+
+from tests.experiments.command import TINY, run
+from tests.training.test_kept import configured, weights
+from toolkit.runtime import SingleProcess
+from toolkit.training import prepare, run_kept
+from toolkit.training.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A small file system, and what mounts it anew with other options."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options):
+        command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(folder)]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    if not mount("size=2m"):
+        pytest.skip("there is no leave to mount a file system here")
+    yield folder, mount
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def goes_on_from(folder, step):
+    """Whether a run goes on from the checkpoint of ``step``, to the end of one undisturbed."""
+    job = prepare(configured())
+    state, damaged = Checkpoints(folder / "checkpoints").load(job.runtime)
+    assert isinstance(job.runtime, SingleProcess)
+    job.runtime.load_state_dict(state["runtime"])
+    return damaged == [] and job.runtime.steps_done == step
+
+
+@pytest.mark.parametrize("sharded", ["false", "true"])
+def test_a_full_disk(disk, capsys, sharded):
+    folder, _ = disk
+    options = ("save.steps=4", f"save.sharded={sharded}")
+
+    def fill(step):
+        if (folder / "checkpoints" / "step_000000004.ckpt").exists():
+            try:
+                with (folder / "full").open("ab") as file:
+                    while True:
+                        file.write(bytes(4096))
+                        file.flush()
+            except OSError:
+                pass
+
+    outcome = run_kept(prepare(configured(*options)), folder, on_step=fill)
+    assert len(outcome.epochs) == 3
+    (note,) = outcome.notes
+    assert note.startswith("not written: the checkpoint of step 8: ")
+    assert "the weights, " in note
+    assert "space left" in note or "is the disk full?" in note
+    assert capsys.readouterr().err.count("training goes on") == 1
+    assert goes_on_from(folder, 4)
+
+
+def test_a_disk_that_turns_read_only(disk):
+    folder, mount = disk
+
+    def turn(step):
+        if (folder / "checkpoints" / "step_000000004.ckpt").exists():
+            assert mount("remount", "ro")
+
+    outcome = run_kept(prepare(configured("save.steps=4")), folder, on_step=turn)
+    (note,) = outcome.notes
+    assert "Read-only file system" in note
+    assert len(weights(outcome)) > 0
+    assert goes_on_from(folder, 4)
+
+
+def test_a_disk_that_is_full_from_the_first_shows_the_result(disk):
+    """All that fits are the small files of Hydra."""
+    folder, mount = disk
+    assert mount("remount", "size=48k")
+    finished = run("train", *TINY, f"hydra.run.dir={folder}")
+    assert finished.status in (0, 1)
+    assert "Traceback" not in finished.err
+    assert "top1" in finished.out
+    assert "not written" in finished.out
