@@ -4,24 +4,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import OmegaConf
 
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
+from toolkit.training.changes import changed_options
 from toolkit.training.checkpoints import Checkpoints, from_rank_0
 from toolkit.training.job import Job, prepare
 from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signals
 from toolkit.training.loop import Epoch, Position, Step
 
 _ROLLBACKS = 3
-_MOST_TOLD = 4
-# Options that may change when a run is resumed, without a word.
-_INDIFFERENT = (
-    *("epochs", "resume", "save", "guard", "guard_factor", "runtime", "workers", "device"),
-    *("threads", "tracking", "profile", "diagnostics"),
-)
 _FIRST_STRETCH = 8  # steps; those that are measured are not cut up
 
 
@@ -189,37 +182,3 @@ def _restore(
         raise ValueError(
             f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}"
         ) from error
-
-
-def changed_options(before: object, now: DictConfig) -> str:
-    """What differs in options on which the trajectory depends; empty if nothing does.
-
-    Args:
-        before: options as YAML, if they are known.
-        now: the options of the run.
-    """
-    if not isinstance(before, str):
-        return ""
-    try:
-        old = flat(OmegaConf.to_container(OmegaConf.create(before)))
-    except (OmegaConfBaseException, YAMLError):
-        return ""
-    new = flat(OmegaConf.to_container(now))
-    names = [
-        name
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name.partition(".")[0] not in _INDIFFERENT
-    ]
-    told = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_TOLD]]
-    more = [f"and {len(names) - _MOST_TOLD} more"] if len(names) > _MOST_TOLD else []
-    return ", ".join([*told, *more])
-
-
-def flat(options: object, prefix: str = "") -> dict[str, object]:
-    """``{"a.b": c}`` of ``{"a": {"b": c}}``."""
-    if not isinstance(options, dict):
-        return {prefix.removesuffix("."): options}
-    found: dict[str, object] = {}
-    for name, value in options.items():
-        found |= flat(value, f"{prefix}{name}.")
-    return found

@@ -1,0 +1,46 @@
+"""Options that a resumed run has otherwise than when it was saved."""
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+_MOST_TOLD = 4
+# What may change without a word: the training does not depend on it.
+_INDIFFERENT = (
+    *("epochs", "resume", "save", "guard", "guard_factor", "runtime", "workers", "device"),
+    *("threads", "tracking", "profile", "diagnostics"),
+)
+
+
+def changed_options(before: object, now: DictConfig) -> str:
+    """What differs in options on which the trajectory depends; empty if nothing does.
+
+    Args:
+        before: options as YAML, if they are known.
+        now: the options of the run.
+    """
+    if not isinstance(before, str):
+        return ""
+    try:
+        old = _flat(OmegaConf.to_container(OmegaConf.create(before)))
+    except (OmegaConfBaseException, YAMLError):
+        return ""
+    new = _flat(OmegaConf.to_container(now))
+    names = [
+        name
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and name.partition(".")[0] not in _INDIFFERENT
+    ]
+    told = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_TOLD]]
+    more = [f"and {len(names) - _MOST_TOLD} more"] if len(names) > _MOST_TOLD else []
+    return ", ".join([*told, *more])
+
+
+def _flat(options: object, prefix: str = "") -> dict[str, object]:
+    """``{"a.b": c}`` of ``{"a": {"b": c}}``."""
+    if not isinstance(options, dict):
+        return {prefix.removesuffix("."): options}
+    found: dict[str, object] = {}
+    for name, value in options.items():
+        found |= _flat(value, f"{prefix}{name}.")
+    return found
