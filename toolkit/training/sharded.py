@@ -5,7 +5,6 @@ is no tensor under ``rest/RANK``, and SHA256SUMS, in the form of ``sha256sum``, 
 """
 
 import errno
-import hashlib
 import io
 import pickle
 import shutil
@@ -25,9 +24,9 @@ from toolkit.messages import first_line
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.state import joined
 from toolkit.runtime.tree import map_places, merged
-from toolkit.training.checkpoint import DamagedCheckpointError, serialised, sync_folder, write_bytes
+from toolkit.training.checkpoint import DamagedCheckpointError, serialised, sync_folder
+from toolkit.training.sums import check_sums, sums, write_sums
 
-_SUMS = "SHA256SUMS"
 _PLACE = "the tensor of"
 _REST = "rest/"
 
@@ -69,11 +68,11 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
             )
         mine: list[str] = []
         with _alike(world):
-            mine += [_line(_sum(file), file.name) for file in _files(beside)[rank::size]]
+            mine += sums(beside, rank, size)
         lines = [line for lines in _gathered(world, mine) for line in lines]
         with _alike(world):
             if rank == 0:
-                write_bytes(beside / _SUMS, "".join(lines).encode())
+                write_sums(beside, lines)
                 replace_folder(beside, path)
     except dcp.CheckpointException as error:
         reasons = [reason for reason, _ in error.failures.values()]
@@ -101,7 +100,7 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
     """
     rank, size = (world.rank, world.size) if world else (0, 1)
     with _alike(world):
-        _check_sums(path, rank, size)
+        check_sums(path, rank, size)
     with _alike(world):
         return _assembled(path, own)
 
@@ -178,41 +177,6 @@ def _is_read(key: str, own: Collection[int]) -> bool:
         case ["runtime", "versions" | "stages", stage, *_]:
             return stage in {str(j) for j in own}
     return True
-
-
-def _check_sums(path: Path, rank: int, size: int) -> None:
-    """Look at this rank's share of the files."""
-    try:
-        text = (path / _SUMS).read_text()
-        pairs = [line.split("  ", 1) for line in text.splitlines()]
-        known = {name: digest for digest, name in pairs}
-        whole = text == "".join(map(_line, known.values(), known))
-    except (OSError, ValueError):
-        whole = False
-    if not whole:
-        raise DamagedCheckpointError(f"{path} is damaged: it has no {_SUMS} that can be read")
-    there = {file.name for file in _files(path)}
-    for name in sorted(known.keys() ^ there):
-        fault = f"{_SUMS} does not name {name}" if name in there else f"it lacks {name}"
-        raise DamagedCheckpointError(f"{path} is damaged: {fault}")
-    for name in sorted(known)[rank::size]:
-        if _sum(path / name) != known[name]:
-            raise DamagedCheckpointError(
-                f"{path} is damaged: the bytes of {name} are not those written"
-            )
-
-
-def _line(digest: str, name: str) -> str:
-    return f"{digest}  {name}\n"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.name != _SUMS)
-
-
-def _sum(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 class _Reader(dcp.FileSystemReader):
