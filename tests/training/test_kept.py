@@ -301,7 +301,7 @@ def on_rank(folder, name):
     join()
     runtime = {"zero": "distributed"}.get(name.split(",")[0], name.split(",")[0])
     options = f"runtime={runtime}", "runtime.backend=gloo", "device=cpu", *RUNTIMES[name]
-    options += ("save.steps=3", "epochs=2")
+    options += ("save.steps=3", "save.keep=9", "epochs=2")
     mine = folder if int(os.environ["RANK"]) == 0 else Path("elsewhere")  # rank 0's counts
     whole = run_kept(prepare(configured(*options)), mine / "whole")
     expected = weights(whole)
@@ -339,22 +339,26 @@ def test_ranks_stop_together_and_go_on(distributed, name):
         assert measured is None
         assert error == "SIGTERM"
     saved = [path.is_dir() for path in (folder / name / "again").glob("checkpoints/step_*.ckpt")]
-    assert saved == 2 * ["sharded" in name]
+    assert saved == 7 * ["sharded" in name]
 
 
 @pytest.mark.parametrize("name", RUNTIMES)
 def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, name):
-    """From the checkpoint of the end of the first epoch and a half."""
+    """From the sixth step of 16; under another rule, or other data, it would end elsewhere."""
     folder, found = distributed
-    latest = max((folder / name / "whole").glob("checkpoints/step_*.ckpt"))
-    assert latest.name == "step_000000016.ckpt"
-    shutil.copytree(folder / name / "whole", folder / name / "single")
-    other = folder / name / "single" / "checkpoints" / latest.name
-    shutil.rmtree(other) if other.is_dir() else other.unlink()
-    options = RUNTIMES[name][0], "epochs=2"
-    outcome = run_kept(prepare(configured(*options)), folder / name / "single", resume=True)
-    for key, tensor in weights(outcome).items():
-        torch.testing.assert_close(tensor, found[0][name][0][key], rtol=1e-3, atol=1e-4)
+    rule = RUNTIMES[name][0]
+    wrong = ("schedule=dp",) if "cdp" in rule else (rule, "seed=1")
+    alike = []
+    for number, options in enumerate(((rule,), wrong)):
+        single = folder / name / f"single{number}"
+        shutil.copytree(folder / name / "whole", single)
+        for later in sorted((single / "checkpoints").glob("step_*"))[2:]:
+            shutil.rmtree(later) if later.is_dir() else later.unlink()
+        outcome = run_kept(prepare(configured(*options, "epochs=2")), single, resume=True)
+        assert outcome.resumed_at == 6
+        mine, theirs = weights(outcome), found[0][name][0]
+        alike.append(all(torch.allclose(mine[k], theirs[k], rtol=1e-3, atol=1e-4) for k in theirs))
+    assert alike == [True, False]
 
 
 @thorough
