@@ -5,6 +5,7 @@ import subprocess
 import pytest
 
 from tests.experiments.command import TINY, run
+from tests.thorough import more
 from tests.training.test_kept import configured, weights
 from toolkit.runtime import SingleProcess
 from toolkit.training import prepare, run_kept
@@ -36,7 +37,7 @@ def goes_on_from(folder, step):
     return damaged == [] and job.runtime.steps_done == step
 
 
-@pytest.mark.parametrize("sharded", ["false", "true"])
+@pytest.mark.parametrize("sharded", more(["true"], ["false", "true"]))
 def test_a_full_disk(disk, capsys, sharded):
     folder, _ = disk
     options = ("save.steps=4", f"save.sharded={sharded}")
