@@ -2,9 +2,9 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -183,9 +183,10 @@ def python(*arguments):
 
 
 def test_help_is_quick():
-    start = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     finished = python("experiments/train.py", "--help")
-    assert time.perf_counter() - start < 3
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 2  # torch alone takes that
     assert finished.returncode == 0
     assert "schedule" in finished.stdout
     assert not finished.stderr

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
+from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining
@@ -21,6 +22,7 @@ from toolkit.runtime.processes.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
 
 STEPS = 6
+RANKS = more((2,), (2, 4))
 
 
 class Block(nn.Module):
@@ -155,7 +157,7 @@ def _cases():
     cases["delayed-split-2"] = Case(DelayedAllReduce, delayed, runs=(4, 2))
     simultaneous = catalog.data_parallel(2, delay=1, n_stages=3)
     cases["delayed-simultaneous-2"] = Case(DelayedAllReduce, simultaneous, runs=(1, 3, 2))
-    return cases
+    return {name: case for name, case in cases.items() if case.schedule.n_ranks in RANKS}
 
 
 def _compressed():
@@ -221,7 +223,7 @@ def _ops_run():
 def found():
     """By case: what each rank came to."""
     by_case = {}
-    for n_ranks in (2, 4):
+    for n_ranks in RANKS:
         by_rank = launch(follow_all, n_ranks, n_ranks)
         by_case |= {name: [on_rank[name] for on_rank in by_rank] for name in by_rank[0]}
     return by_case
