@@ -113,11 +113,8 @@ def test_the_final_weights_are_a_plain_state(tmp_path):
     ("options", "steps"),
     [
         (["save.steps=5", "save.keep=9"], [5, 8, 10, 15, 16, 20, 24]),
-        (["save.steps=5", "save.epochs=null", "save.keep=9"], [5, 10, 15, 20]),
-        (["save.epochs=2"], [16]),
         ([], [16, 24]),
         (["save.epochs=null"], []),
-        (["save.epochs=null", "save.minutes=1e-9", "save.keep=99"], [8, 16, 24]),
     ],
 )
 def test_saves_as_often_as_asked(tmp_path, options, steps):

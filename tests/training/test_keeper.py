@@ -1,0 +1,155 @@
+"""When a run is saved, which checkpoint is its best, how it stops; without any training."""
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.training import keeper as module
+from toolkit.training.keeper import DivergedError, Keeper, Often, Signals, StoppedError
+from toolkit.training.loop import Epoch, Position
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+class Checkpoints:
+    """The steps that were saved, and which of them as the best."""
+
+    def __init__(self, folder):
+        self.folder, self.full = folder, False
+        self.steps, self.best = [], []
+
+    def save(self, runtime, rest, step, *, best):
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.steps.append(step)
+        self.best += [step] * best
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def make(clock, tmp_path):
+    def make(often=None, signals=None, **options):
+        often = often or Often()
+        return Keeper(
+            runtime=SimpleNamespace(rank=0, total=lambda values: values),
+            saves=not often.never,
+            checkpoints=Checkpoints(tmp_path),
+            often=often,
+            extra={},
+            guard="stop",
+            guard_factor=10.0,
+            signals=signals or Signals(),
+            _saved_at=clock.now,
+            **options,
+        )
+
+    return make
+
+
+def epoch(number, top1):
+    return Epoch(number, 1.0, 1.0, top1, 1.0, 0.1, 1.0)
+
+
+def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
+    """As the loop does: pauses within epochs, and after each of them."""
+    position = Position(first_loss=1.0, stretch_loss=1.0)
+    for number, top1 in enumerate(accuracies):
+        while position.step < n_steps:
+            stretch = min(keeper.steps(position, n_steps), n_steps - position.step)
+            assert stretch > 0
+            clock.now += seconds * stretch
+            position.step += stretch
+            position.steps_done += stretch
+            if position.step < n_steps:
+                keeper.end(position)
+        position.epoch, position.step = number + 1, 0
+        position.history = [*position.history, epoch(number, top1)]
+        keeper.end(position)
+    return keeper.checkpoints
+
+
+def test_the_best_is_that_of_the_highest_accuracy_the_latest_of_equals(make, clock):
+    found = train(make(), clock, [0.5, 0.4, 0.7, 0.7, 0.6])
+    assert found.steps == [4, 8, 12, 16, 20]
+    assert found.best == [4, 12, 16]
+
+
+@pytest.mark.parametrize(
+    ("often", "steps"),
+    [
+        (Often(epochs=1), [4, 8, 12]),
+        (Often(epochs=2), [8]),
+        (Often(epochs=None), []),
+        (Often(steps=3, epochs=None), [3, 6, 9, 12]),
+        (Often(steps=3), [3, 4, 6, 8, 9, 12]),
+        # every step takes 30 s, and minutes count from one checkpoint to the next
+        (Often(epochs=None, minutes=1), [2, 4, 6, 8, 10, 12]),
+        (Often(epochs=None, minutes=2), [4, 8, 12]),
+        (Often(epochs=None, minutes=2.5), [5, 10]),
+        (Often(epochs=1, minutes=1.5), [3, 4, 7, 8, 11, 12]),
+    ],
+)
+def test_saves_when_it_is_due(make, clock, often, steps):
+    keeper = make(often, length=1)
+    assert train(keeper, clock, [0.1] * 3, seconds=30.0).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lengths"), [(0.1, [8, 16, 32, 32]), (0.4, [8] * 4), (4.0, [8, 4, 2, 1, 1])]
+)
+def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
+    """Twice as many steps where a stretch took less than half of it, half where it took more."""
+    keeper, position, found = make(), Position(first_loss=1.0), []
+    for _ in lengths:
+        found.append(keeper.steps(position, 10**6))
+        clock.now += seconds * found[-1]
+        keeper.end(position)
+    assert found == lengths
+
+
+@pytest.mark.parametrize(("full", "saved"), [(False, True), (True, False)])
+def test_a_signal_stops_after_a_checkpoint_if_that_can_be_written(make, clock, full, saved, capsys):
+    signals = Signals()
+    keeper = make(signals=signals)
+    keeper.checkpoints.full = full
+    signals.number = signal.SIGTERM
+    with pytest.raises(StoppedError, match="SIGTERM") as stopped:
+        train(keeper, clock, [0.1], n_steps=100)
+    assert stopped.value.saved is saved
+    assert keeper.checkpoints.steps == [8] * saved
+    assert ("No space left on device" in capsys.readouterr().err) is full
+
+
+def test_what_is_never_saved_stops_at_a_signal_too(make, clock):
+    signals = Signals(signal.SIGINT)
+    with pytest.raises(StoppedError, match="SIGINT") as stopped:
+        train(make(Often(epochs=None), signals), clock, [0.1], n_steps=100)
+    assert not stopped.value.saved
+
+
+def test_signals_are_given_back():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    with Signals().heard() as signals:
+        assert signal.getsignal(signal.SIGINT) == signals._hear
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+@pytest.mark.parametrize("loss", [10.5, float("nan"), float("inf")])
+def test_a_loss_far_above_the_first_is_a_divergence(make, loss):
+    keeper = make()
+    keeper.check(Position(first_loss=1.0, stretch_loss=10.0))
+    with pytest.raises(DivergedError, match="the training loss of epoch 0, step 0 is"):
+        keeper.check(Position(first_loss=1.0, stretch_loss=loss))
