@@ -391,3 +391,66 @@ def test_the_model_keeps_its_tensors():
     assert_same(model.state_dict(), before)
     shared = {id(p) for stage in stages for p in stage.parameters()}
     assert shared == {id(p) for p in model.parameters()}
+
+
+def test_a_first_dimension_that_is_not_the_batch_is_refused():
+    class Fixed(nn.Module):
+        def forward(self, x):
+            return x.view(4, 6) * 2
+
+    with pytest.raises(ValueError, match="Fixed runs on 4 rows and not on 5"):
+        partition(Fixed(), 1, torch.zeros(4, 6))
+    with pytest.raises(ValueError, match=r"the batch: got shapes \[4, 6\], \[3, 6\]"):
+        partition(nn.Bilinear(6, 6, 2), 1, (torch.zeros(4, 6), torch.zeros(3, 6)))
+
+
+def test_a_sequence_before_the_batch_does_not_cross():
+    """Though it is as long as the batch is large."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x):
+            x = self.first(x.transpose(0, 1))
+            return self.last(x.transpose(0, 1).mean(1))
+
+    stages = partition(Turned(), 2, torch.zeros(4, 4, 6))
+    others = partition(Turned(), 2, torch.zeros(5, 4, 6))
+    names = [[value.name for value in found.boundaries[1]] for found in (stages, others)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (nn.InstanceNorm1d(6, track_running_stats=True), "body.running_mean"),
+        (nn.utils.spectral_norm(nn.Linear(6, 6)), "body.weight_u"),
+    ],
+)
+def test_buffers_that_a_forward_changes_are_refused(module, name):
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = module, nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    with pytest.raises(ValueError, match=rf"Body changes .*{name}.* in its forward \(body\)"):
+        partition(Body(), 2, torch.zeros(4, 6) if "weight" in name else torch.zeros(4, 6, 6))
+
+
+def test_too_many_stages_say_what_is_in_the_way():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.near = nn.Embedding(6, 6)
+            self.body = nn.Linear(6, 6)
+
+        def forward(self, ids):
+            return self.body(self.near(ids).mean(1)) @ self.near.weight.t()
+
+    with pytest.raises(ValueError, match="1 to 1 stages: got n_stages=3; elsewhere mostly: a para"):
+        partition(Tied(), 3, torch.zeros(4, 5, dtype=torch.long))

@@ -12,7 +12,7 @@ from tests.runtime.models import assert_same, cut, differ, make_batches, name_of
 from tests.runtime.reference import adamw, sgd, trajectory
 from tests.thorough import more
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import Recipe, SingleProcess
 from toolkit.schedule import RandomDelay, catalog
 
 
@@ -348,3 +348,89 @@ def test_cumulative_batch_norm():
     list(runtime.run(batches))
     means = [x.mean() for inputs, _ in batches for x in inputs.chunk(2)]
     torch.testing.assert_close(model[0].running_mean[0], sum(means) / len(means))
+
+
+def test_a_norm_in_evaluation_mode_keeps_its_statistics():
+    """As in fine-tuning: against plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model[1].running_mean.fill_(0.1)
+    model[1].eval()
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters(), None)
+    example = torch.zeros(3, 6, dtype=torch.float64)
+    schedule = catalog.data_parallel(2)
+    runtime = SingleProcess(
+        partition(model, 2, example), schedule, lambda p: sgd(p, None), F.cross_entropy
+    )
+    for _ in range(3):
+        inputs, targets = torch.randn(6, 6, dtype=torch.float64), torch.randint(3, (6,))
+        optimizer.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+        runtime.step(inputs, targets)
+    assert_same(runtime.module().state_dict(), plain.state_dict())
+
+
+class Attends(nn.Module):
+    """Dropout of attention, by the function alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        heads = self.first(x).view(-1, 2, 1, 3)
+        kept = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+        return self.last(kept.flatten(1))
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_attention_drops_alike_in_every_order(order, checkpoint):
+    def trained(order, checkpoint):
+        torch.manual_seed(0)
+        schedule = catalog.cyclic(2)
+        stages = partition(Attends().double(), 2, torch.zeros(3, 6, dtype=torch.float64))
+        recipe = Recipe(checkpoint=checkpoint)
+        runtime = SingleProcess(
+            stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order, recipe=recipe
+        )
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            inputs = torch.randn(6, 6, dtype=torch.float64, generator=generator)
+            runtime.step(inputs, torch.tensor([0, 1, 2, 0, 1, 2]))
+        return runtime.module().state_dict()
+
+    assert_same(trained(order, checkpoint), trained("grouped", "none"))
+
+
+class Prototypes(nn.Module):
+    """What crosses beside the rows may have as many rows as a micro-batch."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.body, self.tail = nn.Linear(6, 5), nn.Linear(5, 5)
+        self.prototypes = nn.Parameter(torch.randn(n, 4))
+        self.lift = nn.Linear(4, 5)
+
+    def forward(self, x):
+        lifted = self.lift(self.prototypes)
+        return self.tail(torch.tanh(self.body(x))) @ lifted.t()
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_what_has_as_many_rows_is_not_taken_for_the_batch(n):
+    torch.manual_seed(0)
+    model = Prototypes(n).double()
+    example = torch.zeros(3, 6, dtype=torch.float64)
+    batches = [(torch.randn(6, 6, dtype=torch.float64), torch.randint(n, (6,))) for _ in range(3)]
+    schedule = catalog.cyclic(2)
+    stages = partition(model, 2, example)
+    assert all(len(boundary) == 1 for boundary in stages.boundaries)
+    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, sgd)
+    for order in ("grouped", "scheduled"):
+        stages = partition(copy.deepcopy(model), 2, example)
+        runtime = SingleProcess(stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order)
+        list(runtime.run(batches))
+        assert_same(runtime.module().state_dict(), expected[-1])

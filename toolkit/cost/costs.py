@@ -14,6 +14,7 @@ from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, node_costs
+from toolkit.model.trace import evaluated, in_training
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,10 @@ def _analyse(stage: fx.GraphModule, inputs: Values) -> tuple[StageCost, Values]:
         parameter_bytes=sum(_bytes(p) for p in stage.parameters() if p.requires_grad),
         statistics_bytes=sum(
             2 * _bytes(norm.running_mean)
-            for norm in stage.modules()
-            if isinstance(norm, _BatchNorm) and norm.running_mean is not None
+            for name, norm in stage.named_modules()
+            if isinstance(norm, _BatchNorm)
+            and norm.running_mean is not None
+            and name not in evaluated(stage)
         ),
         kernels=tuple(node.forward for node in work),
         backward_kernels=tuple(node.backward for node in work),
@@ -145,7 +148,7 @@ def _analyse(stage: fx.GraphModule, inputs: Values) -> tuple[StageCost, Values]:
 
 def _measure(stage: fx.GraphModule, inputs: Values, repeats: int) -> tuple[float, float, Values]:
     """Median seconds of a forward and of a backward, and what the stage passes on."""
-    twin = copy.deepcopy(stage).train()  # its batch norms may advance
+    twin = in_training(copy.deepcopy(stage))  # its batch norms may advance
     forwards, backwards = [], []
     for counted in [False] + [True] * repeats:
         received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs

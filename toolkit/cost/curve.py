@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.model.analysis import NodeCost, node_costs
-from toolkit.model.trace import trace
+from toolkit.model.trace import in_training, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
 
@@ -93,7 +93,7 @@ def memory_curve(
     Source: the memory figure of arXiv 2403.08837, section 5.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    traced = trace(model)
+    traced = trace(model, len(inputs))
     costs = [*node_costs(traced, inputs).items()]
     if axis == "measured":
         seconds = _measured(traced, inputs)
@@ -137,7 +137,7 @@ def _measured(
         raise ValueError("the measured axis runs the model: give an example on a real device")
     runs = []
     for counted in [False] + [True] * repeats:
-        stopwatch = _Stopwatch(copy.deepcopy(traced).train(), inputs[0].device)
+        stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device)
         stopwatch.run(*inputs)
         if counted:
             runs.append(stopwatch.seconds)

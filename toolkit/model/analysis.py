@@ -5,6 +5,7 @@ on a laptop.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
+
+from toolkit.model import attention
+from toolkit.model.trace import in_training
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class NodeCost:
         activations: bytes that its forward keeps for the backward and no earlier node kept;
             neither parameters nor the model's inputs.
         changes: the nodes whose results it overwrites in place, views of them included.
+        buffers: the buffers that it changes, batch norms' running statistics apart.
+        draws: whether it draws at random.
         output: its result on the meta device (a tensor of the right shape and type).
     """
 
@@ -48,6 +54,8 @@ class NodeCost:
     parameters: int
     activations: int
     changes: tuple[str, ...]
+    buffers: tuple[str, ...]
+    draws: bool
     output: Any
 
     @property
@@ -56,11 +64,11 @@ class NodeCost:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """The same module on the meta device, in training mode, without copying its tensors."""
+    """The same module on the meta device, as it trains, without copying its tensors."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         memo[id(tensor)] = _to_meta(tensor)
-    twin = copy.deepcopy(module, memo).train()
+    twin = in_training(copy.deepcopy(module, memo))
     for norm in twin.modules():
         if isinstance(norm, _BatchNorm) and norm.momentum is None:
             norm.momentum = 0.1  # a cumulative mean counts its batches, which meta tensors cannot
@@ -68,11 +76,33 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 def node_costs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, NodeCost]:
-    """The cost of each node of ``traced`` for inputs like ``example``, by node name."""
+    """The cost of each node of ``traced`` for inputs like ``example``, by node name.
+
+    Attention is that of the device of ``example``; of a GPU's, if that is meta.
+    """
     inputs = tuple(_to_meta(tensor) for tensor in example)
-    recorder = _Recorder(meta_copy(traced), inputs)
+    recorder = _Recorder(meta_copy(traced), inputs, attention.fused(example[0].device))
     recorder.run(*inputs)
     return recorder.costs
+
+
+@torch.no_grad()
+def outputs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, Any]:
+    """The result of each node of ``traced``, on the meta device, by node name."""
+    recorder = _Outputs(meta_copy(traced), garbage_collect_values=False)
+    recorder.run(*(_to_meta(tensor) for tensor in example))
+    return recorder.found
+
+
+class _Outputs(fx.Interpreter):
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.found: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        output = super().run_node(n)
+        self.found[n.name] = output
+        return output
 
 
 def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter]]:
@@ -91,18 +121,28 @@ def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter
 class _Recorder(fx.Interpreter):
     """Runs each node alone, forward and backward, on inputs cut off from the nodes before."""
 
-    def __init__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: tuple[Tensor, ...], fused: Callable[..., Tensor]
+    ) -> None:
         assert isinstance(module, fx.GraphModule)
         super().__init__(module, garbage_collect_values=False)
+        self.attention = fused
         self.costs: dict[str, NodeCost] = {}
         self.counted: set[int] = set()
         # Storages are told apart by address: what is kept must stay alive meanwhile.
         self.kept: list[Tensor] = [*module.parameters(), *module.buffers(), *inputs]
         self.seen = {_storage(tensor) for tensor in self.kept}
         self.bytes = 0
+        norms = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
+        self.buffers = {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if name.rpartition(".")[0] not in norms
+        }
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
+        before = {name: buffer._version for name, buffer in self.buffers.items()}
         changes = self._changes(n, args, kwargs)
         leaves: list[Tensor] = []
 
@@ -114,7 +154,8 @@ class _Recorder(fx.Interpreter):
 
         args, kwargs = tree_map(cut_off, (args, kwargs))
         kept = self.bytes
-        with _Counter() as forward, torch.autograd.graph.saved_tensors_hooks(self._keep, _same):
+        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, _same)
+        with _Counter() as forward, keeping, attention.within_modules(self.attention):
             output = getattr(self, n.op)(n.target, args, kwargs)
         leaves += [parameter for _, parameter in parameters_of(self.module, n)]
         with _Counter() as backward:
@@ -125,9 +166,15 @@ class _Recorder(fx.Interpreter):
             parameters=self._new_parameters(n),
             activations=self.bytes - kept,
             changes=changes,
+            buffers=tuple(k for k, x in self.buffers.items() if x._version != before[k]),
+            draws=forward.draws,
             output=output,
         )
         return output
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        function = self.attention if target is attention.PLAIN else target
+        return super().call_function(function, args, kwargs)
 
     def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
         """The nodes whose results ``n`` overwrites, seen by trying it once."""
@@ -177,24 +224,37 @@ class _Counter:
         self._flops.__exit__(*error)
 
     @property
+    def draws(self) -> bool:
+        return self._traffic.draws
+
+    @property
     def work(self) -> Work:
         return Work(self._flops.get_total_flops(), self._traffic.bytes)
 
 
 class _Traffic(TorchDispatchMode):
-    """Bytes that kernels read and write; views move nothing."""
+    """Bytes that kernels read and write, and whether any draws at random; views move nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
+        self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func.is_view or func in _ALLOCATIONS:
             return output
+        self.draws |= _draws(func, args)
         touched = [*tree_leaves((args, kwargs)), *tree_leaves(output)]
         self.bytes += sum(x.numel() * x.element_size() for x in touched if isinstance(x, Tensor))
         return output
+
+
+def _draws(kernel: Any, arguments: tuple[Any, ...]) -> bool:
+    of_attention = attention.draws(kernel, arguments)
+    if of_attention is not None:
+        return of_attention
+    return torch.Tag.nondeterministic_seeded in kernel.tags
 
 
 _ALLOCATIONS = {

@@ -4,6 +4,7 @@ A cut may fall between two operations wherever every value that crosses it is a 
 batch as leading dimension. All of them travel: residuals that skip over a cut go with it.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,8 +13,8 @@ from typing import overload
 import torch
 from torch import fx, nn
 
-from toolkit.model.analysis import NodeCost, node_costs, parameters_of
-from toolkit.model.trace import reason, trace
+from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
+from toolkit.model.trace import part, reason, trace
 
 MEASURES = ("flops", "parameters", "activations")
 
@@ -82,15 +83,15 @@ def partition(
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise ValueError("an example is a tensor or a tuple of tensors, the batch first")
-    traced = trace(model)
-    costs = _costs(model, traced, inputs)
+    traced = trace(model, len(inputs))
+    costs, batched = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     output = next(iter(reversed(traced.graph.nodes))).args[0]
     if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
         raise ValueError(
             "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
         )
-    crossing = _Crossings(traced, nodes, costs, batch=inputs[0].shape[0])
+    crossing = _Crossings(traced, nodes, costs, batched)
     if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise ValueError(
@@ -115,14 +116,39 @@ def partition(
 
 def _costs(
     model: nn.Module, traced: fx.GraphModule, inputs: tuple[torch.Tensor, ...]
-) -> dict[str, NodeCost]:
+) -> tuple[dict[str, NodeCost], set[str]]:
+    """What each node costs, and the names of those whose first dimension is the batch."""
+    name, rows = type(model).__name__, inputs[0].shape[:1]
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
+    if not rows or any(tensor.shape[:1] != rows for tensor in inputs):
+        raise ValueError(f"the first dimension of every input is the batch: got shapes {shapes}")
     try:
-        return node_costs(traced, inputs)
+        costs = node_costs(traced, inputs)
     except Exception as error:  # the model's own code may raise anything
-        shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
         raise ValueError(
-            f"{type(model).__name__} cannot train on an example of shape {shapes}: {reason(error)}"
+            f"{name} cannot train on an example of shape {shapes}: {reason(error)}"
         ) from error
+    for node, cost in costs.items():
+        if cost.buffers:
+            raise ValueError(
+                f"{name} changes {', '.join(cost.buffers)} in its forward ({node}), and of what a"
+                " forward changes only batch norms' running statistics are kept alike in every"
+                " order and on every rank: leave that out, or do it between steps"
+            )
+    more = tuple(t.new_empty((t.shape[0] + 1, *t.shape[1:]), device="meta") for t in inputs)
+    try:
+        others = outputs(traced, more)
+    except Exception as error:
+        raise ValueError(
+            f"{name} runs on {rows[0]} rows and not on {rows[0] + 1}, so its first dimension is not"
+            f" the batch: {reason(error)}"
+        ) from error
+    sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
+    return costs, {k for k, pair in sizes.items() if pair == (rows[0], rows[0] + 1)}
+
+
+def _first_sizes(*values: object) -> tuple[int, ...]:
+    return tuple(x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim() > 0)
 
 
 class _Crossings:
@@ -133,9 +159,9 @@ class _Crossings:
         traced: fx.GraphModule,
         nodes: list[fx.Node],
         costs: dict[str, NodeCost],
-        batch: int,
+        batched: set[str],
     ) -> None:
-        self.traced, self.nodes, self.costs, self.batch = traced, nodes, costs, batch
+        self.traced, self.nodes, self.costs, self.batched = traced, nodes, costs, batched
         self.at: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
         self.obstacle: list[str | None] = [None] * (len(nodes) + 1)
         position = {node: k for k, node in enumerate(nodes)}
@@ -157,7 +183,7 @@ class _Crossings:
         value = self.costs[node.name].output
         if not isinstance(value, torch.Tensor):
             self._forbid([cut], f"{node} is not a tensor")
-        elif value.dim() == 0 or value.shape[0] != self.batch:
+        elif node.name not in self.batched:
             self._forbid([cut], f"{node} has no batch dimension")
 
     def _keep_shared_parameters_together(self, position: dict[fx.Node, int]) -> None:
@@ -194,8 +220,11 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
     """The cuts with the smallest largest stage, and among those the fewest bytes across."""
     allowed = crossing.allowed()
     if not 1 <= n_stages <= len(allowed) + 1:
+        found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
+        usual = "".join(f"; elsewhere mostly: {why}" for why, _ in found.most_common(1))
         raise ValueError(
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
+            f"{usual if n_stages > 1 else ''}"
         )
     before = [0, *accumulate(loads)]
     edges = [0, *allowed, len(loads)]
@@ -286,4 +315,5 @@ def _stage(
                 copied(argument)
             copies[node] = graph.node_copy(node, copied)
     graph.output(tuple(copied(node) for node in crossing.at[end]))
-    return fx.GraphModule(traced, graph, class_name="Stage")
+    draws = any(crossing.costs[node.name].draws for node in nodes[begin:end])
+    return part(traced, graph, draws=draws)

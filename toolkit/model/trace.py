@@ -1,30 +1,136 @@
 """The graph of a model's operations."""
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
 from torch import fx, nn
 
+_EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
+_DRAWS = "draws"  # whether it draws at random
+_Module = TypeVar("_Module", bound=nn.Module)
 
-def trace(model: nn.Module) -> fx.GraphModule:
+
+def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
     """The graph of ``model`` in training mode.
 
+    Modules that are in evaluation mode, in a model that is in training mode, stay in it: batch
+    norms whose statistics are frozen, for one.
+
+    Args:
+        model: a module of ``n_inputs`` tensors; what else its forward takes has its default.
+
     Raises:
-        ValueError: torch.fx cannot trace it.
+        ValueError: torch.fx cannot trace it, or its graph would lack what it does.
     """
     modes = {module: module.training for module in model.modules()}
-    model.train()  # a traced functional dropout keeps the mode in which it was traced
+    if not model.training:
+        model.train()
+    # A traced functional dropout keeps the mode in which it was traced.
+    kept = tuple(name for name, module in model.named_modules() if not module.training)
     try:
-        return fx.symbolic_trace(model)
+        with _seeing_autocast():
+            graph = _Tracer(n_inputs).trace(model)
+        traced = fx.GraphModule(model, graph, type(model).__name__)
+    except _UntraceableError as error:
+        raise ValueError(f"{type(model).__name__} {error}") from error
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__}: {reason(error)};"
-            " control flow that depends on tensors has to move into a module marked as a leaf with"
+            f"torch.fx cannot trace {type(model).__name__}: {reason(error)}; what depends on the"
+            " values or sizes of tensors has to move into a function of its own, marked by"
             " torch.fx.wrap, or out of forward"
         ) from error
     finally:
         for module, mode in modes.items():
             module.training = mode
+    traced.meta[_EVALUATED] = kept
+    return traced
+
+
+def part(traced: fx.GraphModule, graph: fx.Graph, *, draws: bool) -> fx.GraphModule:
+    """Some of the operations of ``traced`` as a module, with its parameters and buffers.
+
+    Args:
+        draws: whether any of them draws at random.
+    """
+    found = fx.GraphModule(traced, graph, class_name="Stage")
+    found.meta |= {_EVALUATED: traced.meta[_EVALUATED], _DRAWS: draws}
+    return found
+
+
+def draws_at_random(stage: nn.Module) -> bool:
+    """Whether the forward of a stage in training uses a random generator."""
+    return bool(getattr(stage, "meta", {}).get(_DRAWS, False))
+
+
+def in_training(module: _Module) -> _Module:
+    """``module`` itself, in the mode in which it was traced."""
+    module.train()
+    kept = evaluated(module)
+    for name, inner in module.named_modules():
+        if name in kept:
+            inner.training = False
+    return module
+
+
+def evaluated(module: nn.Module) -> frozenset[str]:
+    """The names of the modules that stay in evaluation mode in a stage's training."""
+    return frozenset(getattr(module, "meta", {}).get(_EVALUATED, ()))
 
 
 def reason(error: Exception) -> str:
     """The first line of what an error says."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else repr(error)
+
+
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters that a function names, and takes by their place."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
+class _UntraceableError(ValueError):
+    """What the model does is not seen by torch.fx."""
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # so that a buffer can be cut to a traced size
+
+    def __init__(self, n_inputs: int) -> None:
+        super().__init__()
+        self._n_inputs = n_inputs
+        self._gradients = torch.is_grad_enabled()
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """The inputs; what else the forward takes has its default, which branches may depend on."""
+        names = [p.name for p in _positional(root_fn)][1:]
+        names += [f"input_{k}" for k in range(len(names), self._n_inputs)]
+        inputs = [self.create_proxy("placeholder", n, (), {}) for n in names[: self._n_inputs]]
+        return root_fn, [self.root, *inputs]
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if torch.is_grad_enabled() != self._gradients:
+            raise _UntraceableError(
+                "computes a part of its forward under torch.no_grad or enable_grad, which its graph"
+                " would lack: use detach(), requires_grad_(False) on the parameters, or a function"
+                " marked by torch.fx.wrap"
+            )
+        return super().create_node(*args, **kwargs)
+
+
+@contextmanager
+def _seeing_autocast() -> Iterator[None]:
+    def refuse(region: torch.autocast) -> None:
+        raise _UntraceableError(
+            "sets torch.autocast within its forward, which its graph would lack: move that part"
+            " into a function marked by torch.fx.wrap"
+        )
+
+    with mock.patch.object(torch.autocast, "__enter__", refuse):
+        yield

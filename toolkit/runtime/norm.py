@@ -79,7 +79,10 @@ class MicrobatchNorm(nn.Module):
 
 
 def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
-    """Put a :class:`MicrobatchNorm` in the place of each batch norm; return them by name."""
+    """Put a :class:`MicrobatchNorm` in the place of each batch norm; return them by name.
+
+    One in evaluation mode normalises by its running statistics, and stays.
+    """
     replaced = {}
     for name, module in list(stage.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
@@ -87,7 +90,8 @@ def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
                 f"{name} is a SyncBatchNorm, which mixes micro-batches that must run at the same"
                 " moment: use the plain BatchNorm"
             )
-        if isinstance(module, _BatchNorm):
+        by_batch = module.training or getattr(module, "running_mean", None) is None
+        if isinstance(module, _BatchNorm) and by_batch:
             replaced[name] = MicrobatchNorm(module, group)
             stage.set_submodule(name, replaced[name])
     return replaced

@@ -8,9 +8,10 @@ from itertools import chain
 from types import FunctionType
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from toolkit.model.trace import draws_at_random, in_training
 from toolkit.runtime.norm import Again, Group, replace_norms
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
@@ -47,7 +48,7 @@ class StageWorker(Updater):
                 master.data = channels_last(master.data)
         self.group = Group()
         tensors = chain(stage.parameters(), stage.buffers())
-        self.compute = copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}).train()
+        self.compute = in_training(copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}))
         self.norms = replace_norms(self.compute, self.group)
         self.random = draws_at_random(self.compute)
         self._call: Callable[[Weights, Values], Values] = partial(
@@ -143,24 +144,3 @@ def drawing(inputs: Values, seed: int, step: int, stage: int, microbatch: int) -
     with torch.random.fork_rng({tensor.device for tensor in inputs if tensor.is_cuda}):
         torch.manual_seed(hash((seed, step, stage, microbatch)))
         yield
-
-
-_RANDOM_MODULES = (nn.modules.dropout._DropoutNd, nn.RReLU)
-_RANDOM_FUNCTIONS = ("dropout", "stochastic_depth", "bernoulli", "rrelu", "rand", "normal_")
-
-
-def draws_at_random(stage: nn.Module) -> bool:
-    """Whether a stage's forward in training may use a random generator."""
-    for module in stage.modules():
-        if isinstance(module, _RANDOM_MODULES) and getattr(module, "p", 1) > 0:
-            return True
-        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
-            return True
-    if not isinstance(stage, fx.GraphModule):
-        return False
-    names = (
-        getattr(node.target, "__name__", str(node.target))
-        for node in stage.graph.nodes
-        if node.op in ("call_function", "call_method")
-    )
-    return any(word in name for name in names for word in _RANDOM_FUNCTIONS)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.model import Stages
-from toolkit.runtime.stage import drawing, draws_at_random
+from toolkit.model.trace import draws_at_random, in_training
+from toolkit.runtime.stage import drawing
 
 
 class Chain(nn.Module):
@@ -31,7 +32,7 @@ class Chain(nn.Module):
                 )
         tensors = chain(stages.model.parameters(), stages.model.buffers())
         memo = {id(tensor): tensor for tensor in tensors}
-        self.stages = nn.ModuleList(copy.deepcopy(list(stages), memo)).train()
+        self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
         self.seed = seed
         self._random = [draws_at_random(stage) for stage in self.stages]
         self._at = (0, 0)
@@ -57,6 +58,6 @@ class Chain(nn.Module):
         return values[0]
 
     def norms(self) -> list[_BatchNorm]:
-        """The batch norms that keep running statistics."""
-        modules = (module for module in self.modules() if isinstance(module, _BatchNorm))
-        return [norm for norm in modules if norm.running_mean is not None]
+        """The batch norms whose running statistics advance."""
+        norms = (m for m in self.modules() if isinstance(m, _BatchNorm) and m.training)
+        return [norm for norm in norms if norm.running_mean is not None]

@@ -1,0 +1,153 @@
+"""The graph of a model does what the model does, or the model is refused."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolkit.model import partition
+from toolkit.model.trace import draws_at_random, evaluated, in_training, trace
+
+ROWS = torch.randn(4, 6)
+
+
+class Sized(nn.Module):
+    """What GPTs do with their mask, and arguments that the example lacks."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8, 8).tril())
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, scale=2.0, bias=None, *rest, flag=False, **others):
+        if bias is None and not rest and not flag:
+            x = x * scale
+        mask = self.mask[: x.shape[1], : x.shape[1]]
+        return self.linear(x) @ mask
+
+
+def test_what_the_example_lacks_has_its_default():
+    torch.manual_seed(0)
+    model = Sized()
+    stages = partition(model, 2, ROWS)
+    (received,) = (node for node in stages[0].graph.nodes if node.op == "placeholder")
+    assert received.target == "x"
+    values = (ROWS,)
+    for stage in stages:
+        values = stage(*values)
+    torch.testing.assert_close(values[0], model(ROWS))
+
+
+def test_further_inputs_are_inputs():
+    class Scaled(nn.Module):
+        def forward(self, x, scale=None, *more):
+            return x if scale is None else x * scale + sum(more)
+
+    inputs = (ROWS, ROWS + 1, ROWS + 2)
+    traced = trace(Scaled(), 3)
+    torch.testing.assert_close(traced(*inputs), ROWS * (ROWS + 1) + ROWS + 2)
+
+
+class Region(nn.Module):
+    """A part of its forward in a context that no graph holds."""
+
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+        self.frozen, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        with self.context():
+            x = self.frozen(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("context", "words"),
+    [
+        (torch.no_grad, r"Region computes a part of its forward under torch\.no_grad"),
+        (lambda: torch.autocast("cpu", enabled=False), r"Region sets torch\.autocast within"),
+    ],
+)
+def test_a_context_that_the_graph_would_lack_is_refused(context, words):
+    with pytest.raises(ValueError, match=words):
+        partition(Region(context), 2, ROWS)
+
+
+def test_traced_where_no_gradient_is_wanted():
+    with torch.no_grad(), torch.autocast("cpu"):
+        assert len(partition(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), 2, ROWS)) == 2
+
+
+def test_a_mistake_of_the_tracer_says_what_helps():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ValueError, match=r"cannot trace Branches: .* marked by torch\.fx\.wrap"):
+        trace(Branches(), 1)
+
+
+def test_modules_in_evaluation_mode_stay_in_it():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model[1].eval()
+    stages = partition(model, 2, ROWS, by=["2"])
+    assert [evaluated(stage) for stage in stages] == [{"1"}, {"1"}]
+    assert not in_training(stages[0].eval()).get_submodule("1").training
+    assert in_training(stages[1].eval()).get_submodule("2").training
+    whole = partition(model.eval(), 2, ROWS)  # a model that was only tested before
+    assert not evaluated(whole[0])
+    assert not model.training
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.first, self.last = draw, nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.draw(self.first(x)))
+
+
+def attention(x, p):
+    heads = x.view(-1, 2, 1, 3)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "draws"),
+    [
+        (nn.Dropout(0.3), True),
+        (nn.Dropout(0.0), False),
+        (nn.Dropout(0.3).eval(), False),
+        (nn.RReLU(), True),
+        (lambda x: F.gumbel_softmax(x), True),
+        (lambda x: x + torch.empty_like(x).uniform_(), True),
+        (lambda x: x * torch.multinomial(x.softmax(1), 1), True),
+        (lambda x: x + torch.randn_like(x), True),
+        (lambda x: attention(x, 0.3), True),
+        (lambda x: attention(x, 0.0), False),
+        (torch.relu, False),
+    ],
+)
+def test_what_draws_at_random_is_seen(draw, draws):
+    stages = partition(Drawing(draw), 3, ROWS, by=["draw", "last"] if _named(draw) else "flops")
+    assert any(map(draws_at_random, stages)) == draws
+
+
+def _named(draw):
+    return isinstance(draw, nn.Module)
+
+
+def test_recurrent_nets_that_draw_are_seen():
+    class Recurrent(nn.Module):
+        def __init__(self, p):
+            super().__init__()
+            self.net, self.head = nn.LSTM(3, 4, 2, batch_first=True, dropout=p), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.net(x)[0][:, -1])
+
+    for p in (0.0, 0.5):
+        (stage,) = partition(Recurrent(p), 1, torch.randn(4, 5, 3))
+        assert draws_at_random(stage) == (p > 0)
