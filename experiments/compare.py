@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import entry_point, leads
 from toolkit.config.counts import check_counts
+from toolkit.schedule import Schedule
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
@@ -45,6 +46,10 @@ def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     runs = ended_before(config)
     notes = [f"resumed: {len(runs)} runs had ended before, and take no seconds"] if runs else []
+    notes += different_batches(rules, config.batch)
+    if leads():
+        for note in notes:
+            print(f"note: {note}")
     for run in train_all(config, folder, {(run.rule, run.seed) for run in runs}):
         runs.append(run)
         if leads():  # what has ended is kept, whatever befalls the others
@@ -190,6 +195,15 @@ def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> I
             progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
             rows = [asdict(epoch) for epoch in epochs]
             yield Run(name, seed, rows, delays, tracker.notes, tracker.where)
+
+
+def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
+    """A warning if a training step of some rules takes more images than that of others."""
+    images = {label: batch * rules[name].n_microbatches for name, label in labels(rules).items()}
+    if len(set(images.values())) == 1:
+        return []
+    told = ", ".join(f"{label} {n}" for label, n in images.items())
+    return [f"training steps differ in their images ({told}), so not by their rules alone"]
 
 
 def where_tracked(places: list[str], folder: Path) -> str:

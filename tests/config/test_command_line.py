@@ -57,6 +57,10 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["batch=-1"], "batch is 1 or more: got -1"),
         (["workers=0"], "microbatches is 1 or more: got 0"),
         (["threads=0"], "threads is 1 or more: got 0"),
+        (
+            ["workers=3", "microbatches=5"],
+            "workers=3 and microbatches=5: workers sets microbatches, so leave one of them out",
+        ),
         (["seed=-1"], "seed is 0 or more, and below 2**63: got -1"),
         (["seed=99999999999999999999"], "seed is 0 or more, and below 2**63: got 99999999999"),
         (["stages=100"], "this model can be cut into 1 to 24 stages: got n_stages=100"),
@@ -90,6 +94,10 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (
             ["schedule=gpipe", "schedule.accumulate=2"],
             "schedule.accumulate is not an option of this choice of schedule",
+        ),
+        (
+            ["schedule.file=x.csv", "schedule.accumulate=2"],
+            "schedule.accumulate=2 is of a named method, and a file's orders say themselves",
         ),
         (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),

@@ -170,6 +170,20 @@ def test_delays_and_accumulation(overrides, expected):
         assert built == expected
 
 
+def test_a_file_has_the_delay_and_the_state_that_are_asked_for(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    for overrides, late, state in (
+        (["schedule.delay=2"], 2, "replicated"),
+        (["schedule=cdp_v1"], 1, "replicated"),
+        (["schedule.state=sharded"], 0, "sharded"),
+        (["schedule=gpipe"], 0, "replicated"),
+    ):
+        built = build_schedule(composed("train", f"schedule.file={file}", *overrides).schedule)
+        assert built.staleness == ((late,) * 2,) * 2
+        assert (built.name, built.state) == ("mine", state)
+
+
 def test_workers_stand_for_microbatches():
     config = composed("train", "microbatches=3")
     assert build_schedule(config.schedule).n_microbatches == 3

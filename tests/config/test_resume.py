@@ -55,6 +55,21 @@ def test_what_is_given_again_counts(folder):
     ]
 
 
+def test_options_of_a_choice_go_with_it(folder):
+    """They may mean something else to the new one, or nothing."""
+    before = ["schedule=cdp_v2", "schedule.delay=1", "data=cifar10", "data.root=x", "workers=4"]
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before))
+    end = [f"resume={folder}", f"hydra.run.dir={folder}"]
+    for given, kept in (
+        (["schedule=dp"], before[2:]),
+        (["schedule=dp", "schedule.delay=2"], before[2:]),
+        (["schedule=cdp_v2", "data=cifar10"], ["schedule.delay=1", "data.root=x", "workers=4"]),
+        (["microbatches=2"], before[:4]),
+        (["workers=2"], before[:4]),
+    ):
+        assert resumed([*given, end[0]], "train") == [*kept, *given, *end]
+
+
 def test_of_one_run_and_of_nothing(folder, tmp_path):
     with pytest.raises(ValueError, match=r"is one run: leave out -m$"):
         resumed(["-m", f"resume={folder}"], "train")

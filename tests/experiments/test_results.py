@@ -165,12 +165,18 @@ def test_compare_trains_as_train_does(tmp_path):
 
 def test_rules_that_share_a_name_are_told_apart(tmp_path):
     more = "+schedule@rules.late=cdp_v1", "rules.late.delay=2", "+schedule@rules.later=cdp_v1"
-    arguments = *TINY, *more, "rules.later.delay=2", "seeds=1"
+    larger = "+schedule@rules.larger=dp", "rules.larger.accumulate=2", "~rules.cdp_v1"
+    arguments = *TINY, *more, "rules.later.delay=2", *larger, "seeds=1"
     finished = run("compare", *arguments, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
     for name in ("CDP delay 2 (late)", "CDP delay 2 (later)"):
         assert name in finished.out
     assert len(rows(tmp_path / "comparison.csv")) == 5
+    told = "training steps differ in their images (DP 16, CDP-v2 16, CDP delay 2 (late) 16, CDP "
+    assert told in finished.out
+    (note,) = json.loads((tmp_path / "result.json").read_text())["notes"]
+    assert note.startswith(told)
+    assert "DP accumulate 2 32" in note
 
 
 def test_bench_grouped(tmp_path):

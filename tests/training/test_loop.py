@@ -10,6 +10,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 from toolkit.training import evaluate, fit
 from toolkit.training.data import synthetic
+from toolkit.training.loop import Position
 
 CPU = torch.device("cpu")
 
@@ -94,6 +95,14 @@ def test_reports_epochs_and_steps(images):
         assert epoch.train_loss == pytest.approx(float(losses.double().mean()))
     assert {epoch.learning_rate for epoch in history} == {0.05}
     assert all(epoch.images_per_second > 0 for epoch in history)
+
+
+def test_the_first_loss_is_that_of_the_first_step(images):
+    """So that a loss that grows at once is seen to have grown."""
+    steps, position = [], Position()
+    run(images, lr=0.5, epochs=1, on_step=steps.append, position=position)
+    assert position.first_loss == pytest.approx(float(steps[0].result.losses.double().mean()))
+    assert position.stretch_loss != pytest.approx(position.first_loss, rel=1e-3)
 
 
 def test_a_step_has_the_rate_of_its_update(images):

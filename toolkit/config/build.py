@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
+
+
 def build_schedule(config: DictConfig) -> Schedule:
     """The schedule of a group's options: a named method, or rank orders from a file.
 
@@ -25,14 +28,24 @@ def build_schedule(config: DictConfig) -> Schedule:
     """
     options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     file = options.pop("file", None)
-    if file is not None:
-        path = Path(file)
-        return Schedule.from_csv(path, name=path.stem)
     late = {}
     if "delay" in options:
         late["delay"] = _delay(options.pop("delay"))
+    if file is not None:
+        return _from_file(Path(file), options, late)
     schedule: Schedule = instantiate(options, _partial_=True)(**late)
     return schedule
+
+
+def _from_file(path: Path, options: dict[str, Any], late: dict[str, Any]) -> Schedule:
+    """Rank orders, with the delay and the state of the group's options."""
+    for name, usual in _OF_METHODS.items():
+        if (value := options.get(name, usual)) != usual:
+            raise ValueError(
+                f"schedule.{name}={value} is of a named method, and a file's orders say themselves"
+                f" what runs where: leave it out, or leave out schedule.file"
+            )
+    return Schedule.from_csv(path, name=path.stem, state=options.get("state", "replicated"), **late)
 
 
 def _delay(value: Any) -> Any:

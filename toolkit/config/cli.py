@@ -23,7 +23,7 @@ from toolkit.config import status as states
 from toolkit.config.errors import explain
 from toolkit.config.help import text
 from toolkit.config.resume import remembered, resumed
-from toolkit.config.shorthands import spell_out
+from toolkit.config.shorthands import check_given, spell_out
 from toolkit.config.status import Status, write_status
 from toolkit.config.sweeps import Sweep
 
@@ -107,6 +107,7 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
                     print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
                     return
                 Sweep.options = sweeps.with_defaults(resumed(sweeps.flag_first(sys.argv[1:]), name))
+                check_given(Sweep.options)
                 sys.argv[1:] = Sweep.options
                 put_back = remembered(Sweep.options)
                 hydra.main(version_base="1.3", config_path=str(conf), config_name=name)(job)()

@@ -4,7 +4,7 @@ That is a run or a sweep.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from toolkit.config.sweeps import MULTIRUN, sweep_options
 
 _OVERRIDES = Path(".hydra") / "overrides.yaml"
 _OWN = ("resume", "hydra.run.dir")  # which it sets
+_SAME = {"workers": "microbatches", "microbatches": "workers"}  # of which the later one counts
 
 
 def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
@@ -52,9 +53,17 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
             f"resume={folder} was made by another experiment: python experiments/{made_by}.py"
             f" resume={folder}"
         )
-    kept = [option for option in before if _key(option) not in {*given, *_OWN}]
+    replaced = {*given, *_OWN}
+    replaced |= {other for one, other in _SAME.items() if one in given}
+    kept = [o for o in before if _key(o) not in replaced and not _of_another(o, given, before)]
     rest = [argument for argument in arguments if _key(argument) not in ("hydra.run.dir",)]
     return [*kept, *rest, f"hydra.run.dir={folder}"]
+
+
+def _of_another(option: str, given: Mapping[str, str], before: Sequence[str]) -> bool:
+    """Whether an option is of a choice, such as a schedule, that another now takes the place of."""
+    group, dot, _ = _key(option).partition(".")
+    return bool(dot) and group in given and given[group] not in before
 
 
 def _made_by(folder: Path) -> str | None:

@@ -73,7 +73,7 @@ class Position:
         loss: sum of the losses of its micro-batches so far.
         n_losses: how many they are.
         stretch_loss: their mean over the last stretch.
-        first_loss: their mean over the first stretch of all.
+        first_loss: their mean over the first step of all.
         learning_rate: of the epoch's first update.
         history: of the epochs before.
     """
@@ -183,10 +183,10 @@ def fit(
                 losses.append(result.losses)
                 on_step(Step(step, n_steps, result, next_rate, batch_size))
                 next_rate = runtime.learning_rates[0]
-            mine = torch.cat(losses).double().cpu()
-            loss, n = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
+            loss, n = _sum(losses, runtime)
             if position.steps_done == 0:
-                position.first_loss = loss / n
+                first, of = _sum(losses[:1], runtime)
+                position.first_loss = first / of
             position.step += stretch
             position.steps_done += stretch
             position.loss, position.n_losses = position.loss + loss, position.n_losses + n
@@ -222,6 +222,13 @@ def fit(
         on_epoch(done)
         stretches.end(position)
     return position.history
+
+
+def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:
+    """All ranks' losses of steps, and how many they are."""
+    mine = torch.cat(losses).double().cpu()
+    loss, n = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
+    return loss, int(n)
 
 
 @torch.no_grad()

@@ -143,11 +143,11 @@ class Choice:
             sizes["microbatches"] = self.microbatches
             options = {f"schedule.{name}": value for name, value in self.given.items()}
             return " ".join(f"{key}={value}" for key, value in {**sizes, **options}.items())
-        if self.given:
-            raise ValueError("a file of orders has no delay or state: use the line of Python")
         built = self.build()
         sizes = {"stages": built.n_stages, "microbatches": built.n_microbatches}
-        words = " ".join(f"{key}={value}" for key, value in sizes.items())
+        late = {"delay": 0, **self.given}
+        options = {f"schedule.{name}": value for name, value in late.items()}
+        words = " ".join(f"{key}={value}" for key, value in {**sizes, **options}.items())
         return f"schedule.file={ORDERS_FILE} {words}"
 
     def _call(self) -> tuple[str, list[Any], dict[str, Any]]:
