@@ -374,3 +374,26 @@ def test_a_machine_with_too_few_ranks_is_refused(name):
     with pytest.raises(ValueError, match=message):
         simulate(program, unit_costs(3), replace(UNIT, **{name: (1.0, 1.0)}))
     simulate(program, unit_costs(3), replace(UNIT, **{name: (1.0,) * 4}))
+
+
+@given(programs(), machines(), st.data())
+@quick
+def test_updates_wait_for_the_gradients_and_for_each_other(program, hardware, data):
+    hardware = replace(hardware, memory_bandwidth=data.draw(st.sampled_from([0.5, 3.0])))
+    stages = data.draw(costs(program.schedule.n_stages))
+    timeline = simulate(program, stages, hardware)
+    for rank in range(program.schedule.n_ranks):
+        own = [span for span in timeline.spans if span.rank == rank]
+        updates = [span for span in own if span.lane == "update"]
+        assert all(a.end <= b.start for a, b in pairwise(updates))
+        for update in updates:
+            seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth
+            assert update.end - update.start == pytest.approx(seconds / hardware.speed(rank))
+            for span in own:
+                computed = span.lane == "compute" and span.name[1:2] in ("B", "W")
+                came = span.name == "gradient" and span.lane == "receive"
+                met = span.name in ("all-reduce", "reduce")
+                if (span.stage, span.step) == (update.stage, update.step) and (
+                    computed or came or met
+                ):
+                    assert span.end <= update.start

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -35,8 +34,11 @@ def fused(device: torch.device) -> Callable[..., Tensor]:
 @contextmanager
 def within_modules(attention: Callable[..., Tensor]) -> Iterator[None]:
     """Have torch's own modules call ``attention``."""
-    with mock.patch.object(F, "scaled_dot_product_attention", attention):
+    F.scaled_dot_product_attention = attention
+    try:
         yield
+    finally:
+        F.scaled_dot_product_attention = PLAIN
 
 
 def draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -132,5 +131,9 @@ def _seeing_autocast() -> Iterator[None]:
             " into a function marked by torch.fx.wrap"
         )
 
-    with mock.patch.object(torch.autocast, "__enter__", refuse):
+    enter = torch.autocast.__enter__
+    torch.autocast.__enter__ = refuse  # type: ignore[method-assign]
+    try:
         yield
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]

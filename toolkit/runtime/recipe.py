@@ -144,7 +144,7 @@ class Recipe:
             raise ValueError(
                 f"clip_by=model needs every gradient of a step before its first update, and"
                 f" {schedule.name} reads the first updates before the last gradients: use"
-                " clip_by=stage, or schedule=cdp_v1"
+                f" clip_by=stage{', or schedule=cdp_v1' if whole_step else ''}"
             )
         if not whole_step:
             raise ValueError(
