@@ -147,6 +147,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("compare", ["schedule=dp"], "compare cannot take schedule=... here; --help lists what"),
         ("compare", ["rules.dpp.delay=1"], "did you mean rules.NAME.delay?"),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
+        ("compare", ["+rules.mine=dp"], "rules.mine=dp is no schedule: add one by +schedule@rules"),
         ("communication", ["measured=true", "width=0"], "width is 1 or more: got 0"),
         ("bench", ["bench=foo"], "bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz"),
         ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),

@@ -367,6 +367,11 @@ def test_costs_of_other_stages_are_refused(n):
         simulate(catalog.gpipe(2, 2).lower(1), unit_costs(n), UNIT)
 
 
+def test_a_schedule_is_lowered_first():
+    with pytest.raises(ValueError, match=r"give schedule\.lower\(n_steps\)\.verify\(\), not a Sch"):
+        simulate(catalog.gpipe(2, 2), unit_costs(2), UNIT)
+
+
 @pytest.mark.parametrize("name", ["speeds", "memories"])
 def test_a_machine_with_too_few_ranks_is_refused(name):
     program = catalog.gpipe(3, 2).lower(1)

@@ -317,6 +317,11 @@ def test_refuses_a_loss_that_is_no_scalar(model, order):
         runtime.step(*make_batches(3, 1)[0])
 
 
+def test_refuses_a_model_that_is_not_partitioned(model):
+    with pytest.raises(ValueError, match=r"toolkit\.model\.partition\(.*: got a Sequential"):
+        SingleProcess(model, catalog.cyclic(3), lambda p: sgd(p, None), F.cross_entropy)
+
+
 def test_refuses_an_optimizer_that_is_made_already(model):
     made = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = catalog.cyclic(3)

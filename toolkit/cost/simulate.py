@@ -44,6 +44,11 @@ def simulate(program: Program, costs: Costs, hardware: Hardware) -> Timeline:
     Raises:
         ValueError: there are not as many costs as stages, or fewer speeds or memories than ranks.
     """
+    if not isinstance(program, Program):
+        raise ValueError(
+            "what is simulated is a program: give schedule.lower(n_steps).verify(), not a"
+            f" {type(program).__name__}"
+        )
     if len(costs) != program.schedule.n_stages:
         raise ValueError(
             f"the schedule has {program.schedule.n_stages} stages and there are costs of"

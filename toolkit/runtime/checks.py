@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
     """Refuse stages that the schedule is not for, and an optimizer that is made already."""
+    if not isinstance(stages, Stages):
+        raise ValueError(
+            "stages are what toolkit.model.partition(model, n_stages, example) returns: got a"
+            f" {type(stages).__name__}"
+        )
     if len(stages) != schedule.n_stages:
         raise ValueError(
             f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
