@@ -150,3 +150,22 @@ def test_what_is_shown_tells_measured_from_predicted():
         assert "guard=rollback" in shown
     assert "chance 10.0%" in found.recommendation
     assert "<script>" not in replace(found, device="<script>")._repr_html_()
+
+
+def test_the_guard_is_twice_the_first_loss_at_least():
+    found = findings(**FAST, training=trained(highest=0.7))
+    assert found.advice.choice == "CDP-v2"
+    assert "guard_factor=2 " in found.advice.command
+
+
+def test_dp_on_many_devices_is_started_on_many():
+    assert findings().advice.command.startswith("torchrun --nproc-per-node 4 ")
+
+
+def test_cdp_v1_is_told_of_only_if_it_is_surely_faster():
+    found = findings(v2=0.99)
+    v1 = replace(
+        found.rules[1], predicted=replace(found.rules[1].predicted, ratio=(0.9, 0.94, 0.97))
+    )
+    found = replace(found, rules=(found.rules[0], v1, found.rules[2]))
+    assert "CDP-v1 would take" not in found.recommendation

@@ -507,3 +507,10 @@ def test_layouts_are_what_a_run_hands_over(monkeypatch, schedule, case):
         if i.action.communicates and i.action != Action.RECV
     }
     assert {(i.buffer, i.stage) for i, _, _ in handed_over} == expected
+
+
+def test_types_of_one_size_lie_side_by_side():
+    tensors = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int32), "c": 2 * torch.ones(2)}
+    layout = Layout.of(tensors)
+    pieces = {x.dtype: x.tolist() for x in layout.by_dtype(layout.pack(tensors, CPU))}
+    assert pieces == {torch.float32: [1, 1, 2, 2], torch.int32: [1, 1]}

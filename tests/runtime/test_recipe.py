@@ -350,3 +350,27 @@ def test_refuses_what_there_is_not(options, message):
 def test_refuses_what_the_schedule_cannot_do(schedule, order, recipe, message):
     with pytest.raises(ValueError, match=message):
         make(schedule, recipe, order)
+
+
+def test_an_average_that_was_taken_over_is_a_copy():
+    schedule, recipe = catalog.data_parallel(3), Recipe(ema=0.9)
+    batches, first, second = make_batches(3), make(schedule, recipe), make(schedule, recipe)
+    list(first.run(batches[:2]))
+    before = {name: x.clone() for name, x in first.averages().items()}
+    second.load_state_dict(first.state_dict())
+    list(second.run(batches[2:]))
+    assert all(torch.equal(first.averages()[name], x) for name, x in before.items())
+
+
+def test_goes_on_where_all_updates_were_left_out():
+    def new():
+        schedule = catalog.cyclic(2, 1)
+        stages = cut(residual(), schedule)
+        stages.model.float()
+        recipe = Recipe(precision="fp16", loss_scale=1e30)
+        return SingleProcess(stages, schedule, conform.adamw, F.cross_entropy, recipe=recipe)
+
+    first, again = new(), new()
+    first.step(*images())
+    again.load_state_dict(first.state_dict())
+    assert [worker.n_skipped for worker in again._workers] == [1, 1]

@@ -439,3 +439,51 @@ def test_what_has_as_many_rows_is_not_taken_for_the_batch(n):
         runtime = SingleProcess(stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order)
         list(runtime.run(batches))
         assert_same(runtime.module().state_dict(), expected[-1])
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return F.dropout(x * self.weight, 0.5, training=self.training)
+
+
+def still(parameters):
+    return torch.optim.SGD(parameters, 0.0)
+
+
+def test_every_microbatch_and_step_draws_its_own():
+    stages = partition(nn.Sequential(Dropped(), Dropped()), 2, torch.ones(1, 64))
+    schedule = catalog.data_parallel(2, n_stages=2)
+    runtime = SingleProcess(stages, schedule, still, lambda x, y: x.mean())
+    batch = torch.ones(2, 64), torch.zeros(2)
+    outputs = torch.cat([runtime.step(*batch).outputs for _ in range(2)])
+    assert len({tuple(row.tolist()) for row in outputs}) == 4
+
+
+def test_stages_draw_apart():
+    """Each drops half of what is left."""
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    for layer in layers:
+        layer.weight.data, layer.bias.data = torch.eye(64), torch.zeros(64)
+    net = nn.Sequential(layers[0], nn.Dropout(0.5), layers[1], nn.Dropout(0.5), layers[2])
+    stages = partition(net, 3, torch.ones(1, 64))
+    assert [sum(isinstance(m, nn.Dropout) for m in s.modules()) for s in stages] == [0, 1, 1]
+    schedule = catalog.data_parallel(1, n_stages=3)
+    runtime = SingleProcess(stages, schedule, still, lambda x, y: x.mean())
+    result = runtime.step(torch.ones(1, 64), torch.zeros(1))
+    assert result.outputs.count_nonzero() < 26  # 16 are expected; 32 if both drop the same
+
+
+def test_a_state_replaces_what_every_rank_has():
+    """Also where ranks with replicas have trained before, as when a run goes back."""
+    schedule, batches = catalog.data_parallel(3), make_batches(3)
+    one, again = (runtime_for(residual(), schedule, "scheduled") for _ in range(2))
+    list(one.run(batches[:2]))
+    list(again.run(batches[2:]))
+    again.load_state_dict(one.state_dict())
+    for runtime in (one, again):
+        list(runtime.run(batches[2:4]))
+    assert_same(again.module().state_dict(), one.module().state_dict())

@@ -121,3 +121,9 @@ def need(op, n_stages, halves):
     if j == n_stages - 1:
         return Op(F, j, m)
     return Op(INPUT if halves else B, j + 1, m)
+
+
+def test_ops_between_slots_collide_where_a_period_ends():
+    starts = {Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): 3}
+    with pytest.raises(ValueError, match="cannot run 0B0 and 0F0 in the same slot"):
+        Schedule("tight", 1, 1, Timing(starts, period=4, ticks_per_slot=2), "per_stage", delay=1)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.report import folders
 from toolkit.tracking import collect, learning_curves
-from toolkit.tracking.runs import rebuild_schedule
+from toolkit.tracking.runs import read_runs, rebuild_schedule
 
 
 def test_a_job_that_a_launcher_has_started_is_what_hydra_says(tmp_path):
@@ -239,3 +239,30 @@ def test_what_is_no_folder_of_runs_is_refused(tmp_path):
 def test_only_the_catalogue_is_called(options):
     with pytest.raises(ValueError, match=r"catalogue|has run|of_tomorrow|cyclic"):
         rebuild_schedule(options)
+
+
+def test_a_result_without_provenance_is_left_out_of_figures(tmp_path):
+    folders.train(tmp_path / "a")
+    path = tmp_path / "a" / "result.json"
+    result = json.loads(path.read_text())
+    folders.job(tmp_path / "a", result.pop("provenance")["config"])
+    path.write_text(json.dumps(result))
+    (run,) = read_runs([tmp_path])
+    assert (run.state, run.metrics["top1"]) == ("finished", 90)
+    assert not run.counts
+
+
+def test_a_run_that_is_found_by_two_names_is_one(tmp_path):
+    folders.train(tmp_path / "a" / "0")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert len(read_runs([tmp_path / "a", tmp_path / "b"])) == 1
+
+
+def test_seeds_of_a_comparison_begin_with_its_own(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8]})
+    options = json.loads((tmp_path / "a" / "result.json").read_text())["provenance"]["config"]
+    for name in ("result.json", "runs.csv"):
+        (tmp_path / "a" / name).unlink()
+    status = {"state": "running", "message": None}
+    folders.job(tmp_path / "a", options | {"seed": 3, "seeds": 2}, name="compare", status=status)
+    assert [run.seed for run in read_runs([tmp_path])] == [3, 4]

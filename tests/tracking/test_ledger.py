@@ -77,3 +77,22 @@ def test_where_nothing_can_be_written_rows_are_kept_and_written_later(path):
 def test_another_rank_writes_nothing(path):
     Ledger(path, ["step", "stage"], here=False).put(rows(0))
     assert not path.exists()
+
+
+def test_what_a_rolled_back_run_does_again_takes_its_place(tmp_path):
+    ledger = Ledger(tmp_path / "a.csv", ["step", "stage"])
+    for part in (rows(0), rows(1), rows(2), rows(1, of=7), rows(3)):
+        ledger.put(part)
+    expected = [*rows(0), *rows(1, of=7), *rows(2, 3)]
+    assert on_disk(ledger.path) == told(ledger.rows()) == told(expected)
+
+
+def test_what_could_not_be_appended_is_written_later(tmp_path):
+    ledger = Ledger(tmp_path / "a.csv", ["step", "stage"])
+    ledger.put(rows(0))
+    ledger.path.unlink()
+    ledger.path.mkdir()
+    ledger.put(rows(1))
+    ledger.path.rmdir()
+    ledger.put(rows(2))
+    assert on_disk(ledger.path) == told(rows(0, 1, 2))

@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from toolkit.tracking import describe, provenance
+from toolkit.tracking.provenance import starter
 
 ROOT = Path(__file__).parents[2]
 CONFIG = OmegaConf.create({"seed": 3, "epochs": 2, "steps": "${epochs}"})
@@ -84,3 +85,9 @@ def test_no_commit_outside_git(monkeypatch):
 
 def test_the_processor_and_its_threads():
     assert describe(torch.device("cpu")).endswith(f", {torch.get_num_threads()} threads")
+
+
+def test_torchrun_on_machines(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert starter() == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4"]

@@ -334,3 +334,9 @@ def test_folders_without_images(tmp_path):
 def test_synthetic_images_have_sizes(name):
     with pytest.raises(ValueError, match=f"data.{name} is 1 or more: got 0"):
         synthetic(**{name: 0})
+
+
+def test_digits_are_of_all_classes_alike():
+    counts = torch.cat([labels for _, labels in digits().test(360, CPU)]).bincount()
+    assert counts.min() >= 35
+    assert counts.max() <= 37

@@ -321,3 +321,10 @@ def test_a_damaged_jpeg_on_a_gpu(tmp_path):
 def test_refuses(root, options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         image_folder(str(root), 16, **options)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(64, 1, 16), (64, 2, 16), (64, 8, 8)])
+def test_a_rank_has_its_share_of_many_cores(monkeypatch, cores, ranks, expected):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert n_workers(None) == expected

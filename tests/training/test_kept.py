@@ -18,8 +18,10 @@ from toolkit.config import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
 from toolkit.training import StoppedError, prepare, run_kept
-from toolkit.training.keeper import Signals
+from toolkit.training.job import Job
+from toolkit.training.keeper import DivergedError, Keeper, Signals
 from toolkit.training.kept import without_delay
+from toolkit.training.loop import Position
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -372,3 +374,68 @@ def refused(folder, options):
         run_kept(prepare(configured("runtime.backend=gloo", "device=cpu", *options)), Path(folder))
     except ValueError as error:
         return str(error)
+
+
+def test_each_rollback_goes_further_back_and_three_are_the_most(tmp_path, monkeypatch):
+    seen = []
+
+    def run(job, on_epoch, on_step, position, keeper):
+        seen.append(position.steps_done if position else 0)
+        if len(seen) == 1:
+            for step in (8, 16, 24):
+                keeper.save(Position(steps_done=step))
+        raise DivergedError("the loss is nan")
+
+    monkeypatch.setattr(Job, "run", run)
+    with pytest.raises(FloatingPointError, match="3 rollbacks notwithstanding"):
+        run_kept(prepare(configured("guard=rollback", "save.keep=9")), tmp_path)
+    assert seen == [0, 24, 16, 8]
+
+
+def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeypatch):
+    seen = []
+
+    def run(job, on_epoch, on_step, position, keeper):
+        seen.append(position)
+        if len(seen) == 1:
+            raise DivergedError("the loss is nan")
+        return []
+
+    monkeypatch.setattr(Job, "run", run)
+    outcome = run_kept(prepare(configured("guard=rollback")), tmp_path)
+    assert "rolled back to epoch 0, step 0" in outcome.notes[0]
+
+
+def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypatch):
+    check, planted = Keeper.check, []
+
+    def once(keeper, position):
+        if position.steps_done == 16 and not planted:
+            planted.append(position)
+            raise DivergedError("planted")
+        check(keeper, position)
+
+    monkeypatch.setattr(Keeper, "check", once)
+    options = "schedule=cdp_v1", "guard=rollback"
+    stopped(tmp_path, 20, *options)  # of which 8 were in vain
+    outcome = run_kept(prepare(configured(*options)), tmp_path, resume=True)
+    assert outcome.notes == ["it had been rolled back, and goes on without delay"]
+    assert outcome.job.schedule.max_staleness == 0
+    assert outcome.job.runtime.steps_done == 24
+
+
+def test_other_ranks_have_no_way_back():
+    with pytest.raises(ValueError, match="it takes 9 ranks"):
+        without_delay(catalog.cyclic(3, placement="per_stage_and_microbatch"))
+
+
+@pytest.mark.parametrize("factor", [-1, 0.5, 1])
+def test_refuses_a_guard_factor(tmp_path, factor):
+    with pytest.raises(ValueError, match="guard_factor is above 1"):
+        run_kept(prepare(configured(f"guard_factor={factor}")), tmp_path)
+
+
+def test_an_epoch_that_is_just_over_is_refused(tmp_path):
+    stopped(tmp_path, 5, "save.steps=5")
+    with pytest.raises(ValueError, match="after step 5 of an epoch, which now has 5"):
+        run_kept(prepare(configured("save.steps=5", "data.n_train=40")), tmp_path, resume=True)

@@ -1,5 +1,7 @@
 """The loop and evaluation, on models whose answers are known."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
-from toolkit.training import evaluate, fit
+from toolkit.training import evaluate, fit, loop
 from toolkit.training.data import synthetic
 from toolkit.training.loop import Position
 
@@ -127,3 +129,41 @@ def test_a_step_has_the_rate_of_its_update(images):
 def test_divergence_says_what_to_do(images):
     with pytest.raises(FloatingPointError, match=r"of epoch 0 is .*: lower optimizer.lr, or warm"):
         run(images, lr=1e30)
+
+
+def test_weights_are_tested_in_the_place_of_the_models_own():
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.eye(2)
+    batches = [(torch.eye(2), torch.tensor([0, 1]))]
+    assert evaluate(model, batches, weights={"weight": torch.eye(2).flip(0)}).top1 == 0
+    assert evaluate(model, batches).top1 == 1
+
+
+def test_ema_top1_is_of_the_average():
+    images = synthetic(n_train=32, n_test=64, n_classes=4, image_size=8)
+    runtime = runtime_for(images, 0.01, catalog.cyclic(4))
+    zero = {name: torch.zeros_like(p) for name, p in runtime.module().named_parameters()}
+    (bias,) = [n for n, p in runtime.module().named_parameters() if p.shape == (4,)]
+    zero[bias][1] = 1.0  # it names class 1, whatever it sees
+    runtime.averages = lambda: zero
+    (epoch,) = fit(runtime, images, epochs=1, batch_size=16, seed=0, device=CPU)
+    labels = torch.cat([labels for _, labels in images.test(64, CPU)])
+    assert epoch.ema_top1 == pytest.approx(float((labels == 1).double().mean()))
+    assert epoch.top1 != epoch.ema_top1
+
+
+def test_the_rate_of_a_resumed_epoch_is_of_the_steps_since(monkeypatch):
+    images = synthetic(n_train=128, n_test=16, n_classes=4, image_size=8)
+    times = iter([10.0, 12.0])
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    at = Position(step=6, steps_done=6)
+    (epoch,) = fit(
+        runtime_for(images, 0.01, catalog.cyclic(4)),
+        images,
+        epochs=1,
+        batch_size=16,
+        seed=0,
+        device=CPU,
+        position=at,
+    )
+    assert epoch.images_per_second == 2 * 16 / 2

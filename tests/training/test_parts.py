@@ -255,3 +255,12 @@ def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
         assert (found.top1, found.top5) == (alone.top1, alone.top5)
         assert found.loss == pytest.approx(alone.loss, rel=1e-6)
     assert total[3] == 37
+
+
+def test_parts_of_some_batches_count_from_the_first_of_these():
+    images = synthetic(n_train=24, n_test=1, n_classes=4, image_size=4)
+    whole = [*images.train(8, 0, 0, CPU)]
+    found = [*images.train(8, 0, 0, CPU).between(1, 3).parts(4, lambda k: [k])]
+    for k, (inputs, targets) in enumerate(found):
+        assert torch.equal(inputs, whole[1 + k][0][2 * k : 2 * k + 2])
+        assert torch.equal(targets, whole[1 + k][1][2 * k : 2 * k + 2])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.training.test_data import CPU, write_ten
-from toolkit.training.data import cifar10, files
+from toolkit.training.data import cifar10, files, sets
+from toolkit.training.data.memory import Labelled
 from toolkit.training.data.subset import first
 
 LABELS = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
@@ -91,3 +92,12 @@ def test_of_all_of_cifar10(root):
 def test_refuses_more_than_cifar10_has(root, option, n):
     with pytest.raises(ValueError, match=f"data.{option}={n} and there are {n - 1} images"):
         cifar10(str(root), **{option: n})
+
+
+def test_a_part_of_the_published_cifar10_is_of_all_classes(tmp_path, monkeypatch):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    images = Labelled(torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40) // 4)
+    monkeypatch.setattr("toolkit.training.data.batch_files.read_batches", lambda *_, train: images)
+    found = sets.cifar10(str(tmp_path), n_test=10)
+    ((_, labels),) = found.test(10, CPU)
+    assert sorted(labels.tolist()) == [*range(10)]

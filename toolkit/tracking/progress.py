@@ -66,7 +66,10 @@ class Progress:
         now = time.monotonic()
         if len(step.result.losses):
             self._losses.append(step.result.losses)
-        if step.step == 1:  # what passed before it, a test or a compilation, is not its time
+        if not self._since:  # a run that is resumed has been trained before
+            self._epochs = (step.result.step + 1) // step.n_steps - step.step // step.n_steps
+        # What passed before it, a test or a compilation, is not the time of an epoch's first step.
+        if step.step == 1 or not self._since:
             self._since, self._images = now, 0
         else:
             self._images += step.images

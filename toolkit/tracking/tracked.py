@@ -45,7 +45,8 @@ class Curves:
             if len(step.result.losses):
                 values["train/loss"] = float(step.result.loss)
         now = time.monotonic()
-        if step.step == 1:  # what passed before it, a test or a compilation, is not its time
+        # What passed before it, a test or a compilation, is not the time of an epoch's first step.
+        if step.step == 1 or not self._since:
             self._since, self._images = now, 0
         else:
             self._images += step.images

@@ -1,8 +1,9 @@
 """A run that can be stopped, resumed and rolled back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -80,9 +81,9 @@ def run_kept(
         notes.append(text)
         on_note(text)
 
-    position = None
+    position, rolled_back = None, False
     if resume or (resume is None and checkpoints.any(job.runtime)):
-        position = _restore(job, checkpoints, 0, note)
+        job, position, rolled_back = _restored(job, checkpoints, note)
     resumed_at = position.steps_done if position else 0
     n_rollbacks = 0
     with (signals or Signals()).heard() as signals:
@@ -92,7 +93,7 @@ def run_kept(
                 saves=not (often.never and safe is None),
                 checkpoints=checkpoints,
                 often=often,
-                extra={"config": OmegaConf.to_yaml(job.config)},
+                extra={"config": OmegaConf.to_yaml(job.config), "rolled_back": rolled_back},
                 guard=options.guard,
                 guard_factor=options.guard_factor,
                 signals=signals,
@@ -115,7 +116,9 @@ def run_kept(
                         f"{'' if safe else back}"
                     ) from error
                 job = prepare(job.config, job.images, safe)
-                position = _restore(job, checkpoints, n_rollbacks, note)
+                state = _read(job, checkpoints, n_rollbacks, note)
+                position = _stand(job, checkpoints, state)
+                rolled_back = True
                 n_rollbacks += 1
                 note(
                     f"{error}: rolled back to epoch {position.epoch}, step {position.step}, and"
@@ -165,20 +168,44 @@ def _safe(job: Job) -> Schedule:
     return found
 
 
-def _restore(
+def _restored(
+    job: Job, checkpoints: Checkpoints, note: Callable[[str], None]
+) -> tuple[Job, Position, bool]:
+    """``job`` where its latest checkpoint was taken, and whether it had been rolled back by then.
+
+    If so it is another job, which goes on without delay.
+    """
+    state = _read(job, checkpoints, 0, note)
+    rolled_back = state.get("rolled_back")
+    if not isinstance(rolled_back, bool):
+        raise _misfit(checkpoints, f"rolled_back is {rolled_back!r}, and true or false elsewhere")
+    if rolled_back:
+        job = prepare(job.config, job.images, _safe(job))
+        note("it had been rolled back, and goes on without delay")
+    return job, _stand(job, checkpoints, state), rolled_back
+
+
+def _read(
     job: Job, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
-) -> Position:
-    """Have ``job`` stand where a checkpoint was taken. Every rank calls it."""
+) -> Mapping[str, Any]:
+    """The latest checkpoint that is whole, but for ``skip`` of them. Every rank calls it."""
     state, damaged = checkpoints.load(job.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
     if told := changed_options(state.get("config"), job.config):
         note(f"resumed with other options than those of the checkpoint: {told}")
+    return state
+
+
+def _stand(job: Job, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
+    """Have ``job`` stand where ``state`` was taken."""
     try:
         job.runtime.load_state_dict(state["runtime"])
         return Position.of(state["position"])
     except (KeyError, ValueError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
-        raise ValueError(
-            f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}"
-        ) from error
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise _misfit(checkpoints, reason) from error
+
+
+def _misfit(checkpoints: Checkpoints, reason: str) -> ValueError:
+    return ValueError(f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}")

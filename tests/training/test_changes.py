@@ -1,0 +1,13 @@
+"""Options that a resumed run has otherwise."""
+
+from omegaconf import OmegaConf
+
+from toolkit.training.changes import changed_options
+
+
+def test_options_that_one_side_lacks_are_told():
+    now = OmegaConf.create({"a": 1, "b": {"c": 2}})
+    assert changed_options("a: 1\nd: 3\n", now) == "b.c=2 (was None), d=None (was 3)"
+    four, five = (OmegaConf.create(dict.fromkeys(names, 1)) for names in ("pqrs", "pqrst"))
+    assert changed_options("{}", four).endswith("s=1 (was None)")
+    assert changed_options("{}", five).endswith("and 1 more")
