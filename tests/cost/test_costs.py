@@ -6,7 +6,6 @@ from math import inf, nan
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchvision.models import VisionTransformer
 
 from toolkit.cost import Hardware, StageCost, profile, unit_costs
@@ -95,9 +94,8 @@ def test_activations_of_known_models(make):
     example = torch.randn(2, 3, 16, 16)
     stages = partition(make(), 3, example)
     values = (example,)
-    for stage, cost in zip(stages, profile(stages, example.to("meta")), strict=True):
-        with sdpa_kernel(SDPBackend.MATH):  # attention as meta tensors have it, not fused
-            n_bytes, values = kept_by(stage.train(), values)
+    for stage, cost in zip(stages, profile(stages, example, repeats=1), strict=True):
+        n_bytes, values = kept_by(stage.train(), values)
         assert cost.activation_bytes == n_bytes
 
 
@@ -232,7 +230,7 @@ def test_a_large_model_is_analysed_without_memory():
         )
     costs = profile(partition(model, 4, example), example)
     assert sum(cost.parameter_bytes for cost in costs) == 86_567_656 * FLOAT
-    assert sum(cost.activation_bytes for cost in costs) > 4e9
+    assert sum(cost.activation_bytes for cost in costs) > 3e9
     assert sum(cost.flops for cost in costs) == pytest.approx(32 * 2 * 17.56e9, rel=0.01)
 
 

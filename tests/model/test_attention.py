@@ -16,10 +16,12 @@ class Heads(nn.Module):
         super().__init__()
         self.all = nn.Linear(32, 96)
         self.module = nn.MultiheadAttention(32, 4, p, batch_first=True) if module else None
+        self.before = nn.Linear(32, 32)
         self.causal, self.mask, self.p = causal, mask, p
 
     def forward(self, x):
         if self.module is not None:
+            x = self.before(x)
             return self.module(x, x, x, need_weights=False)[0]
         q, k, v = self.all(x).chunk(3, -1)
         parts = [part.unflatten(-1, (4, 8)).transpose(1, 2) for part in (q, k, v)]

@@ -111,7 +111,7 @@ def profile(
     values = inputs
     shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
     for stage in stages:
-        cost, outputs = _analyse(stage, shapes)
+        cost, outputs = _analyse(stage, shapes, inputs[0].device)
         if inputs[0].device.type != "meta":
             forward, backward, values = _measure(stage, values, repeats)
             cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
@@ -120,9 +120,11 @@ def profile(
     return tuple(costs)
 
 
-def _analyse(stage: fx.GraphModule, inputs: Values) -> tuple[StageCost, Values]:
-    """The stage's cost without its seconds, and what it passes on."""
-    nodes = node_costs(stage, inputs)
+def _analyse(
+    stage: fx.GraphModule, inputs: Values, device: torch.device
+) -> tuple[StageCost, Values]:
+    """The stage's cost on ``device`` without its seconds, and what it passes on."""
+    nodes = node_costs(stage, inputs, device)
     output = next(iter(reversed(stage.graph.nodes))).args[0]
     outputs = tuple(nodes[node.name].output for node in output)
     work = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]

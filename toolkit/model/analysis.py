@@ -75,13 +75,16 @@ def meta_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
-def node_costs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, NodeCost]:
+def node_costs(
+    traced: fx.GraphModule, example: tuple[Tensor, ...], device: torch.device | None = None
+) -> dict[str, NodeCost]:
     """The cost of each node of ``traced`` for inputs like ``example``, by node name.
 
-    Attention is that of the device of ``example``; of a GPU's, if that is meta.
+    Args:
+        device: whose attention is meant; that of ``example`` unless given. Meta: a GPU's.
     """
     inputs = tuple(_to_meta(tensor) for tensor in example)
-    recorder = _Recorder(meta_copy(traced), inputs, attention.fused(example[0].device))
+    recorder = _Recorder(meta_copy(traced), inputs, attention.fused(device or example[0].device))
     recorder.run(*inputs)
     return recorder.costs
 
@@ -145,12 +148,16 @@ class _Recorder(fx.Interpreter):
         before = {name: buffer._version for name, buffer in self.buffers.items()}
         changes = self._changes(n, args, kwargs)
         leaves: list[Tensor] = []
+        cut: dict[int, Tensor] = {}  # attention to oneself knows that it is
 
         def cut_off(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.requires_grad:
                 return value
-            leaves.append(leaf := value.detach().requires_grad_())
-            return leaf.clone() if changes else leaf  # autograd guards leaves against changes
+            if id(value) not in cut:
+                leaves.append(leaf := value.detach().requires_grad_())
+                # autograd guards leaves against changes
+                cut[id(value)] = leaf.clone() if changes else leaf
+            return cut[id(value)]
 
         args, kwargs = tree_map(cut_off, (args, kwargs))
         kept = self.bytes
