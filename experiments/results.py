@@ -140,6 +140,8 @@ def _links(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 _ROWS = {
     "digits": _digits,
+    "cifar10_long_8": _accuracy,
+    "cifar10_long_4": _accuracy,
     "cifar10_narrow_8": _accuracy,
     "cifar10_narrow_4": _accuracy,
     "delays": _delays,
