@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
-from toolkit.model.analysis import NodeCost, node_costs
+from toolkit.model.analysis import NodeCost, cut_off, node_costs
 from toolkit.model.trace import in_training, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
@@ -157,7 +157,7 @@ class _Stopwatch(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = tree_map(_cut_off, (args, kwargs))
+        (args, kwargs), _ = cut_off((args, kwargs), changed=True)
         begin = now(self.device)
         output = getattr(self, n.op)(n.target, args, kwargs)
         middle = now(self.device)
@@ -166,10 +166,3 @@ class _Stopwatch(fx.Interpreter):
             torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
         self.seconds[n.name] = (middle - begin, now(self.device) - middle if trained else 0.0)
         return output
-
-
-def _cut_off(value: Any) -> Any:
-    """A tensor that begins a graph of its own, and may be changed in place."""
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return value
-    return value.detach().requires_grad_().clone()

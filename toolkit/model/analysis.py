@@ -97,6 +97,28 @@ def outputs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, An
     return recorder.found
 
 
+def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
+    """``values`` with graphs of their own, and the leaves of these.
+
+    A tensor that is there twice stays one: attention to oneself knows itself by that.
+
+    Args:
+        changed: whether they may be changed in place, against which autograd guards leaves.
+    """
+    leaves: list[Tensor] = []
+    cut: dict[int, Tensor] = {}
+
+    def begin(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if id(value) not in cut:
+            leaves.append(leaf := value.detach().requires_grad_())
+            cut[id(value)] = leaf.clone() if changed else leaf
+        return cut[id(value)]
+
+    return tree_map(begin, values), leaves
+
+
 class _Outputs(fx.Interpreter):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
@@ -147,19 +169,7 @@ class _Recorder(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         before = {name: buffer._version for name, buffer in self.buffers.items()}
         changes = self._changes(n, args, kwargs)
-        leaves: list[Tensor] = []
-        cut: dict[int, Tensor] = {}  # attention to oneself knows that it is
-
-        def cut_off(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad:
-                return value
-            if id(value) not in cut:
-                leaves.append(leaf := value.detach().requires_grad_())
-                # autograd guards leaves against changes
-                cut[id(value)] = leaf.clone() if changes else leaf
-            return cut[id(value)]
-
-        args, kwargs = tree_map(cut_off, (args, kwargs))
+        (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         kept = self.bytes
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, _same)
         with _Counter() as forward, keeping, attention.within_modules(self.attention):

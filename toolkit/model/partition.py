@@ -84,14 +84,14 @@ def partition(
     if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise ValueError("an example is a tensor or a tuple of tensors, the batch first")
     traced = trace(model, len(inputs))
-    costs, batched = _costs(model, traced, inputs)
+    costs = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     output = next(iter(reversed(traced.graph.nodes))).args[0]
     if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
         raise ValueError(
             "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
         )
-    crossing = _Crossings(traced, nodes, costs, batched)
+    crossing = _Crossings(traced, nodes, costs, _batched(model, traced, inputs, costs))
     if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise ValueError(
@@ -116,11 +116,10 @@ def partition(
 
 def _costs(
     model: nn.Module, traced: fx.GraphModule, inputs: tuple[torch.Tensor, ...]
-) -> tuple[dict[str, NodeCost], set[str]]:
-    """What each node costs, and the names of those whose first dimension is the batch."""
-    name, rows = type(model).__name__, inputs[0].shape[:1]
+) -> dict[str, NodeCost]:
+    name = type(model).__name__
     shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-    if not rows or any(tensor.shape[:1] != rows for tensor in inputs):
+    if not inputs[0].dim() or any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
         raise ValueError(f"the first dimension of every input is the batch: got shapes {shapes}")
     try:
         costs = node_costs(traced, inputs)
@@ -135,16 +134,27 @@ def _costs(
                 " forward changes only batch norms' running statistics are kept alike in every"
                 " order and on every rank: leave that out, or do it between steps"
             )
-    more = tuple(t.new_empty((t.shape[0] + 1, *t.shape[1:]), device="meta") for t in inputs)
+    return costs
+
+
+def _batched(
+    model: nn.Module,
+    traced: fx.GraphModule,
+    inputs: tuple[torch.Tensor, ...],
+    costs: dict[str, NodeCost],
+) -> set[str]:
+    """The nodes whose first dimension is the batch: it has one row more if the inputs have."""
+    n = inputs[0].shape[0]
+    more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
     try:
         others = outputs(traced, more)
-    except Exception as error:
+    except Exception as error:  # as above
         raise ValueError(
-            f"{name} runs on {rows[0]} rows and not on {rows[0] + 1}, so its first dimension is not"
-            f" the batch: {reason(error)}"
+            f"{type(model).__name__} runs on {n} rows and not on {n + 1}, so its first dimension is"
+            f" not the batch: {reason(error)}"
         ) from error
     sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
-    return costs, {k for k, pair in sizes.items() if pair == (rows[0], rows[0] + 1)}
+    return {k for k, pair in sizes.items() if pair == (n, n + 1)}
 
 
 def _first_sizes(*values: object) -> tuple[int, ...]:

@@ -178,7 +178,7 @@ def _restored(
     state = _read(job, checkpoints, 0, note)
     rolled_back = state.get("rolled_back")
     if not isinstance(rolled_back, bool):
-        raise _misfit(checkpoints, f"rolled_back is {rolled_back!r}, and true or false elsewhere")
+        raise _misfit(checkpoints, "it does not tell whether the run had been rolled back")
     if rolled_back:
         job = prepare(job.config, job.images, _safe(job))
         note("it had been rolled back, and goes on without delay")

@@ -1,0 +1,101 @@
+"""What a stage does alike wherever and however often it computes: draws, and frozen norms."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.runtime.conform import sgd
+from tests.runtime.models import assert_same
+from toolkit.model import partition
+from toolkit.runtime import Recipe, SingleProcess
+from toolkit.schedule import catalog
+
+
+def test_a_norm_in_evaluation_mode_keeps_its_statistics():
+    """As in fine-tuning: against plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model[1].running_mean.fill_(0.1)
+    model[1].eval()
+    plain = copy.deepcopy(model)
+    optimizer = sgd(plain.parameters())
+    example = torch.zeros(3, 6, dtype=torch.float64)
+    schedule = catalog.data_parallel(2)
+    runtime = SingleProcess(partition(model, 2, example), schedule, sgd, F.cross_entropy)
+    for _ in range(3):
+        inputs, targets = torch.randn(6, 6, dtype=torch.float64), torch.randint(3, (6,))
+        optimizer.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+        runtime.step(inputs, targets)
+    assert_same(runtime.module().state_dict(), plain.state_dict())
+
+
+class Attends(nn.Module):
+    """Dropout of attention, by the function alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        heads = self.first(x).view(-1, 2, 1, 3)
+        kept = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
+        return self.last(kept.flatten(1))
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_attention_drops_alike_in_every_order(order, checkpoint):
+    def trained(order, checkpoint):
+        torch.manual_seed(0)
+        schedule = catalog.cyclic(2)
+        stages = partition(Attends().double(), 2, torch.zeros(3, 6, dtype=torch.float64))
+        recipe = Recipe(checkpoint=checkpoint)
+        runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, order, recipe=recipe)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            inputs = torch.randn(6, 6, dtype=torch.float64, generator=generator)
+            runtime.step(inputs, torch.tensor([0, 1, 2, 0, 1, 2]))
+        return runtime.module().state_dict()
+
+    assert_same(trained(order, checkpoint), trained("grouped", "none"))
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return F.dropout(x * self.weight, 0.5, training=self.training)
+
+
+def still(parameters):
+    return torch.optim.SGD(parameters, 0.0)
+
+
+def test_every_microbatch_and_step_draws_its_own():
+    stages = partition(nn.Sequential(Dropped(), Dropped()), 2, torch.ones(1, 64))
+    schedule = catalog.data_parallel(2, n_stages=2)
+    runtime = SingleProcess(stages, schedule, still, lambda x, y: x.mean())
+    batch = torch.ones(2, 64), torch.zeros(2)
+    outputs = torch.cat([runtime.step(*batch).outputs for _ in range(2)])
+    assert len({tuple(row.tolist()) for row in outputs}) == 4
+
+
+def test_stages_draw_apart():
+    """Each drops half of what is left."""
+    layers = [nn.Linear(64, 64) for _ in range(3)]
+    for layer in layers:
+        layer.weight.data, layer.bias.data = torch.eye(64), torch.zeros(64)
+    net = nn.Sequential(layers[0], nn.Dropout(0.5), layers[1], nn.Dropout(0.5), layers[2])
+    stages = partition(net, 3, torch.ones(1, 64))
+    assert [sum(isinstance(m, nn.Dropout) for m in s.modules()) for s in stages] == [0, 1, 1]
+    schedule = catalog.data_parallel(1, n_stages=3)
+    runtime = SingleProcess(stages, schedule, still, lambda x, y: x.mean())
+    result = runtime.step(torch.ones(1, 64), torch.zeros(1))
+    assert result.outputs.count_nonzero() < 26  # 16 are expected; 32 if both drop the same
