@@ -112,6 +112,20 @@ def test_a_test_between_epochs_is_not_the_time_of_a_step(capsys, clock):
     assert "8 images/s" in last_line(capsys)
 
 
+def test_a_resumed_run_goes_on_from_where_it_was(capsys, clock):
+    """The first step that is seen is the sixth of the third epoch, of which there are four."""
+    with Progress(4, interval=0) as bar:
+        for k in range(5, 20):
+            result = StepResult(2 * 20 + k, (), torch.tensor([]), torch.tensor([]))
+            clock.now += 0.5
+            bar.trained(Step(k + 1, 20, result, 0.1, 8))
+            if k == 5:
+                assert "2.3/4 epochs" in last_line(capsys)
+    last = last_line(capsys)
+    assert "3.0/4 epochs" in last
+    assert "16 images/s" in last
+
+
 def test_a_rank_without_losses_shows_the_rest(capsys, reads):
     with Progress(1) as bar:
         for step in steps([None] * 3):

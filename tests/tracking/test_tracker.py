@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.tracking.wandb_files import found
 from toolkit.config.schema import Tracking
 from toolkit.runtime.result import StepResult
-from toolkit.tracking import Curves, Tracker, track, tracker, wandb_run
+from toolkit.tracking import Curves, Tracker, track, tracked, tracker, wandb_run
 from toolkit.tracking.offline import complete, payloads
 from toolkit.training import Epoch, Step
 
@@ -292,6 +292,18 @@ def test_losses_are_read_at_logged_steps_only():
     assert read == [3, 6]
     assert [point["train/loss"] for point in log.points] == [3, 6]
     assert all(point["train/images_per_second"] > 0 for point in log.points)
+
+
+def test_the_speed_of_a_resumed_run_is_from_its_first_step_on(monkeypatch):
+    """What a process did before its first step, in mid-epoch, is not the time of a step."""
+    times = iter([1000.0, 1000.5, 1001.0, 1001.5])
+    monkeypatch.setattr(tracked, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    log = Log()
+    curves = Curves(log, every=4)
+    for k in range(24, 28):  # the fifth to the eighth step of the third epoch
+        result = StepResult(k, (0,), torch.ones(1), torch.empty(0))
+        curves.trained(Step(k - 19, 10, result, 0.1, 8))
+    assert [point["train/images_per_second"] for point in log.points] == [16.0]
 
 
 def test_epochs_from_before_the_tracking_are_logged_at_the_end():

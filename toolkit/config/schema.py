@@ -6,6 +6,7 @@ misspelt option or a value of the wrong type fails when the configuration is com
 
 import os
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -455,6 +456,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
 }
 
 
+@cache
 def register() -> None:
     """Make the schemas known to Hydra."""
     store = ConfigStore.instance()
