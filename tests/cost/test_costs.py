@@ -143,6 +143,13 @@ def test_statistics_of_batch_norms():
     assert last.statistics_bytes == 0
 
 
+def test_a_norm_in_evaluation_mode_has_no_statistics_to_add_up():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6), nn.BatchNorm1d(6))
+    model[0].eval()
+    (cost,) = profile(partition(model, 1, torch.zeros(5, 4)), torch.empty(5, 4, device="meta"))
+    assert cost.statistics_bytes == 2 * 6 * FLOAT
+
+
 def test_statistics_are_kept_and_travel_with_the_gradients():
     """One micro-batch's beside its activations; those of a sum beside the gradients."""
     cost = StageCost(1, 1, activation_bytes=10, parameter_bytes=200, statistics_bytes=3)

@@ -139,6 +139,25 @@ def _named(draw):
     return isinstance(draw, nn.Module)
 
 
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.batch_norm(x, None, None, None, None, True),
+        lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
+    ],
+)
+def test_a_batch_norm_that_is_no_module_is_refused(norm):
+    """It would take micro-batches that run together for one."""
+    with pytest.raises(ValueError, match=r"Drawing calls batch_norm as a function.*use torch.nn's"):
+        partition(Drawing(norm), 2, ROWS)
+
+
+def test_a_batch_norm_by_statistics_that_are_given_is_none_of_a_batch():
+    zeros, ones = torch.zeros(6), torch.ones(6)
+    partition(Drawing(lambda x: F.batch_norm(x, zeros, ones)), 2, ROWS)
+
+
 def test_recurrent_nets_that_draw_are_seen():
     class Recurrent(nn.Module):
         def __init__(self, p):

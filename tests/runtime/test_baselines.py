@@ -17,6 +17,7 @@ from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining
+from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.pipelining import rank_orders
 from toolkit.runtime.processes.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
@@ -388,6 +389,13 @@ def test_refuses_other_options(make, options, message):
     schedule = catalog.cyclic(2, 1) if make is DelayedAllReduce else catalog.data_parallel(2)
     with pytest.raises(ValueError, match=message):
         make(*Case(make, schedule).arguments(), **options)
+
+
+def test_norms_in_evaluation_mode_do_not_advance():
+    stages = Case(DDP, catalog.data_parallel(2, n_stages=3)).stages()
+    stages.model.norm.eval()
+    again = partition(stages.model, 3, torch.zeros(2, 1, 6, 6, dtype=torch.float64))
+    assert [len(Chain(found, 0).norms()) for found in (stages, again)] == [5, 4]
 
 
 def test_refuses_what_torch_cannot_train():

@@ -329,6 +329,25 @@ def test_refuses_an_optimizer_that_is_made_already(model):
         SingleProcess(cut(model, schedule), schedule, made, F.cross_entropy)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "message"),
+    [
+        (torch.optim.LBFGS, None, "optimizer: the step of LBFGS has to be told closure"),
+        (
+            torch.optim.SGD,
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "lr_scheduler: the step of ReduceLROnPlateau has to be told metrics",
+        ),
+    ],
+)
+def test_refuses_what_cannot_step_by_itself(model, optimizer, scheduler, message):
+    schedule = catalog.cyclic(2)
+    with pytest.raises(ValueError, match=message):
+        SingleProcess(
+            cut(model, schedule), schedule, optimizer, F.cross_entropy, lr_scheduler=scheduler
+        )
+
+
 def test_refuses_a_state_that_lacks_what_the_schedule_reads(model):
     fresh = runtime_for(copy.deepcopy(model), catalog.data_parallel(3), "grouped")
     list(fresh.run(make_batches(3, 2)))

@@ -160,6 +160,23 @@ def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
     assert not {"epochs", "save", "threads"} & {*re.findall(r"(\w+)[.\w]*=", note)}
 
 
+def test_a_run_that_has_ended_is_not_made_another(tmp_path):
+    """Options that nothing is trained with any more would only change what it says it was."""
+    run_kept(prepare(configured("epochs=1")), tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    changed = configured("epochs=1", "optimizer.lr=0.5")
+    with pytest.raises(
+        ValueError, match=r"ended after 1 epochs.*with optimizer.lr=0.5 \(was 0.1\)"
+    ):
+        run_kept(prepare(changed), tmp_path, resume=True)
+    assert {path: path.read_bytes() for path in kept} == kept
+    again = run_kept(prepare(configured("epochs=1", "save.keep=3")), tmp_path, resume=True)
+    assert len(again.epochs) == 1
+    run_kept(prepare(configured("epochs=2", "optimizer.lr=0.5")), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="the run has done 2 epochs and epochs=1: ask for more"):
+        run_kept(prepare(configured("epochs=1")), tmp_path, resume=True)
+
+
 def test_an_epoch_that_is_over_before_it_is_resumed_is_refused(tmp_path):
     stopped(tmp_path, 5, "save.steps=5")
     fewer = configured("save.steps=5", "data.n_train=32")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 _EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
 _DRAWS = "draws"  # whether it draws at random
@@ -120,7 +121,22 @@ class _Tracer(fx.Tracer):
                 " would lack: use detach(), requires_grad_(False) on the parameters, or a function"
                 " marked by torch.fx.wrap"
             )
-        return super().create_node(*args, **kwargs)
+        node = super().create_node(*args, **kwargs)
+        if node.target in _BATCH_NORMS and _in_batches(node):
+            raise _UntraceableError(
+                "calls batch_norm as a function, which would mix the micro-batches that run as one"
+                " batch: use torch.nn's batch norms, whose statistics are of each micro-batch"
+            )
+        return node
+
+
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
+
+
+def _in_batches(norm: fx.Node) -> bool:
+    """Whether a call of a function normalises by the statistics of its batch."""
+    given = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
+    return given is not False
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The newest weights of a stage, and what updates them."""
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -47,6 +48,9 @@ class Updater:
         stage: the stage; its parameters are the newest weights and are updated in place.
         recipe: how it updates.
 
+    Raises:
+        ValueError: an optimizer or a schedule whose step has to be told more than gradients.
+
     Attributes:
         masters: the trained parameters, by name.
         optimizer: none where all is frozen.
@@ -69,10 +73,22 @@ class Updater:
         self.average = None if recipe.ema is None else Average(recipe.ema)
         self.n_skipped = 0
         self.unused: list[str] = []
-        self.optimizer = make_optimizer(list(self.masters.values())) if self.masters else None
-        self.scheduler = (
-            make_scheduler(self.optimizer) if make_scheduler and self.optimizer else None
-        )
+        self.optimizer, self.scheduler = self._made(self.masters)
+
+    def _made(
+        self, masters: Mapping[str, nn.Parameter]
+    ) -> tuple[Optimizer | None, LRScheduler | None]:
+        """An optimizer of ``masters``, and the schedule of its learning rate if there is one."""
+        if not masters:
+            return None, None
+        make_optimizer, make_scheduler = self.makers
+        optimizer = make_optimizer(list(masters.values()))
+        _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
+        if make_scheduler is None:
+            return optimizer, None
+        scheduler = make_scheduler(optimizer)
+        _check_step(scheduler, "lr_scheduler", "that goes by steps, such as LambdaLR")
+        return optimizer, scheduler
 
     def state(self) -> dict[str, Any]:
         """What the next updates depend on, beside the weights and the gradients."""
@@ -103,12 +119,8 @@ class Updater:
             unused: weights that had no gradient in it.
         """
         twin = copy.copy(self)
-        make_optimizer, make_scheduler = self.makers
         masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
-        twin.optimizer = make_optimizer(list(masters.values())) if masters else None
-        twin.scheduler = (
-            make_scheduler(twin.optimizer) if make_scheduler and twin.optimizer else None
-        )
+        twin.optimizer, twin.scheduler = self._made(masters)
         if updated and twin.optimizer:
             for name in masters.keys() - unused:
                 masters[name].grad = torch.zeros_like(masters[name])
@@ -200,3 +212,17 @@ def join_averages(workers: Iterable[Updater]) -> Weights:
     """The averages that ``workers`` keep, by the names of their weights."""
     kept = (worker.average.weights for worker in workers if worker.average is not None)
     return {name: tensor for weights in kept for name, tensor in weights.items()}
+
+
+def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
+    """Refuse what cannot take a step unless it is told something, as LBFGS is a closure."""
+    step = inspect.signature(made.step)
+    told = [p.name for p in step.parameters.values() if p.default is p.empty and p.kind in _PLACED]
+    if told:
+        raise ValueError(
+            f"{name}: the step of {type(made).__name__} has to be told {', '.join(told)}, and an"
+            f" update knows gradients alone: choose one {way_out}"
+        )
+
+
+_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -182,7 +182,21 @@ def _restored(
     if rolled_back:
         job = prepare(job.config, job.images, _safe(job))
         note("it had been rolled back, and goes on without delay")
-    return job, _stand(job, checkpoints, state), rolled_back
+    position = _stand(job, checkpoints, state)
+    _check_ahead(job, position, changed_options(state.get("config"), job.config))
+    return job, position, rolled_back
+
+
+def _check_ahead(job: Job, position: Position, changed: str) -> None:
+    """Refuse options that would only change what a run that has ended says that it was."""
+    done, wanted = position.epoch, job.config.epochs
+    if done > wanted:
+        raise ValueError(f"the run has done {done} epochs and epochs={wanted}: ask for more")
+    if done == wanted and changed:
+        raise ValueError(
+            f"the run has ended after {done} epochs, and nothing is left to train with {changed}:"
+            " leave that out, or ask for more epochs"
+        )
 
 
 def _read(
