@@ -7,6 +7,7 @@ More schedules beside it: +schedule@also.gpipe=gpipe. The trace opens in ui.perf
 """
 
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ def main(config: DictConfig) -> None:
     from hydra.utils import instantiate
 
     from toolkit.config import build_model, build_schedule, image_shape
-    from toolkit.cost import profile, simulate
+    from toolkit.cost import Costs, profile, simulate
     from toolkit.figures import save, timelines
     from toolkit.files import table, write_csv, write_json
     from toolkit.model import partition
+    from toolkit.schedule.steady import steps_to_time
     from toolkit.tracking import describe, provenance
     from toolkit.training import pick_device
 
@@ -40,13 +42,19 @@ def main(config: DictConfig) -> None:
     with torch.device(device):
         model = build_model(config.model, config.classes, shape[-1], shape[0])
         example = torch.rand(config.batch, *shape)
+
+    @cache
+    def costs_of(n_stages: int) -> Costs:
+        """The same for all schedules, though they are timed."""
+        return profile(partition(model, n_stages, example, config.partition), example)
+
     predicted, rows = [], []
     for schedule in schedules:
-        stages = partition(model, schedule.n_stages, example, config.partition)
-        program = schedule.lower(config.steps).verify()
-        timeline = simulate(program, profile(stages, example), hardware)
-        predicted.append(timeline)
+        costs = costs_of(schedule.n_stages)
+        program = schedule.lower(steps_to_time(schedule)).verify()
+        timeline = simulate(program, costs, hardware)
         rows.append(summary(timeline, config.batch * schedule.n_microbatches, hardware))
+        predicted.append(simulate(schedule.lower(config.steps), costs, hardware))
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(timelines(predicted), folder / "timeline")
     for k, timeline in enumerate(predicted):
@@ -67,7 +75,6 @@ def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
     """One row: rates in the steady state, memory of the fullest rank."""
     peaks = [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]
     fits = all(peak <= hardware.memory_of(rank) for rank, peak in enumerate(peaks))
-    n_steps = len(timeline.step_ends)
     fullest = max(range(timeline.n_ranks), key=peaks.__getitem__)
     return {
         "schedule": timeline.name,
@@ -78,7 +85,7 @@ def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
         "GiB, fullest rank": round(peaks[fullest] / 2**30, 3),
         "of it activations": round(timeline.peak_memory(fullest, "activations") / 2**30, 3),
         "fits": "yes" if fits else "no",
-        "MB a step, busiest rank": round(max(timeline.bytes_sent()) / n_steps / 1e6, 2),
+        "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / 1e6, 2),
     }
 
 

@@ -1,6 +1,7 @@
 """Simulated timelines: small ones by hand, all of them by what the schedule promises."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog
+from toolkit.schedule.steady import steps_to_time
 
 # A message of 4 bytes takes 2.5 seconds, of 6 bytes 3.5.
 SLOW = Hardware("slow", 1.0, memory_bandwidth=inf, link_bandwidth=2.0, link_latency=0.5)
@@ -272,13 +274,55 @@ def test_shifted_workers_hold_half_as_much(delay, n):
     assert not steady or max(steady) == total
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_one_device_does_everything_in_turn(n):
-    program = catalog.data_parallel(n, "one").lower(2)
-    timeline = simulate(program, unit_costs(n), UNIT)
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("delay", RULES)
+def test_one_device_does_everything_in_turn(delay, n):
+    schedule = catalog.cyclic(n, delay, "one") if delay else catalog.data_parallel(n, "one")
+    timeline = simulate(schedule.lower(steps_to_time(schedule)), unit_costs(n), UNIT)
     assert timeline.step_time == 2 * n * n
     assert timeline.idle_share == 0
-    assert timeline.peak_memory(kind="activations") == n * n
+    total = n * (n + 1) / 2 if delay else n * n
+    assert timeline.peak_memory(kind="activations") == total
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        catalog.cyclic(6, placement="per_stage"),
+        catalog.cyclic(6, 1),
+        catalog.cyclic(4, 1, state="sharded"),
+        catalog.cyclic(6, 1, chains="rotated"),
+        catalog.pipedream_2bw(4, 4),
+    ],
+    ids=label,
+)
+def test_rates_are_those_of_a_long_training(schedule):
+    """Where messages take time, and the first and last steps are other than those between."""
+    stage = replace(FIRST, flops=1.0, backward_flops=2.0, parameter_bytes=3.0)
+    stages = [replace(stage, flops=1.0 + j / 8) for j in range(schedule.n_stages)]
+
+    def run(n_steps):
+        return simulate(schedule.lower(n_steps), stages, SLOW)
+
+    few, many = run(steps_to_time(schedule)), run(64)
+    assert few.step_time == pytest.approx(many.step_time, rel=0.05)
+    assert few.idle_share == pytest.approx(many.idle_share, abs=0.03)
+    sent = few.bytes_a_step(), many.bytes_a_step()
+    assert max(sent[0]) == pytest.approx(max(sent[1]), rel=0.05)
+    assert sum(sent[0]) == pytest.approx(sum(sent[1]), rel=0.05)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("delay", RULES)
+@pytest.mark.parametrize("bandwidth", [1.0, 10.0])
+def test_sharded_weights_are_fetched_a_little_ahead(bandwidth, delay, n):
+    """However early they are there: what a rank holds does not grow with the model."""
+    make = partial(catalog.cyclic, delay=delay) if delay else catalog.data_parallel
+    schedule = make(n, state="sharded")
+    program = schedule.lower(steps_to_time(schedule))
+    timeline = simulate(program, unit_costs(n), replace(UNIT, link_bandwidth=bandwidth))
+    held = max(timeline.peak_memory(rank, "weights") for rank in range(n))
+    assert held <= max(program.peak_weights()) + 2
 
 
 @everything

@@ -1,6 +1,7 @@
 """Timelines: memory, traffic, tables and traces."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -64,6 +65,18 @@ def test_bytes():
 @pytest.mark.parametrize(("ends", "seconds"), [((5.0,), 5), ((5.0, 7.0), 2), ((5.0, 6.0, 11.0), 3)])
 def test_step_time(ends, seconds):
     assert timeline(step_ends=ends).step_time == seconds
+
+
+def test_rates_are_of_the_steady_steps():
+    """A step of 4 seconds twice, after one and before one in which it is otherwise."""
+    sent = [
+        Span(0, "send", begin, begin + 1.0, "w", 0, None, 0, 6.0, 1) for begin in range(0, 18, 2)
+    ]
+    found = replace(timeline(sent, step_ends=(7.0, 11.0, 15.0, 16.0)), steady=range(1, 3))
+    assert found.step_time == 4
+    assert found.bytes_a_step() == (12, 0)
+    assert replace(found, steady=range(0)).step_time == 3
+    assert replace(found, steady=range(0)).bytes_a_step() == (9 * 6 / 4, 0)
 
 
 def test_idle_share():

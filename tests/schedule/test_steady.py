@@ -12,7 +12,7 @@ from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
 from toolkit.schedule import Action, Buffer, catalog, steady_state
-from toolkit.schedule.steady import settled_steps, steady_slots
+from toolkit.schedule.steady import settled_steps, steady_slots, steady_steps, steps_to_time
 
 SIZES = range(2, 17)
 RULES = [1, "freshest"]
@@ -252,3 +252,27 @@ def test_more_steps_change_nothing(schedule):
     found = steady_state(schedule)
     assert found.activations == tuple(zip(*program.activations(), strict=True))[slots]
     assert found.traffic == program.traffic()[slots]
+
+
+def test_steady_steps_are_whole_rounds_between_start_and_end():
+    """CDP-v1: a step and a half long, weights a step late, so two threads in turn."""
+    cdp, dp = schedule(1, 4), schedule(DP, 4)
+    assert (settled_steps(cdp), settled_steps(dp)) == (4, 2)
+    assert [steady_steps(cdp, n) for n in (6, 8, 9, 10)] == [
+        range(5, 5),
+        range(5, 7),
+        range(5, 7),
+        range(5, 9),
+    ]
+    assert steady_steps(dp, 5) == range(3, 5)
+    assert (steps_to_time(cdp), steps_to_time(dp)) == (10, 7)
+
+
+@given(schedules())
+@quick
+def test_enough_steps_are_steady(schedule):
+    n_steps = steps_to_time(schedule)
+    steady = steady_steps(schedule, n_steps)
+    assert len(steady) >= 4
+    assert steady.stop <= n_steps
+    assert len(steady) > len(steady_steps(schedule, n_steps - 1))

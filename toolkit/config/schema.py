@@ -372,7 +372,7 @@ class Simulate(Analysed):
     microbatches: int = option(8, "micro-batches of a training step")
     workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
     batch: int = option(8, "images of a micro-batch")
-    steps: int = option(6, "training steps to simulate")
+    steps: int = option(6, "training steps that are drawn; rates are of the steady state")
     measured: bool = option(False, "time the stages on the device, not by the roofline")
     device: str = option("auto", "where they are timed")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")

@@ -4,13 +4,17 @@ Each rank has a compute lane, an optimizer and a full-duplex port, that work sid
 computes in the order of its program, each op as soon as the one before has ended and its inputs are
 there, and updates a stage when its gradient is complete. A message starts when its content is ready
 and both ports have time for it: it need not wait for one that comes before it in the program and is
-not ready. Collectives take both ports of all their ranks, in the order of the program.
+not ready; but its ranks have come to within :mod:`toolkit.schedule.lookahead` of it. Collectives
+take both ports of all their ranks, in the order of the program.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
 
 One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear in their number.
 """
+
+from bisect import bisect_left
+from collections.abc import Iterable
 
 from toolkit.cost.costs import Costs
 from toolkit.cost.hardware import Hardware
@@ -29,8 +33,10 @@ from toolkit.cost.timeline import (
 )
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.lookahead import lookahead
 from toolkit.schedule.program import traffic_of
 from toolkit.schedule.replay import replay
+from toolkit.schedule.steady import steady_steps
 
 
 def simulate(program: Program, costs: Costs, hardware: Hardware) -> Timeline:
@@ -75,6 +81,8 @@ class _Simulation:
         self.program, self.costs, self.hardware = program, costs, hardware
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # when the compute lane is free
+        self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
+        self.ahead = lookahead(program.schedule)
         self.updated = [0.0] * n_ranks  # when the optimizer is free
         self.sending = [Port() for _ in range(n_ranks)]
         self.receiving = [Port() for _ in range(n_ranks)]
@@ -107,8 +115,9 @@ class _Simulation:
 
     def timeline(self) -> Timeline:
         ends = tuple(self.steps[step] for step in sorted(self.steps))
-        name = self.program.schedule.name
-        return Timeline(name, len(self.program.ranks), self.spans, self.changes, ends)
+        schedule, n_ranks = self.program.schedule, len(self.program.ranks)
+        steady = steady_steps(schedule, len(ends))
+        return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady)
 
     def _stagger(self) -> None:
         """Hold each rank that begins with the model's first stage until its turn."""
@@ -144,6 +153,9 @@ class _Simulation:
             start = max(start, self.boundaries.pop(after))
         end = start + self.seconds[stage][action] / self.hardware.speed(rank)
         self.computed[rank] = end
+        ticks, ends = self.ops[rank]
+        ticks.append(i.tick)
+        ends.append(end)
         name = f"{stage}{'FBIW'[action]}{i.microbatch}"
         slot = self.program.slot(i)
         self.spans.append(Span(rank, COMPUTE, start, end, name, *key, slot=slot))
@@ -211,9 +223,19 @@ class _Simulation:
         ready = self.boundaries[i.buffer, i.stage, i.microbatch, i.step]
         return ready, cost.output_bytes if i.buffer == Buffer.ACTIVATION else cost.input_bytes
 
+    def _open(self, i: Instruction, ranks: Iterable[int]) -> float:
+        """When ``ranks`` have come so far in their ops that a message may go."""
+        opened = 0.0
+        for rank in ranks:
+            ticks, ends = self.ops[rank]
+            if before := bisect_left(ticks, i.tick - self.ahead):
+                opened = max(opened, ends[before - 1])
+        return opened
+
     def _send(self, rank: int, i: Instruction) -> None:
         peer = i.peers[0]
         ready, n_bytes = self._content(rank, i)
+        ready = max(ready, self._open(i, (rank, peer)))
         seconds = self.hardware.message(n_bytes)
         ports = [self.sending[rank], self.receiving[peer]]
         start = reserve(ports, ready, seconds)
@@ -241,7 +263,7 @@ class _Simulation:
         n_ranks, n_bytes = len(i.peers), self._content(i.peers[0], i)[1]
         holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
         ready = max(self._content(peer, i)[0] for peer in holders)
-        ready = max(ready, *(self.met[peer] for peer in i.peers))
+        ready = max(ready, self._open(i, i.peers), *(self.met[peer] for peer in i.peers))
         ring = i.action == Action.ALL_REDUCE
         cost = self.hardware.all_reduce if ring else self.hardware.tree
         seconds = cost(n_bytes, n_ranks)

@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,6 +55,8 @@ class Timeline:
         spans: busy times of every rank and lane.
         changes: of the memory of every rank.
         step_ends: when the last update of each training step had ended, in seconds.
+        steady: the training steps, counted from the first here, in which neither start nor end is
+            felt. Rates are of these; if there are none, of all but the first.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Timeline:
     spans: Sequence[Span]
     changes: Sequence[Change]
     step_ends: tuple[float, ...]
+    steady: range = range(0)
 
     @property
     def end(self) -> float:
@@ -69,10 +73,9 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """Seconds from step to step, once the first has ended; of a single step, all of it."""
-        if len(self.step_ends) == 1:
-            return self.step_ends[0]
-        return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
+        """Seconds from step to step in the steady state; of a single step, all of it."""
+        begin, end, n_steps = self._timed()
+        return (end - begin) / n_steps
 
     @property
     def idle_share(self) -> float:
@@ -82,7 +85,16 @@ class Timeline:
         """
         n_steps = len(self.step_ends)
         busy = sum(span.end - span.start for span in self.spans if span.lane == COMPUTE) / n_steps
-        return max(0.0, 1 - busy / (self.n_ranks * (self.step_time if n_steps > 1 else self.end)))
+        return 1 - busy / (self.n_ranks * (self.step_time if n_steps > 1 else self.end))
+
+    def _timed(self) -> tuple[float, float, int]:
+        """Begin and end, in seconds, of the training steps of which rates are; their number."""
+        ends = self.step_ends
+        if self.steady:
+            return ends[self.steady[0] - 1], ends[self.steady[-1]], len(self.steady)
+        if len(ends) > 1:
+            return ends[0], ends[-1], len(ends) - 1
+        return 0.0, ends[0], 1
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """(time, bytes from then on), of one rank or all, of one kind or all."""
@@ -120,6 +132,16 @@ class Timeline:
             if span.lane == SEND:
                 sent[span.rank] += span.bytes
         return tuple(sent)
+
+    def bytes_a_step(self) -> tuple[float, ...]:
+        """Bytes that each rank sends in a training step of the steady state."""
+        everything = 0.0, inf, len(self.step_ends)
+        begin, end, n_steps = self._timed() if self.steady else everything
+        sent = [0.0] * self.n_ranks
+        for span in self.spans:
+            if span.lane == SEND and begin <= span.start < end:
+                sent[span.rank] += span.bytes
+        return tuple(n_bytes / n_steps for n_bytes in sent)
 
     def to_frame(self) -> "pd.DataFrame":
         """The spans as a pandas DataFrame, one row each."""

@@ -6,8 +6,7 @@ from math import inf
 
 from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.schedule import Action, Schedule, catalog
-
-_STEPS = 6  # training steps that are simulated
+from toolkit.schedule.steady import steps_to_time
 
 RULES = ("DP", "CDP-v1", "CDP-v2")
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
@@ -66,7 +65,7 @@ def predict(
     found: list[Prediction] = []
     baseline: list[float] = []
     for schedule in schedules:
-        program = schedule.lower(_STEPS).verify()
+        program = schedule.lower(steps_to_time(schedule)).verify()
         timeline = simulate(program, costs, hardware)
         times = [simulate(program, scaled, hardware).step_time for scaled in versions]
         baseline = baseline or times

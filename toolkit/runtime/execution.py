@@ -20,6 +20,7 @@ from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.streams import Streams
 from toolkit.runtime.waiter import Waiter
 from toolkit.schedule import Action, Buffer, Instruction, Program
+from toolkit.schedule.lookahead import lookahead
 
 
 class Execution:
@@ -58,8 +59,7 @@ class Execution:
         self.ends = _last_ops(self._order)
         self._flow = Dataflow(self._order, self._world.rank, ordered=links.ordered)
         self._overlap = overlap
-        # Twice as long as a micro-batch is under way: a message of every step has two buffers.
-        self._ahead = 4 * program.schedule.n_stages * program.schedule.timing.ticks_per_slot
+        self._ahead = lookahead(program.schedule)
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
         self._began: dict[int, float] = {}
         self._marks: dict[int, torch.cuda.Event] = {}

@@ -35,11 +35,37 @@ class SteadyState:
         )
 
 
-def settled_steps(schedule: "Schedule") -> int:
-    """Training steps after which the first ones are no longer felt."""
+_TIMED = 4  # training steps at least over which a step's time is the mean
+
+
+def steps_under_way(schedule: "Schedule") -> int:
+    """Training steps that run at once."""
     timing = schedule.timing
     length = max(timing.end(op) for op in timing.starts)
-    return -(-length // timing.period) + schedule.max_staleness + 1
+    return -(-length // timing.period)
+
+
+def settled_steps(schedule: "Schedule") -> int:
+    """Training steps after which the first ones are no longer felt."""
+    return steps_under_way(schedule) + schedule.max_staleness + 1
+
+
+def steady_steps(schedule: "Schedule", n_steps: int) -> range:
+    """Those of ``n_steps`` training steps in which neither start nor end is felt; maybe none.
+
+    Weights that are d steps late make d + 1 threads of training, which may differ in pace: the
+    steps are a whole number of rounds of all of them.
+    """
+    first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
+    n = max(0, n_steps - steps_under_way(schedule) - first + 1)
+    return range(first, first + n // threads * threads)
+
+
+def steps_to_time(schedule: "Schedule") -> int:
+    """The fewest training steps in which enough are steady for a mean."""
+    threads = schedule.max_staleness + 1
+    timed = -(-_TIMED // threads) * threads
+    return settled_steps(schedule) + timed + steps_under_way(schedule)
 
 
 def steady_slots(schedule: "Schedule", step: int) -> slice:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.figures.explorer.choice import Choice
 from toolkit.schedule import Program, Schedule, SteadyState, steady_state
+from toolkit.schedule.steady import steps_to_time
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline
-
-_PREDICTED = 3  # training steps that are simulated
 
 
 _ALIVE = ("micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model")
@@ -98,9 +97,8 @@ def analyse(choice: Choice, n_steps: int) -> Analysis:
         ValueError: it is impossible; the message may end with a grid.
     """
     schedule = choice.build()
-    predicted = schedule.lower(_PREDICTED)
-    drawn = predicted if n_steps == _PREDICTED else schedule.lower(n_steps)
-    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule))
+    predicted = schedule.lower(steps_to_time(schedule))
+    return Analysis(choice, schedule, schedule.lower(n_steps), predicted, steady_state(schedule))
 
 
 def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardware") -> "Timeline":
