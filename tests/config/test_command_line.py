@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 
@@ -176,6 +177,39 @@ def test_help_lists_groups_and_options(name):
     shown = "schedule@rules.NAME" if name == "compare" else "schedule"
     assert {*GROUPS[:5], shown, "experiment"} <= set(lines)
     assert {"seed=7", "stages=4", "epochs=10", "data.root=null", "optimizer.lr=0.1"} <= set(lines)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder with two optimizers and an experiment of a user's own, as options name it."""
+    files = {
+        "optimizer/mine": "_target_: torch.optim.RMSprop\nlr: 0.001\n",
+        "optimizer/nowhere": "_target_: nowhere.SGD\nlr: 0.1\n",
+        "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "own" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return f"--config-dir={tmp_path / 'own'}"
+
+
+def test_choices_of_ones_own(own, tmp_path):
+    finished = run("train", own, "experiment=ours", *TINY, f"hydra.run.dir={tmp_path}/run")
+    assert finished.status == 0
+    config = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
+    assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
+    shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
+    assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
+    assert "adamw, lamb, lars, mine, nowhere, sgd" in shown
+
+
+def test_mistakes_in_choices_of_ones_own(own):
+    assert refused("train", own, "optimizer=mien").startswith(
+        "optimizer=mien is unknown: did you mean mine? choose one of adamw, lamb, lars, mine,"
+    )
+    message = refused("train", own, "optimizer=nowhere", *TINY)
+    assert message.startswith("_target_: nowhere.SGD cannot be imported: ")
 
 
 def python(*arguments):

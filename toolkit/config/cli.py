@@ -104,7 +104,7 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
             try:
                 if {"-h", "--help"} & set(arguments):
                     print(sys.modules[function.__module__].__doc__)
-                    print(text(name, conf, [a for a in arguments if not a.startswith("-")]))
+                    print(text(name, conf, arguments))
                     return
                 Sweep.options = sweeps.with_defaults(resumed(sweeps.flag_first(sys.argv[1:]), name))
                 check_given(Sweep.options)

@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from hydra.errors import (
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import schema
-from toolkit.config.help import choices, groups
-from toolkit.messages import first_line
+from toolkit.config.help import choices, folders, groups
+from toolkit.messages import first_line, last_line
 
 _TOOLKIT = Path(__file__).resolve().parents[1]
 _HYDRA = Path(hydra.__file__).resolve().parent
@@ -33,6 +34,8 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         arguments: of the command line.
     """
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
+        if found := _NO_TARGET.match(str(error)):
+            return f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)}"
         error = error.__cause__
     if isinstance(error, ValueError | FloatingPointError) and _raised_in(error, _ours(conf)):
         return str(error)
@@ -45,7 +48,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MissingConfigException):
-        return _missing_choice(error, conf)
+        return _missing_choice(error, conf, arguments)
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not OPTION=VALUE"
     if isinstance(error, ConfigCompositionException):
@@ -67,7 +70,7 @@ def _raised_in(error: Exception, folders: list[Path]) -> bool:
     return any(raised.is_relative_to(folder) for folder in folders)
 
 
-def _missing_choice(error: MissingConfigException, conf: Path) -> str:
+def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[str]) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if choice.startswith("submitit_"):
         return "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
@@ -78,27 +81,29 @@ def _missing_choice(error: MissingConfigException, conf: Path) -> str:
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"
-    return _unknown_choice(group, choice, conf) if group else first_line(error)
+    return _unknown_choice(group, choice, folders(conf, arguments)) if group else first_line(error)
 
 
 def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
     """What Hydra reports without saying where: a group set to null or to a number."""
+    found = folders(conf, arguments)
     for argument in arguments:
         group, _, choice = argument.partition("=")
         if not group:
             return f"{argument!r} is not OPTION=VALUE"
-        if group in groups(conf) and choice not in choices(conf, group):
-            return _unknown_choice(group, choice, conf)
+        if group in groups(conf) and choice not in choices(found, group):
+            return _unknown_choice(group, choice, found)
     return None
 
 
-def _unknown_choice(group: str, choice: str, conf: Path) -> str:
-    valid = choices(conf, group)
+def _unknown_choice(group: str, choice: str, found: Sequence[Path]) -> str:
+    valid = choices(found, group)
     near = get_close_matches(choice, valid, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{group}={choice} is unknown: {hint}choose one of {', '.join(valid)}"
 
 
+_NO_TARGET = re.compile(r"Error locating target '([^']+)'")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _EXISTS = re.compile(r"An item is already at '([^']+)'")
 _SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")

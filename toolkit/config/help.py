@@ -1,6 +1,6 @@
 """What ``--help`` prints: the groups and their choices, the options and their values."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -10,10 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.config import schema
 
 
-def text(name: str, conf: Path, overrides: list[str]) -> str:
-    """The help of experiment ``name``, with the values that ``overrides`` give."""
+def text(name: str, conf: Path, arguments: Sequence[str]) -> str:
+    """The help of experiment ``name``, with the values that a command line gives."""
+    conf_and_own = folders(conf, arguments)
+    found = [f"file://{own.resolve()}" for own in conf_and_own[1:]]
+    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
-        config = compose(name, overrides)
+        config = compose(name, [*overrides, f"hydra.searchpath={found}"])
     described = schema.descriptions(name)
     lines = [
         f"python experiments/{name}.py [OPTION=VALUE ...]    set options",
@@ -21,7 +24,7 @@ def text(name: str, conf: Path, overrides: list[str]) -> str:
         "",
         "Groups (GROUP=CHOICE, and GROUP.OPTION=VALUE):",
         *(
-            f"  {shown:<19} {', '.join(choices(conf, g))}"
+            f"  {shown:<19} {', '.join(choices(conf_and_own, g))}"
             for shown, g in _groups(name, conf).items()
         ),
         "",
@@ -31,15 +34,28 @@ def text(name: str, conf: Path, overrides: list[str]) -> str:
         "Options of the groups, as they stand:",
         *(f"  {line}" for line in _values(config, described)),
         "",
+        "--config-dir FOLDER adds choices of your own, such as FOLDER/optimizer/mine.yaml;",
         "--cfg job prints the configuration; --hydra-help tells what else Hydra can do.",
     ]
     return "\n".join(lines)
 
 
-def choices(conf: Path, group: str) -> list[str]:
-    """What a group offers, nested choices with their folder."""
-    folder = conf / group
-    return sorted(str(path.relative_to(folder))[: -len(".yaml")] for path in folder.rglob("*.yaml"))
+def folders(conf: Path, arguments: Sequence[str]) -> list[Path]:
+    """``conf``, and the folder of the user's own choices that ``--config-dir`` names."""
+    found = [conf]
+    for k, argument in enumerate(arguments):
+        flag, given, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            found += map(Path, [value] if given else arguments[k + 1 : k + 2])
+    return found
+
+
+def choices(found: Sequence[Path], group: str) -> list[str]:
+    """What a group offers in some folders, nested choices with their folder."""
+    files = [
+        (path, folder / group) for folder in found for path in (folder / group).rglob("*.yaml")
+    ]
+    return sorted({str(path.relative_to(folder))[: -len(".yaml")] for path, folder in files})
 
 
 def groups(conf: Path) -> list[str]:
