@@ -275,3 +275,40 @@ def test_senseless_numbers_are_refused(name, value):
 def test_senseless_unit_costs_are_refused(value):
     with pytest.raises(ValueError, match="finite, 0 or more"):
         unit_costs(2, backward=value)
+
+
+class Skips(nn.Module):
+    """A residual crosses cuts; some of what crosses is kept by the ops before, and some is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        x = first = self.layers[0](x)
+        x = torch.tanh(self.layers[1](x))
+        x = self.layers[2](x) * 2
+        return self.layers[3](torch.relu(x + first))
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [Skips, network])
+def test_one_rank_keeps_what_is_saved_and_what_crosses(make, n_stages):
+    """Shared memory once: by real tensors, stage after stage."""
+    example = torch.randn(5, 6) if make is Skips else torch.randn(2, 3, 8, 8)
+    stages = partition(make(), n_stages, example)
+    costs = profile(stages, example.to("meta"))
+    values, kept = (example,), {}
+    own = {x.untyped_storage().data_ptr() for x in (example, *stages.model.parameters())}
+    own |= {x.untyped_storage().data_ptr() for x in stages.model.buffers()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for stage in stages:
+            values = tuple(keep(x.detach().requires_grad_()) for x in stage(*values))
+    last = values[0].untyped_storage().data_ptr()  # which crosses no cut
+    expected = sum(x.untyped_storage().nbytes() for k, x in kept.items() if k not in {*own, last})
+    assert sum(cost.activation_bytes + cost.extra_input_bytes for cost in costs) == expected

@@ -351,6 +351,18 @@ def test_boundaries_travel_between_neighbours(schedule):
     }
 
 
+def test_stages_keep_their_inputs_until_the_backward():
+    """All of them from their arrival; on one rank what no stage before keeps, from the forward."""
+    second = replace(SECOND, extra_input_bytes=1.0)
+    apart = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, second), SLOW)
+    at = when(apart, "compute", "receive")
+    assert apart.memory(0, "stage inputs") == []
+    assert apart.memory(1, "stage inputs") == [(at["1 activation"][1], 6), (at["1 1B0"][1], 0)]
+    together = simulate(catalog.data_parallel(1, n_stages=2).lower(1), (FIRST, second), SLOW)
+    at = when(together)
+    assert together.memory(0, "stage inputs") == [(at["0 1F0"][0], 1), (at["0 1B0"][1], 0)]
+
+
 @st.composite
 def machines(draw):
     number = st.sampled_from([0.5, 1.0, 3.0, inf])

@@ -26,11 +26,13 @@ class StageCost:
         backward_flops: of the backward.
         activation_bytes: kept by the forward for the backward: shared storage once, neither
             parameters nor the stage's inputs.
-        input_bytes: of the tensors that the stage receives.
+        input_bytes: of the tensors that the stage receives, and keeps until its backward.
         output_bytes: of the tensors that it passes on.
         parameter_bytes: of its trainable parameters.
         statistics_bytes: of the running statistics of its batch norms, which every micro-batch in
             flight keeps and which travel with the gradients.
+        extra_input_bytes: of its inputs, what no stage before it keeps anyway: all that they take
+            where one rank computes these, too.
         forward_seconds: measured; None where the hardware is to tell.
         backward_seconds: likewise.
         kernels: work of each operation's forward, in order.
@@ -44,6 +46,7 @@ class StageCost:
     output_bytes: float = 0.0
     parameter_bytes: float = 0.0
     statistics_bytes: float = 0.0
+    extra_input_bytes: float = 0.0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     kernels: tuple[Work, ...] = field(default=(), repr=False)
@@ -107,11 +110,13 @@ def profile(
         repeats: timed runs of each stage, of which the median counts.
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    costs = []
+    costs: list[StageCost] = []
     values = inputs
     shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
+    extra = 0
     for stage in stages:
-        cost, outputs = _analyse(stage, shapes, inputs[0].device)
+        cost, outputs, extra_of_next = _analyse(stage, shapes, inputs[0].device)
+        cost, extra = replace(cost, extra_input_bytes=extra), extra_of_next
         if inputs[0].device.type != "meta":
             forward, backward, values = _measure(stage, values, repeats)
             cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
@@ -122,11 +127,12 @@ def profile(
 
 def _analyse(
     stage: fx.GraphModule, inputs: Values, device: torch.device
-) -> tuple[StageCost, Values]:
-    """The stage's cost on ``device`` without its seconds, and what it passes on."""
+) -> tuple[StageCost, Values, int]:
+    """The stage's cost on ``device`` without its seconds; what it passes on, and does not keep."""
     nodes = node_costs(stage, inputs, device)
     output = next(iter(reversed(stage.graph.nodes))).args[0]
     outputs = tuple(nodes[node.name].output for node in output)
+    unkept = [nodes[node.name].output for node in output if not nodes[node.name].kept]
     work = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
     cost = StageCost(
         flops=sum(node.forward.flops for node in work),
@@ -145,7 +151,7 @@ def _analyse(
         kernels=tuple(node.forward for node in work),
         backward_kernels=tuple(node.backward for node in work),
     )
-    return cost, outputs
+    return cost, outputs, sum(map(_bytes, unkept))
 
 
 def _measure(stage: fx.GraphModule, inputs: Values, repeats: int) -> tuple[float, float, Values]:

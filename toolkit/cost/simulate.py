@@ -7,6 +7,9 @@ and both ports have time for it: it need not wait for one that comes before it i
 not ready; but its ranks have come to within :mod:`toolkit.schedule.lookahead` of it. Collectives
 take both ports of all their ranks, in the order of the program.
 
+Memory is of weights, activations, gradients and the inputs of stages, which a rank keeps from their
+arrival to the backward; what waits to be sent, and gradients of inputs, are not counted.
+
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
 
@@ -23,6 +26,7 @@ from toolkit.cost.timeline import (
     ACTIVATIONS,
     COMPUTE,
     GRADIENTS,
+    INPUTS,
     RECEIVE,
     SEND,
     UPDATE,
@@ -90,6 +94,7 @@ class _Simulation:
         self.seconds = [self._seconds(stage) for stage in range(len(costs))]
         self._stagger()
         self.boundaries: dict[tuple, float] = {}
+        self.inputs: dict[tuple, float] = {}  # bytes of those that stages keep
         self.weights: dict[tuple, float] = {}
         self.sums: dict[tuple, float] = {}
         self.in_use_until: dict[tuple, float] = {}  # weights, by messages and updates
@@ -163,11 +168,18 @@ class _Simulation:
             self.boundaries[Buffer.ACTIVATION, *key] = end
             held = self.costs[stage].kept_bytes
             self.changes.append(Change(start, rank, ACTIVATIONS, held))
+            if stage > 0 and (rank, *key) not in self.inputs:  # they were made on this rank
+                self._hold_inputs(start, (rank, *key), self.costs[stage].extra_input_bytes)
             return
         if action != Action.BACKWARD_WEIGHT:
             self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
         if action != Action.BACKWARD_INPUT:
             self._add_to_sum(rank, stage, i.step, start, end)
+
+    def _hold_inputs(self, when: float, key: tuple, n_bytes: float) -> None:
+        """Of the rank, stage, micro-batch and step of ``key``."""
+        self.inputs[key] = n_bytes
+        self.changes.append(Change(when, key[0], INPUTS, n_bytes))
 
     def _add_to_sum(
         self, rank: int, stage: int, step: int | None, start: float, end: float
@@ -256,6 +268,9 @@ class _Simulation:
             self._add_to_sum(rank, i.stage, i.step, self.arrival, self.arrival)
         else:
             self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = self.arrival
+            if i.buffer == Buffer.ACTIVATION:
+                key = (rank, i.stage + 1, i.microbatch, i.step)
+                self._hold_inputs(self.arrival, key, self.costs[i.stage + 1].input_bytes)
 
     def _collective(self, rank: int, i: Instruction) -> None:
         if rank != i.peers[0]:
@@ -296,6 +311,8 @@ class _Simulation:
         else:
             held = self.costs[i.stage].kept_bytes
             self.changes.append(Change(when, rank, ACTIVATIONS, -held))
+            if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
+                self.changes.append(Change(when, rank, INPUTS, -inputs))
 
 
 _NAMES: dict[Buffer | None, str] = {b: b.name.lower().replace("_", " ") for b in Buffer}

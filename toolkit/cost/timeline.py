@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
 LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
+INPUTS = "stage inputs"
+KINDS = (WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)
 
 
 class Span(NamedTuple):

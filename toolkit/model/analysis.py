@@ -6,7 +6,7 @@ on a laptop.
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class NodeCost:
         buffers: the buffers that it changes, batch norms' running statistics apart.
         draws: whether it draws at random.
         output: its result on the meta device (a tensor of the right shape and type).
+        kept: whether memory of its result is kept for the backward, by whichever node.
     """
 
     forward: Work
@@ -57,6 +58,7 @@ class NodeCost:
     buffers: tuple[str, ...]
     draws: bool
     output: Any
+    kept: bool = False
 
     @property
     def flops(self) -> int:
@@ -86,7 +88,11 @@ def node_costs(
     inputs = tuple(_to_meta(tensor) for tensor in example)
     recorder = _Recorder(meta_copy(traced), inputs, attention.fused(device or example[0].device))
     recorder.run(*inputs)
-    return recorder.costs
+    kept = {_storage(tensor) for tensor in recorder.kept}
+    return {
+        name: replace(cost, kept=any(_storage(x) in kept for x in tensors_in(cost.output)))
+        for name, cost in recorder.costs.items()
+    }
 
 
 @torch.no_grad()
@@ -216,8 +222,13 @@ class _Recorder(fx.Interpreter):
         return sum(parameter.numel() for parameter in new.values())
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a node's result, which may be several."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
 def _backward(output: Any, leaves: list[Tensor]) -> None:
-    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None]
+    outputs = [x for x in tensors_in(output) if x.grad_fn is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if outputs and wanted:
         gradients = [torch.empty_like(x) for x in outputs]
