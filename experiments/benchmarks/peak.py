@@ -18,6 +18,7 @@ from tqdm import tqdm
 from toolkit.config.counts import check_counts
 from toolkit.cost import memory_curve, profile, simulate
 from toolkit.cost.hardware import UNIT
+from toolkit.cost.timeline import WEIGHTS
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import Schedule, catalog
@@ -90,11 +91,11 @@ def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> floa
 
 
 def foreseen(name: str, schedule: Schedule, images: Tensor, image_size: int) -> float:
-    """Bytes of activations and gradients that the program holds at most."""
+    """Bytes that the program holds at most above the weights that stay between training steps."""
     with torch.device("meta"):
         model = build(name, _CLASSES, image_size)
     example = images.to("meta")
     costs = profile(partition(model, schedule.n_stages, example), example)
-    timeline = simulate(schedule.lower(_STEPS), costs, UNIT)
-    at_rest = sum(cost.parameter_bytes for cost in costs)
+    timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
+    (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest

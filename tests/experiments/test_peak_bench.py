@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.experiments.command import EXPERIMENTS
-from toolkit.cost import profile
+from toolkit.cost import profile, simulate
+from toolkit.cost.hardware import UNIT
 from toolkit.model import build, partition
+from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 
 
@@ -26,6 +29,24 @@ def test_all_together_keep_what_each_keeps(peak):
     assert together == pytest.approx(4 * one, rel=0.02)  # gradients and the last op's come on top
     shifted = peak.foreseen("resnet8", catalog.cyclic(4, placement="one"), images, 64)
     assert 0.45 * together < shifted < 0.8 * together
+
+
+@pytest.mark.parametrize("delay", [1, "freshest"])
+def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
+    """As the measured peak leaves them out."""
+    images = torch.randn(1, 3, 32, 32)
+    stages = partition(build("resnet8", 1000, 32), 3, images)
+    schedule = catalog.cyclic(3, delay, "one")
+    runtime = SingleProcess(
+        stages, schedule, lambda p: torch.optim.SGD(p, 0.01), F.cross_entropy, "scheduled"
+    )
+    runtime.step(images.repeat(3, 1, 1, 1), torch.zeros(3, dtype=torch.long))
+    kept = [weights for versions in runtime._versions for weights in versions.values()]
+    at_rest = sum(tensor.nbytes for weights in kept for tensor in weights.values())
+    assert at_rest > sum(p.nbytes for p in stages.model.parameters())
+    timeline = simulate(schedule.lower(3, 1), profile(stages, images), UNIT)
+    found = peak.foreseen("resnet8", schedule, images, 32)
+    assert found == pytest.approx(timeline.peak_memory() - at_rest)
 
 
 @pytest.mark.gpu
