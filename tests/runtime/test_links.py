@@ -1,5 +1,8 @@
 """Messages: what tells them apart, and that they arrive whole, in chunks of any size."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -48,6 +51,31 @@ def test_tags_by_hand():
         message(Action.SEND, 1),
     ]
     assert tags(order) == [1, 1, 0, 2, 1, 0, 2, 3]
+
+
+# Pacing
+
+
+def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
+    """What packs it has been given to the stream of the thread that sends."""
+    flat, done, begun = torch.zeros(3, dtype=torch.uint8), [], threading.Event()
+
+    def finish_stream(device):
+        begun.wait(0.1)  # and so a pacer that has it already sends it first
+        done.append(device)
+
+    def isend(chunk, peer, *, group, tag):
+        begun.set()
+        done.append(chunk.nbytes)
+
+    monkeypatch.setattr("toolkit.runtime.links.finish_stream", finish_stream)
+    monkeypatch.setattr("torch.distributed.isend", isend)
+    world = SimpleNamespace(rank=0, message_device=flat.device, channel=lambda *ranks: None)
+    packing = SimpleNamespace(pack=lambda i, payload, device: flat)
+    with Links(world, packing, 2, paced=True) as links:
+        links.send(message(Action.SEND, 0, Buffer.WEIGHTS, 1), {})
+        begun.wait(20)
+    assert done[:2] == [flat.device, 2]
 
 
 # Between two processes

@@ -5,10 +5,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from toolkit.runtime import pacing
 from toolkit.runtime.pacing import Pacer
 
+CPU = torch.device("cpu")
 SECONDS = 20  # in which all must be over, on whatever machine
 
 
@@ -51,7 +53,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def pacer(clock):
-    found = Pacer()
+    found = Pacer(CPU)
     yield found
     found.close()
 
@@ -218,6 +220,20 @@ def test_a_message_has_begun_with_its_last_chunk(pacer, sent):
     assert future.result(SECONDS) == ["a0", "a1", "last"]
 
 
+# The device
+
+
+def test_the_thread_is_on_the_device(monkeypatch):
+    """Of its rank, before it begins a chunk."""
+    done = []
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: done.append(device))
+    device = torch.device("cuda", 3)
+    pacer = Pacer(device)
+    pacer.put([lambda: done.append("begun")], [1], 0).result(SECONDS)
+    pacer.close()
+    assert done == [device, "begun"]
+
+
 # Errors and the end
 
 
@@ -251,7 +267,7 @@ def test_any_error_arrives(pacer, sent):
 
 def test_close_ends_the_thread(clock, sent):
     """What waits is not sent."""
-    pacer = Pacer()
+    pacer = Pacer(CPU)
     gate = Gate(pacer)
     future = pacer.put(sent.message("a", 2), [1, 1], 0)
     closing = threading.Thread(target=pacer.close)
@@ -267,14 +283,14 @@ def test_close_ends_the_thread(clock, sent):
 
 
 def test_close_wakes_who_is_idle():
-    pacer = Pacer()
+    pacer = Pacer(CPU)
     pacer.close()
     assert not pacer._thread.is_alive()
 
 
 def test_close_does_not_wait_for_the_next_chunk():
     """By the real clock, an hour before it may begin."""
-    pacer, sent = Pacer(), Sent(Clock())
+    pacer, sent = Pacer(CPU), Sent(Clock())
     pacer.rate = 1.0
     first, second, third = sent.message("a", 3)
     begun = threading.Event()
@@ -294,7 +310,7 @@ def test_close_does_not_wait_for_the_next_chunk():
 
 def test_by_the_real_clock():
     """20 chunks at 200 a second take as long as they should, at least."""
-    pacer = Pacer()
+    pacer = Pacer(CPU)
     pacer.rate = 200.0
     begun = []
     chunks = [lambda: begun.append(time.monotonic())] * 20

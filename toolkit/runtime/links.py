@@ -19,6 +19,7 @@ from toolkit.runtime.layout import Layouts
 from toolkit.runtime.pacing import Pacer
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Payload
+from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction
 
 _FOR_EVER = timedelta(days=1)  # a wait that is too long is the watch's business
@@ -77,7 +78,7 @@ class Links:
     ) -> None:
         self.world = world
         self.layouts = layouts
-        self.pacer = Pacer() if paced else None
+        self.pacer = Pacer(world.message_device) if paced else None
         self._chunk_bytes = chunk_bytes
         self._per_machine = per_machine
 
@@ -98,6 +99,7 @@ class Links:
         ]
         if self.pacer is not None:
             sizes = [chunk.nbytes for chunk in self._chunks(flat)]
+            finish_stream(flat.device)
             return Transfer(flat, self.pacer.put(begin, sizes, i.tick).result)
         works = [start() for start in begin]
         return Transfer(flat, lambda: works)

@@ -9,7 +9,10 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
+import torch
 import torch.distributed as dist
+
+from toolkit.runtime.streams import enter_device
 
 _HEADROOM = 1.25
 
@@ -34,11 +37,15 @@ class Pacer:
     more, so that who has been held up can catch up. Until two steps have ended nothing is held
     back.
 
+    Args:
+        device: where the messages are.
+
     Attributes:
         rate: bytes a second; None until it is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.rate: float | None = None
         self._step_bytes = 0.0
         self._shortest = inf
@@ -69,6 +76,8 @@ class Pacer:
     ) -> "Future[list[dist.Work | None]]":
         """Begin a message's chunks, of ``sizes`` in bytes, in their turn.
 
+        They are begun by another thread, for which the device must have made them already.
+
         Args:
             urgency: the smaller, the sooner.
 
@@ -89,6 +98,7 @@ class Pacer:
         self._thread.join()
 
     def _run(self) -> None:
+        enter_device(self._device)
         while (message := self._take()) is not None:
             at = len(message.works)
             try:

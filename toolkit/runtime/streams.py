@@ -20,6 +20,12 @@ def finish_stream(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def enter_device(device: torch.device) -> None:
+    """Have this thread work on ``device``: a new one is on GPU 0, whichever its rank has."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Streams:
     """The streams of a rank's threads; the ops are on that of the thread that makes it."""
 
@@ -40,12 +46,13 @@ class Streams:
         if not self._gpu:
             yield
             return
+        if not hasattr(self._threads, "stream"):
+            enter_device(self._device)
+            self._threads.stream = torch.cuda.Stream(self._device)
         for mark in marks:
             if mark is not None:
                 mark.synchronize()
-        if not hasattr(self._threads, "stream"):
-            self._threads.stream = torch.cuda.Stream(self._device)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._threads.stream):
+        with torch.cuda.stream(self._threads.stream):
             yield
             self._threads.stream.synchronize()
 

@@ -1,0 +1,61 @@
+"""Threads beside the ops, on a GPU that is made up: in which order they do what."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from toolkit.runtime.streams import Streams
+
+GPU = torch.device("cuda", 3)
+
+
+class Stream:
+    """Notes what is done with it."""
+
+    def __init__(self, done, name):
+        self.done, self.name = done, name
+
+    def synchronize(self):
+        self.done.append(f"{self.name} is through")
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is done on the GPU, in order."""
+    found = []
+
+    @contextmanager
+    def entered(stream):
+        found.append(f"on {stream.name}")
+        yield
+
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream(found, "ops"))
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: Stream(found, "own"))
+    monkeypatch.setattr("torch.cuda.stream", entered)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(device))
+    return found
+
+
+def test_a_thread_takes_its_device_before_all_else(done):
+    """Once. Whatever is done on another device makes a context there."""
+    streams = Streams(GPU)
+    mark = Stream(done, "mark")
+
+    def work():
+        for _ in range(2):
+            with streams.beside([mark, None]):
+                done.append("work")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    each = ["mark is through", "on own", "work", "own is through"]
+    assert done == [GPU, *each, *each]
+
+
+def test_on_the_cpu_there_is_nothing_to_do(done):
+    with Streams(torch.device("cpu")).beside([None]):
+        done.append("work")
+    assert done == ["work"]
