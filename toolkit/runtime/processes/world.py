@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.processes import watch as watching
 from toolkit.runtime.processes.watch import Watch
-from toolkit.runtime.streams import finish_stream
+from toolkit.runtime.streams import enter_device, finish_stream
 
 BACKENDS = ("auto", "nccl", "gloo")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,7 +33,6 @@ class Place:
     rank: int
     size: int
     local_rank: int
-    local_size: int
 
 
 class World:
@@ -169,7 +168,7 @@ class World:
         group = self._new_group(range(n_ranks))
         if self.rank >= n_ranks:
             return None
-        place = Place(self.rank, n_ranks, self.place.local_rank, self.place.local_size)
+        place = Place(self.rank, n_ranks, self.place.local_rank)
         return World(place, self.device, self.backend, self.watch, self.store, group, name)
 
     def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -204,15 +203,15 @@ def join(
     Args:
         n_ranks: how many there have to be; any number unless given.
         device: ``auto`` is the GPU of this rank where there is one, else the CPU.
-        backend: ``auto`` is NCCL where every rank of this machine has a GPU of its own, else gloo,
-            whose messages go through the CPU's memory.
+        backend: ``auto`` is NCCL where every rank has a GPU of its own, else gloo, whose messages
+            go through the CPU's memory.
         timeout: seconds after which a rank that does not answer ends the job.
         interface: network interface of this machine's messages, such as ``eth1``; by the
             environment (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
 
     Raises:
         ValueError: not started as a rank, or as one of another number than ``n_ranks``; or there is
-            no such interface.
+            no such interface, or no GPU a rank for NCCL.
         SystemExit: the others do not come; what is wrong has been announced.
     """
     global _joined
@@ -229,10 +228,9 @@ def join(
         return _joined
     _choose_interface(interface)
     on = _device(device, place)
-    backend = _backend(backend, on, place)
-    if on.type == "cuda":
-        torch.cuda.set_device(on)
-    store = _meet(place, timeout)
+    enter_device(on)
+    store = _meet(place, timeout, _gpu(on))
+    backend = _backend(backend, [store.get(f"came/{rank}").decode() for rank in range(place.size)])
     watch = Watch(store, place.rank, place.size, timeout)
     watch.start()
     with watch.waiting("connections to all ranks", range(place.size)):
@@ -286,12 +284,11 @@ def _place(n_ranks: int | None) -> Place:
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     except ValueError as error:
         raise ValueError(f"torchrun's variables are whole numbers: {error}") from error
     if not 0 <= rank < size:
         raise ValueError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
-    return Place(rank, size, local_rank, local_size)
+    return Place(rank, size, local_rank)
 
 
 def _read_submitit() -> None:
@@ -320,18 +317,26 @@ def _choose_interface(name: str | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
-def _backend(name: str, device: torch.device, place: Place) -> str:
-    own = device.type == "cuda" and place.local_size <= torch.cuda.device_count()
+def _gpu(device: torch.device) -> str:
+    """Which GPU it is, whatever number this process sees it under; nothing for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _backend(name: str, gpus: Sequence[str]) -> str:
+    """The backend of ranks with these ``gpus``."""
+    n_gpus = len({*gpus} - {""})
+    own = n_gpus == len(gpus)
     if name == "nccl" and not own:
+        time.sleep(1)  # all have seen the store before rank 0 leaves
         raise ValueError(
-            f"backend=nccl takes a GPU a rank, and {place.local_size} ranks are on a machine with"
-            f" {torch.cuda.device_count()}: use backend=gloo, or fewer ranks a machine"
+            f"backend=nccl takes a GPU a rank, and {len(gpus)} ranks have {n_gpus}: use"
+            " backend=gloo, or fewer ranks a machine"
         )
     return ("nccl" if own else "gloo") if name == "auto" else name
 
 
-def _meet(place: Place, timeout: float) -> dist.Store:
-    """The store that all ranks share, once all of them have come to it."""
+def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
+    """The store that all ranks share, once all of them have come to it and told their GPU."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = timedelta(seconds=timeout)
     end = time.monotonic() + timeout
@@ -352,7 +357,7 @@ def _meet(place: Place, timeout: float) -> dist.Store:
         raise SystemExit(watching.EXIT_FAILED) from error
     if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         store = dist.PrefixStore(f"attempt_{attempt}", store)  # what others left does not count
-    store.set(f"came/{place.rank}", "")
+    store.set(f"came/{place.rank}", gpu)
     came = [f"came/{rank}" for rank in range(place.size)]
     while not store.check(came):
         if time.monotonic() < end:

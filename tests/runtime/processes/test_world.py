@@ -1,0 +1,68 @@
+"""The world, without processes: which backend it takes, on GPUs that are made up."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import TCPStore
+
+from toolkit.runtime.processes import world
+from toolkit.runtime.processes.world import Place
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """The GPUs that this process sees, by their number."""
+    seen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(seen))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda gpu: SimpleNamespace(uuid=seen[gpu.index])
+    )
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    return seen
+
+
+def told(gpus, seen, local_rank):
+    """What a rank tells the others of its GPU, of those that its process sees."""
+    gpus[:] = seen
+    return world._gpu(world._device("auto", Place(local_rank, 4, local_rank)))
+
+
+def test_ranks_that_see_one_gpu_each_have_it_for_themselves(gpus):
+    """As Slurm's tasks do with gpus_per_task=1: each calls its own GPU 0."""
+    found = [told(gpus, [f"gpu {rank}"], rank) for rank in range(4)]
+    assert found == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
+    assert world._backend("auto", found) == "nccl"
+    assert world._backend("nccl", found) == "nccl"
+    assert world._backend("gloo", found) == "gloo"
+
+
+def test_ranks_that_see_all_gpus_take_turns(gpus):
+    four = [f"gpu {k}" for k in range(4)]
+    assert [told(gpus, four, rank) for rank in range(4)] == four
+
+
+@pytest.mark.parametrize(
+    ("seen", "n_gpus"), [(["gpu 0"], 1), (["gpu 0", "gpu 1", "gpu 2"], 3), ([], 0)]
+)
+def test_shared_gpus_are_not_for_nccl(gpus, seen, n_gpus):
+    found = [told(gpus, seen, rank) for rank in range(4)]
+    assert world._backend("auto", found) == "gloo"
+    with pytest.raises(ValueError, match=f"takes a GPU a rank, and 4 ranks have {n_gpus}: use"):
+        world._backend("nccl", found)
+
+
+def test_one_rank_without_a_gpu_is_enough_for_gloo():
+    assert world._backend("auto", ["gpu 0", ""]) == "gloo"
+
+
+def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with ThreadPoolExecutor() as pool:
+        meeting = [pool.submit(world._meet, Place(r, 2, r), 20.0, f"gpu {r}") for r in range(2)]
+    for met in meeting:
+        assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
