@@ -1,10 +1,11 @@
 """The world, without processes: which backend it takes, on GPUs that are made up."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from toolkit.runtime.processes import world
 from toolkit.runtime.processes.world import Place
@@ -66,3 +67,45 @@ def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
         meeting = [pool.submit(world._meet, Place(r, 2, r), 20.0, f"gpu {r}") for r in range(2)]
     for met in meeting:
         assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
+
+
+def joined(monkeypatch, gpus, backend):
+    """The world of a process that is alone, and what it has asked of torch.distributed."""
+    gpus[:] = ["gpu 0"]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    asked = []
+
+    def new_group(ranks=None, backend=None, timeout=None):
+        asked.append(("group", backend))
+        return f"group of {backend}"
+
+    monkeypatch.setattr(world, "_joined", None)
+    store = HashStore()
+    store.set("came/0", "gpu 0")
+    monkeypatch.setattr(world, "_meet", lambda *_: store)
+    watch = SimpleNamespace(start=lambda: None, timeout=1.0, waiting=lambda *_: nullcontext())
+    monkeypatch.setattr(world, "Watch", lambda *_: watch)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: asked.append(device))
+    monkeypatch.setattr(
+        "torch.distributed.init_process_group", lambda name, **_: asked.append(name)
+    )
+    monkeypatch.setattr("torch.distributed.new_group", new_group)
+    monkeypatch.setattr(
+        "torch.distributed.all_gather_object", lambda found, value, group: asked.append(group)
+    )
+    return world.join(backend=backend), asked
+
+
+def test_objects_do_not_go_through_the_gpus_memory(monkeypatch, gpus):
+    """Every rank makes a group of gloo for them as it joins."""
+    here, asked = joined(monkeypatch, gpus, "auto")
+    here.gather("anything")
+    assert asked == [here.device, "nccl", ("group", "gloo"), "group of gloo"]
+
+
+def test_with_gloo_there_is_one_group(monkeypatch, gpus):
+    here, asked = joined(monkeypatch, gpus, "gloo")
+    here.gather("anything")
+    assert asked == [here.device, "gloo", None]

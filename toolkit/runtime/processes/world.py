@@ -45,6 +45,8 @@ class World:
         backend: ``nccl`` or ``gloo``.
         watch: what this rank is doing, told to the others, and what they are doing.
         group: the process group; None for that of all processes.
+        objects: the one over which Python objects are gathered. With NCCL it is one of gloo where
+            there is one: as large as they may be, they are not to take a GPU's memory.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class World:
         store: dist.Store,
         group: dist.ProcessGroup | None = None,
         name: str = "world",
+        objects: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.size = place.rank, place.size
         self.place = place
@@ -64,6 +67,7 @@ class World:
         self.watch = watch
         self.store = store
         self.group = group
+        self.objects = group if objects is None else objects
         self._groups: dict[Group, dist.ProcessGroup] = {}
         self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._name, self._n_names = name, 0
@@ -142,7 +146,7 @@ class World:
         """Every rank's ``value``, on each of them."""
         found: list[Any] = [None] * self.size
         with self.watch.waiting("results of all ranks", range(self.size)):
-            dist.all_gather_object(found, value, group=self.group)
+            dist.all_gather_object(found, value, group=self.objects)
         return found
 
     def agree(self, check: Callable[[], None]) -> None:
@@ -169,6 +173,7 @@ class World:
         if self.rank >= n_ranks:
             return None
         place = Place(self.rank, n_ranks, self.place.local_rank)
+        # None of gloo: in torch 2.11 ranks outside of it split NCCL's group, and wait for ever.
         return World(place, self.device, self.backend, self.watch, self.store, group, name)
 
     def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -242,7 +247,11 @@ def join(
             timeout=_patience(watch),
             device_id=on if backend == "nccl" else None,
         )
-    _joined = World(place, on, backend, watch, store)
+        objects = None
+        if backend == "nccl":
+            made = dist.new_group(backend="gloo", timeout=_patience(watch))
+            objects = cast(dist.ProcessGroup, made)
+    _joined = World(place, on, backend, watch, store, objects=objects)
     return _joined
 
 
