@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch.nn import functional as F
 
 from tests.thorough import more
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess
-from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining
+from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.pipelining import rank_orders
 from toolkit.runtime.processes.launch import launch
@@ -151,6 +152,10 @@ def _cases():
     whole = {"reshard": False}
     views = {"bucket_mb": 1e-4, "bucket_view": True}
     cases["fsdp-zero2-2"] = Case(FSDP, catalog.data_parallel(2, n_stages=3), whole)
+    for make in (DDP, FSDP):
+        options = {"recipe": Recipe(channels_last=True)}
+        name = f"{make.runtime}-channels-last-2"
+        cases[name] = Case(make, catalog.data_parallel(2, n_stages=3), options)
     cases["ddp-views-2"] = Case(DDP, catalog.data_parallel(2, n_stages=3), views, runs=(4, 2))
     folds = tuple(f"blocks.{block}.conv" for block in range(3))  # where views cross
     cases["zero-bubble-folds-4"] = Case(TorchPipelining, catalog.zero_bubble(4, 4), by=folds)
@@ -330,6 +335,26 @@ def test_frozen_parameters_stay(found):
         state = found[name][0][0][-1][0]
         torch.testing.assert_close(state["stem.weight"], before.stem.weight.data, rtol=0, atol=0)
         assert differ({"w": state["head.weight"]}, {"w": before.head.weight.data})
+
+
+class Offloaded:
+    """A share in the CPU's memory, of ranks that compute on GPUs."""
+
+    device_mesh = SimpleNamespace(device_type="cuda")
+    device = "cpu"
+
+    def to(self, device):
+        self.device = device
+        return self
+
+    def full_tensor(self):
+        assert self.device == "cuda", "NCCL gathers what is on GPUs"
+        return torch.ones(2)
+
+
+def test_offloaded_shares_are_gathered_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(fsdp, "DTensor", Offloaded)
+    assert torch.equal(fsdp._whole(Offloaded()), torch.ones(2))
 
 
 GPIPE = catalog.gpipe(3, 3)

@@ -3,6 +3,7 @@
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -72,6 +73,8 @@ class DDP(Synchronous):
         super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, recipe, world)
 
     def _wrap(self, model: Chain) -> nn.Module:
+        if self._recipe.channels_last:
+            model.to(memory_format=torch.channels_last)
         bucket_mb, bucket_view = self._buckets
         # Buffers are not broadcast: they would change in place between forward and backward.
         options: dict[str, Any] = {_BUFFERS: False}

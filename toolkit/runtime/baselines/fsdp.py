@@ -1,7 +1,7 @@
 """torch's FSDP2: ZeRO-3, or ZeRO-2."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,8 @@ class FSDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``, its state sharded or not.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.
-        recipe: its precision and memory format; all else is refused.
+        recipe: its precision and memory format; all else is refused. FSDP cuts only contiguous
+            weights, so ``channels_last`` is of the images alone.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
             backward (ZeRO-2).
         cpu_offload: keep each rank's share in the CPU's memory, and update it there.
@@ -134,7 +135,11 @@ class FSDP(Synchronous):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # An offloaded share is in the CPU's memory, which NCCL does not reach.
+    share = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
+    return share.full_tensor().cpu()
 
 
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:

@@ -54,8 +54,6 @@ class Synchronous(Baseline):
         self._chain = Chain(stages, seed)
         self._recipe = recipe
         super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
-        if recipe.channels_last:
-            self._chain.to(memory_format=torch.channels_last)
         self._wrapped = self._wrap(self._chain)
         self._updaters = [Updater(s, optimizer, lr_scheduler) for s in self._chain.stages]
 
