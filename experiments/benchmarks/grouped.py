@@ -92,6 +92,7 @@ class _Plain:
         """The loss of a training step."""
         if self.recipe.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
+        self.recipe.begin_step()
         self.optimizer.zero_grad()
         with self.recipe.autocast(self.device):
             loss = F.cross_entropy(self.model(inputs), targets)

@@ -305,6 +305,65 @@ def test_cuda_graphs_are_for_whole_steps(monkeypatch, mode):
         SingleProcess(*arguments, "scheduled", recipe=Recipe(compile=mode))
 
 
+class Graphs:
+    """torch.compile whose results are overwritten when a training step begins, as in CUDA graphs.
+
+    Attributes:
+        n_steps: how many have begun.
+    """
+
+    def __init__(self, monkeypatch):
+        self.n_steps = 0
+        self._made = []
+        monkeypatch.setattr("torch.compile", self._compile)
+        monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", self._begin)
+
+    def _compile(self, call, **options):
+        def run(weights, inputs):
+            outputs = call(weights, inputs)
+            self._made += [lambda tensor=tensor: tensor for tensor in outputs]
+            self._made += [lambda weight=weight: weight.grad for weight in weights.values()]
+            return outputs
+
+        return run
+
+    @torch.no_grad()
+    def _begin(self):
+        self.n_steps += 1
+        for made in self._made:
+            if (tensor := made()) is not None:
+                tensor.fill_(torch.nan)
+        self._made.clear()
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}, {"ema": 0.9, "clip": 0.05}])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, options, frozen):
+    """Each step begins once, looks at the delay included."""
+    schedule, batches = catalog.cyclic(3), make_batches(3)
+
+    def run(compile):
+        model = residual()
+        if frozen:
+            for parameter in cut(model, schedule)[0].parameters():
+                parameter.requires_grad_(False)
+        recipe = Recipe(compile=compile, **options)
+        runtime = make(schedule, recipe, model=model, diagnostics=2)
+        return runtime, list(runtime.run(batches))
+
+    expected, expected_results = run("none")
+    graphs = Graphs(monkeypatch)
+    found, results = run("reduce-overhead")
+    assert graphs.n_steps == len(batches)
+    assert_same(found.module().state_dict(), expected.module().state_dict())
+    assert_same(found.averages(), expected.averages())
+    for result, true in zip(results[:-1], expected_results, strict=False):
+        torch.testing.assert_close(result.outputs, true.outputs)
+        torch.testing.assert_close(result.losses, true.losses)
+        cosines = [delay.cosine for delay in true.delays]
+        assert [delay.cosine for delay in result.delays] == pytest.approx(cosines, nan_ok=True)
+
+
 WRONG = [
     ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp32, tf32, bf16, fp16"),
     ({"clip": 0.0}, "clip is a norm above 0"),

@@ -106,6 +106,15 @@ class Recipe:
         """Whether compiled stages compute in memory that their next call takes again."""
         return self.compile in ("reduce-overhead", "max-autotune")
 
+    def begin_step(self) -> None:
+        """Say that a training step begins; what compiled stages made in the last is done with.
+
+        Unless told, CUDA graphs take the first compiled forward after a backward for the beginning,
+        even if it is one that a checkpoint runs again; and one that needs no gradient at any time.
+        """
+        if self.in_cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
     def checkpoints(self, stage: int) -> bool:
         """Whether ``stage`` computes its forward twice."""
         if isinstance(self.checkpoint, str):

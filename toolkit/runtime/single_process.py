@@ -203,6 +203,7 @@ class SingleProcess:
                 inputs, targets = divisible(*next(batches), self.schedule.n_microbatches)
             except StopIteration:
                 return
+            self._grouped.recipe.begin_step()
             step = self.steps_done
             delays: tuple[StageDelay, ...] = ()
             if self._diagnostics and step % self._diagnostics == 0:
