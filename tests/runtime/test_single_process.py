@@ -141,6 +141,29 @@ def test_no_delay_is_plain_pytorch(order):
         assert_same(runtime.module().state_dict(), plain.state_dict())
 
 
+class Summed(nn.Module):
+    """Two weights with one gradient, for which autograd may have one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(F.linear(x, self.first + self.second))
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_weights_with_one_gradient_under_a_split_backward(order):
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(36, 6), Summed(), Summed(), nn.Linear(6, 3)]
+    model, schedule = nn.Sequential(*layers).double(), catalog.zero_bubble(2, 4)
+    runtime = runtime_for(copy.deepcopy(model), schedule, order)
+    stage, batches = stage_of(runtime.stages), make_batches(4, 2)
+    expected = trajectory(model, stage, schedule.staleness, batches, sgd)[-1]
+    list(runtime.run(batches))
+    assert_same(runtime.module().state_dict(), expected)
+
+
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
 def test_result_holds_losses_and_outputs_in_order(model, order):
     schedule = catalog.data_parallel(4, n_stages=2)

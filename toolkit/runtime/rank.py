@@ -150,14 +150,17 @@ class Rank:
         kept = self._take_output_gradients(i)
         wanted = [tensor for tensor in kept.inputs if tensor.requires_grad]
         if i.stage > 0:
-            found = iter(_grad(kept, wanted, retain_graph=True))
+            found = iter(_input_gradients(kept, wanted))
             grads = tuple(next(found) if x.requires_grad else None for x in kept.inputs)
             self._give_input_gradients(i, grads)
 
     def _backward_weight(self, i: Instruction) -> None:
         kept = self.kept[i.stage, i.microbatch, i.step]
-        found = zip(kept.weights, _grad(kept, list(kept.weights.values())), strict=True)
-        self.sums[i.stage, i.step].add({k: grad for k, grad in found if grad is not None})
+        if kept.weights:
+            # Not torch.autograd.grad, which may return one tensor for two weights.
+            wanted = list(kept.weights.values())
+            torch.autograd.backward(kept.outputs, kept.output_gradients, inputs=wanted)
+        self.sums[i.stage, i.step].add(gradients(kept.weights))
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
@@ -185,14 +188,14 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _grad(kept: Kept, wanted: list[Tensor], *, retain_graph: bool = False) -> Gradients:
+def _input_gradients(kept: Kept, wanted: list[Tensor]) -> Gradients:
     if not wanted:
         return ()
     return torch.autograd.grad(
         kept.outputs,
         wanted,
         kept.output_gradients,
-        retain_graph=retain_graph,
+        retain_graph=True,
         allow_unused=True,
     )
 
