@@ -1,5 +1,6 @@
 """Execution: how messages travel changes no result; compression, errors, and what is left alive."""
 
+import gc
 import itertools
 import threading
 import weakref
@@ -75,6 +76,7 @@ def job():
         },
         "alive": _messages_alive(world),
     }
+    found["ranks"] = _ranks_alive(world)
     found["abandoned"] = _abandon(world)
     report(found)
     try:
@@ -147,6 +149,21 @@ def _messages_alive(world):
     finally:
         Transfer.__init__ = begin
     return found
+
+
+def _ranks_alive(world):
+    """How many ranks' memories outlive their programs, where Python's collector does not run."""
+    runtime = _small_runtime(world, catalog.cyclic(2, 1))
+    gc.collect()
+    gc.disable()
+    try:
+        list(runtime.run(small_batches(3)))
+        for thread in threading.enumerate():
+            if thread.name == "waiter":
+                thread.join()
+        return sum(type(found) is Rank for found in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def _abandon(world):
@@ -305,6 +322,10 @@ def test_messages_do_not_accumulate(found):
             assert made > 2 * N_SMALL_STEPS - 10
             assert max(counts) <= 24, name
             assert left == 0, name
+
+
+def test_no_rank_outlives_its_program(found):
+    assert [found[rank]["ranks"] for rank in (0, 1)] == [0, 0]
 
 
 def test_an_abandoned_run_ends_its_threads(found):

@@ -1,5 +1,6 @@
-"""Order "scheduled" holds as many activations at once as the schedule says."""
+"""Order "scheduled" holds as many activations at once as the schedule says, and lets all go."""
 
+import gc
 import weakref
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
+from toolkit.runtime.rank import Rank
 from toolkit.schedule import catalog
 
 
@@ -65,3 +67,18 @@ def test_a_pipeline_holds_what_its_program_holds():
     for schedule in (catalog.gpipe(4, 6), catalog.one_f_one_b(4, 6)):
         expected = schedule.lower(3).peak_total_activations()
         assert most_kept(schedule, "scheduled") == single * expected
+
+
+@pytest.fixture
+def uncollected():
+    """Python's collector, which does not see a device's memory, has just run and is off."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_no_rank_outlives_its_program():
+    most_kept(catalog.cyclic(2, 1), "scheduled")
+    assert not [found for found in gc.get_objects() if type(found) is Rank]

@@ -84,6 +84,7 @@ class Execution:
         self._thread.join()
         for waiter in self._waiters.values():
             waiter.close()
+        self._waiters.clear()  # or they and what they tell would hold each other, and the rank
 
     @property
     def in_order(self) -> list[int]:

@@ -73,18 +73,10 @@ class Rank:
         self.kept: dict[tuple, Kept] = {}
         self.boundaries: dict[tuple, Gradients] = {}
         self.sums: defaultdict[tuple, Sum] = defaultdict(Sum)
-        self._do: dict[Action, Callable[[Instruction], None]] = {
-            Action.FORWARD: self._forward,
-            Action.BACKWARD: self._backward,
-            Action.BACKWARD_INPUT: self._backward_input,
-            Action.BACKWARD_WEIGHT: self._backward_weight,
-            Action.UPDATE: self._update,
-            Action.FREE: self._free,
-        }
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that concerns no other rank."""
-        self._do[i.action](i)
+        _DO[i.action](self, i)
 
     def give(self, i: Instruction) -> Payload:
         """What ``i`` sends to another rank. This one keeps weights only."""
@@ -182,6 +174,16 @@ class Rank:
             del self.weights[i.stage, i.version]
         else:
             del self.kept[i.stage, i.microbatch, i.step]
+
+
+_DO: dict[Action, Callable[[Rank, Instruction], None]] = {
+    Action.FORWARD: Rank._forward,
+    Action.BACKWARD: Rank._backward,
+    Action.BACKWARD_INPUT: Rank._backward_input,
+    Action.BACKWARD_WEIGHT: Rank._backward_weight,
+    Action.UPDATE: Rank._update,
+    Action.FREE: Rank._free,
+}
 
 
 def _leaf(tensor: Tensor) -> Tensor:
