@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
+from tests.thorough import thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
-from toolkit.schedule import catalog
+from toolkit.schedule import Schedule, catalog
 
 SCHEDULES = [
     catalog.data_parallel(3),
@@ -279,6 +280,29 @@ def test_compiled_stages_train_alike(monkeypatch):
         found, _ = trained(schedule, Recipe(compile="default"))
     assert_same(found, expected)
     assert calls == schedule.n_stages * [("default", False)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
+def test_compiled_stages_whose_backward_is_split_train_alike(monkeypatch):
+    """Also where other micro-batches' backwards of the same stage are whole."""
+    orders = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"
+    schedule = Schedule.from_rank_orders(orders)
+    _without_code(monkeypatch)
+    expected, _ = trained(schedule, Recipe(), "scheduled")
+    found, _ = trained(schedule, Recipe(compile="default"), "scheduled")
+    assert_same(found, expected)
+
+
+@thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_split_backward_takes_no_code_of_a_whole_one(monkeypatch, tmp_path):
+    """torch's cache has code for the same operations that may overwrite what it reads."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    schedule = catalog.zero_bubble(2, 2)
+    trained(catalog.gpipe(2, 2), Recipe(compile="default"), "scheduled")
+    expected, _ = trained(schedule, Recipe(), "scheduled")
+    found, _ = trained(schedule, Recipe(compile="default"), "scheduled")
+    assert_same(found, expected)
 
 
 def _without_code(monkeypatch):

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.stage import (
+    StageWorker,
+    Values,
+    gradients,
+    kept_for_two_backwards,
+    leaves,
+)
 from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
@@ -69,6 +75,8 @@ class Rank:
         self.workers, self.updaters, self.versions = workers, updaters, versions
         self.loss, self.feed = loss, feed
         self.watching = watching
+        compiled = any(worker.recipe.compile != "none" for worker in workers.values())
+        self._compiled_and_split = compiled and schedule.splits_backward
         self.weights: dict[tuple, Weights] = {}
         self.kept: dict[tuple, Kept] = {}
         self.boundaries: dict[tuple, Gradients] = {}
@@ -76,7 +84,9 @@ class Rank:
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that concerns no other rank."""
-        _DO[i.action](self, i)
+        split = self._compiled_and_split and i.action.computes
+        with kept_for_two_backwards() if split else nullcontext():
+            _DO[i.action](self, i)
 
     def give(self, i: Instruction) -> Payload:
         """What ``i`` sends to another rank. This one keeps weights only."""

@@ -123,6 +123,23 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
     return found
 
 
+@contextmanager
+def kept_for_two_backwards() -> Iterator[None]:
+    """Have torch.compile leave what a forward saves as it is until the second half of a backward.
+
+    Otherwise the first half computes in that memory; so may code in torch's cache that another
+    schedule has left there, hence the tag. These are settings of a thread, and a backward on a GPU
+    has to stay in it.
+    """
+    tag = torch.compiler.config.cache_key_tag
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        torch.compiler.config.patch(cache_key_tag=f"{tag} split backward"),  # type: ignore[attr-defined]
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
+
+
 def channels_last(tensor: Tensor) -> Tensor:
     """The same values; images and the weights of convolutions in that memory format."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -106,6 +106,11 @@ class Schedule:
         return self.n_microbatches // self.accumulate
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether any backward is two ops, of the input and of the weights."""
+        return any(op.kind == Kind.BACKWARD_INPUT for op in self.timing.starts)
+
+    @property
     def max_staleness(self) -> int:
         return max(map(max, self.staleness))
 

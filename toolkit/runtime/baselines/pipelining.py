@@ -25,7 +25,7 @@ from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageWorker, Values
 from toolkit.runtime.state import load_model
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum
-from toolkit.schedule import Kind, Op, Schedule, orders
+from toolkit.schedule import Op, Schedule, orders
 
 _MESSAGES = "messages of torch's pipeline"
 
@@ -84,10 +84,7 @@ class TorchPipelining(Baseline):
         self._updaters = self._workers
         self._owners = [schedule.rank(j, 0) for j in range(len(stages))]
         self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
-        last, split = (
-            len(stages) - 1,
-            any(op.kind == Kind.BACKWARD_INPUT for op in schedule.timing.starts),
-        )
+        last, split = len(stages) - 1, schedule.splits_backward
         self._parts = [_Part(self._workers[j], self.world, j == last, split) for j in self._own]
         self._released = Released(
             parameter
