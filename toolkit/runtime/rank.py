@@ -6,12 +6,13 @@ sends it to another process.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
@@ -38,12 +39,26 @@ def _unwatched(weights: Weights, inputs: Values, buffers: list[Tensor]) -> nullc
 
 @dataclass
 class Kept:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward.
+
+    Attributes:
+        weights: leaves, which gather the gradients.
+        inputs: likewise.
+        outputs: where they are in the graph. Their memory may go once they have been passed on.
+        gradients: of the outputs; that of the loss is known at once.
+    """
 
     weights: Weights
     inputs: Values
-    outputs: Values
-    output_gradients: Gradients = ()
+    outputs: Sequence[GradientEdge | None]
+    gradients: Gradients = ()
+
+    @property
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward begins, and with what."""
+        pairs = zip(self.outputs, self.gradients, strict=True)
+        found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
+        return [edge for edge, _ in found], [x for _, x in found]
 
 
 class Rank:
@@ -124,44 +139,35 @@ class Rank:
         else:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
-        self.kept[i.stage, m, step] = Kept(weights, inputs, outputs)
+        edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
+        self.kept[i.stage, m, step] = kept = Kept(weights, inputs, edges)
+        if i.stage == self.last_stage:
+            kept.gradients = (torch.ones_like(outputs[0]),)
 
     def _take_output_gradients(self, i: Instruction) -> Kept:
         kept = self.kept[i.stage, i.microbatch, i.step]
-        found: Gradients = (None,)
         if i.stage < self.last_stage:
             later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
-            found = self.boundaries.pop(later)
-        pairs = [
-            (output, gradient)
-            for output, gradient in zip(kept.outputs, found, strict=True)
-            if output.requires_grad and (gradient is not None or i.stage == self.last_stage)
-        ]
-        kept.outputs = tuple(output for output, _ in pairs)
-        kept.output_gradients = tuple(gradient for _, gradient in pairs)
+            kept.gradients = self.boundaries.pop(later)
         return kept
 
     def _backward(self, i: Instruction) -> None:
         kept = self._take_output_gradients(i)
-        torch.autograd.backward(kept.outputs, kept.output_gradients)
+        torch.autograd.backward(*kept.roots)
         self.sums[i.stage, i.step].add(gradients(kept.weights))
         if i.stage > 0:
             self._give_input_gradients(i, tuple(tensor.grad for tensor in kept.inputs))
 
     def _backward_input(self, i: Instruction) -> None:
         kept = self._take_output_gradients(i)
-        wanted = [tensor for tensor in kept.inputs if tensor.requires_grad]
         if i.stage > 0:
-            found = iter(_input_gradients(kept, wanted))
-            grads = tuple(next(found) if x.requires_grad else None for x in kept.inputs)
-            self._give_input_gradients(i, grads)
+            self._give_input_gradients(i, _input_gradients(kept))
 
     def _backward_weight(self, i: Instruction) -> None:
         kept = self.kept[i.stage, i.microbatch, i.step]
         if kept.weights:
             # Not torch.autograd.grad, which may return one tensor for two weights.
-            wanted = list(kept.weights.values())
-            torch.autograd.backward(kept.outputs, kept.output_gradients, inputs=wanted)
+            torch.autograd.backward(*kept.roots, inputs=list(kept.weights.values()))
         self.sums[i.stage, i.step].add(gradients(kept.weights))
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
@@ -200,16 +206,13 @@ def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _input_gradients(kept: Kept, wanted: list[Tensor]) -> Gradients:
+def _input_gradients(kept: Kept) -> Gradients:
+    wanted = [tensor for tensor in kept.inputs if tensor.requires_grad]
     if not wanted:
-        return ()
-    return torch.autograd.grad(
-        kept.outputs,
-        wanted,
-        kept.output_gradients,
-        retain_graph=True,
-        allow_unused=True,
-    )
+        return (None,) * len(kept.inputs)
+    outputs, known = kept.roots
+    found = iter(torch.autograd.grad(outputs, wanted, known, retain_graph=True, allow_unused=True))
+    return tuple(next(found) if x.requires_grad else None for x in kept.inputs)
 
 
 def _int(value: int | None) -> int:
