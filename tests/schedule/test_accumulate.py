@@ -223,11 +223,13 @@ def test_data_parallelism_cannot_be_a_pipeline():
         catalog.data_parallel(2, "per_stage", accumulate=2)
 
 
-@pytest.mark.parametrize("accumulate", [0, -1, 2, 1.0, True, None, "1"])
-def test_refuses_what_does_not_divide_the_micro_batches(accumulate):
-    message = (
-        "accumulate is a whole number, 1 or more, that divides the 3 micro-batches of a step:"
-        f" got {accumulate!r}"
-    )
+@pytest.mark.parametrize("accumulate", [0, -1, 1.0, True, None, "1"])
+def test_refuses_what_is_no_number_of_micro_batches(accumulate):
+    message = f"accumulate is a whole number, 1 or more: got {accumulate!r}"
     with pytest.raises(ValueError, match=message):
         Schedule("own", 2, 3, timing.cyclic(2, 3), accumulate=accumulate)
+
+
+def test_refuses_what_does_not_divide_the_micro_batches():
+    with pytest.raises(ValueError, match="accumulate divides the 3 micro-batches of a step: got 2"):
+        Schedule("own", 2, 3, timing.cyclic(2, 3), accumulate=2)

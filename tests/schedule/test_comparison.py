@@ -64,7 +64,8 @@ def test_another_count_is_seen(row, quantity):
     assert replace(row, counted=counted).differences == {quantity: (row.formula[quantity], 99)}
 
 
-@pytest.mark.parametrize("n", [1, 0, -3])
+@pytest.mark.parametrize("n", [1, 0, -3, 2.0, "2"])
 def test_fewer_than_two_workers_are_refused(n):
-    with pytest.raises(ValueError, match=f"a comparison takes 2 workers or more: got {n}"):
+    message = f"workers of a comparison is a whole number, 2 or more: got {n!r}"
+    with pytest.raises(ValueError, match=message):
         compare(n)

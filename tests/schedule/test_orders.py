@@ -159,7 +159,10 @@ def test_interleaving_shrinks_the_bubble():
     ("arguments", "message"),
     [
         ((6, 4, 4), "6 stages cannot be dealt out to 4 ranks; make them a multiple"),
-        ((4, 4, 0), "4 stages cannot be dealt out to 0 ranks"),
+        ((4, 4, 0), "the number of ranks is a whole number, 1 or more: got 0"),
+        ((4, 4, 2.0), r"the number of ranks is a whole number, 1 or more: got 2\.0"),
+        ((4, 4, "2"), "the number of ranks is a whole number, 1 or more: got '2'"),
+        ((4, 4, True), "the number of ranks is a whole number, 1 or more: got True"),
         ((4, 5, 2), "2 equal rounds: 5 cannot be divided so; make them a multiple of 2"),
     ],
 )

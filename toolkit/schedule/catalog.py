@@ -4,7 +4,10 @@ from toolkit.schedule import orders, timing
 from toolkit.schedule.chains import IN_ORDER, ROTATED
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.sizes import whole
 from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
+
+_ACCUMULATE = "accumulate, the micro-batches of a worker,"
 
 
 def data_parallel(
@@ -28,11 +31,13 @@ def data_parallel(
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
     """
-    s, m = _sizes(n_stages, n, accumulate)
+    s, workers = _sizes(n_stages, n)
+    k = whole(accumulate, _ACCUMULATE, 1)
+    m = k * workers
     late = _late(delay, s, m)
-    name = _name("DP", state, "" if late == " delay 0" else late, accumulate)
-    when = timing.simultaneous(s, n, accumulate)
-    return Schedule(name, s, m, when, placement, delay, state, accumulate=accumulate)
+    name = _name("DP", state, "" if late == " delay 0" else late, k)
+    when = timing.simultaneous(s, workers, k)
+    return Schedule(name, s, m, when, placement, delay, state, accumulate=k)
 
 
 def cyclic(
@@ -61,13 +66,15 @@ def cyclic(
 
     Source: arXiv 2403.08837.
     """
-    s, m = _sizes(n_stages, n, accumulate)
+    s, workers = _sizes(n_stages, n)
+    k = whole(accumulate, _ACCUMULATE, 1)
+    m = k * workers
     late = _late(delay, s, m)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
-    name = _name("CDP", state, rule + rotated, accumulate)
-    when = timing.cyclic(s, n, accumulate)
-    return Schedule(name, s, m, when, placement, delay, state, chains, accumulate)
+    name = _name("CDP", state, rule + rotated, k)
+    when = timing.cyclic(s, workers, k)
+    return Schedule(name, s, m, when, placement, delay, state, chains, k)
 
 
 def published(
@@ -118,7 +125,8 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
     Source: arXiv 2104.04473.
     """
     s, m = _sizes(n_stages, n_microbatches)
-    return _pipeline("interleaved 1F1B", orders.interleaved_1f1b(s, m, n_ranks))
+    ranks = whole(n_ranks, "the number of ranks", 1)
+    return _pipeline("interleaved 1F1B", orders.interleaved_1f1b(s, m, ranks))
 
 
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
@@ -163,14 +171,7 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
     return f" delay {least}-{most}{by}"
 
 
-def _sizes(n_stages: int | None, n: int, accumulate: int = 1) -> tuple[int, int]:
-    """Stages and micro-batches."""
-    n_stages = n if n_stages is None else n_stages
-    for what, value in (
-        ("the number of stages", n_stages),
-        ("the number of micro-batches", n),
-        ("accumulate, the micro-batches of a worker,", accumulate),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{what} is a whole number, 1 or more: got {value!r}")
-    return n_stages, n * accumulate
+def _sizes(n_stages: int | None, n_microbatches: int) -> tuple[int, int]:
+    """As many stages as micro-batches unless given."""
+    m = whole(n_microbatches, "the number of micro-batches", 1)
+    return m if n_stages is None else whole(n_stages, "the number of stages", 1), m

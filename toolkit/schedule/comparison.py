@@ -12,6 +12,7 @@ from fractions import Fraction
 from toolkit.schedule import catalog
 from toolkit.schedule.footprint import Footprint, footprint
 from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.sizes import whole
 
 RULES = ("DP", "CDP-v1", "CDP-v2")
 
@@ -39,8 +40,7 @@ def compare(n: int) -> list[Row]:
     Raises:
         ValueError: fewer than 2 workers, who have nothing to share.
     """
-    if n < 2:
-        raise ValueError(f"a comparison takes 2 workers or more: got {n}")
+    n = whole(n, "the number of workers of a comparison", 2)
     rows = []
     for setting, make in SETTINGS.items():
         for rule in RULES:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.op import Kind
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.sizes import whole
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
@@ -67,14 +68,10 @@ class _Read(NamedTuple):
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
     """See :meth:`Schedule.lower`."""
-    for value, least in ((n_steps, 1), (first_step, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(
-                "a program has 1 training step or more, from step 0 or later:"
-                f" got n_steps={n_steps!r}, first_step={first_step!r}"
-            )
+    n = whole(n_steps, "n_steps, the training steps of a program,", 1)
+    first = whole(first_step, "first_step of a program", 0)
     with collector_paused():
-        return _Lowering(schedule, range(first_step, first_step + n_steps)).program()
+        return _Lowering(schedule, range(first, first + n)).program()
 
 
 def _grouped(reads: list[_Read]) -> Iterator[tuple[int, list[_Read]]]:

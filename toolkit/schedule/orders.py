@@ -44,7 +44,7 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     Raises:
         ValueError: stages or micro-batches cannot be dealt out evenly.
     """
-    if n_ranks < 1 or n_stages % n_ranks:
+    if n_stages % n_ranks:
         raise ValueError(
             f"each rank has the same number of stages: {n_stages} stages cannot be dealt out to"
             f" {n_ranks} ranks; make them a multiple of the ranks"

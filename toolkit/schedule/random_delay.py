@@ -12,7 +12,8 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
 from math import inf
-from numbers import Integral
+
+from toolkit.schedule.sizes import whole
 
 Draws = tuple[tuple[int, ...], ...]
 
@@ -64,9 +65,8 @@ class RandomDelay:
             if value not in known:
                 raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
         for name in ("least", "most", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, Integral) or isinstance(value, bool):
-                raise ValueError(f"{name} of a random delay is a whole number: got {value!r}")
+            steps = whole(getattr(self, name), f"{name} of a random delay")
+            object.__setattr__(self, name, steps)
         if not 0 <= self.least <= self.most:
             raise ValueError(
                 "a random delay is from least to most, 0 or more: got"

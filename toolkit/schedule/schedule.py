@@ -14,7 +14,8 @@ from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.random_delay import RandomDelay, draws
-from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, requested
+from toolkit.schedule.sizes import whole
+from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, plain, requested
 from toolkit.schedule.timing import Timing
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class Schedule:
             raise ValueError(f"unknown state {self.state!r}: choose one of {', '.join(STATES)}")
         if self.chains not in CHAINS:
             raise ValueError(f"unknown chains {self.chains!r}: choose one of {', '.join(CHAINS)}")
-        check_complete(self.timing.starts, self.n_stages, self.n_microbatches)
-        self._check_accumulate()
+        self._settle()
         sizes = self.n_stages, self.n_microbatches
+        check_complete(self.timing.starts, *sizes)
         layout = self.placement
         if not isinstance(layout, Placement):
             layout = place(layout, self.timing, *sizes, self.n_workers)
@@ -232,13 +233,16 @@ class Schedule:
 
         return lower(self, n_steps, first_step)
 
-    def _check_accumulate(self) -> None:
-        k, m = self.accumulate, self.n_microbatches
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1 or m % k:
-            raise ValueError(
-                f"accumulate is a whole number, 1 or more, that divides the {m} micro-batches of a"
-                f" step: got {k!r}"
-            )
+    def _settle(self) -> None:
+        """Numbers and delays as Python's own, which are compared and hashed."""
+        m = whole(self.n_microbatches, "the number of micro-batches", 1)
+        k = whole(self.accumulate, "accumulate", 1)
+        if m % k:
+            raise ValueError(f"accumulate divides the {m} micro-batches of a step: got {k}")
+        object.__setattr__(self, "n_stages", whole(self.n_stages, "the number of stages", 1))
+        object.__setattr__(self, "n_microbatches", m)
+        object.__setattr__(self, "accumulate", k)
+        object.__setattr__(self, "delay", plain(self.delay))
 
     def _check_dependencies(self) -> None:
         starts = self.timing.starts

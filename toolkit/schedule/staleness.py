@@ -15,15 +15,33 @@ rule CDP-v2 of arXiv 2403.08837, section 3.
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any, Protocol
 
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.timing import Timing
 
 Staleness = tuple[tuple[int, ...], ...]
-Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
 
 FRESHEST = "freshest"
+
+
+class Array(Protocol):
+    """What holds numbers as NumPy's and torch's arrays do."""
+
+    def tolist(self) -> Any: ...
+
+
+Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | Array | RandomDelay
+
+
+def plain(delay: Delay) -> Any:
+    """``delay`` as a number or tuples of numbers, if it was given as an array or as lists."""
+    if hasattr(delay, "tolist"):
+        delay = delay.tolist()
+    if isinstance(delay, Sequence) and not isinstance(delay, str):
+        return tuple(map(plain, delay))
+    return delay
 
 
 def freshest(
@@ -66,6 +84,7 @@ def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Stalenes
             ((int(steps),) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)
         )
         return least, largest
+    delay = plain(delay)
     if isinstance(delay, str):
         raise ValueError(
             f"unknown delay {delay!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"

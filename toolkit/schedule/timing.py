@@ -45,6 +45,9 @@ class Timing:
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} of a timing is 1 tick or more: got {value}")
 
+    def __hash__(self) -> int:
+        return hash((frozenset(self.starts.items()), self.period, self.ticks_per_slot))
+
     def end(self, op: Op) -> int:
         """The tick at which ``op`` of step 0 has ended."""
         return self.starts[op] + self.ticks_per_slot

@@ -21,7 +21,7 @@ def choice_of(schedule: Schedule) -> Choice | None:
             choice = Choice(name, schedule.n_stages, schedule.n_microbatches, **options)
             if choice.build() == schedule:
                 return choice
-        except (TypeError, ValueError):
+        except ValueError:
             continue
     return None
 
