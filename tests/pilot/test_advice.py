@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import replace
-from math import nan
+from math import inf, nan
 
 import pytest
 
@@ -22,7 +22,9 @@ def rule(name, activations, step, memory, spread=0.01):
         activations=activations,
         seconds=0.1,
         ratio=(0.99, 1.0, 1.01),
-        predicted=Prediction(step, (step - spread, step, step + spread), 0.6, memory * GIB),
+        predicted=Prediction(
+            step, (step - spread, step, step + spread), 0.6, (GIB, memory * GIB, GIB, GIB)
+        ),
     )
 
 
@@ -31,7 +33,7 @@ def trained(mean=0.0, half_width=0.5, **changes):
         n_steps=300,
         seeds=(0, 1, 2),
         n_tested=500,
-        accuracy={"DP": (0.9, 0.9, 0.9), "CDP-v2": (0.9, 0.9, 0.9)},
+        accuracy={"DP": (0.9, 0.91, 0.89), "CDP-v2": (0.91, 0.9, 0.89)},
         difference=Estimate(mean, half_width),
         loss_ratio=1.02,
         highest=1.4,
@@ -57,9 +59,14 @@ def findings(v2=1.0, memory=(4, 4), spread=0.01, v1=1.0, **changes):
 FAST, LARGE = {"v2": 0.7}, {"memory": (12, 6)}
 RANDOM = trained(learned=False, accuracy={"DP": (0.1,), "CDP-v2": (0.1,)})
 
+EASY = trained(0, 0.1, accuracy={"DP": (1.0,) * 3, "CDP-v2": (1.0,) * 3})
+ALIKE = trained(-0.2, 0.5, accuracy={"DP": (0.9, 0.8, 0.7), "CDP-v2": (0.898, 0.798, 0.698)})
+LOST = trained(-5, 3, accuracy={"DP": (0.9, 0.9), "CDP-v2": (0.85, 0.85)})
+ROOMY = replace(MACHINE, memory=16 * GIB)
+
 CASES = {
     "neither": (findings(), "DP", "nothing that counts"),
-    "memory-limited": (findings(**LARGE), "CDP-v2", "DP needs 12.00 GiB"),
+    "memory-limited": (findings(**LARGE), "CDP-v2", "DP needs 12.00 of 8.00 GiB"),
     "link-limited": (findings(**FAST), "CDP-v2", "0.70 (0.69 to 0.71)"),
     "both": (findings(**FAST, **LARGE), "CDP-v2", "a loss of up to 0.5 points"),
     "a gain that is not sure": (findings(v2=0.9, spread=0.1), "DP", "surely more than 5%"),
@@ -79,6 +86,32 @@ CASES = {
         "CDP-v2 on trial",
         "unknown",
     ),
+    "images too easy": (
+        findings(**FAST, training=EASY),
+        "CDP-v2 on trial",
+        "accuracy: cannot tell. After 300 training steps both rules name all 500 test images",
+    ),
+    "differences without spread": (
+        findings(**FAST, training=ALIKE),
+        "CDP-v2 on trial",
+        "accuracy: cannot tell. After 300 training steps the difference is the same with every",
+    ),
+    "a loss without spread": (findings(**FAST, training=LOST), "DP", "-5.0 ± 3.0 points"),
+    "a device of less memory": (
+        findings(**LARGE, hardware=replace(ROOMY, memories=(8 * GIB, 8 * GIB))),
+        "CDP-v2",
+        "DP needs 12.00 of 8.00 GiB on the fullest device, and CDP-v2 6.00 of 8.00 GiB",
+    ),
+    "a device of more memory": (
+        findings(memory=(12, 12), hardware=replace(MACHINE, memories=(2 * GIB, 16 * GIB))),
+        "DP",
+        "nothing that counts",
+    ),
+    "the fullest has the most memory": (
+        findings(memory=(12, 12), hardware=replace(MACHINE, memories=(GIB / 2, 16 * GIB))),
+        "DP",
+        "neither DP (1.00 of 0.50 GiB",
+    ),
     "not trained": (
         findings(**FAST, training=None, untrained="the images came without classes"),
         "CDP-v2 on trial",
@@ -95,7 +128,7 @@ CASES = {
         "lower the learning rate",
     ),
     "not to be cut": (findings(n_stages=1, rules=(), training=None), "DP", "cannot be cut"),
-    "neither fits": (findings(memory=(12, 9)), "DP", "neither DP (12.00 GiB) nor CDP-v2"),
+    "neither fits": (findings(memory=(12, 9)), "DP", "neither DP (12.00 of 8.00 GiB"),
 }
 
 
@@ -150,6 +183,17 @@ def test_what_is_shown_tells_measured_from_predicted():
         assert "guard=rollback" in shown
     assert "chance 10.0%" in found.recommendation
     assert "<script>" not in replace(found, device="<script>")._repr_html_()
+
+
+def test_the_memory_of_every_device_is_told():
+    memories = (GIB, inf, 4 * GIB, 4 * GIB)
+    found = findings(hardware=replace(MACHINE, memory=inf, memories=memories))
+    assert "1.0 GiB to not limited a device" in str(found)
+    assert [row["fits"] for row in found.rows()] == ["yes"] * 3
+    unknown = findings(hardware=replace(MACHINE, memory=inf))
+    assert "memory not given" in str(unknown)
+    assert "fits" not in unknown.rows()[0]
+    assert "8.0 GiB a device" in str(findings())
 
 
 def test_the_guard_is_twice_the_first_loss_at_least():

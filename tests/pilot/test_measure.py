@@ -1,5 +1,6 @@
 """What a short training comes to."""
 
+from math import nan
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,21 @@ from toolkit.pilot import measure
 from toolkit.pilot.data import Data
 from toolkit.runtime.result import StepResult
 from toolkit.schedule import catalog
+
+
+@pytest.mark.parametrize(
+    ("late", "base", "half_width"),
+    [
+        ((0.9, 0.9, 0.9), (0.9, 0.9, 0.9), 2.6547),  # Agresti and Coull's, of 0.9 and 500
+        ((1.0, 1.0), (1.0, 1.0), 0.5381),
+        ((0.9, 0.5), (0.5, 0.9), 508.2),  # Student's, of one degree of freedom
+        ((0.9,), (0.9,), nan),
+    ],
+)
+def test_an_interval_is_as_wide_as_the_test_images_make_it(late, base, half_width):
+    found = measure._difference(late, base, 500)
+    assert found.mean == pytest.approx(0)
+    assert found.half_width == pytest.approx(half_width, rel=1e-3, nan_ok=True)
 
 
 def test_findings_of_a_training_by_hand():

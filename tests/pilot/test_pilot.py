@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,7 +90,9 @@ def test_other_machines_of_the_same_findings(found):
     assert quick.of("DP").predicted.seconds < 0.1 * found.of("DP").predicted.seconds
     together = found.elsewhere(placement="one")
     assert together.of("DP").waiting == 0
-    assert together.of("DP").predicted.memory > found.of("DP").predicted.memory
+    (alone,), each = (f.of("DP").predicted.memories for f in (together, found))
+    assert alone > max(each)
+    assert len(each) == 4
     with pytest.raises(ValueError, match="unknown placement 'two': choose one of"):
         found.elsewhere(placement="two")
 
@@ -155,6 +158,12 @@ def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on():
     assert found.untrained == "no image is left to test on: give more images"
 
 
+def test_a_model_and_images_of_unlike_types():
+    found = pilot(net().double(), (IMAGES, CLASSES), np.int64(2), batch=4, steps=2, seeds=1)
+    assert found.training.n_steps == 2
+    assert found.n_workers == 2
+
+
 def test_divergence_is_told():
     def wild(parameters):
         return torch.optim.SGD(parameters, lr=1e6)
@@ -183,13 +192,23 @@ def test_a_model_that_cannot_be_cut():
 @pytest.mark.parametrize(
     ("model", "images", "options", "message"),
     [
-        (net(), (IMAGES, CLASSES), {"n_workers": 0}, "n_workers is 2 or more"),
-        (net(), (IMAGES, CLASSES), {"n_workers": 2.0}, "n_workers is 2 or more"),
-        (net(), (IMAGES, CLASSES), {"batch": 0}, "batch is 1 or more: got 0"),
+        (
+            net(),
+            (IMAGES, CLASSES),
+            {"n_workers": 0},
+            "n_workers is a whole number, 2 or more",
+        ),
+        (
+            net(),
+            (IMAGES, CLASSES),
+            {"n_workers": 2.0},
+            "n_workers is a whole number, 2",
+        ),
+        (net(), (IMAGES, CLASSES), {"batch": 0}, "batch is a whole number, 1 or more: got 0"),
         (net(), (IMAGES, CLASSES), {"batch": 11}, "takes 44 images .* and there are 40"),
         (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "takes 44 images and there are 20"),
-        (net(), (IMAGES, CLASSES), {"seeds": 0}, "seeds is 1 or more: got 0"),
-        (net(), (IMAGES, CLASSES), {"steps": -1}, "steps is 0 or more: got -1"),
+        (net(), (IMAGES, CLASSES), {"seeds": 0}, "seeds is a whole number, 1 or more: got 0"),
+        (net(), (IMAGES, CLASSES), {"steps": -1}, "steps is a whole number, 0 or more: got -1"),
         (net(), (IMAGES, CLASSES), {"budget": 0}, "budget is a number of seconds above 0"),
         (net(), (IMAGES, CLASSES), {"placement": "x"}, "unknown placement 'x': choose one of"),
         (net(), (IMAGES, CLASSES), {"compute": "x"}, "unknown compute 'x': choose one of"),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
-from toolkit.tracking import paired_difference, spread
+from toolkit.tracking import binomial_half_width, paired_difference, spread
 
 VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
 
@@ -43,3 +43,12 @@ def test_refuses_what_does_not_pair(values, baseline):
 def test_spread():
     assert spread([1.0, 2.0, 4.0]) == stdev([1, 2, 4])
     assert math.isnan(spread([1.0]))
+
+
+def test_a_binomial_interval_by_hand():
+    """90 of 100, of which z^2 more are added, half of them right: 91.92 of 103.84."""
+    p = 91.9208 / 103.8416
+    assert binomial_half_width(0.9, 100) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / 103.8416))
+    for share in (0.0, 1.0):
+        assert 0 < binomial_half_width(share, 100) < 0.04
+    assert binomial_half_width(0.5, 10_000) == pytest.approx(0.0098, rel=1e-3)

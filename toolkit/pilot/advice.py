@@ -1,7 +1,7 @@
 """The rule by which findings become advice: a pure function of them."""
 
 from dataclasses import dataclass
-from math import isfinite, isnan
+from math import isnan
 from shlex import quote
 
 from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
@@ -57,8 +57,8 @@ def advise(found: Pilot) -> Advice:
     Accuracy decides first: stale weights that cost it, or do not train at all, are refused. Then
     something has to be gained: DP does not fit and CDP-v2 does, or CDP-v2's training step is
     predicted to be shorter by more than :data:`WORTH`, even where computing takes another time than
-    it did. What is gained is taken if
-    accuracy was measured and is sure to :data:`TOLERANCE`, and tried otherwise.
+    it did. What is gained is taken if accuracy was measured, could have shown a difference and is
+    sure to :data:`TOLERANCE`, and tried otherwise.
     """
     if found.n_stages < 2:
         why = (
@@ -87,8 +87,8 @@ def advise(found: Pilot) -> Advice:
     if not gains:
         why = "CDP-v2 would gain nothing that counts"
         return _advice(found, STAY, [why, *others, *_accuracy(trained, found)])
-    sure = trained is not None and trained.learned
-    sure = sure and trained is not None and trained.difference.interval[0] >= -TOLERANCE
+    known = trained is not None and trained.learned and not trained.blind
+    sure = known and trained is not None and trained.difference.interval[0] >= -TOLERANCE
     choice = ADOPT if sure else TRY
     return _advice(found, choice, [*gains, *others, *_accuracy(trained, found)])
 
@@ -99,13 +99,13 @@ def _gains(found: Pilot) -> tuple[list[str], list[str]]:
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
     if not found.fits(dp) and found.fits(v2):
         gains.append(
-            f"memory: DP needs {_gib(dp)} on the fullest device and CDP-v2 {_gib(v2)}, of"
-            f" {found.hardware.memory / 2**30:.2f} GiB"
+            f"memory: DP needs {_gib(found, dp)} on the fullest device, and CDP-v2"
+            f" {_gib(found, v2)}"
         )
     elif not found.fits(dp):
         others.append(
-            f"memory: neither DP ({_gib(dp)}) nor CDP-v2 ({_gib(v2)}) fits a device of"
-            f" {found.hardware.memory / 2**30:.2f} GiB: lower batch, or take checkpoint=all"
+            f"memory: neither DP ({_gib(found, dp)} on the fullest device) nor CDP-v2"
+            f" ({_gib(found, v2)}) fits: lower batch, or take checkpoint=all"
         )
     else:
         others.append(_activations(found, dp, v2))
@@ -138,7 +138,7 @@ def _activations(found: Pilot, dp: RuleFindings, v2: RuleFindings) -> str:
             " counts where they share a device (placement='one') or, on its later stages, a"
             " pipeline (placement='per_stage')"
         )
-    if isfinite(found.hardware.memory):
+    if found.limited:
         return f"{told}; DP fits as well"
     return f"{told}; whether that is needed only Hardware(memory=...) can tell"
 
@@ -153,6 +153,8 @@ def _accuracy(trained: TrainingFindings | None, found: Pilot) -> list[str]:
             f" {sum(dp) / len(dp):.1%} of the images and chance {trained.chance:.1%}: on random"
             " images, or after too few steps, rules cannot differ"
         ]
+    if trained.blind:
+        return [f"accuracy: cannot tell. After {trained.n_steps} training steps {trained.blind}"]
     lowest = trained.difference.interval[0]
     if isnan(lowest):
         return [f"accuracy: CDP-v2 is {_points(trained)} from DP in one run, which proves nothing"]
@@ -239,5 +241,6 @@ def _points(trained: TrainingFindings) -> str:
     return f"{estimate.mean:+.1f}{width} points"
 
 
-def _gib(found: RuleFindings) -> str:
-    return f"{found.predicted.memory / 2**30:.2f} GiB"
+def _gib(found: Pilot, rule: RuleFindings) -> str:
+    peak, memory = found.tightest(rule)
+    return f"{peak / 2**30:.2f} of {memory / 2**30:.2f} GiB"

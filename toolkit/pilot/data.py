@@ -1,6 +1,7 @@
 """The user's images, as a pilot takes them."""
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.training.data import Batch, Batches
+from toolkit.training.data import Batch
 
 _MOST = 2048  # images of a data set of the user's own that are read
 _TESTED = 5  # one image in so many is kept for the test
@@ -26,8 +27,8 @@ class Data:
         n_classes: how many classes the labels name.
     """
 
-    epoch: Callable[[int, int], Batches | list[Batch]]
-    test: Callable[[], Batches | list[Batch]]
+    epoch: Callable[[int, int], Iterable[Batch]]
+    test: Callable[[], Iterable[Batch]]
     labelled: bool
     n_tested: int
     n_classes: int
@@ -38,13 +39,15 @@ class Data:
             yield from self.epoch(seed, epoch)
 
 
-def read(images: Any, batch_size: int, device: torch.device) -> Data:
-    """The user's images as batches of ``batch_size`` on ``device``.
+def read(
+    images: Any, batch_size: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Data:
+    """The user's images as batches of ``batch_size`` on ``device``, in ``dtype``.
 
     Args:
         images: an image set of :mod:`toolkit.training.data`; images and their classes, ``(Tensor
             [n, channels, height, width], Tensor [n])``; images alone; or a data set that gives
-            one such pair an index, of which the first 2048 are taken.
+            one such pair an index, of which 2048 drawn at random are taken.
 
     Raises:
         ValueError: it is something else, or has fewer images than a training step takes.
@@ -55,8 +58,8 @@ def read(images: Any, batch_size: int, device: torch.device) -> Data:
         if len(first) == 0:
             raise ValueError(_too_few(batch_size, "fewer"))
         return Data(
-            lambda seed, epoch: images.train(batch_size, seed, epoch, device),
-            lambda: images.test(max(256, batch_size), device),
+            lambda seed, epoch: _cast(images.train(batch_size, seed, epoch, device), dtype),
+            lambda: _cast(images.test(max(256, batch_size), device), dtype),
             True,
             n_tested,
             images.n_classes,
@@ -67,7 +70,12 @@ def read(images: Any, batch_size: int, device: torch.device) -> Data:
     labelled = labels is not None
     if labels is None:
         labels = torch.zeros(len(pixels), dtype=torch.long)
-    return _split(pixels.to(device), labels.to(device), labelled, batch_size)
+    return _split(pixels.to(device, dtype), labels.to(device), labelled, batch_size)
+
+
+def _cast(batches: Iterable[Batch], dtype: torch.dtype) -> Iterator[Batch]:
+    for pixels, labels in batches:
+        yield pixels.to(dtype), labels
 
 
 def _too_few(batch_size: int, n: str) -> str:
@@ -110,7 +118,7 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
             raise ValueError(f"classes are numbered from 0: got {int(labels.min())}")
         return _pixels(pixels), labels.long()
     if hasattr(images, "__getitem__") and hasattr(images, "__len__") and not _are_tensors(images):
-        pairs = [_pair(images[k]) for k in range(min(_MOST, len(images)))]
+        pairs = [_pair(images[k]) for k in _some(len(images))]
         if pairs:
             if len({pixels.shape for pixels, _ in pairs}) > 1:
                 raise ValueError("images of one size are needed: resize them in the data set")
@@ -122,6 +130,11 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
         f" data set of (image, class), or an image set of toolkit.training.data: got a"
         f" {type(images).__name__}"
     )
+
+
+def _some(n: int) -> list[int]:
+    """Which images are read: of a folder of classes the first ones would be of one class."""
+    return sorted(random.Random(0).sample(range(n), min(_MOST, n)))
 
 
 def _are_tensors(images: Any) -> bool:

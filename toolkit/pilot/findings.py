@@ -54,7 +54,8 @@ class TrainingFindings:
         seeds: of the order of images, and of weights where they are drawn anew.
         n_tested: images on which accuracy is measured.
         accuracy: by rule, the share that is right after each run.
-        difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval.
+        difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval that is no
+            narrower than the binomial one of ``n_tested`` images.
         loss_ratio: training loss of CDP-v2 by that of DP at the end, the mean over seeds.
         highest: the largest mean loss over a tenth of any run, by that of its first training step.
         chance: accuracy of naming the most frequent class.
@@ -75,6 +76,23 @@ class TrainingFindings:
     learned: bool
     diverged: tuple[str, ...]
     cosine: float
+
+    @property
+    def blind(self) -> str:
+        """Why the accuracies could not show a difference if there were one; empty: they could."""
+        late, base = self.accuracy["CDP-v2"], self.accuracy["DP"]
+        if {*late, *base} == {1.0}:
+            return (
+                f"both rules name all {self.n_tested} test images right, so these are too easy to"
+                " tell them apart"
+            )
+        differences = {round(x - y, 9) for x, y in zip(late, base, strict=True)}
+        if len(base) > len(differences) == 1:
+            return (
+                f"the difference is the same with every seed, so there is no spread to hold it"
+                f" against: {self.n_tested} test images are too few, or too much alike"
+            )
+        return ""
 
 
 @dataclass(frozen=True)
@@ -147,8 +165,20 @@ class Pilot:
         return next(found for found in self.rules if found.rule == rule)
 
     def fits(self, found: RuleFindings) -> bool:
-        """Whether its fullest device has the memory, as predicted."""
-        return found.predicted.memory <= self.hardware.memory
+        """Whether every device has the memory, as predicted."""
+        peak, memory = self.tightest(found)
+        return peak <= memory
+
+    def tightest(self, found: RuleFindings) -> tuple[float, float]:
+        """Bytes needed, and there, on the device that the rule fills the most."""
+        peaks = enumerate(found.predicted.memories)
+        pairs = ((peak, self.hardware.memory_of(rank)) for rank, peak in peaks)
+        return max(pairs, key=lambda pair: (pair[0] / pair[1], pair[0]))
+
+    @property
+    def limited(self) -> bool:
+        """Whether the memory of the devices is known."""
+        return any(isfinite(self.tightest(found)[1]) for found in self.rules)
 
     def rows(self) -> list[dict[str, str]]:
         """A row a rule, as it is read."""
@@ -166,9 +196,9 @@ class Pilot:
                 "step on your machines (predicted)": _time(found.predicted.seconds),
                 "by that of DP, predicted": _range(found.predicted.ratio),
                 "of which messages": f"{found.waiting:.0%}",
-                "fullest device (predicted)": _mib(found.predicted.memory),
+                "fullest device (predicted)": _mib(self.tightest(found)[0]),
             }
-            if isfinite(self.hardware.memory):
+            if self.limited:
                 row["fits"] = "yes" if self.fits(found) else "no"
             if self.training is not None and found.rule in self.training.accuracy:
                 found_shares = self.training.accuracy[found.rule]
@@ -194,8 +224,10 @@ class Pilot:
         if not self.rules:
             return []
         compute = "was measured here" if self.compute == "measured" else "its roofline has"
-        memory = self.hardware.memory
-        room = f", {_mib(memory)} a device" if isfinite(memory) else ", memory not given"
+        n_devices = len(self.rules[0].predicted.memories)
+        memories = [self.hardware.memory_of(rank) for rank in range(n_devices)]
+        room = " to ".join(_mib(memory) for memory in sorted({min(memories), max(memories)}))
+        room = f", {room} a device" if self.limited else ", memory not given"
         lines = [
             f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch} images of"
             f" shape {list(self.shape)}, {self.n_stages} stages, in {self.seconds:.0f} s.",
@@ -210,8 +242,9 @@ class Pilot:
             trained, n = self.training, len(self.training.seeds)
             lines.append(
                 f"Accuracy: of {trained.n_tested} images after {trained.n_steps} training steps,"
-                f" {n} seeds. So short a training shows large losses and no small ones, and"
-                " nothing about the end of a long one."
+                f" {n} seeds; an interval is that of the seeds, and no narrower than so few images"
+                " make it. So short a training shows large losses and no small ones, and nothing"
+                " about the end of a long one."
             )
         else:
             lines.append(f"Accuracy was not measured: {self.untrained}.")

@@ -4,6 +4,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from math import isfinite, nan
 from statistics import mean, quantiles
@@ -23,7 +24,7 @@ from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
-from toolkit.tracking import paired_difference
+from toolkit.tracking import Estimate, binomial_half_width, paired_difference
 from toolkit.training.data import Batch
 from toolkit.training.loop import evaluate
 
@@ -119,7 +120,6 @@ def train(
     error = (chance * (1 - chance) / len(labels)) ** 0.5
     right = {rule: tuple(run.accuracy for run in found) for rule, found in runs.items()}
     losses = [(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in zip(late, base, strict=True)]
-    points = [[100 * run.accuracy for run in found] for found in (late, base)]
     cosines = [cosine for run in late for cosine in run.cosines]
     say("training", 1.0)
     return TrainingFindings(
@@ -127,7 +127,7 @@ def train(
         seeds=tuple(seeds),
         n_tested=len(labels),
         accuracy=right,
-        difference=paired_difference(*points),
+        difference=_difference(right[rules[1].name], right[rules[0].name], len(labels)),
         loss_ratio=mean(mine / theirs for mine, theirs in losses),
         highest=max(max(run.tenths) / run.first for found in runs.values() for run in found),
         chance=chance,
@@ -135,6 +135,19 @@ def train(
         diverged=tuple(rule for rule, found in runs.items() if any(run.diverged for run in found)),
         cosine=min(cosines, default=nan),
     )
+
+
+def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> Estimate:
+    """Between accuracies in points, with an interval that is as wide as so few images make it.
+
+    Seeds show what training leaves to chance, and not that another test set would be answered
+    otherwise: all of them are tested on the same images. So the interval of the pairs is widened
+    to the binomial one of their mean accuracy. That is the error of the difference where the two
+    rules' mistakes correlate by 1/2, for its variance is 2 (1 - correlation) p (1 - p) / n_tested.
+    """
+    found = paired_difference([100 * share for share in late], [100 * share for share in base])
+    least = 100 * binomial_half_width(mean([*late, *base]), n_tested)
+    return replace(found, half_width=least) if found.half_width < least else found
 
 
 class _Run:

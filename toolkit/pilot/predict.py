@@ -20,13 +20,13 @@ class Prediction:
         seconds: from step to step.
         ratio: least, middle and largest ratio of that to DP's, with the slack of computing.
         without_links: seconds if messages took no time.
-        memory: bytes of the fullest device.
+        memories: bytes of each device, at most.
     """
 
     seconds: float
     ratio: tuple[float, float, float]
     without_links: float
-    memory: float
+    memories: tuple[float, ...]
 
 
 def schedule_of(rule: str, n_workers: int, n_stages: int, placement: str) -> Schedule:
@@ -70,17 +70,17 @@ def predict(
         times = [simulate(program, scaled, hardware).step_time for scaled in versions]
         baseline = baseline or times
         ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
-        memory = 0.0
+        memories = []
         for rank, instructions in enumerate(program.ranks):
             updated = {i.stage for i in instructions if i.action == Action.UPDATE}
             state = sum(optimizer_bytes[stage] for stage in updated)
-            memory = max(memory, timeline.peak_memory(rank) + state)
+            memories.append(timeline.peak_memory(rank) + state)
         found.append(
             Prediction(
                 seconds=times[0],
                 ratio=(min(ratios), ratios[0], max(ratios)),
                 without_links=simulate(program, costs, free).step_time,
-                memory=memory,
+                memories=tuple(memories),
             )
         )
     return found

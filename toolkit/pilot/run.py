@@ -21,6 +21,7 @@ from toolkit.pilot.predict import PLACEMENTS, RULES, predict, schedule_of
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
+from toolkit.schedule.sizes import whole
 from toolkit.tracking import describe
 from toolkit.training.data import Batch
 
@@ -88,11 +89,15 @@ def pilot(
             an option without sense.
     """
     begun = time.perf_counter()
-    _check(n_workers, batch, placement, compute, budget, seeds, steps)
+    n_workers, batch = whole(n_workers, "n_workers", 2), whole(batch, "batch", 1)
+    seeds = whole(seeds, "seeds", 1)
+    steps = None if steps is None else whole(steps, "steps", 0)
+    _check(placement, compute, budget)
     make, target = _maker(model)
     first = make(0)
-    device = _device(first)
-    data = images_of.read(images, n_workers * batch, device)
+    parameter = _first_trained(first)
+    device = parameter.device
+    data = images_of.read(images, n_workers * batch, device, parameter.dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
     stages, n_stages = _cut(first, n_workers, example[0][:batch])
@@ -245,14 +250,15 @@ def _maker(
     return make, f"{module}.{name}" if known else ""
 
 
-def _device(model: nn.Module) -> torch.device:
+def _first_trained(model: nn.Module) -> nn.Parameter:
+    """Where the model is, and in which type it takes images."""
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
         raise ValueError(
             f"{type(model).__name__} has nothing to train: give a model with a parameter that"
             " requires a gradient"
         )
-    return parameter.device
+    return parameter
 
 
 def _cut(model: nn.Module, n_workers: int, example: Tensor) -> tuple[Stages, int]:
@@ -294,20 +300,7 @@ def _check_output(stages: Stages, data: images_of.Data, batch: int) -> None:
         )
 
 
-def _check(
-    n_workers: int,
-    batch: int,
-    placement: str,
-    compute: str,
-    budget: float,
-    seeds: int,
-    steps: int | None,
-) -> None:
-    if not isinstance(n_workers, int) or n_workers < 2:
-        raise ValueError(f"n_workers is 2 or more, who have something to share: got {n_workers!r}")
-    for name, value in {"batch": batch, "seeds": seeds}.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is 1 or more: got {value!r}")
+def _check(placement: str, compute: str, budget: float) -> None:
     for name, chosen, known in (
         ("placement", placement, PLACEMENTS),
         ("compute", compute, COMPUTE),
@@ -316,5 +309,3 @@ def _check(
             raise ValueError(f"unknown {name} {chosen!r}: choose one of {', '.join(known)}")
     if not budget > 0:
         raise ValueError(f"budget is a number of seconds above 0: got {budget}")
-    if steps is not None and steps < 0:
-        raise ValueError(f"steps is 0 or more: got {steps}")

@@ -5,7 +5,13 @@ from toolkit.tracking.delays import delay_means
 from toolkit.tracking.ledger import Ledger
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.provenance import describe, describe_cpu, provenance
-from toolkit.tracking.statistics import Estimate, paired_difference, plus_minus, spread
+from toolkit.tracking.statistics import (
+    Estimate,
+    binomial_half_width,
+    paired_difference,
+    plus_minus,
+    spread,
+)
 from toolkit.tracking.tracked import Curves, track_measured, track_schedule
 from toolkit.tracking.tracker import Tracker, track
 
@@ -15,6 +21,7 @@ __all__ = [
     "Ledger",
     "Progress",
     "Tracker",
+    "binomial_half_width",
     "collect",
     "delay_means",
     "describe",

@@ -51,3 +51,17 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
     if n == 1:
         return Estimate(differences[0], float("nan"))
     return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)
+
+
+def binomial_half_width(share: float, n: int) -> float:
+    """Half the width of the 95 % interval of a share that was counted on ``n`` samples.
+
+    z sqrt(p(1 - p) / (n + z^2)), where p = (n share + z^2 / 2) / (n + z^2) and z = 1.96: unlike
+    sqrt(share (1 - share) / n) it is not 0 where all of ``n`` are right.
+
+    Source: Agresti and Coull, The American Statistician 52(2), 1998.
+    """
+    z = 1.96
+    more = n + z**2
+    p = (n * share + z**2 / 2) / more
+    return z * (p * (1 - p) / more) ** 0.5
