@@ -29,6 +29,7 @@ _STYLE: dict[Any, Any] = {
     "savefig.dpi": 220,
     "svg.hashsalt": "toolkit",
 }
+_ENDINGS = (".png", ".svg")
 
 
 @contextmanager
@@ -38,9 +39,11 @@ def style() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write ``path`` as PNG and as SVG; return both."""
-    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+def save(figure: Figure, path: str | Path) -> list[Path]:
+    """Write ``path``, with or without such an ending, as PNG and as SVG; return both."""
+    path = Path(path)
+    name = path.stem if path.suffix in _ENDINGS else path.name
+    paths = [path.with_name(name + ending) for ending in _ENDINGS]
     with style():
         for target in paths:
             metadata = {"Date": None} if target.suffix == ".svg" else None
