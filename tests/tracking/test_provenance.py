@@ -64,15 +64,24 @@ def test_what_a_reader_needs():
     assert found["started"].endswith("+00:00")
 
 
-@pytest.mark.parametrize(("status", "mark"), [("", ""), (" M toolkit/files.py", "+")])
-def test_the_commit_is_marked_where_the_code_has_changed(monkeypatch, status, mark):
-    told = {"rev-parse": "0123abcd", "status": status}
+def git_of(top, status):
+    told = {"HEAD": "0123abcd", "--show-toplevel": top, "--porcelain": status}
 
     def git(command, **_):
-        return subprocess.CompletedProcess(command, 0, stdout=f"{told[command[1]]}\n")
+        return subprocess.CompletedProcess(command, 0, stdout=f"{told[command[2]]}\n")
 
-    monkeypatch.setattr(subprocess, "run", git)
+    return git
+
+
+@pytest.mark.parametrize(("status", "mark"), [("", ""), (" M toolkit/files.py", "+")])
+def test_the_commit_is_marked_where_the_code_has_changed(monkeypatch, status, mark):
+    monkeypatch.setattr(subprocess, "run", git_of(ROOT, status))
     assert provenance(CONFIG, "a machine", 1)["commit"] == f"0123abcd{mark}"
+
+
+def test_the_commit_of_a_repository_around_it_is_not_that_of_the_code(monkeypatch):
+    monkeypatch.setattr(subprocess, "run", git_of(ROOT.parent, ""))
+    assert provenance(CONFIG, "a machine", 1)["commit"] is None
 
 
 def test_no_commit_outside_git(monkeypatch):

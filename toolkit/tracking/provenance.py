@@ -71,8 +71,13 @@ def describe_cpu() -> str:
 
 
 def commit() -> str | None:
-    """The git commit of the code, with ``+`` if it has been changed since; None outside git."""
+    """The git commit of the code, with ``+`` if it has been changed since.
+
+    None outside git, and where the code is installed within another repository.
+    """
     try:
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != _ROOT:
+            return None
         revision = _git("rev-parse", "HEAD")
         return f"{revision}+" if _git("status", "--porcelain", "--untracked-files=no") else revision
     except (OSError, subprocess.CalledProcessError):
