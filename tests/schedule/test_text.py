@@ -74,6 +74,16 @@ def test_text_and_ops_may_be_mixed():
     ]
 
 
+@pytest.mark.parametrize("name", ["a,b.csv", "a,b"])
+def test_a_file_may_have_a_comma_in_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("0F0,0B0")
+    for source in (name, str(tmp_path / name), tmp_path / name):
+        assert Schedule.from_csv(source).to_csv() == "0F0,0B0\n"
+    with pytest.raises(ValueError, match=r"c,d.csv cannot be read \(No such file or directory\)"):
+        Schedule.from_csv("c,d.csv")
+
+
 @pytest.mark.parametrize(
     "text",
     ["0F0,,,0B0\n,1F0,1B0", "0F0, 0B0\n\n1F0,1B0\n\n", "\ufeff0F0,0B0\r\n1F0,1B0\r\n"],

@@ -7,6 +7,7 @@ a slot, empty where the rank is idle.
 
 import csv
 import io
+import os.path
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,13 +47,17 @@ def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
 
 
 def read_csv(source: str | Path) -> list[list[Op]]:
-    """Rank orders from a CSV file, or from its text where ``source`` has a comma or a line end.
+    """Rank orders from a CSV file, or from its text.
+
+    A string is text if it has a comma or a line end, and neither ends with ``.csv`` nor names a
+    file.
 
     Raises:
         ValueError: the file cannot be read, or a cell is not an op (row and column count from 1).
     """
     text = str(source)
-    if isinstance(source, Path) or not set(text) & {",", "\n"}:
+    named = text.endswith(".csv") or os.path.isfile(text)
+    if isinstance(source, Path) or named or not set(text) & {",", "\n"}:
         try:
             text = Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
         except (OSError, UnicodeDecodeError) as error:
