@@ -55,6 +55,16 @@ def test_memory(rank, kind, curve, peak):
     assert found.peak_memory(rank, kind) == peak
 
 
+def test_memory_as_a_table():
+    found = timeline(changes=CHANGES)
+    frame = found.memory_frame()
+    assert list(frame.columns) == ["time", "rank", "kind", "bytes"]
+    assert frame["time"].tolist() == [0, 1, 1, 2, 2]
+    held = frame.groupby("rank")["bytes"].cumsum()
+    assert held[frame["rank"] == 0].tolist() == [3, 10, 7, 11]
+    assert timeline().memory_frame().empty
+
+
 def test_bytes():
     collective = Span(1, "send", 0.0, 1.0, "all-reduce", 0, None, 0, 4.0)
     found = timeline([*message(0, 1, 2.0), *message(1, 0, 3.0), *message(0, 1, 5.0), collective])
