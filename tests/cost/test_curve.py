@@ -174,7 +174,7 @@ def test_the_measured_axis():
     ("axis", "message"),
     [
         ("seconds", f"unknown axis 'seconds': choose one of {', '.join(AXES)}"),
-        ("roofline", "the roofline is that of a hardware: give one"),
+        ("roofline", r"give one, such as hardware=Hardware.preset\(\"a100_nvlink\"\), or choose"),
         ("measured", "give an example on a real device"),
     ],
 )

@@ -3,9 +3,13 @@
 from math import inf, nan
 
 import pytest
+from hydra.utils import instantiate
 
+from tests.config.test_presets import CONF
+from toolkit.config.help import choices
 from toolkit.cost import UNIT, Hardware
 from toolkit.model.analysis import Work
+from toolkit.notebook import settings
 
 MACHINE = Hardware(
     "hand", flops=100.0, memory_bandwidth=10.0, link_bandwidth=4.0, link_latency=0.5, memory=64.0
@@ -74,3 +78,27 @@ def test_the_rank_to_blame_is_named(name, value):
 def test_a_latency_is_finite(latency):
     with pytest.raises(ValueError, match=f"link_latency is 0 seconds or more: got {latency}"):
         Hardware("bad", 1.0, 1.0, 1.0, link_latency=latency)
+
+
+@pytest.mark.parametrize("name", choices(CONF, "hardware"))
+def test_a_preset_is_that_of_the_command_line(name):
+    composed = instantiate(settings("memory", f"hardware={name}").hardware, _convert_="all")
+    preset = Hardware.preset(name)
+    assert vars(preset) | {"speeds": [], "memories": []} == vars(composed)
+    assert (preset.speed(3), preset.memory_of(3)) == (1, preset.memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("a100", "did you mean a100_nvlink? "), ("nope", ""), ("", "")]
+)
+def test_an_unknown_preset_is_refused_with_those_there_are(name, hint):
+    with pytest.raises(ValueError, match="unknown hardware") as refused:
+        Hardware.preset(name)
+    known = "a100_nvlink, ethernet_10, ethernet_100, h200_nvlink"
+    assert str(refused.value) == f"unknown hardware {name!r}: {hint}choose one of {known}"
+
+
+def test_without_the_repository_there_are_no_presets(monkeypatch, tmp_path):
+    monkeypatch.setattr("toolkit.repository.ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"lives in the repository, .* pip install -e \."):
+        Hardware.preset("a100_nvlink")

@@ -229,6 +229,12 @@ def test_hardware_is_read_from_the_configuration():
     assert presets["ethernet_10"].link_bandwidth == 1.25e9
 
 
+def test_without_the_repository_the_explorer_tells_what_it_lacks(monkeypatch, tmp_path):
+    monkeypatch.setattr("toolkit.repository.ROOT", tmp_path)
+    with pytest.warns(UserWarning, match="the unit machine alone: there is no configuration in"):
+        assert [*hardware_presets()] == ["unit"]
+
+
 def test_widgets_load_with_the_explorer_only():
     code = "import sys, toolkit.figures; print('ipywidgets' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import schema
 from toolkit.config.help import choices, folders, groups
-from toolkit.messages import first_line, last_line
+from toolkit.messages import first_line, instead, last_line
 
 _TOOLKIT = Path(__file__).resolve().parents[1]
 _HYDRA = Path(hydra.__file__).resolve().parent
@@ -97,10 +97,7 @@ def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
 
 
 def _unknown_choice(group: str, choice: str, found: Sequence[Path]) -> str:
-    valid = choices(found, group)
-    near = get_close_matches(choice, valid, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{group}={choice} is unknown: {hint}choose one of {', '.join(valid)}"
+    return f"{group}={choice} is unknown: {instead(choice, choices(found, group))}"
 
 
 _NO_TARGET = re.compile(r"Error locating target '([^']+)'")

@@ -125,7 +125,10 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
     if axis != "roofline":
         raise ValueError(f"unknown axis {axis!r}: choose one of {', '.join(AXES)}")
     if hardware is None:
-        raise ValueError("the roofline is that of a hardware: give one")
+        raise ValueError(
+            "the roofline is that of a hardware: give one, such as"
+            ' hardware=Hardware.preset("a100_nvlink"), or choose axis="flops"'
+        )
     return hardware.roofline(work)
 
 

@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, inf, isfinite, log2
+from pathlib import Path
+from typing import Any
 
+from toolkit.messages import instead
 from toolkit.model.analysis import Work
+from toolkit.repository import conf
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,18 @@ class Hardware:
         if not (isfinite(self.link_latency) and self.link_latency >= 0):
             raise ValueError(f"link_latency is 0 seconds or more: got {self.link_latency}")
 
+    @classmethod
+    def preset(cls, name: str) -> "Hardware":
+        """A machine of ``conf/hardware``, such as ``a100_nvlink``.
+
+        Raises:
+            ValueError: there is none of that name, or no configuration.
+        """
+        found = presets()
+        if name not in found:
+            raise ValueError(f"unknown hardware {name!r}: {instead(name, [*found])}")
+        return found[name]
+
     def speed(self, rank: int) -> float:
         return self.speeds[rank] if rank < len(self.speeds) else 1.0
 
@@ -71,6 +88,24 @@ class Hardware:
     def tree(self, n_bytes: float, n_ranks: int) -> float:
         """Seconds of a broadcast, or of a reduction to one rank, over a binomial tree."""
         return ceil(log2(n_ranks)) * self.message(n_bytes) if n_ranks > 1 else 0.0
+
+
+def presets() -> dict[str, Hardware]:
+    """The machines of ``conf/hardware``, by name.
+
+    Raises:
+        ValueError: there is no configuration.
+    """
+    return {path.stem: _read(path) for path in sorted((conf() / "hardware").glob("*.yaml"))}
+
+
+@cache
+def _read(path: Path) -> Hardware:
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    del values["defaults"]  # the schema
+    return Hardware(**values)
 
 
 UNIT = Hardware("unit", flops=1.0, memory_bandwidth=inf, link_bandwidth=inf)

@@ -1,17 +1,15 @@
 """What schedules are simulated on: hardware, and the costs of stages."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import toolkit
 from toolkit.cost import UNIT, Hardware, StageCost, profile, unit_costs
+from toolkit.cost.hardware import presets
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-CONF = Path(toolkit.__file__).parents[1] / "conf" / "hardware"
 UNIFORM = "uniform"
 GIVEN = "given"
 MODELS = ("resnet18", "resnet50", "vit_b_16")
@@ -22,17 +20,12 @@ Costs = Callable[[int], Sequence[StageCost]]
 
 
 def hardware_presets() -> dict[str, Hardware]:
-    """By name: the unit machine, and those of conf/hardware where that folder is."""
-    return {"unit": UNIT} | {path.stem: _preset(path) for path in sorted(CONF.glob("*.yaml"))}
-
-
-@cache
-def _preset(path: Path) -> Hardware:
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    values.pop("defaults", None)
-    return Hardware(**values)
+    """By name: the unit machine, and those of conf/hardware; a warning where that is missing."""
+    try:
+        return {"unit": UNIT} | presets()
+    except ValueError as missing:
+        warnings.warn(f"the explorer offers the unit machine alone: {missing}", stacklevel=2)
+        return {"unit": UNIT}
 
 
 def cost_sources() -> dict[str, Costs]:
