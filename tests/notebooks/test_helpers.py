@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -28,9 +29,30 @@ def test_settings_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = settings("train", "workers=3", "schedule=dp")
     assert (config.microbatches, config.schedule.n, config.schedule.n_stages) == (3, 3, 4)
-    with pytest.raises(ValueError, match="epoch") as refused:
-        settings("train", "epoch=3")
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "message"),
+    [
+        ("train", ["epoch=3"], "there is no option epoch: did you mean epochs?"),
+        ("train", ["epochs=many"], "epochs=many: epochs is a whole number"),
+        ("train", ["epochs"], "'epochs' is not OPTION=VALUE"),
+        ("train", ["schedule=null"], "schedule=null is unknown: choose one of cdp_v1, "),
+        ("train", ["workers=3", "microbatches=4"], "workers=3 and microbatches=4: workers sets"),
+        ("memory", ["hardware=a100"], "hardware=a100 is unknown: did you mean a100_nvlink? choose"),
+        ("trian", [], "unknown experiment 'trian': did you mean train? choose one of train, "),
+    ],
+)
+def test_mistakes_in_settings_are_told_as_on_the_command_line(experiment, options, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)) as refused:
+        settings(experiment, *options)
     assert "\n" not in str(refused.value)
+
+
+def test_without_the_repository_there_are_no_settings(monkeypatch, tmp_path):
+    monkeypatch.setattr("toolkit.repository.ROOT", tmp_path)
+    with pytest.raises(ValueError, match=r"lives in the repository, .* pip install -e \."):
+        settings("train")
 
 
 def test_differences_are_those_of_the_kept_result():

@@ -465,6 +465,10 @@ def register() -> None:
             store.store(group=f"schema/{group}", name=name, node=node)
 
 
+def experiments() -> list[str]:
+    return [*_SCHEMAS["experiment"]]
+
+
 def descriptions(experiment: str) -> dict[str, str]:
     """The top-level options of an experiment, and what each means."""
     found = fields(_SCHEMAS["experiment"][experiment])

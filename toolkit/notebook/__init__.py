@@ -2,7 +2,7 @@
 
 from toolkit.notebook.live import Live, watched
 from toolkit.notebook.runs import delay_study, differences, own_curves, top1_by_epoch, train_rules
-from toolkit.notebook.settings import RESULTS, hardware, settings
+from toolkit.notebook.settings import RESULTS, settings
 from toolkit.notebook.tables import counted_and_measured, memory_saved
 from toolkit.notebook.work import beside_prediction, train_on_ranks
 
@@ -13,7 +13,6 @@ __all__ = [
     "counted_and_measured",
     "delay_study",
     "differences",
-    "hardware",
     "memory_saved",
     "own_curves",
     "settings",

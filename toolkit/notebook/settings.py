@@ -1,17 +1,14 @@
 """Options of an experiment and kept results, from whichever folder a notebook runs in."""
 
-from pathlib import Path
-from typing import Any
-
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import schema
-from toolkit.config.shorthands import spell_out
+from toolkit.config.errors import explain
+from toolkit.config.shorthands import check_given, spell_out
+from toolkit.messages import instead
+from toolkit.repository import ROOT, conf
 
-ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 """The results that are kept with the code."""
 
@@ -24,19 +21,21 @@ def settings(experiment: str, *options: str) -> DictConfig:
         options: such as ``epochs=3`` or ``schedule=cdp_v1``.
 
     Raises:
-        ValueError: there is no such experiment or option.
+        ValueError: there is no such experiment or option, or no configuration.
     """
+    folder = conf()
+    if experiment not in (known := schema.experiments()):
+        raise ValueError(f"unknown experiment {experiment!r}: {instead(experiment, known)}")
     schema.register()
     try:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        check_given(options)
+        with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(experiment, list(options))
-    except HydraException as error:
-        raise ValueError(str(error).splitlines()[0]) from error
-    spell_out(config)
-    OmegaConf.resolve(config)
+        spell_out(config)
+        OmegaConf.resolve(config)
+    except Exception as error:
+        message = explain(error, experiment, folder, list(options))
+        if message is None:
+            raise
+        raise ValueError(message) from error
     return config
-
-
-def hardware(name: str) -> Any:
-    """A machine of ``conf/hardware``, such as ``a100_nvlink``."""
-    return instantiate(settings("memory", f"hardware={name}").hardware)
