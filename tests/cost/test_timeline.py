@@ -65,6 +65,11 @@ def test_memory_as_a_table():
     assert timeline().memory_frame().empty
 
 
+def test_shown_without_its_spans():
+    found = timeline([compute(0, 0.0, 1.0)] * 9, CHANGES, step_ends=(1.0, 2.0))
+    assert repr(found) == "Timeline('hand', ranks=2, steps=2, spans=9, changes=5)"
+
+
 def test_bytes():
     collective = Span(1, "send", 0.0, 1.0, "all-reduce", 0, None, 0, 4.0)
     found = timeline([*message(0, 1, 2.0), *message(1, 0, 3.0), *message(0, 1, 5.0), collective])

@@ -454,3 +454,8 @@ def test_too_many_stages_say_what_is_in_the_way():
 
     with pytest.raises(ValueError, match="1 to 1 stages: got n_stages=3; elsewhere mostly: a para"):
         partition(Tied(), 3, torch.zeros(4, 5, dtype=torch.long))
+
+
+def test_shown_without_its_modules():
+    stages = partition(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, torch.zeros(2, 3))
+    assert repr(stages) == "Stages(Sequential, stages=2, loads=(36, 36))"

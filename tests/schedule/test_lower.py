@@ -255,3 +255,11 @@ def test_a_program_of_nothing_is_refused():
     empty = Program(catalog.cyclic(2), 1, ((), ()))
     with pytest.raises(ValueError, match=r"at the end: .* is never done"):
         empty.verify()
+
+
+def test_shown_without_its_instructions():
+    program = catalog.gpipe(2, 1).lower(2, first_step=1)
+    n = sum(map(len, program.ranks))
+    assert repr(program) == (
+        f"Program('GPipe', n_steps=2, first_step=1, ranks=2, instructions={n})"
+    )

@@ -68,6 +68,12 @@ class Timeline:
     step_ends: tuple[float, ...]
     steady: range = range(0)
 
+    def __repr__(self) -> str:
+        return (
+            f"Timeline({self.name!r}, ranks={self.n_ranks}, steps={len(self.step_ends)},"
+            f" spans={len(self.spans)}, changes={len(self.changes)})"
+        )
+
     @property
     def end(self) -> float:
         """When the last rank has finished, in seconds."""

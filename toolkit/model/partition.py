@@ -50,6 +50,9 @@ class Stages(Sequence[fx.GraphModule]):
     output: Boundary
     loads: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return f"Stages({type(self.model).__name__}, stages={len(self)}, loads={self.loads})"
+
     def __len__(self) -> int:
         return len(self.modules)
 

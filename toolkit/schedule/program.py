@@ -108,6 +108,12 @@ class Program:
     ranks: tuple[tuple[Instruction, ...], ...]
     first_step: int = 0
 
+    def __repr__(self) -> str:
+        return (
+            f"Program({self.schedule.name!r}, n_steps={self.n_steps}, first_step={self.first_step},"
+            f" ranks={len(self.ranks)}, instructions={sum(map(len, self.ranks))})"
+        )
+
     @property
     def steps(self) -> range:
         return range(self.first_step, self.first_step + self.n_steps)
