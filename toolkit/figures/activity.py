@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from toolkit.figures.rows import align
 from toolkit.figures.style import GREEN, ORANGE, PURPLE, SKY, VERMILION, style
 from toolkit.figures.timeline import (
     RATES,
@@ -37,11 +38,13 @@ def activity(timeline: "Timeline") -> Figure:
         ranks, traffic = figure.subplots(2, 1, height_ratios=ratios, sharex="col")
         unit, name = unit_for(timeline.end, TIMES)
         sent = bytes_sent_by_bin(timeline)
-        traffic_unit, traffic_name = unit_for(sent.max() * len(sent) / timeline.end, RATES)
+        fastest = sent.max() * len(sent) / timeline.end
+        traffic_unit, traffic_name = unit_for(fastest, RATES)
         draw_ranks(ranks, timeline, unit)
+        align([ranks], [("rank", n_ranks)])
         draw_traffic(traffic, timeline, unit, traffic_unit)
+        traffic.set_ylim(0, 1.1 * fastest / traffic_unit or None)
         ranks.set_title(timeline.name)
-        ranks.set_ylabel("rank")
         traffic.set_ylabel(f"sent\n({traffic_name})")
         traffic.set_xlabel(f"time ({name})")
         handles = [Patch(color=colour, label=label) for label, colour in _KEYS.items()]

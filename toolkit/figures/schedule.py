@@ -1,15 +1,19 @@
 """Schedules as grids, over their activation memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from toolkit.figures.rows import align
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, style
-from toolkit.schedule import Action, Instruction, Program, Schedule
+from toolkit.schedule import Action, Program, Schedule
 
 _FILL = {
     Action.FORWARD: SKY,
@@ -17,30 +21,62 @@ _FILL = {
     Action.BACKWARD_INPUT: ORANGE,
     Action.BACKWARD_WEIGHT: "#F5D9A0",
 }
+_COLUMN = 3.2  # inches of a schedule
+_WIDE = 2.9 * 72  # points of that for its slots
+_GRID, _MEMORY, _AROUND = 1.75, 1.15, 0.5  # inches, from top to bottom
+_ROW, _TALLEST = 0.13, 6.0  # inches of a row at least, and of a grid at most
+_LETTERS, _SMALLEST = 5.5, 4.0  # points: in a cell, and where they are left out
 
 
-def schedules(shown: Sequence[Schedule], n_steps: int = 3) -> Figure:
+class _Cell(NamedTuple):
+    """An op in its place."""
+
+    slot: float
+    row: int
+    action: Action
+    stage: int
+    step: int
+    stale: bool
+
+
+class _Scale(NamedTuple):
+    """Points of a slot and of a row, about."""
+
+    slot: float
+    row: float
+
+
+def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
     """One column a schedule: its grid, and below it the activations alive in each slot.
 
     A row is a rank; where one rank runs several ops at once, a row is a micro-batch. A cell
-    bears its stage; a bar under it means that it reads weights one step or more late. Colour
-    deepens from step to step. Memory is the sum over ranks, in micro-batches: 1 is all
-    activations of one.
+    bears its stage, where there is room; a bar under it means that it reads weights one step or
+    more late. Colour deepens from step to step. Memory is the sum over ranks, in micro-batches:
+    1 is all activations of one.
     """
+    shown = shown if isinstance(shown, Sequence) else [shown]
+    programs = [schedule.lower(n_steps) for schedule in shown]
+    rows = [_rows(program) for program in programs]
+    alive = [_alive(program) for program in programs]
+    most, highest = max(n for _, n in rows), max(map(max, alive))
+    height = min(_TALLEST, max(_GRID, _ROW * most))
     with style():
-        figure = Figure(figsize=(3.2 * len(shown) + 0.4, 3.4), layout="constrained")
+        size = (_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)
+        figure = Figure(figsize=size, layout="constrained")
         grids, memories = figure.subplots(
-            2, len(shown), squeeze=False, height_ratios=(3, 2), sharex="col", sharey="row"
+            2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex="col"
         )
-        for schedule, grid, memory in zip(shown, grids, memories, strict=True):
-            program = schedule.lower(n_steps)
-            _draw_grid(grid, program)
-            _draw_memory(memory, program)
-            grid.set_title(schedule.name)
-        grids[0].set_ylabel("rank" if shown[0].layout.name != "one" else "micro-batch")
+        for program, grid in zip(programs, grids, strict=True):
+            scale = _Scale(_WIDE / program.n_slots, 72 * height / most)
+            _draw_grid(grid, program, scale)
+            grid.set_title(program.schedule.name)
+        align(grids, rows)
+        for totals, memory in zip(alive, memories, strict=True):
+            _draw_memory(memory, totals)
+            memory.set_ylim(0, 1.2 * highest)
+            memory.set_xlabel("slot")
+            memory.tick_params(labelleft=memory is memories[0])
         memories[0].set_ylabel("activations\n(micro-batches)")
-        for axes in memories:
-            axes.set_xlabel("slot")
         keys = [
             Patch(color=_FILL[Action.FORWARD], label="forward"),
             Patch(color=_FILL[Action.BACKWARD], label="backward"),
@@ -50,41 +86,63 @@ def schedules(shown: Sequence[Schedule], n_steps: int = 3) -> Figure:
         return figure
 
 
-def _draw_grid(axes: Axes, program: Program) -> None:
-    one = program.schedule.layout.name == "one"
-    tick = program.schedule.timing.ticks_per_slot
-    rows = set()
+def _is_one(program: Program) -> bool:
+    return program.schedule.layout.name == "one"
+
+
+def _rows(program: Program) -> tuple[str, int]:
+    """What a row is, and how many there are."""
+    if _is_one(program):
+        return "micro-batch", program.schedule.n_microbatches
+    return "rank", len(program.ranks)
+
+
+def _alive(program: Program) -> list[float]:
+    """All ranks' activations in each slot, in micro-batches."""
+    slots = zip(*program.activations(), strict=True)
+    return [sum(alive) / program.schedule.n_stages for alive in slots]
+
+
+def _cells(program: Program) -> Iterator[_Cell]:
+    one, tick = _is_one(program), program.schedule.timing.ticks_per_slot
+    delays = {step: program.schedule.delays(step) for step in program.steps}
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
             if i.action.computes:
-                row = (i.microbatch or 0) if one else rank
-                rows.add(row)
-                delays = program.schedule.delays(i.step or 0)
-                stale = delays[i.stage][i.microbatch or 0] > 0
-                _draw_op(axes, i, i.tick / tick, row, stale)
+                step, microbatch = i.step or 0, i.microbatch or 0
+                stale = delays[step][i.stage][microbatch] > 0
+                row = microbatch if one else rank
+                yield _Cell(i.tick / tick, row, i.action, i.stage, step, stale)
+
+
+def _draw_grid(axes: Axes, program: Program, scale: _Scale) -> None:
+    cells = list(_cells(program))
+    boxes = [
+        [(x, y - 0.45), (x + 1, y - 0.45), (x + 1, y + 0.45), (x, y + 0.45)] for x, y, *_ in cells
+    ]
+    fills = [to_rgba(_FILL[cell.action], 0.4 + 0.3 * (cell.step % 3)) for cell in cells]
+    thin = min(0.6, 0.1 * scale.slot, 0.1 * scale.row)
+    axes.add_collection(
+        PolyCollection(boxes, facecolors=fills, edgecolors="white", linewidths=thin)
+    )
+    bars = [[(c.slot + 0.2, c.row + 0.34), (c.slot + 0.8, c.row + 0.34)] for c in cells if c.stale]
+    thick = min(1.0, 0.15 * scale.row)
+    axes.add_collection(LineCollection(bars, colors=BLACK, linewidths=thick, capstyle="projecting"))
+    digits = len(str(program.schedule.n_stages - 1))
+    letters = min(_LETTERS, 1.3 * scale.slot / digits, 0.75 * scale.row)
+    if letters >= _SMALLEST:
+        for cell in cells:
+            axes.text(
+                cell.slot + 0.5, cell.row, str(cell.stage), ha="center", va="center",
+                fontsize=letters, color=BLACK, in_layout=False,
+            )  # fmt: skip
     axes.set_xlim(0, program.n_slots)
-    axes.set_ylim(max(rows) + 0.5, -0.5)
-    axes.set_yticks(sorted(rows))
     axes.tick_params(length=0, labelbottom=False)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
 
 
-def _draw_op(axes: Axes, i: Instruction, slot: float, row: int, stale: bool) -> None:
-    faded = 0.4 + 0.3 * ((i.step or 0) % 3)
-    box = Rectangle(
-        (slot, row - 0.45), 1, 0.9, facecolor=_FILL[i.action], alpha=faded, edgecolor="white",
-        linewidth=0.6,
-    )  # fmt: skip
-    axes.add_patch(box)
-    axes.text(slot + 0.5, row, str(i.stage), ha="center", va="center", fontsize=5.5, color=BLACK)
-    if stale:
-        axes.plot([slot + 0.2, slot + 0.8], [row + 0.34] * 2, color=BLACK, linewidth=1)
-
-
-def _draw_memory(axes: Axes, program: Program) -> None:
-    n_stages = program.schedule.n_stages
-    totals = [sum(alive) / n_stages for alive in zip(*program.activations(), strict=True)]
+def _draw_memory(axes: Axes, totals: Sequence[float]) -> None:
     edges = range(len(totals) + 1)
     axes.stairs(totals, list(edges), fill=True, color=BLUE, alpha=0.25)
     axes.stairs(totals, list(edges), color=BLUE)
@@ -95,4 +153,3 @@ def _draw_memory(axes: Axes, program: Program) -> None:
         va="bottom", fontsize=7,
     )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(0, 1.2 * program.schedule.n_microbatches)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from toolkit.figures.rows import align
 from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, style
 
 if TYPE_CHECKING:
@@ -20,20 +21,19 @@ _OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": "#F5D9A0"}
 _LANES = {"update": GREEN, "send": PURPLE, "receive": VERMILION}
 
 
-def timelines(shown: Sequence["Timeline"]) -> Figure:
+def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
     """One column a timeline: its ranks, their memory and their traffic, over time.
 
     A rank has a row: computing on top, below it updates, and what its port sends and receives.
     Memory is of the fullest rank, by what it is; traffic is what all ranks send.
     """
+    shown = shown if isinstance(shown, Sequence) else [shown]
     with style():
         n_ranks = max(timeline.n_ranks for timeline in shown)
         height = min(8.0, 2.6 + 0.22 * n_ranks)
         figure = Figure(figsize=(3.6 * len(shown) + 0.4, height), layout="constrained")
         ratios = (max(2.0, 0.45 * n_ranks), 1.4, 1)
-        rows = figure.subplots(
-            3, len(shown), squeeze=False, height_ratios=ratios, sharex="col", sharey="row"
-        )
+        rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex="col")
         unit, name = unit_for(max(timeline.end for timeline in shown), TIMES)
         fullest = max(t.peak_memory(rank) for t in shown for rank in range(t.n_ranks))
         memory_unit, memory_name = unit_for(fullest, _BYTES)
@@ -43,10 +43,14 @@ def timelines(shown: Sequence["Timeline"]) -> Figure:
             ranks, memory, traffic = rows[:, column]
             draw_ranks(ranks, timeline, unit)
             _draw_memory(memory, timeline, unit, memory_unit)
+            memory.set_ylim(0, 1.45 * fullest / memory_unit or None)
             draw_traffic(traffic, timeline, unit, traffic_unit)
+            traffic.set_ylim(0, 1.1 * fastest / traffic_unit or None)
             ranks.set_title(timeline.name)
             traffic.set_xlabel(f"time ({name})")
-        rows[0, 0].set_ylabel("rank")
+            for axes in (memory, traffic):
+                axes.tick_params(labelleft=not column)
+        align(rows[0], [("rank", timeline.n_ranks) for timeline in shown])
         rows[1, 0].set_ylabel(f"fullest\nrank ({memory_name})")
         rows[2, 0].set_ylabel(f"sent\n({traffic_name})")
         keys = {
@@ -96,8 +100,6 @@ def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
             linewidth=0.3 if few else 0.1,
         )
     axes.set_xlim(0, timeline.end / unit)
-    axes.set_ylim(timeline.n_ranks - 0.5, -0.5)
-    axes.set_yticks(range(0, timeline.n_ranks, -(-timeline.n_ranks // 16)))
     axes.tick_params(length=0, labelbottom=False)
 
 
@@ -118,7 +120,6 @@ def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: flo
             times / unit, below, top, step="post", color=colour, alpha=0.6, linewidth=0, label=kind
         )
         below = top
-    axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1.45 * float(below.max())))
     axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=1, handlelength=1)
 
 
@@ -126,7 +127,6 @@ def draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: fl
     edges = np.linspace(0, timeline.end, _BINS + 1)
     rate = bytes_sent_by_bin(timeline) * _BINS / timeline.end
     axes.stairs(rate / traffic_unit, edges / unit, fill=True, color=PURPLE, alpha=0.8)
-    axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1.1 * float(rate.max()) / traffic_unit))
 
 
 def bytes_sent_by_bin(timeline: "Timeline") -> NDArray[np.float64]:

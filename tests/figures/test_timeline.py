@@ -1,0 +1,58 @@
+"""The figure of timelines shows all ranks, memory and traffic of each, on one scale."""
+
+import pytest
+
+from toolkit.cost import UNIT, Timeline, simulate, unit_costs
+from toolkit.figures import activity, timelines
+from toolkit.figures.timeline import bytes_sent_by_bin
+from toolkit.schedule import catalog
+
+
+def timeline(schedule) -> Timeline:
+    return simulate(schedule.lower(2), unit_costs(schedule.n_stages), UNIT)
+
+
+DP = timeline(catalog.data_parallel(4))
+ALONE = timeline(catalog.gradient_accumulation(4, 4))
+
+
+def rows(figure, n):
+    """(ranks, memory, traffic) of each of ``n`` columns."""
+    axes = figure.axes
+    return list(zip(axes[:n], axes[n : 2 * n], axes[2 * n :], strict=True))
+
+
+@pytest.mark.parametrize("shown", [[DP, ALONE], [ALONE, DP]], ids=["DP first", "DP last"])
+def test_nothing_is_cut_off(shown):
+    found = rows(timelines(shown), 2)
+    for timeline, (ranks, memory, traffic) in zip(shown, found, strict=True):
+        bottom, top = ranks.get_ylim()
+        extents = [bar.get_datalim(ranks.transData) for bar in ranks.collections]
+        assert top <= min(box.y0 for box in extents)
+        assert timeline.n_ranks - 1 < max(box.y1 for box in extents) <= bottom
+        assert ranks.get_yticks().tolist() == list(range(timeline.n_ranks))
+        for panel, drawn in ((memory, memory.collections), (traffic, traffic.patches)):
+            assert drawn
+            assert panel.dataLim.y1 < panel.get_ylim()[1]
+    for panels in zip(*found, strict=True):
+        assert len({axes.get_ylim() for axes in panels}) == 1
+
+
+def test_one_timeline_needs_no_list():
+    ((ranks, _, traffic),) = rows(timelines(DP), 1)
+    assert ranks.get_title() == "DP"
+    (sent,) = traffic.patches
+    assert sent.get_data().values.max() > 0
+
+
+def test_nothing_sent_is_an_empty_panel():
+    ((_, _, traffic),) = rows(timelines([ALONE]), 1)
+    assert traffic.get_ylim()[0] == 0
+    assert not bytes_sent_by_bin(ALONE).any()
+
+
+def test_without_memory_there_are_ranks_and_traffic():
+    ranks, traffic = activity(DP).axes
+    assert (ranks.get_ylim(), ranks.get_ylabel()) == ((3.5, -0.5), "rank")
+    assert traffic.get_ylim()[0] == 0
+    assert traffic.dataLim.y1 < traffic.get_ylim()[1] < 1.2 * traffic.dataLim.y1
