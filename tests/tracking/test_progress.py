@@ -99,7 +99,9 @@ def test_a_new_run_has_losses_of_its_own(capsys):
             bar.run(name)
             for step in steps([loss] * 3):
                 bar.trained(step)
-    assert "loss 1.000" in last_line(capsys)
+    last = last_line(capsys)
+    assert "loss 1.000" in last
+    assert "2.0/2 epochs" in last
 
 
 def test_a_test_between_epochs_is_not_the_time_of_a_step(capsys, clock):

@@ -306,6 +306,17 @@ def test_the_speed_of_a_resumed_run_is_from_its_first_step_on(monkeypatch):
     assert [point["train/images_per_second"] for point in log.points] == [16.0]
 
 
+def test_the_speed_is_of_the_steps_since_the_point_before(monkeypatch):
+    times = iter([0.0, 1.0, 1.5, 2.0])
+    monkeypatch.setattr(tracked, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    log = Log()
+    curves = Curves(log, every=2)
+    for k in range(4):
+        result = StepResult(k, (0,), torch.ones(1), torch.empty(0))
+        curves.trained(Step(k + 1, 4, result, 0.1, 8))
+    assert [point["train/images_per_second"] for point in log.points] == [8.0, 16.0]
+
+
 def test_epochs_from_before_the_tracking_are_logged_at_the_end():
     log = Log()
     log.epochs = {1}

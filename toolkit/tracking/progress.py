@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from toolkit.tracking.speed import Speed
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,7 +34,7 @@ class Progress:
         self._interval = (0.2 if sys.stderr.isatty() else 10) if interval is None else interval
         self._refreshed = time.monotonic()
         self._losses: deque[Tensor] = deque(maxlen=_SMOOTHED)
-        self._since, self._images = 0.0, 0
+        self._speed = Speed()
         self._figures = self._note = ""
         self._bar = tqdm(
             total=n,
@@ -66,13 +68,9 @@ class Progress:
         now = time.monotonic()
         if len(step.result.losses):
             self._losses.append(step.result.losses)
-        if not self._since:  # a run that is resumed has been trained before
+        if not self._speed.begun:  # a run that is resumed has been trained before
             self._epochs = (step.result.step + 1) // step.n_steps - step.step // step.n_steps
-        # What passed before it, a test or a compilation, is not the time of an epoch's first step.
-        if step.step == 1 or not self._since:
-            self._since, self._images = now, 0
-        else:
-            self._images += step.images
+        self._speed.trained(step, now)
         self._bar.n = self._epochs + step.step / step.n_steps
         if step.step == step.n_steps:
             self._epochs += 1
@@ -96,8 +94,7 @@ class Progress:
         shown = [f"lr {step.learning_rate:.3g}"]
         if self._losses:
             shown.insert(0, f"loss {_mean(self._losses):.3f}")
-        if self._images:
-            rate = self._images / (time.monotonic() - self._since)
+        if rate := self._speed.rate(time.monotonic()):
             shown.insert(0, f"{rate:.0f} images/s")
         self._figures = ", ".join(shown)
         self._set_end()

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from toolkit.tracking.speed import Speed
 from toolkit.tracking.tracker import Tracker, one_line
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Curves:
     def __init__(self, tracker: Tracker, every: int) -> None:
         self._tracker, self._every = tracker, every
         self._steps = self._steps_per_epoch = 0
-        self._since, self._images = 0.0, 0
+        self._speed = Speed()
 
     def trained(self, step: "Step") -> None:
         """A training step is done."""
@@ -45,14 +46,10 @@ class Curves:
             if len(step.result.losses):
                 values["train/loss"] = float(step.result.loss)
         now = time.monotonic()
-        # What passed before it, a test or a compilation, is not the time of an epoch's first step.
-        if step.step == 1 or not self._since:
-            self._since, self._images = now, 0
-        else:
-            self._images += step.images
-        if due and self._images:
-            values["train/images_per_second"] = self._images / (now - self._since)
-            self._since, self._images = now, 0
+        self._speed.trained(step, now)
+        if due and (rate := self._speed.rate(now)):
+            values["train/images_per_second"] = rate
+            self._speed.restart(now)
         for delay in step.result.delays:
             for name, value in asdict(delay).items():
                 if name not in ("step", "stage") and isfinite(value):
