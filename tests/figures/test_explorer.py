@@ -20,7 +20,7 @@ from toolkit.figures.explorer.hover import find
 from toolkit.figures.explorer.machines import hardware_presets
 from toolkit.figures.explorer.static import choice_of, explored
 from toolkit.figures.explorer.svg import steps
-from toolkit.schedule import Schedule, catalog, steady_state
+from toolkit.schedule import Program, Schedule, catalog, steady_state
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 CHOICES = [
@@ -216,6 +216,18 @@ def test_key_numbers_are_those_of_the_steady_state(name):
     assert float(said["step time"]) == analysis.schedule.period
     busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
     assert timeline.idle_share == pytest.approx(1 - busy / analysis.schedule.period)
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+def test_programs_are_verified(monkeypatch, n_steps):
+    def verify(program):
+        seen.append(program)
+        return program
+
+    seen = []
+    monkeypatch.setattr(Program, "verify", verify)
+    analysis = analyse.__wrapped__(Choice("cdp_v2", 2, 2), n_steps)
+    assert {id(analysis.drawn), id(analysis.predicted)} == set(map(id, seen))
 
 
 def test_the_papers_numbers():

@@ -36,7 +36,7 @@ class Analysis:
         choice: what was asked for.
         schedule: what that is.
         drawn: a verified program of as many training steps as are drawn.
-        predicted: a verified program to simulate.
+        predicted: a program of it to simulate, long enough for a steady state.
         steady: one period in the steady state.
     """
 
@@ -91,14 +91,15 @@ class Analysis:
 
 @lru_cache(maxsize=16)
 def analyse(choice: Choice, n_steps: int) -> Analysis:
-    """Lower ``choice``.
+    """Lower ``choice``, and verify its programs.
 
     Raises:
         ValueError: it is impossible; the message may end with a grid.
     """
     schedule = choice.build()
+    drawn = schedule.lower(n_steps).verify()
     predicted = schedule.lower(steps_to_time(schedule))
-    return Analysis(choice, schedule, schedule.lower(n_steps), predicted, steady_state(schedule))
+    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule))
 
 
 def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardware") -> "Timeline":
