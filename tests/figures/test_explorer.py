@@ -32,6 +32,8 @@ CHOICES = [
     Choice("zero_dp", 3, 3, state="replicated"),
     Choice("published", 3, 5),
     Choice("interleaved_1f1b", 8, 8, n_ranks=4),
+    Choice("dp", 2, 2, accumulate=3),
+    Choice("zero_cdp_v1", 3, 3, accumulate=2),
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -90,8 +92,13 @@ def test_lines_are_as_short_as_they_can_be():
     assert Choice("cdp_v1", 3, 6, placement="one").python() == (
         "catalog.cyclic(6, delay=1, placement='one', n_stages=3)"
     )
+    assert Choice("dp", 4, 4, accumulate=1).python() == "catalog.data_parallel(4)"
+    assert Choice("cdp_v2", 4, 4, accumulate=2).python() == "catalog.cyclic(4, accumulate=2)"
     assert Choice("zero_cdp_v1", 4, 4).overrides() == "schedule=zero_cdp_v1 stages=4 microbatches=4"
     assert Choice("cdp_v2", 4, 4, delay=1).overrides().split()[3:] == ["schedule.delay=1"]
+    assert Choice("dp", 4, 4, accumulate=2).overrides() == (
+        "schedule=dp stages=4 microbatches=4 schedule.accumulate=2"
+    )
 
 
 def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
@@ -253,9 +260,11 @@ def test_widgets_load_with_the_explorer_only():
     assert found.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_schedule_is_found_among_the_choices(name):
-    schedule = Choice(name, 4, 4).build()
+@pytest.mark.parametrize(
+    "choice", [*(Choice(name, 4, 4) for name in METHODS), Choice("cdp_v2", 4, 4, accumulate=2)]
+)
+def test_a_schedule_is_found_among_the_choices(choice):
+    schedule = choice.build()
     found = choice_of(schedule)
     assert found.build() == schedule
 

@@ -70,6 +70,8 @@ def test_every_schedule_can_be_chosen(explorer, name):
     assert shown(explorer) != before
     assert column.orders.layout.display == (None if name == OWN else "none")
     assert column.n_ranks.layout.display == (None if name == "interleaved_1f1b" else "none")
+    accumulates = name in ("dp", "zero_dp") or "cdp_" in name
+    assert column.accumulate.layout.display == (None if accumulates else "none")
     assert all((column.delay.label, column.placement.label, column.state.label))
     assert column.delay.disabled == (name not in (OWN, "dp", "zero_dp") and "cdp_" not in name)
 
@@ -83,6 +85,20 @@ def test_a_schedule_brings_its_own_options(explorer):
     ):
         column.schedule.value = name
         assert (column.delay.value, column.state.value) == (delay, state)
+
+
+def test_workers_accumulate(explorer):
+    column = explorer.columns[1]
+    column.accumulate.value = 3
+    assert ops(explorer, 1) == 3 * ops(explorer)
+    assert number(explorer, "ranks", 1) == "2"
+    assert explorer.choices[1].build() == catalog.data_parallel(2, accumulate=3)
+    for line in ("catalog.data_parallel(2, accumulate=3)", "schedule.accumulate=3"):
+        assert line in column.lines.value
+        assert line in explorer.to_html()
+    column.schedule.value = "cdp_v1"
+    assert column.accumulate.value == 1
+    assert Explorer("cdp_v1", 2, 2, accumulate=3).choices[0].accumulate == 3
 
 
 def test_a_second_schedule_shows_on_demand():
@@ -106,6 +122,7 @@ def test_controls_are_described(explorer):
     [
         ("stages", 0, "stages is a whole number from 1"),
         ("delay", 0, "cannot read weights 0 steps late"),
+        ("accumulate", 17, "17 x 2 micro-batches are more than the 32 that are drawn: lower"),
         ("orders", DEADLOCK, "rank 0 waits at 0B0 for 1B0"),
         ("orders", "0F0 0X0", "0X0&#x27; is not an op"),
         ("orders", " ", "there are no rank orders"),
@@ -149,6 +166,7 @@ def test_arguments_that_no_control_can_hold():
         Explorer("dp", orders=["0F0"])
     )
     assert "gpipe has no delay, got 1" in said(Explorer("gpipe", delay=1))
+    assert "accumulate is a whole number from 1 to 32: got 0" in said(Explorer(accumulate=0))
     for stages in (0, 33, "4", None):
         explorer = Explorer(stages=stages)
         assert said(explorer) == f"stages is a whole number from 1 to 32: got {stages!r}"

@@ -51,7 +51,7 @@ METHODS: Mapping[str, Method] = {
     "zero_cdp_v2": _method("cyclic", state="sharded"),
 }
 SCHEDULES = (*METHODS, OWN)
-_OPTIONS = ("delay", "placement", "state", "n_ranks")
+_OPTIONS = ("delay", "placement", "state", "n_ranks", "accumulate")
 _OWN_OPTIONS: dict[str, Any] = {"delay": 0, "state": "replicated"}
 
 
@@ -86,11 +86,12 @@ class Choice:
     Args:
         schedule: a choice of conf/schedule, or ``"your own"``.
         stages: parts of the model; of your own, the orders tell.
-        microbatches: of a training step; likewise.
+        microbatches: of a training step, of one round where workers accumulate; likewise.
         delay: steps by which weights are late, or ``"freshest"``.
         placement: the rank of each op.
         state: ``replicated`` or ``sharded``.
         n_ranks: of interleaved 1F1B.
+        accumulate: micro-batches that each worker runs one after another in a step.
         orders: your own: a line a rank, such as ``"0F0 0F1 0B0 0B1"``.
     """
 
@@ -101,6 +102,7 @@ class Choice:
     placement: str | None = None
     state: str | None = None
     n_ranks: int | None = None
+    accumulate: int | None = None
     orders: tuple[str, ...] = ()
 
     @property
@@ -177,18 +179,25 @@ def _build(choice: Choice) -> Schedule:
         built = Schedule.from_rank_orders(choice.orders, **given)
         check_sizes(built.n_stages, built.n_microbatches)
         return built
-    check_sizes(choice.stages, choice.microbatches)
+    check_sizes(choice.stages, choice.microbatches, choice.accumulate)
     _, sizes, options = choice._call()
     schedule: Schedule = getattr(catalog, METHODS[choice.schedule].make)(*sizes, **options)
     return schedule
 
 
-def check_sizes(stages: int, microbatches: int) -> None:
+def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
     """Refuse what is no number of stages or micro-batches, or more than can be drawn.
 
     Raises:
-        ValueError: one of them is.
+        ValueError: one of them is, or all rounds together are.
     """
-    for name, value in (("stages", stages), ("microbatches", microbatches)):
+    rounds = 1 if accumulate is None else accumulate
+    sizes = {"stages": stages, "microbatches": microbatches, "accumulate": rounds}
+    for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
             raise ValueError(f"{name} is a whole number from 1 to {LARGEST}: got {value!r}")
+    if microbatches * rounds > LARGEST:
+        raise ValueError(
+            f"{rounds} x {microbatches} micro-batches are more than the {LARGEST} that are drawn:"
+            f" lower accumulate or microbatches"
+        )

@@ -6,7 +6,7 @@ from typing import Any
 
 import ipywidgets as ui
 
-from toolkit.figures.explorer.choice import OWN, SCHEDULES, Choice, options_of
+from toolkit.figures.explorer.choice import LARGEST, OWN, SCHEDULES, Choice, options_of
 from toolkit.schedule import FRESHEST, PLACEMENTS, STATES
 
 FIELD: dict[str, Any] = {"layout": {"width": "auto"}, "style": {"description_width": "96px"}}
@@ -43,6 +43,9 @@ class Column:
         self.n_ranks = ui.BoundedIntText(
             value=choice.n_ranks or 2, min=1, max=64, description="ranks", **FIELD
         )
+        self.accumulate = ui.BoundedIntText(
+            value=choice.accumulate or 1, min=1, max=LARGEST, description="accumulate", **FIELD
+        )
         self.orders = ui.Textarea(
             value="\n".join(choice.orders) or _EXAMPLE,
             description="rank orders",
@@ -55,8 +58,10 @@ class Column:
         self.delay.tooltip = "training steps by which weights are late"
         self.placement.tooltip = "the rank of each op"
         self.state.tooltip = "whether parameters, gradients and optimizer state have one owner"
+        self.accumulate.tooltip = "micro-batches that each worker runs one after another in a step"
         self.orders.tooltip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
-        fields = (self.schedule, self.delay, self.placement, self.state, self.n_ranks, self.orders)
+        options = (self.delay, self.placement, self.state, self.n_ranks, self.accumulate)
+        fields = (self.schedule, *options, self.orders)
         self.wanted = ui.Text(
             description="look up an op",
             placeholder="such as 2F1",
@@ -91,7 +96,9 @@ class Column:
             control.disabled = option not in usual
         if choice is None:
             self.n_ranks.value = usual.get("n_ranks") or self.n_ranks.value
+            self.accumulate.value = usual.get("accumulate") or self.accumulate.value
         _show(self.n_ranks, "n_ranks" in usual)
+        _show(self.accumulate, "accumulate" in usual)
         _show(self.orders, name == OWN)
 
     def choice(self, stages: int, microbatches: int) -> Choice:

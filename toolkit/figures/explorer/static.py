@@ -15,10 +15,10 @@ _STEPS = 3  # training steps drawn
 def choice_of(schedule: Schedule) -> Choice | None:
     """What one would choose in the explorer to see ``schedule``; None if nothing makes it."""
     for name, method in METHODS.items():
-        found = {"placement": schedule.placement, "state": schedule.state, "delay": schedule.delay}
-        options: dict[str, Any] = {k: v for k, v in found.items() if k in method.options}
+        named = ("placement", "state", "delay", "accumulate")
+        options: dict[str, Any] = {k: getattr(schedule, k) for k in named if k in method.options}
         try:
-            choice = Choice(name, schedule.n_stages, schedule.n_microbatches, **options)
+            choice = Choice(name, schedule.n_stages, schedule.n_workers, **options)
             if choice.build() == schedule:
                 return choice
         except ValueError:

@@ -32,7 +32,8 @@ class Explorer(ui.VBox):
         stages: parts of the model.
         microbatches: of a training step.
         compare: another schedule to show beside it.
-        delay, placement, state, n_ranks, orders: of the first schedule, as in :class:`Choice`.
+        delay, placement, state, n_ranks, accumulate, orders: of the first schedule, as in
+            :class:`Choice`.
         n_steps: training steps drawn, 1 to 3.
         costs: of the stages, by :func:`toolkit.cost.profile`; uniform unless given.
         model: whose stages are profiled on demand, with ``example``, a micro-batch.
@@ -52,6 +53,7 @@ class Explorer(ui.VBox):
         placement: str | None = None,
         state: str | None = None,
         n_ranks: int | None = None,
+        accumulate: int | None = None,
         orders: Sequence[str] = (),
         n_steps: int = 3,
         costs: "Sequence[StageCost] | None" = None,
@@ -61,7 +63,15 @@ class Explorer(ui.VBox):
         folder: str | Path = ".",
     ) -> None:
         first = Choice(
-            schedule, stages, microbatches, delay, placement, state, n_ranks, tuple(orders)
+            schedule,
+            stages,
+            microbatches,
+            delay=delay,
+            placement=placement,
+            state=state,
+            n_ranks=n_ranks,
+            accumulate=accumulate,
+            orders=tuple(orders),
         )
         second = Choice(compare or "dp", stages, microbatches)
         wrong = [_complaint(choice) for choice in (first, second)]
@@ -321,7 +331,7 @@ def _complaint(choice: Choice) -> str:
     """What no control can hold of ``choice``."""
     try:
         choice.given  # noqa: B018
-        check_sizes(choice.stages, choice.microbatches)
+        check_sizes(choice.stages, choice.microbatches, choice.accumulate)
         if choice.orders and choice.schedule != OWN:
             raise ValueError(f"orders are those of schedule={OWN!r}: got {choice.schedule!r}")
     except ValueError as error:
