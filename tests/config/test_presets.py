@@ -10,12 +10,12 @@ from toolkit.config.help import choices, groups
 from toolkit.schedule import RandomDelay, catalog
 
 CONF = EXPERIMENTS.parent / "conf"
-PRESETS = choices(CONF, "experiment")
+PRESETS = choices([CONF], "experiment")
 CHOICES = [
     (group, choice)
     for group in groups(CONF)
     if group not in ("experiment", "bench", "study", "sweep")
-    for choice in choices(CONF, group)
+    for choice in choices([CONF], group)
 ]
 
 
@@ -43,7 +43,7 @@ def test_presets_say_how_they_are_run(preset):
     assert f"experiments/compare.py experiment={preset}" in text
 
 
-@pytest.mark.parametrize("study", choices(CONF, "study"))
+@pytest.mark.parametrize("study", choices([CONF], "study"))
 def test_every_study_composes(study):
     config = composed("compare", f"study={study}")
     rules = [build_schedule(rule) for rule in config.rules.values()]
@@ -51,7 +51,7 @@ def test_every_study_composes(study):
     assert f"study={study}" in (CONF / "study" / f"{study}.yaml").read_text()
 
 
-@pytest.mark.parametrize("sweep", choices(CONF, "sweep"))
+@pytest.mark.parametrize("sweep", choices([CONF], "sweep"))
 def test_every_sweep_composes(sweep):
     schema.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
@@ -70,7 +70,7 @@ def test_every_choice_composes(group, choice):
     assert config[group]._target_.startswith(("toolkit.", "torch.optim."))
 
 
-@pytest.mark.parametrize("bench", choices(CONF, "bench"))
+@pytest.mark.parametrize("bench", choices([CONF], "bench"))
 def test_every_benchmark_composes(bench):
     assert composed("bench", f"bench={bench}").bench._target_.startswith("benchmarks.")
 

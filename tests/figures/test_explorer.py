@@ -72,7 +72,7 @@ def composed(overrides, experiment="simulate"):
 
 
 def test_the_schedules_are_the_choices_of_the_configuration():
-    assert sorted(METHODS) == sorted(choices(CONF, "schedule"))
+    assert sorted(METHODS) == sorted(choices([CONF], "schedule"))
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=Choice.python)
@@ -226,7 +226,7 @@ def test_key_numbers_are_those_of_the_steady_state(name):
 
 
 @pytest.mark.parametrize("n_steps", [1, 3])
-def test_programs_are_verified(monkeypatch, n_steps):
+def test_what_is_drawn_is_verified(monkeypatch, n_steps):
     def verify(program):
         seen.append(program)
         return program
@@ -234,7 +234,7 @@ def test_programs_are_verified(monkeypatch, n_steps):
     seen = []
     monkeypatch.setattr(Program, "verify", verify)
     analysis = analyse.__wrapped__(Choice("cdp_v2", 2, 2), n_steps)
-    assert {id(analysis.drawn), id(analysis.predicted)} == set(map(id, seen))
+    assert [id(analysis.drawn)] == list(map(id, seen))
 
 
 def test_the_papers_numbers():
@@ -244,7 +244,7 @@ def test_the_papers_numbers():
 
 def test_hardware_is_read_from_the_configuration():
     presets = hardware_presets()
-    assert set(presets) == {"unit", *choices(CONF, "hardware")}
+    assert set(presets) == {"unit", *choices([CONF], "hardware")}
     assert presets["ethernet_10"].link_bandwidth == 1.25e9
 
 

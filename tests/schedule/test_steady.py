@@ -266,6 +266,7 @@ def test_steady_steps_are_whole_rounds_between_start_and_end():
     ]
     assert steady_steps(dp, 5) == range(3, 5)
     assert (steps_to_time(cdp), steps_to_time(dp)) == (10, 7)
+    assert (steps_to_time(cdp, 1), steps_to_time(cdp, 3)) == (8, 10)
 
 
 @given(schedules())
@@ -276,3 +277,10 @@ def test_enough_steps_are_steady(schedule):
     assert len(steady) >= 4
     assert steady.stop <= n_steps
     assert len(steady) > len(steady_steps(schedule, n_steps - 1))
+
+
+@given(schedules())
+@quick
+def test_a_longer_program_has_the_same_steady_state(schedule):
+    found = steady_state(schedule, schedule.lower(steps_to_time(schedule, 1)))
+    assert found == steady_state(schedule)

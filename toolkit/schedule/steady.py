@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from toolkit.schedule.program import Traffic
 
 if TYPE_CHECKING:
+    from toolkit.schedule.program import Program
     from toolkit.schedule.schedule import Schedule
 
 
@@ -35,9 +36,6 @@ class SteadyState:
         )
 
 
-_TIMED = 4  # training steps at least over which a step's time is the mean
-
-
 def steps_under_way(schedule: "Schedule") -> int:
     """Training steps that run at once."""
     timing = schedule.timing
@@ -61,11 +59,11 @@ def steady_steps(schedule: "Schedule", n_steps: int) -> range:
     return range(first, first + n // threads * threads)
 
 
-def steps_to_time(schedule: "Schedule") -> int:
-    """The fewest training steps in which enough are steady for a mean."""
+def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
+    """The fewest training steps of which ``timed`` are steady, or a few more for whole rounds."""
     threads = schedule.max_staleness + 1
-    timed = -(-_TIMED // threads) * threads
-    return settled_steps(schedule) + timed + steps_under_way(schedule)
+    rounds = -(-timed // threads)
+    return settled_steps(schedule) + rounds * threads + steps_under_way(schedule)
 
 
 def steady_slots(schedule: "Schedule", step: int) -> slice:
@@ -74,13 +72,17 @@ def steady_slots(schedule: "Schedule", step: int) -> slice:
     return slice(step * period, (step + 1) * period)
 
 
-def steady_state(schedule: "Schedule") -> SteadyState:
+def steady_state(schedule: "Schedule", program: "Program | None" = None) -> SteadyState:
     """One period of ``schedule``, once every older step has ended and before the last begins.
 
     Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.
+
+    Args:
+        program: of the schedule, if there is one of :func:`steps_to_time` training steps or more.
     """
     settled = settled_steps(schedule)
-    program = schedule.lower(settled + schedule.max_staleness + 2)
+    if program is None:
+        program = schedule.lower(settled + schedule.max_staleness + 2)
     slots = steady_slots(schedule, settled)
     held = (of_rank[slots] for of_rank in program.activations())
     traffic = program.traffic(range(slots.start, slots.stop))

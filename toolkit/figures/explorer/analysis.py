@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _ALIVE = ("micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model")
 _SENT = ("stage-parameters", "weights and gradients that all ranks send, in the steady state")
+_TIMED = 2  # training steps of which the time is the mean
 _LATE = "training steps by which the weights read are late"
 
 
@@ -98,8 +99,8 @@ def analyse(choice: Choice, n_steps: int) -> Analysis:
     """
     schedule = choice.build()
     drawn = schedule.lower(n_steps).verify()
-    predicted = schedule.lower(steps_to_time(schedule))
-    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule))
+    predicted = schedule.lower(steps_to_time(schedule, _TIMED))
+    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule, predicted))
 
 
 def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardware") -> "Timeline":
