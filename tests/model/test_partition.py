@@ -442,6 +442,29 @@ def test_buffers_that_a_forward_changes_are_refused(module, name):
         partition(Body(), 2, torch.zeros(4, 6) if "weight" in name else torch.zeros(4, 6, 6))
 
 
+@pytest.mark.parametrize(
+    ("first", "where"),
+    [
+        (lambda x: x.sub_(0.5).mul_(2), r"x in place \(sub_\)"),
+        (lambda x: F.relu(x.flatten(1), inplace=True), r"x in place \(relu\)"),
+    ],
+    ids=["method", "view"],
+)
+def test_a_change_of_the_batch_is_refused(first, where):
+    """It would be changed again by whoever reads it next."""
+
+    class Body(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 2)
+
+        def forward(self, x):
+            return self.head(first(x))
+
+    with pytest.raises(ValueError, match=rf"Body changes its input {where}.* x = x\.clone\(\)"):
+        partition(Body(), 1, torch.zeros(4, 6))
+
+
 def test_too_many_stages_say_what_is_in_the_way():
     class Tied(nn.Module):
         def __init__(self):

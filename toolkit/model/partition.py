@@ -130,7 +130,14 @@ def _costs(
         raise ValueError(
             f"{name} cannot train on an example of shape {shapes}: {reason(error)}"
         ) from error
+    received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
+        if changed := [x for x in cost.changes if x in received]:
+            raise ValueError(
+                f"{name} changes its input {changed[0]} in place ({node}), and a batch may be read"
+                " more than once: begin with x = x.clone(), or have that make a new tensor"
+                " (inplace=False, or x = x - 1 for x.sub_(1))"
+            )
         if cost.buffers:
             raise ValueError(
                 f"{name} changes {', '.join(cost.buffers)} in its forward ({node}), and of what a"
