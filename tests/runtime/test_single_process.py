@@ -240,6 +240,21 @@ def test_goes_on_from_a_state_dict(model, order, delay):
     assert_same(resumed.module().state_dict(), whole.module().state_dict())
 
 
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_goes_back_to_a_state_again_and_again(model, order):
+    """It is a copy, and a copy of it is taken over."""
+    runtime = runtime_for(model, catalog.data_parallel(3), order, adamw)
+    batches = make_batches(3)
+    list(runtime.run(batches[:2]))
+    state, ends = runtime.state_dict(), []
+    for _ in range(3):
+        list(runtime.run(batches[2:4]))
+        ends.append(copy.deepcopy(runtime.module().state_dict()))
+        runtime.load_state_dict(state)
+    for end in ends[1:]:
+        assert_same(end, ends[0])
+
+
 def test_orders_can_take_turns(model):
     schedule = catalog.cyclic(3)
     batches = make_batches(3)

@@ -35,7 +35,7 @@ def rank_0_first(states):
         case = CASES[name]
         batches = case.batches()
         first = train(make(case), batches[:MIDDLE])
-        middle = copy.deepcopy(first.state_dict())
+        middle = first.state_dict()
         train(first, batches[MIDDLE:])
         second = make(case)
         second.load_state_dict(states[name])
@@ -61,7 +61,7 @@ def single():
     for name in NAMES:
         batches = CASES[name].batches()
         runtime = train(make(CASES[name], SingleProcess), batches[:MIDDLE])
-        middle = copy.deepcopy(runtime.state_dict())
+        middle = runtime.state_dict()
         found[name] = (middle, train(runtime, batches[MIDDLE:]))
     return found
 

@@ -219,7 +219,7 @@ def _here(found: Pilot) -> dict[str, Schedule]:
 def _optimizer_bytes(runtime: SingleProcess) -> list[int]:
     """Bytes of the optimizer's state, by stage."""
     found = []
-    for stage in runtime.state_dict()["stages"]:
+    for stage in runtime.part()["stages"].values():
         states = (stage["optimizer"] or {"state": {}})["state"].values()
         found.append(sum(x.nbytes for s in states for x in s.values() if isinstance(x, Tensor)))
     return found

@@ -73,12 +73,13 @@ class Runtime(Protocol):
     def part(self) -> dict[str, Any]:
         """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
 
-        Tensors of which each rank has a share are DTensors.
+        Tensors are the runtime's own, which the next step may change; those of which each rank has
+        a share are DTensors.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, but for the data; on every rank.
+        """Everything that the rest of the run depends on, but for the data; a copy, on every rank.
 
         Every rank calls it. Any runtime that follows the same update rule can go on from it.
         """

@@ -1,5 +1,6 @@
 """Every micro-batch of every rank in one process."""
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
@@ -173,13 +174,13 @@ class SingleProcess:
         return range(len(self.stages))
 
     def part(self) -> dict[str, Any]:
-        """What this process adds to :meth:`state_dict`: all."""
+        """What this process adds to :meth:`state_dict`: all, as it is until the next step."""
         versions = dict(enumerate(self._versions))
         return part_of(self.steps_done, self.stages, self._workers, versions, self.own, leads=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, but for the data."""
-        return joined([self.part()])
+        """Everything that the rest of the run depends on, but for the data: a copy."""
+        return joined([copy.deepcopy(self.part())])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, by whichever runtime.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.runtime.interface import Runtime
+from toolkit.runtime.state import joined
 from toolkit.training.checkpoint import DamagedCheckpointError, read, write
 from toolkit.training.sharded import read_sharded, replace_folder, write_sharded
 
@@ -53,10 +54,12 @@ class Checkpoints:
             part = {"runtime": runtime.part(), **(rest if leads else {})}
             write_sharded(path, part, runtime.world)
         else:
-            state = {"runtime": runtime.state_dict(), **rest}
+            # One process need not copy what it writes at once.
+            alone = runtime.world is None
+            state = joined([runtime.part()]) if alone else runtime.state_dict()
             if leads:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                write(path, state)
+                write(path, {"runtime": state, **rest})
         if leads:
             if best:
                 _link(path, self.folder / _BEST)

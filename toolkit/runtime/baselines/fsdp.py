@@ -135,11 +135,12 @@ class FSDP(Synchronous):
 
 
 def _whole(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor``, with the shares of all ranks."""
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.clone()
     # An offloaded share is in the CPU's memory, which NCCL does not reach.
     share = cast(DTensor, tensor.to(tensor.device_mesh.device_type))
-    return share.full_tensor().cpu()
+    return share.full_tensor().to("cpu", copy=True)
 
 
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
