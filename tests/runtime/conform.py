@@ -1,16 +1,19 @@
 """What each rank of the conformance suite of the distributed runtime does."""
 
 import copy
+import io
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.runtime import models
 from tests.thorough import THOROUGH
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
+from toolkit.model import partition
 from toolkit.runtime import Distributed, Recipe, SingleProcess, join
 from toolkit.schedule import RandomDelay, Schedule, catalog
 
@@ -166,6 +169,7 @@ def odd_jobs() -> dict[str, Any]:
     found["state"] = _state_dict(world)
     found["resumed"] = _resume(world, found["state"])
     found["unalike"] = _unalike(world)
+    found["not saved"] = _not_saved(world)
     found["errors"] = _errors(world)
     found["recipes"] = with_recipes(world)
     return found
@@ -294,6 +298,31 @@ def _unalike(world):
     runtime = _runtime(world, catalog.cyclic(2), model)
     list(runtime.run(models.make_batches(2)))
     return runtime.module().state_dict()
+
+
+class Doubles(nn.Linear):
+    """Computes in float64."""
+
+    def forward(self, x):
+        return super().forward(x.double())
+
+
+def _not_saved(world) -> str | None:
+    """Why torch.save refuses a model, or its averages, with weights of two types in a stage."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), Doubles(4, 3, dtype=torch.float64))
+    stages = partition(model, 2, torch.zeros(2, 6), ["1"])
+    recipe = Recipe(ema=0.9)
+    runtime = Distributed(
+        stages, catalog.gpipe(2, 2), sgd, F.cross_entropy, world=world, recipe=recipe
+    )
+    runtime.step(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long))
+    found = runtime.module().state_dict(), runtime.averages()
+    try:
+        for tensors in found:
+            torch.save(tensors, io.BytesIO())
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
 def _errors(world) -> list[str]:

@@ -115,6 +115,10 @@ def test_all_ranks_begin_with_the_weights_of_the_first(odd_jobs):
     assert_same(odd_jobs[1]["unalike"], runtime.module().state_dict())
 
 
+def test_weights_of_several_types_can_be_saved(odd_jobs):
+    assert [found["not saved"] for found in odd_jobs] == [None, None]
+
+
 def test_refuses_what_does_not_fit(odd_jobs):
     expected = (
         "the schedule has 3 ranks and the world 2: give world.part(3), or a schedule for 2",

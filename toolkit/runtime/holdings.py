@@ -125,7 +125,10 @@ class Holdings:
                 tensor.copy_(received[name])
 
     def _broadcast(self, layout: Layout, root: int, tensors: Mapping) -> dict:
-        """``tensors`` of ``root``, on every rank."""
+        """``tensors`` of ``root``, on every rank, each in memory of its own.
+
+        Users may save them, and torch.save refuses one memory that is read as several types.
+        """
         device = self.world.message_device
         if self.world.rank == root:
             flat = layout.pack(tensors, device)
@@ -133,7 +136,8 @@ class Holdings:
             flat = torch.empty(layout.n_bytes, dtype=torch.uint8, device=device)
         with self.world.watch.waiting(f"weights of rank {root}", [root]):
             dist.broadcast(flat, root, group=self.world.group)
-        return layout.unpack(flat.to(self.world.device))
+        received = layout.unpack(flat.to(self.world.device))
+        return {name: tensor.clone() for name, tensor in received.items()}
 
 
 def _updaters(schedule: Schedule) -> list[set[int]]:
