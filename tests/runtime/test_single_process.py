@@ -177,6 +177,17 @@ def test_result_holds_losses_and_outputs_in_order(model, order):
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_batches_go_to_the_device_of_the_model(order):
+    schedule = catalog.gpipe(2, 2)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Linear(8, 3)).double()
+    runtime = runtime_for(model, schedule, order)
+    (batch,) = make_batches(2, 1)
+    assert batch[0].device.type == batch[1].device.type == "cpu"
+    assert runtime.step(*batch).outputs.device.type == "meta"
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
 def test_evaluating_between_steps_changes_nothing(model, order):
     schedule = catalog.cyclic(3)
     twin = copy.deepcopy(model)

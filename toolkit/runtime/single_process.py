@@ -90,6 +90,8 @@ class SingleProcess:
             self._workers, schedule, computed, recipe, keep_last=diagnostics > 0
         )
         self._scheduled = Scheduled(self._workers, schedule, computed)
+        devices = {parameter.device for parameter in stages.model.parameters()}
+        self._device = devices.pop() if len(devices) == 1 else None
 
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
@@ -125,8 +127,8 @@ class SingleProcess:
         """One training step, to its last update.
 
         Args:
-            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors; micro-batch m is
-                slice m.
+            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, on any device;
+                micro-batch m is slice m.
             targets: ``[n_microbatches * b, ...]``.
 
         Raises:
@@ -162,9 +164,7 @@ class SingleProcess:
             yield from self._scheduled.run(
                 program,
                 self._versions,
-                lambda step: divisible(
-                    *next_batch(source, step - begin), self.schedule.n_microbatches
-                ),
+                lambda step: self._taken(next_batch(source, step - begin)),
             )
             self.steps_done += window
 
@@ -198,10 +198,15 @@ class SingleProcess:
             worker.load(state["stages"][j])
         self._scheduled.forget_replicas()
 
+    def _taken(self, batch: Batch) -> tuple[Values, Tensor]:
+        """A batch that can be divided, on the device of the model if that is one."""
+        inputs, targets = divisible(*batch, self.schedule.n_microbatches)
+        return tuple(x.to(self._device) for x in inputs), targets.to(self._device)
+
     def _run_grouped(self, batches: Iterator[Batch], n_steps: int | None) -> Iterator[StepResult]:
         while n_steps is None or n_steps > 0:
             try:
-                inputs, targets = divisible(*next(batches), self.schedule.n_microbatches)
+                inputs, targets = self._taken(next(batches))
             except StopIteration:
                 return
             self._grouped.recipe.begin_step()
