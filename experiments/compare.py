@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import entry_point, leads
 from toolkit.config.counts import check_counts
-from toolkit.schedule import Schedule
+from toolkit.schedule import Schedule, labels
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
@@ -78,7 +78,7 @@ def main(config: DictConfig) -> None:
             "provenance": provenance(config, device, seconds),
         },
     )
-    called = labels(rules)
+    called = labels({name: schedule.name for name, schedule in rules.items()})
     curves = {
         label: [[epoch["top1"] for epoch in run.epochs] for run in runs if run.rule == name]
         for name, label in called.items()
@@ -204,7 +204,8 @@ def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> I
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
     """A warning if a training step of some rules takes more images than that of others."""
-    images = {label: batch * rules[name].n_microbatches for name, label in labels(rules).items()}
+    called = labels({name: schedule.name for name, schedule in rules.items()})
+    images = {label: batch * rules[name].n_microbatches for name, label in called.items()}
     if len(set(images.values())) == 1:
         return []
     told = ", ".join(f"{label} {n}" for label, n in images.items())
@@ -242,15 +243,6 @@ def summary(schedule: Any, runs: list[Run], name: str, first: str) -> dict[str, 
         "peak_activations": steady.peak_activations / schedule.n_stages,
         "traffic_mean": float(mean(steady.units_by_slot)),
         "traffic_max": float(max(steady.units_by_slot)),
-    }
-
-
-def labels(rules: dict[str, Any]) -> dict[str, str]:
-    """What each rule is called: its schedule's name, and its own where schedules share theirs."""
-    names = [schedule.name for schedule in rules.values()]
-    return {
-        rule: schedule.name if names.count(schedule.name) == 1 else f"{schedule.name} ({rule})"
-        for rule, schedule in rules.items()
     }
 
 

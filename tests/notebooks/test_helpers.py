@@ -78,6 +78,15 @@ def test_delays_of_the_kept_study():
     assert found.loc["DP delay 4", "minus DP (points)"].startswith("-")
 
 
+def test_rules_of_a_study_that_share_a_name_are_told_apart(tmp_path):
+    result = json.loads((RESULTS / "delays" / "result.json").read_text())
+    result["metrics"][2]["schedule"] = result["metrics"][1]["schedule"]
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    found = delay_study(tmp_path)
+    assert len(found) == len(result["metrics"])
+    assert list(found.index)[1:3] == ["CDP-v1 (cdp_v1)", "CDP-v1 (cdp_v2)"]
+
+
 def test_own_runs_beside_kept_ones():
     small = ("data=synthetic", "data.image_size=8", "data.n_train=128", "data.n_test=50")
     config = settings("compare", "experiment=digits", "~rules.cdp_v1", "epochs=1", *small)

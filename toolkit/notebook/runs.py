@@ -105,14 +105,16 @@ def delay_study(folder: Path) -> "pd.DataFrame":
     """
     import pandas as pd
 
+    from toolkit.schedule import labels
     from toolkit.tracking import plus_minus
 
     result = json.loads((folder / "result.json").read_text())
+    called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
     rows = {}
     for row in result["metrics"]:
         looks = [look for look in result["delays"] if look["rule"] == row["rule"]]
         cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
-        rows[row["schedule"]] = {
+        rows[called[row["rule"]]] = {
             "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
             "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),

@@ -2,6 +2,7 @@
 
 from toolkit.schedule import catalog
 from toolkit.schedule.chains import CHAINS
+from toolkit.schedule.labels import labels
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import PLACEMENTS, Placement
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
@@ -28,5 +29,6 @@ __all__ = [
     "SteadyState",
     "Timing",
     "catalog",
+    "labels",
     "steady_state",
 ]
