@@ -224,18 +224,19 @@ def where_tracked(places: list[str], folder: Path) -> str:
 def summary(schedule: Any, runs: list[Run], name: str, first: str) -> dict[str, Any]:
     """One row of the comparison; accuracies in per cent, differences in points."""
     from toolkit.schedule import steady_state
-    from toolkit.tracking import paired_difference, spread
+    from toolkit.tracking import paired_by_seed, spread
 
-    def final(rule: str) -> list[float]:
-        return [100 * run.epochs[-1]["top1"] for run in runs if run.rule == rule]
-
-    difference = paired_difference(final(name), final(first))
+    final, base = (
+        {run.seed: 100 * run.epochs[-1]["top1"] for run in runs if run.rule == rule}
+        for rule in (name, first)
+    )
+    difference = paired_by_seed(final, base)
     steady = steady_state(schedule)
     return {
         "rule": name,
         "schedule": schedule.name,
-        "accuracy": mean(final(name)),
-        "accuracy_sd": spread(final(name)),
+        "accuracy": mean(final.values()),
+        "accuracy_sd": spread([*final.values()]),
         "difference": difference.mean,
         "difference_95": difference.half_width,
         "staleness_mean": schedule.mean_staleness,

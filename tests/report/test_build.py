@@ -114,6 +114,13 @@ def test_only_shared_seeds_are_paired(tmp_path):
     assert "CDP-v1: not the seeds of DP" in texts(report, "Accuracy")
 
 
+def test_without_a_shared_seed_there_is_no_difference(tmp_path):
+    for rule, seed in (("dp", 0), ("cdp_v1", 1)):
+        folders.train(tmp_path / rule, rule, seed)
+    _, late = table(built(tmp_path), "Accuracy", "the difference from DP")
+    assert (late["difference"], late["95 % interval"]) == (NONE, NONE)
+
+
 def test_memory_and_traffic_are_those_of_the_schedules(report):
     held = table(report, "Memory", "Activations that a schedule keeps")
     peaks = {row["schedule"]: row["peak, all ranks"] for row in held}

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import ttest_rel
 
-from toolkit.tracking import binomial_half_width, paired_difference, spread
+from toolkit.tracking import (
+    binomial_half_width,
+    paired_by_seed,
+    paired_difference,
+    spread,
+)
 
 VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
 
@@ -38,6 +43,18 @@ def test_a_single_pair_has_no_interval():
 def test_refuses_what_does_not_pair(values, baseline):
     with pytest.raises(ValueError, match=f"got {len(values)} and {len(baseline)}"):
         paired_difference(values, baseline)
+
+
+def test_runs_pair_by_their_seeds_in_whatever_order_they_come():
+    baseline = {0: 90.0, 1: 80.0, 2: 70.0}
+    found = paired_by_seed({2: 71.0, 7: 5.0, 0: 91.0, 1: 81.0}, baseline)
+    assert (found.mean, found.half_width) == (1, 0)
+
+
+@pytest.mark.parametrize(("values", "told"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])
+def test_runs_without_a_shared_seed_do_not_pair(values, told):
+    with pytest.raises(ValueError, match=f"share none: got {told} and 0, 1; train both"):
+        paired_by_seed(values, {0: 1.0, 1: 1.0})
 
 
 def test_spread():

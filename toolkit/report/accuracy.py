@@ -11,7 +11,7 @@ from toolkit.report.description import Block, Figure, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, mean_of, number
 from toolkit.tracking.delays import delay_means
-from toolkit.tracking.statistics import paired_difference, spread
+from toolkit.tracking.statistics import paired_by_seed, spread
 
 _CURVES = 7  # in one figure
 _LEGEND = 28  # characters in a line of its legend
@@ -92,19 +92,17 @@ def _final(group: Group, first: Group) -> dict[str, str]:
 
 def _difference(group: Group, first: Group) -> tuple[float, float]:
     """The mean difference and half its interval, as far as there are any."""
-    runs, firsts = group.by_seed, first.by_seed
-    shared = [seed for seed in runs if seed in firsts]
+    mine, firsts = (
+        {seed: run.metrics["top1"] for seed, run in of.by_seed.items()} for of in (group, first)
+    )
     if group is first:
         return nan, nan
-    if group.summed and not runs:  # what the comparison itself has found
+    if group.summed and not mine:  # what the comparison itself has found
         kept = group.summed.metrics if group.summed.folder == first.runs[0].folder else {}
         return kept.get("difference", nan), kept.get("difference_95", nan)
-    if not shared:
+    if not mine.keys() & firsts.keys():
         return nan, nan
-    found = paired_difference(
-        [runs[seed].metrics["top1"] for seed in shared],
-        [firsts[seed].metrics["top1"] for seed in shared],
-    )
+    found = paired_by_seed(mine, firsts)
     return found.mean, found.half_width
 
 

@@ -8,6 +8,7 @@ from toolkit.tracking.provenance import describe, describe_cpu, provenance
 from toolkit.tracking.statistics import (
     Estimate,
     binomial_half_width,
+    paired_by_seed,
     paired_difference,
     plus_minus,
     spread,
@@ -27,6 +28,7 @@ __all__ = [
     "describe",
     "describe_cpu",
     "learning_curves",
+    "paired_by_seed",
     "paired_difference",
     "plus_minus",
     "provenance",

@@ -1,6 +1,6 @@
 """Means, spreads and paired differences over seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from statistics import mean, stdev
@@ -65,3 +65,23 @@ def binomial_half_width(share: float, n: int) -> float:
     more = n + z**2
     p = (n * share + z**2 / 2) / more
     return z * (p * (1 - p) / more) ** 0.5
+
+
+def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
+    """:func:`paired_difference` over the seeds that both have.
+
+    Args:
+        values: by seed, in any order.
+        baseline: likewise.
+
+    Raises:
+        ValueError: they share no seed.
+    """
+    shared = [seed for seed in values if seed in baseline]
+    if not shared:
+        mine, theirs = (", ".join(map(str, of)) or "none" for of in (values, baseline))
+        raise ValueError(
+            f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
+            " with the same seeds"
+        )
+    return paired_difference([values[s] for s in shared], [baseline[s] for s in shared])
