@@ -39,7 +39,8 @@ def test_axes_say_what_they_show():
 
 
 def test_runs_of_unequal_length_are_refused():
-    with pytest.raises(ValueError, match="shorter"):
+    told = "the runs of DP differ in their epochs, 1, 2: draw .* the first 1"
+    with pytest.raises(ValueError, match=told):
         accuracy({"DP": [[0.5, 0.8], [0.7]]})
 
 

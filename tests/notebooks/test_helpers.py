@@ -4,6 +4,7 @@ import json
 import os
 import re
 
+import pandas as pd
 import pytest
 import torch
 
@@ -65,10 +66,87 @@ def test_differences_are_those_of_the_kept_result():
         assert told["test accuracy (%)"] == f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}"
     says = ["", "lower", "lower", "no difference shown"]
     assert list(found["says"]) == says
-    with pytest.raises(ValueError, match="no runs of 'SGD': there are DP, CDP-v1"):
+    with pytest.raises(
+        ValueError, match="no runs of 'SGD' that have finished: there are DP, CDP-v1"
+    ):
         differences(epochs, "SGD")
     one = differences(epochs[epochs["seed"] == 0])
     assert one.loc["CDP-v1", "says"] == "one run: nothing"
+
+
+def table(*runs, **more):
+    """Epochs of runs, each of a schedule, a seed, and its accuracies in per cent."""
+    rows = [
+        {"schedule": rule, "seed": seed, "epoch": k, "top1": top1} | more
+        for rule, seed, accuracies in runs
+        for k, top1 in enumerate(accuracies)
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_two_runs_of_one_seed_are_not_mixed():
+    """Nor are they averaged: they may differ in any option."""
+    one, other = (table(("DP", 3, [10, 20]), folder=name, rule="dp") for name in "ab")
+    told = "several runs of DP with seed 3, in a, b: leave one of them"
+    for use in (differences, top1_by_epoch):
+        with pytest.raises(ValueError, match=told):
+            use(pd.concat([one, other]))
+        with pytest.raises(ValueError, match="with seed 3: train each seed once"):
+            use(pd.concat([one, other]).drop(columns="folder"))
+    assert top1_by_epoch(pd.concat([one, other[:0]])) == {"DP": [[0.1, 0.2]]}
+
+
+def test_rules_of_a_comparison_that_share_a_name_are_told_apart():
+    late = [table(("CDP delay 2", 0, [10 * k]), folder="a", rule=f"late_{k}") for k in (1, 2)]
+    rest = (
+        table(("DP", 0, [30]), folder="a", rule="dp"),
+        table(("DP", 1, [50]), folder="b", rule="dp"),
+    )
+    assert top1_by_epoch(pd.concat([*late, *rest])) == {
+        "CDP delay 2 (late_1)": [[0.1]],
+        "CDP delay 2 (late_2)": [[0.2]],
+        "DP": [[0.3], [0.5]],
+    }
+
+
+def test_what_has_not_finished_does_not_count():
+    whole = table(("DP", 0, [10, 20]), ("CDP-v1", 0, [10, 20]), state="finished")
+    killed = table(("DP", 1, [90]), ("CDP-v1", 1, [90]), ("CDP-v2", 1, [90]), state="running")
+    both = pd.concat([whole, killed])
+    assert top1_by_epoch(both) == {"DP": [[0.1, 0.2]], "CDP-v1": [[0.1, 0.2]]}
+    assert list(differences(both)["runs"]) == [1, 1]
+    with pytest.raises(ValueError, match="no runs of 'DP' that have finished: there are none"):
+        differences(killed)
+
+
+def test_differences_pair_by_seed():
+    found = differences(table(("DP", 1, [80]), ("DP", 0, [90]), ("X", 0, [91]), ("X", 1, [81])))
+    assert found.loc["X", "minus DP (points)"] == "+1.00 ± 0.00"
+    with pytest.raises(ValueError, match="X has no run with a seed of DP: it has 2, 3, and DP 0;"):
+        differences(table(("DP", 0, [90]), ("X", 2, [91]), ("X", 3, [91])))
+
+
+def test_differences_are_of_as_many_epochs():
+    unequal = table(("DP", 0, [1, 2, 3]), ("X", 0, [1, 2, 3]), ("X", 1, [1, 2]))
+    told = re.escape(
+        'DP has 3, X has 2 or 3; keep those that all have, by epochs[epochs["epoch"] < 2]'
+    )
+    with pytest.raises(ValueError, match=told):
+        differences(unequal)
+    assert list(differences(unequal[unequal["epoch"] < 2])["runs"]) == [1, 1]
+
+
+def test_own_curves_are_as_long_as_the_shortest():
+    kept = table(("DP", 0, [1, 2, 3]), ("X", 0, [1, 2]))
+    own = table(("DP", 0, [5, 6, 7]), ("X", 0, [5, 6, 7]), ("Y", 0, [9]))
+    assert own_curves(kept, own) == {
+        "DP, kept": [[0.01, 0.02]],
+        "X, kept": [[0.01, 0.02]],
+        "DP, own": [[0.05, 0.06]],
+        "X, own": [[0.05, 0.06]],
+    }
+    with pytest.raises(ValueError, match="share no rule: DP, X were kept, and there are Y; train"):
+        own_curves(kept, own[own["schedule"] == "Y"])
 
 
 def test_delays_of_the_kept_study():
@@ -89,12 +167,15 @@ def test_rules_of_a_study_that_share_a_name_are_told_apart(tmp_path):
 
 def test_own_runs_beside_kept_ones():
     small = ("data=synthetic", "data.image_size=8", "data.n_train=128", "data.n_test=50")
-    config = settings("compare", "experiment=digits", "~rules.cdp_v1", "epochs=1", *small)
+    late = ("rules.cdp_v1.delay=2", "+schedule@rules.late=cdp_v1", "rules.late.delay=2")
+    config = settings("compare", "experiment=digits", *late, "epochs=1", "ema=0.5", *small)
     said = []
     own = train_rules(config, [0], on_epoch=lambda what, share: said.append((what, share)))
-    assert said == [("DP, seed 0", 0.0), ("CDP-v2, seed 0", 0.5), ("2 runs", 1.0)]
-    assert list(own["schedule"]) == ["DP", "CDP-v2"]
-    assert ((own["top1"] > 1) & (own["top1"] <= 100)).all()
+    names = ["DP", "CDP delay 2 (cdp_v1)", "CDP-v2", "CDP delay 2 (late)"]
+    assert said == [*((f"{name}, seed 0", k / 4) for k, name in enumerate(names)), ("4 runs", 1.0)]
+    assert list(own["schedule"]) == names
+    for name in ("top1", "top5", "ema_top1"):
+        assert ((own[name] > 1) & (own[name] <= 100)).all()
     kept = learning_curves(RESULTS / "digits")
     curves = own_curves(kept, own)
     assert list(curves) == ["DP, kept", "CDP-v2, kept", "DP, own", "CDP-v2, own"]

@@ -14,7 +14,16 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
 
     Args:
         curves: by rule, one sequence a run: accuracy (a share) after each epoch.
+
+    Raises:
+        ValueError: the runs of a rule differ in their epochs.
     """
+    for rule, runs in curves.items():
+        if len(lengths := sorted({len(run) for run in runs})) > 1:
+            raise ValueError(
+                f"the runs of {rule} differ in their epochs, {', '.join(map(str, lengths))}: draw"
+                f" those that have as many, or of each the first {lengths[0]}"
+            )
     with style():
         figure = Figure(figsize=(5.2, 2.6), layout="constrained")
         axes = figure.subplots()

@@ -1,7 +1,7 @@
 """Runs of the user's own beside kept ones: accuracy and paired differences."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ def train_rules(
 ) -> "pd.DataFrame":
     """Train under each rule with each seed: a row an epoch, accuracies in per cent.
 
+    Schedules that share a name are told apart by their rules.
+
     Args:
         config: of ``compare``.
         seeds: of weights and batches; the same for every rule.
@@ -27,17 +29,22 @@ def train_rules(
     import pandas as pd
     from hydra.utils import instantiate
 
+    from toolkit.config import build_schedule
+    from toolkit.schedule import labels
+    from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare
 
     images = instantiate(config.data)
-    runs = [(seed, rule) for seed in seeds for rule in config.rules.values()]
+    called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
+    runs = [(seed, name) for seed in seeds for name in config.rules]
     rows: list[dict[str, Any]] = []
-    for k, (seed, rule) in enumerate(runs):
-        job = prepare(OmegaConf.create({**config, "schedule": rule, "seed": seed}), images)
-        on_epoch(f"{job.schedule.name}, seed {seed}", k / len(runs))
+    for k, (seed, name) in enumerate(runs):
+        single = {**config, "schedule": config.rules[name], "seed": seed}
+        job = prepare(OmegaConf.create(single), images)
+        on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
         for epoch in job.run():
-            top = {"top1": 100 * epoch.top1, "top5": 100 * epoch.top5}
-            rows.append({"schedule": job.schedule.name, "seed": seed} | asdict(epoch) | top)
+            numbers = per_cent(numbers_of(asdict(epoch))) | {"epoch": epoch.epoch}
+            rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)
     return pd.DataFrame(rows)
 
@@ -45,52 +52,79 @@ def train_rules(
 def top1_by_epoch(epochs: "pd.DataFrame", last: bool = False) -> Curves:
     """Shares of test images that are right after each epoch: by rule, a list a run.
 
+    Runs that are known not to have finished are left out.
+
     Args:
         epochs: a row an epoch, as of :func:`train_rules` or ``learning_curves``.
         last: of each run the last epoch only.
+
+    Raises:
+        ValueError: several runs of a rule have one seed.
     """
-    by_rule: Curves = {}
-    for (rule, _), run in epochs.groupby(["schedule", "seed"], sort=False):
-        values = (run.sort_values("epoch")["top1"] / 100).tolist()
-        by_rule.setdefault(str(rule), []).append(values[-1:] if last else values)
-    return by_rule
+    return {
+        rule: [[top1 / 100 for top1 in (run[-1:] if last else run)] for run in by_seed.values()]
+        for rule, by_seed in _top1(epochs).items()
+    }
 
 
 def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame") -> Curves:
-    """Kept and own runs of the rules that both have, over as many epochs as both."""
-    n_epochs = int(min(kept["epoch"].max(), own["epoch"].max())) + 1
-    curves: Curves = {}
-    for whose, epochs in (("kept", kept), ("own", own)):
-        for rule, runs in top1_by_epoch(epochs).items():
-            if rule in set(own["schedule"]) & set(kept["schedule"]):
-                curves[f"{rule}, {whose}"] = [run[:n_epochs] for run in runs]
-    return curves
+    """Kept and own runs of the rules that both have, over as many epochs as all of them.
+
+    Raises:
+        ValueError: there is no such rule, or several runs of a rule have one seed.
+    """
+    theirs, mine = top1_by_epoch(kept), top1_by_epoch(own)
+    shared = [rule for rule in theirs if rule in mine]
+    if not shared:
+        raise ValueError(
+            f"kept and own runs share no rule: {_listed(theirs)} were kept, and there are"
+            f" {_listed(mine)}; train one of those that were kept"
+        )
+    curves = {
+        f"{rule}, {whose}": found[rule]
+        for whose, found in (("kept", theirs), ("own", mine))
+        for rule in shared
+    }
+    n_epochs = min(len(run) for runs in curves.values() for run in runs)
+    return {label: [run[:n_epochs] for run in runs] for label, runs in curves.items()}
 
 
 def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
     """Accuracy after the last epoch, and its difference from ``baseline``, paired by seed.
 
-    Differences are in points, with Student's 95 % interval.
+    Differences are in points, with Student's 95 % interval. Runs that are known not to have
+    finished are left out.
 
     Raises:
-        ValueError: there are no runs of the baseline.
+        ValueError: there are no runs of the baseline, or a rule has none of its seeds; several
+            runs of a rule have one seed; or some runs have fewer epochs than others.
     """
     import pandas as pd
 
-    from toolkit.tracking import paired_difference, plus_minus, spread
+    from toolkit.tracking import paired_by_seed, plus_minus, spread
 
-    found = _last(epochs)
+    found = _top1(epochs)
     if baseline not in found:
-        raise ValueError(f"there are no runs of {baseline!r}: there are {', '.join(found)}")
+        raise ValueError(
+            f"there are no runs of {baseline!r} that have finished: there are {_listed(found)}"
+        )
+    _check_lengths(found)
+    base = {seed: run[-1] for seed, run in found[baseline].items()}
     rows = {}
     for rule, by_seed in found.items():
-        seeds = [seed for seed in by_seed if seed in found[baseline]]
-        mine, base = ([of[seed] for seed in seeds] for of in (by_seed, found[baseline]))
-        difference = paired_difference(mine, base)
+        mine = {seed: run[-1] for seed, run in by_seed.items() if seed in base}
+        if not mine:
+            raise ValueError(
+                f"{rule} has no run with a seed of {baseline}: it has {_listed(by_seed)}, and"
+                f" {baseline} {_listed(base)}; train both with the same seeds"
+            )
+        difference = paired_by_seed(mine, base)
         low, high = difference.interval
         rows[rule] = {
-            "runs": len(seeds),
-            "test accuracy (%)": plus_minus(sum(mine) / len(mine), spread(mine)),
+            "runs": len(mine),
+            "test accuracy (%)": plus_minus(
+                sum(mine.values()) / len(mine), spread([*mine.values()])
+            ),
             f"minus {baseline} (points)": plus_minus(difference.mean, difference.half_width, "+"),
             "says": _says(low, high) if rule != baseline else "",
         }
@@ -123,12 +157,60 @@ def delay_study(folder: Path) -> "pd.DataFrame":
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _last(epochs: "pd.DataFrame") -> dict[str, dict[int, float]]:
-    """By rule and seed, the accuracy after the last epoch."""
-    found: dict[str, dict[int, float]] = {}
+def _top1(epochs: "pd.DataFrame") -> dict[str, dict[int, list[float]]]:
+    """By rule and seed, the accuracies (per cent) after each epoch of the runs that have finished.
+
+    Raises:
+        ValueError: several runs of a rule have one seed.
+    """
+    if "state" in epochs:
+        epochs = epochs[epochs["state"] == "finished"]
+    if {"folder", "rule"} <= {*epochs}:
+        epochs = epochs.assign(schedule=_told_apart(epochs))
+    found: dict[str, dict[int, list[float]]] = {}
     for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
-        found.setdefault(str(rule), {})[int(seed)] = run.sort_values("epoch")["top1"].iloc[-1]
+        if run["epoch"].duplicated().any():
+            raise ValueError(_ambiguous(str(rule), int(seed), run))
+        found.setdefault(str(rule), {})[int(seed)] = run.sort_values("epoch")["top1"].tolist()
     return found
+
+
+def _told_apart(epochs: "pd.DataFrame") -> list[str]:
+    """What the schedule of each row is called beside the others of its folder."""
+    from toolkit.schedule import labels
+
+    rows = [*zip(*(epochs[name] for name in ("folder", "rule", "schedule")), strict=True)]
+    by_folder: dict[str, dict[str, str]] = {}
+    for folder, rule, name in rows:
+        by_folder.setdefault(folder, {})[rule] = name
+    called = {folder: labels(names) for folder, names in by_folder.items()}
+    return [called[folder][rule] for folder, rule, _ in rows]
+
+
+def _ambiguous(rule: str, seed: int, run: "pd.DataFrame") -> str:
+    several = f"there are several runs of {rule} with seed {seed}"
+    if "folder" not in run:
+        return f"{several}: train each seed once"
+    return (
+        f"{several}, in {_listed(run['folder'].unique())}: leave one of them in the table, as by"
+        ' epochs[epochs["folder"] != FOLDER]'
+    )
+
+
+def _check_lengths(found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
+    """Refuse runs of which some have fewer epochs than others."""
+    lengths = {rule: sorted({len(run) for run in runs.values()}) for rule, runs in found.items()}
+    least, most = (pick(map(pick, lengths.values())) for pick in (min, max))
+    if least < most:
+        told = (f"{rule} has {' or '.join(map(str, n))}" for rule, n in lengths.items())
+        raise ValueError(
+            f"runs differ in their epochs: {_listed(told)}; keep those that all have, by"
+            f' epochs[epochs["epoch"] < {least}]'
+        )
+
+
+def _listed(names: Iterable[object]) -> str:
+    return ", ".join(map(str, names)) or "none"
 
 
 def _says(low: float, high: float) -> str:
