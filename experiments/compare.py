@@ -14,11 +14,10 @@ One that was broken off goes on after the runs that have ended, with more seeds 
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from math import isnan
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -27,6 +26,9 @@ from toolkit.config import entry_point, leads
 from toolkit.config.counts import check_counts
 from toolkit.schedule import Schedule, labels
 
+if TYPE_CHECKING:
+    from toolkit.tracking.compared import RuleRun
+
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
@@ -34,6 +36,7 @@ def main(config: DictConfig) -> None:
     from toolkit.figures import accuracy, save, schedules
     from toolkit.files import table, write_csv, write_json
     from toolkit.tracking import delay_means, describe, provenance
+    from toolkit.tracking.compared import asked_for, ended_before, keep_runs
     from toolkit.training import pick_device
 
     check_counts(config, "seeds")
@@ -49,22 +52,21 @@ def main(config: DictConfig) -> None:
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)
-    runs = ended_before(config)
-    notes = [f"resumed: {len(runs)} runs had ended before, and take no seconds"] if runs else []
+    kept = ended_before(Path(config.resume), config) if config.resume else []
+    notes = resumed(len(asked_for(config, kept)), len(kept))
     notes += different_batches(rules, config.batch)
     if leads():
         for note in notes:
             print(f"note: {note}")
-    for run in train_all(config, folder, {(run.rule, run.seed) for run in runs}):
-        runs.append(run)
+    for run in train_all(config, folder, {(run.rule, run.seed) for run in kept}):
+        kept.append(run)
         if leads():  # what has ended is kept, whatever befalls the others
-            write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
-            if delays := [row for run in runs for row in run.named(run.delays)]:
-                write_csv(folder / "delays.csv", delays)
+            keep_runs(folder, config, kept)
     seconds = time.perf_counter() - start
     if not leads():
         return
 
+    runs = asked_for(config, kept)
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     delays = [row for run in runs for row in run.named(run.delays)]
     write_csv(folder / "comparison.csv", rows)
@@ -104,61 +106,20 @@ traffic a slot: all workers together, mean (largest), in stages' parameters
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """One rule with one seed.
-
-    Attributes:
-        epochs: their metrics.
-        delays: what they were seen to do.
-        notes: on what could not be tracked.
-        where: how to come to what was.
-    """
-
-    rule: str
-    seed: int
-    epochs: list[dict[str, Any]]
-    delays: list[dict[str, Any]]
-    notes: list[str] = field(default_factory=list)
-    where: str = ""
-
-    def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``rows`` of this run, with what they are of."""
-        return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
+def resumed(n_ended: int, n_kept: int) -> list[str]:
+    """Notes on runs that had ended before: ``n_ended`` that count, of ``n_kept`` in the folder."""
+    notes = [f"resumed: {n_ended} runs had ended before, and take no seconds"] if n_ended else []
+    if n_kept > n_ended:
+        notes.append(f"runs.csv has {n_kept - n_ended} more, of other rules or seeds")
+    return notes
 
 
-def ended_before(config: DictConfig) -> list[Run]:
-    """The runs of the comparison that is resumed that came to their last epoch.
-
-    Raises:
-        ValueError: what is left of it cannot be read.
-    """
-    if not config.resume:
-        return []
-    from toolkit.tracking.reading import read_csv
-
-    folder = Path(config.resume)
-    found: dict[tuple[str, int], Run] = {}
-    for name, kept in (("runs.csv", "epochs"), ("delays.csv", "delays")):
-        for row in read_csv(folder / name, words=("rule",)):
-            key = row.pop("rule"), int(row.pop("seed"))
-            known = {k: None if isnan(value) else value for k, value in row.items()}
-            whole = {k: int(known[k]) for k in ("epoch", "step", "stage") if k in known}
-            run = found.setdefault(key, Run(*key, [], []))
-            getattr(run, kept).append(known | whole)
-    seeds = range(config.seed, config.seed + config.seeds)
-    return [
-        run
-        for run in found.values()
-        if run.rule in config.rules and run.seed in seeds and len(run.epochs) == config.epochs
-    ]
-
-
-def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> Iterator[Run]:
+def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> Iterator["RuleRun"]:
     """Each rule with each seed, but for those that are done."""
     from hydra.utils import instantiate
 
     from toolkit.tracking import Curves, Progress, describe, track, track_schedule
+    from toolkit.tracking.compared import RuleRun
     from toolkit.tracking.runs import group_of
     from toolkit.training import Step, prepare
 
@@ -199,7 +160,7 @@ def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> I
                 tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
             progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
             rows = [asdict(epoch) for epoch in epochs]
-            yield Run(name, seed, rows, delays, tracker.notes, tracker.where)
+            yield RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
@@ -221,7 +182,7 @@ def where_tracked(places: list[str], folder: Path) -> str:
     return f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
 
 
-def summary(schedule: Any, runs: list[Run], name: str, first: str) -> dict[str, Any]:
+def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict[str, Any]:
     """One row of the comparison; accuracies in per cent, differences in points."""
     from toolkit.schedule import steady_state
     from toolkit.tracking import paired_by_seed, spread

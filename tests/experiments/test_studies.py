@@ -1,12 +1,17 @@
 """Recipes and delay studies as a user asks for them."""
 
+import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 
 from tests.experiments.command import TINY, refused, run
 from tests.experiments.test_results import complete, rows
 from tests.thorough import thorough
+from toolkit.notebook import settings
+from toolkit.tracking.compared import RuleRun, keep_runs
+from toolkit.training import Epoch
 
 
 def test_a_recipe(tmp_path):
@@ -127,6 +132,49 @@ def test_a_comparison_that_was_broken_off_goes_on_after_the_runs_that_have_ended
     looks = rows(tmp_path / "again" / "delays.csv")
     assert len(looks) == 1.5 * len(rows(tmp_path / "whole" / "delays.csv"))
     assert whole["metrics"][0].keys() == again["metrics"][0].keys()
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A comparison of two rules that are equally good, whose runs ended in another order."""
+    keys = [("dp", 1), ("dp", 2), ("dp", 0), ("cdp_v1", 0), ("cdp_v1", 1), ("cdp_v1", 2)]
+    runs = [
+        RuleRun(rule, seed, [asdict(Epoch(0, 1.0, 1.0, seed / 10, 0.9, 0.1, 1.0))], [])
+        for rule, seed in keys
+    ]
+    given = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
+    keep_runs(tmp_path, settings("compare", *given), runs)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
+    return tmp_path
+
+
+def test_a_comparison_pairs_runs_by_their_seeds(compared):
+    found = complete("compare", compared, f"resume={compared}")
+    assert [row["difference_95"] for row in found["metrics"]] == [0, 0]
+    assert found["notes"] == ["resumed: 6 runs had ended before, and take no seconds"]
+
+
+def test_a_comparison_keeps_the_runs_that_it_is_not_asked_for(compared):
+    before = rows(compared / "runs.csv")
+    found = complete(
+        "compare", compared, f"resume={compared}", "~rules.cdp_v1", "seed=2", "seeds=2"
+    )
+    assert [(row["rule"], row["difference"]) for row in found["metrics"]] == [("dp", 0)]
+    assert found["notes"][1] == "runs.csv has 5 more, of other rules or seeds"
+    after = rows(compared / "runs.csv")
+    assert [(row["rule"], row["seed"], row["top1"]) for row in after[:6]] == [
+        (row["rule"], row["seed"], row["top1"]) for row in before
+    ]
+    assert [(row["rule"], row["seed"]) for row in after[6:]] == [("dp", "3")]
+
+
+def test_a_comparison_goes_on_with_its_options_alone(compared):
+    paths = [*(path for path in compared.rglob("*") if path.is_file())]
+    before = [path.read_bytes() for path in paths]
+    told = refused("compare", f"resume={compared}", "seeds=4", "optimizer.lr=0.5")
+    assert "trained with other options: optimizer.lr=0.5 (was 0.1); leave them as they were" in told
+    assert [path.read_bytes() for path in paths] == before
 
 
 def test_what_is_no_comparison_cannot_be_resumed(tmp_path):

@@ -61,6 +61,19 @@ def test_a_comparison_is_a_row_a_rule_and_seed(tmp_path):
     assert found.kind.eq("compare").all()
 
 
+def test_a_rule_that_a_comparison_has_left_out_since_keeps_its_schedule(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
+    path = tmp_path / "a" / "result.json"
+    result = json.loads(path.read_text())
+    of_config = result["provenance"]["config"]
+    (tmp_path / "a" / "runs.yaml").write_text(json.dumps(of_config))
+    of_config["rules"] = {"dp": of_config["rules"]["dp"]}
+    folders.write_json(path, result | {"metrics": result["metrics"][:1]})
+    found = collect(tmp_path)
+    assert found.schedule.tolist() == ["DP", "CDP-v1"]
+    assert found["schedule.delay"].tolist() == [0, 1]
+
+
 def test_a_comparison_under_way_tells_what_has_ended(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
     options = json.loads((tmp_path / "a" / "result.json").read_text())["provenance"]["config"]

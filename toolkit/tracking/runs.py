@@ -256,8 +256,8 @@ def _trained(run: Run, result: Mapping[str, Any]) -> Run:
 
 def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
     """Each rule with each seed; where runs.csv has not been kept, each rule."""
-    rules = base.config.get("rules")
-    rules = rules if isinstance(rules, dict) else {}
+    rules = _rules(base.config)
+    known = _rules(read_yaml(base.folder / "runs.yaml")) | rules  # also of those left out since
     rest = {name: value for name, value in base.config.items() if name not in ("rules", "seeds")}
     summed = result.get("metrics")
     rows = [row for row in mappings(summed) if text_or_none(row.get("rule"))]
@@ -265,7 +265,7 @@ def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
     told = mappings(result.get("delays"))
 
     def run(rule: str, **more: Any) -> Run:
-        options = rules.get(rule)
+        options = known.get(rule)
         single = rest | ({"schedule": options} if isinstance(options, dict) else {})
         delays = [numbers_of(row) for row in told if row.get("rule") == rule]
         name = named.get(rule) or _schedule_name(options) or rule
@@ -293,6 +293,11 @@ def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
             single = replace(single, state="unfinished", message="runs.csv does not have it")
         found.append(single)
     return found or [base]
+
+
+def _rules(options: Any) -> dict[str, Any]:
+    rules = options.get("rules") if isinstance(options, dict) else None
+    return rules if isinstance(rules, dict) else {}
 
 
 def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,28 @@
 """Options that a resumed run has otherwise than when it was saved."""
 
+from collections.abc import Collection
+
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 _MOST_TOLD = 4
-# What may change without a word: the training does not depend on it.
-_INDIFFERENT = (
+INDIFFERENT = (
     *("epochs", "resume", "save", "guard", "guard_factor", "runtime", "workers", "device"),
-    *("threads", "tracking", "profile", "diagnostics"),
+    *("threads", "tracking", "profile", "diagnostics", "data.num_workers", "data.prefetch_factor"),
 )
+"""What may change without a word: the training does not depend on it."""
 
 
-def changed_options(before: object, now: DictConfig) -> str:
+def changed_options(
+    before: object, now: DictConfig, indifferent: Collection[str] = INDIFFERENT
+) -> str:
     """What differs in options on which the trajectory depends; empty if nothing does.
 
     Args:
         before: options as YAML, if they are known.
         now: the options of the run.
+        indifferent: options, or groups of them, of which nothing is told.
     """
     if not isinstance(before, str):
         return ""
@@ -29,7 +34,8 @@ def changed_options(before: object, now: DictConfig) -> str:
     names = [
         name
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and name.partition(".")[0] not in _INDIFFERENT
+        if old.get(name) != new.get(name)
+        and not any(f"{name}.".startswith(f"{group}.") for group in indifferent)
     ]
     told = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_TOLD]]
     more = [f"and {len(names) - _MOST_TOLD} more"] if len(names) > _MOST_TOLD else []

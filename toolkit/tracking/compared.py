@@ -1,0 +1,124 @@
+"""What a comparison keeps in its folder as it goes on: the runs that have ended, and their options.
+
+Runs are in ``runs.csv`` and ``delays.csv``; the options that they were trained with in
+``runs.yaml``, with every rule of which there is a run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from toolkit.files import write_csv, write_text
+from toolkit.tracking.reading import read_csv
+from toolkit.training.changes import INDIFFERENT, changed_options
+
+OPTIONS = "runs.yaml"
+# What one resume may have otherwise than the other, and still compare like with like.
+_FREE = {*INDIFFERENT, "seed", "seeds"} - {"epochs"}
+
+
+@dataclass(frozen=True)
+class RuleRun:
+    """One rule with one seed.
+
+    Attributes:
+        epochs: their metrics.
+        delays: what they were seen to do.
+        notes: on what could not be tracked.
+        where: how to come to what was.
+    """
+
+    rule: str
+    seed: int
+    epochs: list[dict[str, Any]]
+    delays: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)
+    where: str = ""
+
+    def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """``rows`` of this run, with what they are of."""
+        return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
+
+
+def asked_for(config: DictConfig, runs: Sequence[RuleRun]) -> list[RuleRun]:
+    """Those of ``runs`` of which the comparison is to tell."""
+    seeds = range(config.seed, config.seed + config.seeds)
+    return [run for run in runs if run.rule in config.rules and run.seed in seeds]
+
+
+def ended_before(folder: Path, config: DictConfig) -> list[RuleRun]:
+    """The runs in ``folder`` that came to their last epoch, of whichever rules and seeds.
+
+    Args:
+        config: of the comparison that goes on after them.
+
+    Raises:
+        ValueError: what is left of them cannot be read, or they were trained with other options.
+    """
+    runs = _read(folder)
+    if runs:
+        _check_options(folder, config, {run.rule for run in runs})
+    return [run for run in runs if len(run.epochs) == config.epochs]
+
+
+def keep_runs(folder: Path, config: DictConfig, runs: Sequence[RuleRun]) -> None:
+    """Have ``folder`` hold ``runs`` and their options: those of ``config``, the last one's.
+
+    Rules that ``config`` lacks keep the options that ``folder`` tells.
+    """
+    options: Any = OmegaConf.to_container(config)
+    former = {run.rule for run in runs} - options["rules"].keys()
+    if former:
+        before = _options(folder).rules
+        options["rules"] |= {rule: before[rule] for rule in before if rule in former}
+    write_text(folder / OPTIONS, OmegaConf.to_yaml(OmegaConf.create(options)))
+    write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
+    if delays := [row for run in runs for row in run.named(run.delays)]:
+        write_csv(folder / "delays.csv", delays)
+
+
+def _read(folder: Path) -> list[RuleRun]:
+    found: dict[tuple[str, int], RuleRun] = {}
+    for name, kept in (("runs.csv", "epochs"), ("delays.csv", "delays")):
+        for row in read_csv(folder / name, words=("rule",)):
+            key = row.pop("rule"), int(row.pop("seed"))
+            known = {k: None if isnan(value) else value for k, value in row.items()}
+            whole = {k: int(row[k]) for k in ("epoch", "step", "stage") if k in row}
+            run = found.setdefault(key, RuleRun(*key, [], []))
+            getattr(run, kept).append(known | whole)
+    return list(found.values())
+
+
+def _check_options(folder: Path, config: DictConfig, trained: set[str]) -> None:
+    """Refuse options with which runs would differ from those in ``folder``.
+
+    Args:
+        trained: the rules of those.
+    """
+    before = _options(folder)
+    both = trained & config.rules.keys()
+    others = {f"rules.{rule}" for rule in {*before.rules, *config.rules} - both}
+    if told := changed_options(OmegaConf.to_yaml(before), config, _FREE | others):
+        raise ValueError(
+            f"resume={folder} has runs that were trained with other options: {told}; leave them as"
+            " they were, or start in a new folder, without resume"
+        )
+
+
+def _options(folder: Path) -> DictConfig:
+    try:
+        found = OmegaConf.load(folder / OPTIONS)
+        if isinstance(found, DictConfig) and isinstance(found.get("rules"), DictConfig):
+            return found
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, YAMLError):
+        pass
+    raise ValueError(
+        f"resume={folder} has runs, but no {OPTIONS} that tells with which options they were"
+        " trained: start in a new folder, without resume"
+    )
