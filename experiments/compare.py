@@ -6,7 +6,8 @@
 More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. The first
 one left is what the others are compared with.
 
-One that was broken off goes on after the runs that have ended, with more seeds or rules if asked:
+One that was broken off goes on after the runs that have ended, with other seeds or rules if asked,
+and otherwise with the options of those:
 
     python experiments/compare.py resume=outputs/compare/... seeds=8
 """

@@ -167,6 +167,7 @@ def test_a_comparison_keeps_the_runs_that_it_is_not_asked_for(compared):
         (row["rule"], row["seed"], row["top1"]) for row in before
     ]
     assert [(row["rule"], row["seed"]) for row in after[6:]] == [("dp", "3")]
+    assert found["metrics"][0]["accuracy"] == pytest.approx(50 * (0.2 + float(after[6]["top1"])))
 
 
 def test_a_comparison_goes_on_with_its_options_alone(compared):
