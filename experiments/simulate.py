@@ -7,6 +7,7 @@ More schedules beside it: +schedule@also.gpipe=gpipe. The trace opens in ui.perf
 """
 
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,16 @@ def main(config: DictConfig) -> None:
     from toolkit.figures import save, timelines
     from toolkit.files import table, write_csv, write_json
     from toolkit.model import partition
+    from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
     from toolkit.tracking import describe, provenance
     from toolkit.training import pick_device
 
     start = time.perf_counter()
     check_counts(config, "batch", "steps")
-    schedules = [build_schedule(config.schedule)]
-    schedules += [build_schedule(schedule) for schedule in config.also.values()]
+    schedules = {"schedule": build_schedule(config.schedule)}
+    schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
+    called = labels({name: schedule.name for name, schedule in schedules.items()})
     hardware = instantiate(config.hardware)
     shape = image_shape(list(config.shape))
     device = pick_device(config.device) if config.measured else torch.device("meta")
@@ -49,12 +52,15 @@ def main(config: DictConfig) -> None:
         return profile(partition(model, n_stages, example, config.partition), example)
 
     predicted, rows = [], []
-    for schedule in schedules:
+    for name, schedule in schedules.items():
         costs = costs_of(schedule.n_stages)
+        state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
         program = schedule.lower(steps_to_time(schedule)).verify()
-        timeline = simulate(program, costs, hardware)
-        rows.append(summary(timeline, config.batch * schedule.n_microbatches, hardware))
-        predicted.append(simulate(schedule.lower(config.steps), costs, hardware))
+        timeline = simulate(program, costs, hardware, state)
+        images = config.batch * schedule.n_microbatches
+        rows.append({"schedule": called[name]} | summary(timeline, images, hardware))
+        drawn = simulate(schedule.lower(config.steps), costs, hardware, state)
+        predicted.append(replace(drawn, name=called[name]))
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(timelines(predicted), folder / "timeline")
     for k, timeline in enumerate(predicted):
@@ -73,17 +79,19 @@ def main(config: DictConfig) -> None:
 
 def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
     """One row: rates in the steady state, memory of the fullest rank."""
+    from toolkit.cost.timeline import ACTIVATIONS, INPUTS
+
     peaks = [timeline.peak_memory(rank) for rank in range(timeline.n_ranks)]
     fits = all(peak <= hardware.memory_of(rank) for rank, peak in enumerate(peaks))
     fullest = max(range(timeline.n_ranks), key=peaks.__getitem__)
+    held = timeline.at_peak(fullest)
     return {
-        "schedule": timeline.name,
         "ranks": timeline.n_ranks,
         "ms a step": round(timeline.step_time * 1e3, 3),
         "images/s": round(images / timeline.step_time, 1),
         "idle": f"{timeline.idle_share:.1%}",
         "GiB, fullest rank": round(peaks[fullest] / 2**30, 3),
-        "of it activations": round(timeline.peak_memory(fullest, "activations") / 2**30, 3),
+        "of it activations": round((held[ACTIVATIONS] + held[INPUTS]) / 2**30, 3),
         "fits": "yes" if fits else "no",
         "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / 1e6, 2),
     }

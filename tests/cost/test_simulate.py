@@ -363,6 +363,18 @@ def test_stages_keep_their_inputs_until_the_backward():
     assert together.memory(0, "stage inputs") == [(at["0 1F0"][0], 1), (at["0 1B0"][1], 0)]
 
 
+def test_who_updates_a_stage_keeps_the_state_of_its_optimizer():
+    schedule = catalog.data_parallel(2, state="sharded")
+    state = [5.0, 7.0]
+    sharded = simulate(schedule.lower(2), (FIRST, SECOND), UNIT, state)
+    assert {sharded.peak_memory(rank, "optimizer") for rank in range(2)} == set(state)
+    whole = simulate(catalog.data_parallel(2).lower(2), (FIRST, SECOND), UNIT, state)
+    without = simulate(catalog.data_parallel(2).lower(2), (FIRST, SECOND), UNIT)
+    assert [whole.peak_memory(r) - without.peak_memory(r) for r in range(2)] == [12, 12]
+    with pytest.raises(ValueError, match="optimizer_bytes has an entry a stage, 2, or none: got 1"):
+        simulate(schedule.lower(2), (FIRST, SECOND), UNIT, [1.0])
+
+
 @st.composite
 def machines(draw):
     number = st.sampled_from([0.5, 1.0, 3.0, inf])

@@ -94,6 +94,25 @@ def test_rates_are_of_the_steady_steps():
     assert replace(found, steady=range(0)).bytes_a_step() == (9 * 6 / 4, 0)
 
 
+def test_what_a_rank_holds_at_its_peak():
+    """Not each kind at its own: activations are highest before the gradients are there."""
+    changes = [
+        Change(0.0, 0, "weights", 4.0),
+        Change(1.0, 0, "activations", 9.0),
+        Change(2.0, 0, "activations", -3.0),
+        Change(2.0, 0, "gradients", 5.0),
+        Change(2.0, 1, "gradients", 50.0),
+        Change(3.0, 0, "activations", -6.0),
+    ]
+    held = timeline(changes=changes).at_peak(0)
+    assert {kind: n for kind, n in held.items() if n} == {
+        "weights": 4,
+        "activations": 6,
+        "gradients": 5,
+    }
+    assert sum(held.values()) == timeline(changes=changes).peak_memory(0)
+
+
 def test_idle_share():
     spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
     assert timeline(spans).end == 3

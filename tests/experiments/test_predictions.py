@@ -111,7 +111,7 @@ def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
 
 
 def test_communication_refuses_one_worker():
-    assert "2 workers or more: got 1" in refused("communication", "workers=1")
+    assert "a whole number, 2 or more: got 1" in refused("communication", "workers=1")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,25 @@ def test_simulate(schedule, tmp_path):
 
 
 def test_simulate_with_measured_stages(tmp_path):
+    """They are timed once: a schedule beside itself is told apart, and is no faster."""
     arguments = ("measured=true", "device=cpu", "stages=2", "microbatches=2", "steps=2")
-    finished = run("simulate", *SMALL, *arguments, f"hydra.run.dir={tmp_path}")
+    also = ("schedule=gpipe", "+schedule@also.again=gpipe")
+    finished = run("simulate", *SMALL, *arguments, *also, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
     assert "stages timed on" in finished.out
+    first, again = rows(tmp_path / "simulation.csv")
+    assert (first.pop("schedule"), again.pop("schedule")) == ("GPipe (schedule)", "GPipe (again)")
+    assert first == again
+
+
+def test_simulate_counts_the_state_of_the_optimizer(tmp_path):
+    def fullest(words):
+        folder = tmp_path / str(words)
+        arguments = ("schedule=cdp_v2", f"optimizer_words={words}", f"hydra.run.dir={folder}")
+        assert run("simulate", *SMALL, *arguments).status == 0
+        return float(rows(folder / "simulation.csv")[0]["GiB, fullest rank"])
+
+    assert fullest(0) < fullest(200)
 
 
 def test_simulate_side_by_side(tmp_path):

@@ -373,6 +373,7 @@ class Simulate(Analysed):
     workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
     batch: int = option(8, "images of a micro-batch")
     steps: int = option(6, "training steps that are drawn; rates are of the steady state")
+    optimizer_words: float = option(1.0, "numbers kept of each parameter: 1, momentum; 2, Adam's")
     measured: bool = option(False, "time the stages on the device, not by the roofline")
     device: str = option("auto", "where they are timed")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")

@@ -7,8 +7,9 @@ and both ports have time for it: it need not wait for one that comes before it i
 not ready; but its ranks have come to within :mod:`toolkit.schedule.lookahead` of it. Collectives
 take both ports of all their ranks, in the order of the program.
 
-Memory is of weights, activations, gradients and the inputs of stages, which a rank keeps from their
-arrival to the backward; what waits to be sent, and gradients of inputs, are not counted.
+Memory is of weights, activations, gradients, the optimizer's state where it is told, and the
+inputs of stages, which a rank keeps from their arrival to the backward; what waits to be sent, and
+gradients of inputs, are not counted.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
@@ -17,7 +18,7 @@ One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from toolkit.cost.costs import Costs
 from toolkit.cost.hardware import Hardware
@@ -27,6 +28,7 @@ from toolkit.cost.timeline import (
     COMPUTE,
     GRADIENTS,
     INPUTS,
+    OPTIMIZER,
     RECEIVE,
     SEND,
     UPDATE,
@@ -43,13 +45,16 @@ from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import steady_steps
 
 
-def simulate(program: Program, costs: Costs, hardware: Hardware) -> Timeline:
+def simulate(
+    program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
+) -> Timeline:
     """The predicted timeline of ``program``.
 
     Args:
         program: a verified program.
         costs: one entry a stage.
         hardware: seconds of kernels that were not measured, and of messages.
+        optimizer_bytes: of the optimizer's state, by stage; ranks that update a stage keep it.
 
     Raises:
         ValueError: there are not as many costs as stages, or fewer speeds or memories than ranks.
@@ -70,7 +75,13 @@ def simulate(program: Program, costs: Costs, hardware: Hardware) -> Timeline:
                 f"the schedule has {len(program.ranks)} ranks and {hardware.name} has {name} of"
                 f" {len(given)}: give one a rank, or none"
             )
+    if optimizer_bytes and len(optimizer_bytes) != len(costs):
+        raise ValueError(
+            f"optimizer_bytes has an entry a stage, {len(costs)}, or none: got"
+            f" {len(optimizer_bytes)}"
+        )
     simulation = _Simulation(program, costs, hardware)
+    simulation.hold_optimizers(optimizer_bytes)
     handlers = simulation.handlers
     with collector_paused():
         for rank, instruction in replay(program):
@@ -117,6 +128,11 @@ class _Simulation:
             for rank in schedule.first_holders(j):
                 for version in range(oldest, program.first_step + 1):
                     self._hold_weights(0.0, rank, j, version)
+
+    def hold_optimizers(self, n_bytes: Sequence[float]) -> None:
+        for rank, instructions in enumerate(self.program.ranks if n_bytes else ()):
+            for stage in {i.stage for i in instructions if i.action == Action.UPDATE}:
+                self.changes.append(Change(0.0, rank, OPTIMIZER, n_bytes[stage]))
 
     def timeline(self) -> Timeline:
         ends = tuple(self.steps[step] for step in sorted(self.steps))

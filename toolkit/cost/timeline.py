@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
 LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
-INPUTS = "stage inputs"
-KINDS = (WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)
+INPUTS, OPTIMIZER = "stage inputs", "optimizer"
+KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)
 
 
 class Span(NamedTuple):
@@ -124,6 +124,15 @@ class Timeline:
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
         """The most bytes held at once."""
         return max((held for _, held in self.memory(rank, kind)), default=0.0)
+
+    def at_peak(self, rank: int) -> dict[str, float]:
+        """Bytes of each kind that a rank holds when it holds the most."""
+        when, _ = max(self.memory(rank), key=lambda point: point[1], default=(0.0, 0.0))
+        held = dict.fromkeys(KINDS, 0.0)
+        for change in self.changes:
+            if change.rank == rank and change.time <= when:
+                held[change.kind] += change.bytes
+        return held
 
     def bytes_by_link(self) -> dict[tuple[int, int], float]:
         """Bytes sent from rank to rank by point-to-point messages."""

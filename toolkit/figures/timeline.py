@@ -11,13 +11,20 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from toolkit.figures.rows import align
-from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, style
+from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW, style
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline
 
 _BINS = 120  # of traffic over time
 _OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": "#F5D9A0"}
+_KINDS = {
+    "optimizer": YELLOW,
+    "weights": "#999999",
+    "gradients": GREEN,
+    "stage inputs": SKY,
+    "activations": BLUE,
+}
 _LANES = {"update": GREEN, "send": PURPLE, "receive": VERMILION}
 
 
@@ -105,12 +112,11 @@ def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
 
 def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: float) -> None:
     fullest = max(range(timeline.n_ranks), key=timeline.peak_memory)
-    kinds = ("weights", "gradients", "activations")
-    curves = [timeline.memory(fullest, kind) for kind in kinds]
+    curves = [timeline.memory(fullest, kind) for kind in _KINDS]
     times = np.unique([when for curve in curves for when, _ in curve] + [timeline.end])
     below = np.zeros(len(times))
-    for kind, curve, colour in zip(kinds, curves, ("#999999", GREEN, BLUE), strict=True):
-        if not curve:
+    for (kind, colour), curve in zip(_KINDS.items(), curves, strict=True):
+        if not any(held for _, held in curve):
             continue
         when = np.array([t for t, _ in curve])
         held = np.array([h for _, h in curve]) / memory_unit
@@ -120,7 +126,7 @@ def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: flo
             times / unit, below, top, step="post", color=colour, alpha=0.6, linewidth=0, label=kind
         )
         below = top
-    axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=1, handlelength=1)
+    axes.legend(loc="upper center", ncols=5, fontsize=6, columnspacing=0.8, handlelength=0.8)
 
 
 def draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: float) -> None:

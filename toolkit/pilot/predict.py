@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from toolkit.cost import Costs, Hardware, StageCost, simulate
-from toolkit.schedule import Action, Schedule, catalog
+from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.steady import steps_to_time
 
 RULES = ("DP", "CDP-v1", "CDP-v2")
@@ -66,21 +66,16 @@ def predict(
     baseline: list[float] = []
     for schedule in schedules:
         program = schedule.lower(steps_to_time(schedule)).verify()
-        timeline = simulate(program, costs, hardware)
+        timeline = simulate(program, costs, hardware, optimizer_bytes)
         times = [simulate(program, scaled, hardware).step_time for scaled in versions]
         baseline = baseline or times
         ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
-        memories = []
-        for rank, instructions in enumerate(program.ranks):
-            updated = {i.stage for i in instructions if i.action == Action.UPDATE}
-            state = sum(optimizer_bytes[stage] for stage in updated)
-            memories.append(timeline.peak_memory(rank) + state)
         found.append(
             Prediction(
                 seconds=times[0],
                 ratio=(min(ratios), ratios[0], max(ratios)),
                 without_links=simulate(program, costs, free).step_time,
-                memories=tuple(memories),
+                memories=tuple(timeline.peak_memory(rank) for rank in range(timeline.n_ranks)),
             )
         )
     return found
