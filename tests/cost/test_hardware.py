@@ -80,7 +80,7 @@ def test_a_latency_is_finite(latency):
         Hardware("bad", 1.0, 1.0, 1.0, link_latency=latency)
 
 
-@pytest.mark.parametrize("name", choices(CONF, "hardware"))
+@pytest.mark.parametrize("name", choices([CONF], "hardware"))
 def test_a_preset_is_that_of_the_command_line(name):
     composed = instantiate(settings("memory", f"hardware={name}").hardware, _convert_="all")
     preset = Hardware.preset(name)

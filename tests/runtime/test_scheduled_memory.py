@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import SingleProcess, rank
 from toolkit.runtime.rank import Rank
-from toolkit.schedule import catalog
+from toolkit.runtime.stage import StageWorker
+from toolkit.schedule import Action, catalog
 
 
 class Kept:
@@ -82,3 +83,40 @@ def uncollected():
 def test_no_rank_outlives_its_program():
     most_kept(catalog.cyclic(2, 1), "scheduled")
     assert not [found for found in gc.get_objects() if type(found) is Rank]
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_outputs_that_were_passed_on_are_let_go(monkeypatch):
+    """A stage keeps what its ops have saved, and of its outputs only their place in the graph."""
+
+    def passes_on(sender, i):
+        """The receiver has them in memory of its own, as from another process."""
+        given = give(sender, i)
+        return tuple(x.clone() for x in given) if isinstance(given, tuple) else given
+
+    def forward(worker, *arguments):
+        outputs = compute(worker, *arguments)
+        if worker.index == 0:
+            made.extend(map(weakref.ref, outputs))
+        return outputs
+
+    def backward(performer, i):
+        if i.stage == 0:
+            alive.append([ref() is not None for ref in made])
+        start(performer, i)
+
+    made, alive = [], []
+    give, compute, start = Rank.give, StageWorker.forward, Rank._backward
+    monkeypatch.setattr(Rank, "give", passes_on)
+    monkeypatch.setattr(StageWorker, "forward", forward)
+    monkeypatch.setitem(rank._DO, Action.BACKWARD, backward)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    runtime = SingleProcess(
+        partition(model, 2, torch.zeros(2, 4), ["1"]),
+        catalog.gpipe(2, 2),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda x, y: x.sum(),
+        "scheduled",
+    )
+    runtime.step(torch.ones(4, 4), torch.zeros(4))
+    assert alive == [[False, False], [False, False]]
