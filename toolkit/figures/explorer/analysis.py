@@ -13,7 +13,6 @@ from toolkit.schedule.steady import steps_to_time
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline
 
-
 _ALIVE = ("micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model")
 _SENT = ("stage-parameters", "weights and gradients that all ranks send, in the steady state")
 _TIMED = 2  # training steps of which the time is the mean
@@ -92,7 +91,7 @@ class Analysis:
 
 @lru_cache(maxsize=16)
 def analyse(choice: Choice, n_steps: int) -> Analysis:
-    """Lower ``choice``, and verify its programs.
+    """Lower ``choice``, and verify what is drawn of it.
 
     Raises:
         ValueError: it is impossible; the message may end with a grid.
