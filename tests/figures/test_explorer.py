@@ -20,7 +20,7 @@ from toolkit.figures.explorer.hover import find
 from toolkit.figures.explorer.machines import hardware_presets
 from toolkit.figures.explorer.static import choice_of, explored
 from toolkit.figures.explorer.svg import steps
-from toolkit.schedule import Program, Schedule, catalog, steady_state
+from toolkit.schedule import Schedule, catalog, steady_state
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 CHOICES = [
@@ -225,16 +225,19 @@ def test_key_numbers_are_those_of_the_steady_state(name):
     assert timeline.idle_share == pytest.approx(1 - busy / analysis.schedule.period)
 
 
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_what_is_drawn_is_verified(monkeypatch, n_steps):
-    def verify(program):
-        seen.append(program)
-        return program
+@pytest.mark.parametrize("placement", ["one", "per_stage"])
+def test_the_step_time_is_that_of_the_steady_state(placement):
+    """Though the last step ends early, and messages make the first ones other than the rest."""
+    from toolkit.cost import UNIT, Hardware, simulate, unit_costs
 
-    seen = []
-    monkeypatch.setattr(Program, "verify", verify)
-    analysis = analyse.__wrapped__(Choice("cdp_v2", 2, 2), n_steps)
-    assert [id(analysis.drawn)] == list(map(id, seen))
+    choice = Choice("cdp_v2", 8, 8, placement=placement)
+    analysis = analyse(choice, 1)
+    busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
+    assert predict(analysis, unit_costs(8), UNIT).step_time == max(16, busy)
+    slow = Hardware("slow", 1.0, 1.0, 2.0, 0.5)
+    found = predict(analysis, unit_costs(8), slow).step_time
+    long = simulate(analysis.schedule.lower(40), unit_costs(8), slow)
+    assert found == pytest.approx(long.step_time, rel=0.01)
 
 
 def test_the_papers_numbers():

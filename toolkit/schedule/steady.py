@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from toolkit.schedule.program import Traffic
 
 if TYPE_CHECKING:
-    from toolkit.schedule.program import Program
     from toolkit.schedule.schedule import Schedule
 
 
@@ -49,14 +48,16 @@ def settled_steps(schedule: "Schedule") -> int:
 
 
 def steady_steps(schedule: "Schedule", n_steps: int) -> range:
-    """Those of ``n_steps`` training steps in which neither start nor end is felt; maybe none.
+    """Those of ``n_steps`` training steps in which neither start nor end is felt.
 
     Weights that are d steps late make d + 1 threads of training, which may differ in pace: the
-    steps are a whole number of rounds of all of them.
+    steps are a whole number of rounds of all of them. Of too few steps, all but the first and those
+    that run beside the last; maybe none.
     """
     first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
-    n = max(0, n_steps - steps_under_way(schedule) - first + 1)
-    return range(first, first + n // threads * threads)
+    end = n_steps - steps_under_way(schedule) + 1
+    rounds = max(0, end - first) // threads
+    return range(first, first + rounds * threads) if rounds else range(1, max(1, end))
 
 
 def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
@@ -72,17 +73,13 @@ def steady_slots(schedule: "Schedule", step: int) -> slice:
     return slice(step * period, (step + 1) * period)
 
 
-def steady_state(schedule: "Schedule", program: "Program | None" = None) -> SteadyState:
+def steady_state(schedule: "Schedule") -> SteadyState:
     """One period of ``schedule``, once every older step has ended and before the last begins.
 
     Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.
-
-    Args:
-        program: of the schedule, if there is one of :func:`steps_to_time` training steps or more.
     """
     settled = settled_steps(schedule)
-    if program is None:
-        program = schedule.lower(settled + schedule.max_staleness + 2)
+    program = schedule.lower(settled + schedule.max_staleness + 2)
     slots = steady_slots(schedule, settled)
     held = (of_rank[slots] for of_rank in program.activations())
     traffic = program.traffic(range(slots.start, slots.stop))

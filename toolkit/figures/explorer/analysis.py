@@ -13,9 +13,11 @@ from toolkit.schedule.steady import steps_to_time
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline
 
+_PREDICTED = 3  # training steps that are simulated
+_TIMED = 2  # of a longer simulation, those of which the time is the mean
+
 _ALIVE = ("micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model")
 _SENT = ("stage-parameters", "weights and gradients that all ranks send, in the steady state")
-_TIMED = 2  # training steps of which the time is the mean
 _LATE = "training steps by which the weights read are late"
 
 
@@ -35,8 +37,8 @@ class Analysis:
     Attributes:
         choice: what was asked for.
         schedule: what that is.
-        drawn: a verified program of as many training steps as are drawn.
-        predicted: a program of it to simulate, long enough for a steady state.
+        drawn: a program of as many training steps as are drawn.
+        predicted: one to simulate where messages take no time.
         steady: one period in the steady state.
     """
 
@@ -45,6 +47,11 @@ class Analysis:
     drawn: Program
     predicted: Program
     steady: SteadyState
+
+    @cached_property
+    def settled(self) -> Program:
+        """One to simulate where messages take time, until the first steps are felt no more."""
+        return self.schedule.lower(steps_to_time(self.schedule, _TIMED))
 
     @cached_property
     def activations(self) -> tuple[Fraction, ...]:
@@ -91,15 +98,15 @@ class Analysis:
 
 @lru_cache(maxsize=16)
 def analyse(choice: Choice, n_steps: int) -> Analysis:
-    """Lower ``choice``, and verify what is drawn of it.
+    """Lower ``choice``.
 
     Raises:
         ValueError: it is impossible; the message may end with a grid.
     """
     schedule = choice.build()
-    drawn = schedule.lower(n_steps).verify()
-    predicted = schedule.lower(steps_to_time(schedule, _TIMED))
-    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule, predicted))
+    predicted = schedule.lower(_PREDICTED)
+    drawn = predicted if n_steps == _PREDICTED else schedule.lower(n_steps)
+    return Analysis(choice, schedule, drawn, predicted, steady_state(schedule))
 
 
 def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardware") -> "Timeline":
@@ -108,9 +115,10 @@ def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardwar
     Raises:
         ValueError: the costs or the hardware do not fit the schedule.
     """
-    from toolkit.cost import simulate
+    from toolkit.cost import UNIT, simulate
 
-    return simulate(analysis.predicted, costs, hardware)
+    program = analysis.predicted if hardware == UNIT else analysis.settled
+    return simulate(program, costs, hardware)
 
 
 def seconds(value: float) -> tuple[str, str]:
