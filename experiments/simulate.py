@@ -18,6 +18,8 @@ from omegaconf import DictConfig
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts
 
+_FIRST = "schedule"  # what the schedule is called beside those in also
+
 
 @entry_point("simulate", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
@@ -36,7 +38,9 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     check_counts(config, "batch", "steps")
-    schedules = {"schedule": build_schedule(config.schedule)}
+    if _FIRST in config.also:
+        raise ValueError(f"also.{_FIRST} is the name of the first schedule: choose another")
+    schedules = {_FIRST: build_schedule(config.schedule)}
     schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
     called = labels({name: schedule.name for name, schedule in schedules.items()})
     hardware = instantiate(config.hardware)

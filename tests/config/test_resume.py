@@ -55,6 +55,13 @@ def test_what_is_given_again_counts(folder):
     ]
 
 
+def test_a_rule_that_was_left_out_comes_back(folder):
+    (folder / ".hydra" / "overrides.yaml").write_text("- ~rules.cdp_v1\n- seeds=2\n")
+    again = "schedule@rules.cdp_v1=cdp_v1"
+    found = resumed([again, f"resume={folder}"], "train")
+    assert found == ["seeds=2", again, f"resume={folder}", f"hydra.run.dir={folder}"]
+
+
 def test_options_of_a_choice_go_with_it(folder):
     """They may mean something else to the new one, or nothing."""
     before = ["schedule=cdp_v2", "schedule.delay=1", "data=cifar10", "data.root=x", "workers=4"]

@@ -156,6 +156,11 @@ def test_simulate_side_by_side(tmp_path):
     assert [row["schedule"] for row in rows(tmp_path / "simulation.csv")] == ["DP", "CDP-v2"]
 
 
+def test_simulate_refuses_the_name_of_the_first():
+    message = refused("simulate", *SMALL, "+schedule@also.schedule=dp", "stages=2", "workers=2")
+    assert "also.schedule is the name of the first schedule: choose another" in message
+
+
 def test_simulate_the_users_own_schedule(tmp_path):
     file = tmp_path / "my_schedule.csv"
     file.write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1B1,\n")

@@ -57,6 +57,7 @@ def test_other_options_are_refused(folder, change, told):
     [
         {"seeds": 5, "seed": 1},
         {"threads": 4, "tracking": {"mode": "disabled"}, "device": "cpu", "resume": "F"},
+        {"data": {"root": "/elsewhere"}},
         {"rules": {"dp": RULES["dp"]}},
         {"rules": RULES | {"new": {"delay": 1}}},
     ],

@@ -55,6 +55,7 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
         )
     replaced = {*given, *_OWN}
     replaced |= {other for one, other in _SAME.items() if one in given}
+    replaced |= {key.partition("@")[2] for key in given if "@" in key}  # a rule that was left out
     kept = [o for o in before if _key(o) not in replaced and not _of_another(o, given, before)]
     rest = [argument for argument in arguments if _key(argument) not in ("hydra.run.dir",)]
     return [*kept, *rest, f"hydra.run.dir={folder}"]

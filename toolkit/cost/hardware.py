@@ -61,10 +61,10 @@ class Hardware:
         Raises:
             ValueError: there is none of that name, or no configuration.
         """
-        found = presets()
+        found = _files()
         if name not in found:
             raise ValueError(f"unknown hardware {name!r}: {instead(name, [*found])}")
-        return found[name]
+        return _read(found[name])
 
     def speed(self, rank: int) -> float:
         return self.speeds[rank] if rank < len(self.speeds) else 1.0
@@ -94,9 +94,13 @@ def presets() -> dict[str, Hardware]:
     """The machines of ``conf/hardware``, by name.
 
     Raises:
-        ValueError: there is no configuration.
+        ValueError: there is no configuration, or a file that does not tell of a machine.
     """
-    return {path.stem: _read(path) for path in sorted((conf() / "hardware").glob("*.yaml"))}
+    return {name: _read(path) for name, path in _files().items()}
+
+
+def _files() -> dict[str, Path]:
+    return {path.stem: path for path in sorted((conf() / "hardware").glob("*.yaml"))}
 
 
 @cache
@@ -104,8 +108,11 @@ def _read(path: Path) -> Hardware:
     from omegaconf import OmegaConf
 
     values: Any = OmegaConf.to_container(OmegaConf.load(path))
-    del values["defaults"]  # the schema
-    return Hardware(**values)
+    values.pop("defaults", None)  # the schema
+    try:
+        return Hardware(**values)
+    except TypeError as error:
+        raise ValueError(f"{path} does not tell all of a machine by itself: {error}") from error
 
 
 UNIT = Hardware("unit", flops=1.0, memory_bandwidth=inf, link_bandwidth=inf)

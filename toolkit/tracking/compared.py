@@ -20,7 +20,7 @@ from toolkit.training.changes import INDIFFERENT, changed_options
 
 OPTIONS = "runs.yaml"
 # What one resume may have otherwise than the other, and still compare like with like.
-_FREE = {*INDIFFERENT, "seed", "seeds"} - {"epochs"}
+_FREE = {*INDIFFERENT, "seed", "seeds", "data.root"} - {"epochs"}
 
 
 @dataclass(frozen=True)

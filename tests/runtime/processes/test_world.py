@@ -1,5 +1,6 @@
 """The world, without processes: which backend it takes, on GPUs that are made up."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -109,3 +110,26 @@ def test_with_gloo_there_is_one_group(monkeypatch, gpus):
     here, asked = joined(monkeypatch, gpus, "gloo")
     here.gather("anything")
     assert asked == [here.device, "gloo", None]
+
+
+@pytest.mark.parametrize(
+    ("nccl", "gloo", "expected"),
+    [
+        ("eth1", None, "eth1"),
+        ("=eth1", None, "eth1"),
+        ("eth", None, None),
+        ("^lo", None, None),
+        ("eth1", "eth0", "eth0"),
+        (None, None, None),
+    ],
+)
+def test_gloo_takes_the_interface_of_nccl(monkeypatch, nccl, gloo, expected):
+    """Where that is one, and gloo has been told none."""
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    for name, value in {"NCCL_SOCKET_IFNAME": nccl, "GLOO_SOCKET_IFNAME": gloo}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr("os.environ", {**os.environ})
+    world._choose_interface(None)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

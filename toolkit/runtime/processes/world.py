@@ -319,6 +319,10 @@ def _device(name: str, place: Place) -> torch.device:
 
 def _choose_interface(name: str | None) -> None:
     if name is None:
+        # With NCCL, too, objects are gathered over gloo: by the interface that is told, if one is.
+        told = os.environ.get("NCCL_SOCKET_IFNAME", "")
+        if told.removeprefix("=") in [there for _, there in socket.if_nameindex()]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", told.removeprefix("="))
         return
     there = [interface for _, interface in socket.if_nameindex()]
     if name not in there:
