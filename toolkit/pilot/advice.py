@@ -238,7 +238,7 @@ def _command(found: Pilot, choice: str) -> str:
 def _points(trained: TrainingFindings) -> str:
     estimate = trained.difference
     width = "" if isnan(estimate.half_width) else f" ± {estimate.half_width:.1f}"
-    return f"{estimate.mean:+.1f}{width} points"
+    return f"{estimate.mean:+z.1f}{width} points"
 
 
 def _gib(found: Pilot, rule: RuleFindings) -> str:

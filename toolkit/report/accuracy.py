@@ -83,7 +83,7 @@ def _final(group: Group, first: Group) -> dict[str, str]:
         "seeds": str(n_seeds),
         "accuracy (%)": number(average, "{:.2f}"),
         "sd": number(deviation, "{:.2f}"),
-        "difference": number(difference, "{:+.2f}"),
+        "difference": number(difference, "{:+z.2f}"),
         "95 % interval": number(width, "± {:.2f}"),
         "test loss": number(mean_of(metrics, "test_loss"), "{:.3f}"),
         "images/s": number(mean_of(metrics, "images_per_second"), "{:.0f}"),

@@ -30,7 +30,7 @@ def plus_minus(value: float, width: float | None, sign: str = "") -> str:
         sign: ``+``, for a difference.
     """
     known = width is not None and not isnan(width)
-    return f"{value:{sign}.2f}" + (f" ± {width:.2f}" if known else "")
+    return f"{value:{sign}z.2f}" + (f" ± {width:.2f}" if known else "")
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
