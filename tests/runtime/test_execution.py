@@ -15,9 +15,11 @@ from tests.runtime.conform import sgd
 from tests.runtime.models import name_of
 from toolkit.model import partition
 from toolkit.runtime import Distributed, join, launch, report
+from toolkit.runtime.dataflow import Dataflow
+from toolkit.runtime.execution import Execution
 from toolkit.runtime.links import Transfer
 from toolkit.runtime.rank import Rank
-from toolkit.schedule import Action, catalog
+from toolkit.schedule import STATES, Action, catalog
 
 SCHEDULES = [
     catalog.data_parallel(2),
@@ -77,6 +79,7 @@ def job():
         "alive": _messages_alive(world),
     }
     found["ranks"] = _ranks_alive(world)
+    found["ahead"] = {state: _ahead(world, state) for state in STATES}
     found["abandoned"] = _abandon(world)
     report(found)
     try:
@@ -164,6 +167,27 @@ def _ranks_alive(world):
         return sum(type(found) is Rank for found in gc.get_objects())
     finally:
         gc.enable()
+
+
+def _ahead(world, state):
+    """By how many slots at most messages may begin before their place."""
+    ticks, opened = [], []
+    perform, open_until = Execution.perform, Dataflow.open_until
+
+    def performing(self, position):
+        ticks.append(self._order[position].tick)
+        perform(self, position)
+
+    def opening(self, tick):
+        opened.append(tick - ticks[-1])
+        open_until(self, tick)
+
+    Execution.perform, Dataflow.open_until = performing, opening
+    try:
+        list(_small_runtime(world, catalog.cyclic(2, 1, state=state)).run(small_batches(3)))
+    finally:
+        Execution.perform, Dataflow.open_until = perform, open_until
+    return max(opened)
 
 
 def _abandon(world):
@@ -326,6 +350,11 @@ def test_messages_do_not_accumulate(found):
 
 def test_no_rank_outlives_its_program(found):
     assert [found[rank]["ranks"] for rank in (0, 1)] == [0, 0]
+
+
+def test_a_sharded_state_is_fetched_two_slots_ahead(found):
+    for rank in (0, 1):
+        assert found[rank]["ahead"] == {"replicated": 8, "sharded": 2}
 
 
 def test_an_abandoned_run_ends_its_threads(found):

@@ -57,7 +57,8 @@ def simulate(
         optimizer_bytes: of the optimizer's state, by stage; ranks that update a stage keep it.
 
     Raises:
-        ValueError: there are not as many costs as stages, or fewer speeds or memories than ranks.
+        ValueError: it is no program; there are not as many costs or optimizers' states as stages,
+            or fewer speeds or memories than ranks.
     """
     if not isinstance(program, Program):
         raise ValueError(

@@ -216,13 +216,10 @@ def join_averages(workers: Iterable[Updater]) -> Weights:
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Refuse what cannot take a step unless it is told something, as LBFGS is a closure."""
-    step = inspect.signature(made.step)
-    told = [p.name for p in step.parameters.values() if p.default is p.empty and p.kind in _PLACED]
-    if told:
+    try:
+        inspect.signature(made.step).bind()
+    except TypeError as error:
         raise ValueError(
-            f"{name}: the step of {type(made).__name__} has to be told {', '.join(told)}, and an"
+            f"{name}: {type(made).__name__} cannot step by itself, its step is {error}, and an"
             f" update knows gradients alone: choose one {way_out}"
-        )
-
-
-_PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        ) from error
