@@ -227,17 +227,27 @@ def test_key_numbers_are_those_of_the_steady_state(name):
 
 @pytest.mark.parametrize("placement", ["one", "per_stage"])
 def test_the_step_time_is_that_of_the_steady_state(placement):
-    """Though the last step ends early, and messages make the first ones other than the rest."""
-    from toolkit.cost import UNIT, Hardware, simulate, unit_costs
+    """Though the last step ends early."""
+    from toolkit.cost import UNIT, unit_costs
 
-    choice = Choice("cdp_v2", 8, 8, placement=placement)
-    analysis = analyse(choice, 1)
+    analysis = analyse(Choice("cdp_v2", 8, 8, placement=placement), 1)
     busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
     assert predict(analysis, unit_costs(8), UNIT).step_time == max(16, busy)
-    slow = Hardware("slow", 1.0, 1.0, 2.0, 0.5)
-    found = predict(analysis, unit_costs(8), slow).step_time
-    long = simulate(analysis.schedule.lower(40), unit_costs(8), slow)
-    assert found == pytest.approx(long.step_time, rel=0.01)
+
+
+@pytest.mark.parametrize(("n", "bandwidth"), [(4, 0.5), (6, 2.0)])
+def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
+    """They are not as long as those of a long training."""
+    from toolkit.cost import Hardware, StageCost, simulate
+
+    analysis = analyse(Choice("zero_cdp_v1", n, n), 1)
+    costs = [StageCost(1 + j / 4, 2 + j / 2, parameter_bytes=1.0 + 3 * j) for j in range(n)]
+    slow = Hardware("slow", 1.0, 1.0, bandwidth)
+    found = predict(analysis, costs, slow).step_time
+    assert found == pytest.approx(
+        simulate(analysis.schedule.lower(60), costs, slow).step_time, 0.02
+    )
+    assert simulate(analysis.predicted, costs, slow).step_time > 1.2 * found
 
 
 def test_the_papers_numbers():

@@ -11,7 +11,8 @@ from toolkit.schedule.lookahead import lookahead
     [
         (catalog.cyclic(4, 1), 16),
         (catalog.gpipe(3, 8), 12),
-        (catalog.zero_bubble(3, 8), 24),  # two ticks a slot
+        (catalog.zero_bubble(3, 8), 12),
+        (catalog.cyclic(3, n_stages=4), 48),  # workers are 8 / 3 slots apart: three ticks a slot
         (catalog.cyclic(4, 1, state="sharded"), 2),
         (catalog.cyclic(9, state="sharded"), 2),
         (catalog.data_parallel(4, state="sharded"), 2),
