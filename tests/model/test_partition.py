@@ -420,6 +420,9 @@ def test_a_sequence_before_the_batch_does_not_cross():
     others = partition(Turned(), 2, torch.zeros(5, 4, 6))
     names = [[value.name for value in found.boundaries[1]] for found in (stages, others)]
     assert names[0] == names[1]
+    for length in (4, 5):  # of the batch, where the sequence has 4
+        with pytest.raises(ValueError, match="transpose has no batch dimension"):
+            partition(Turned(), 2, torch.zeros(length, 4, 6), ["first"])
 
 
 @pytest.mark.parametrize(
