@@ -153,6 +153,11 @@ def test_settings_of_the_paper(preset, model, data, settings, weight_decay):
         ),
         (["schedule=dp", "schedule.accumulate=2"], catalog.data_parallel(4, accumulate=2)),
         (["schedule.accumulate=3"], catalog.cyclic(4, accumulate=3)),
+        (["schedule.predict=true"], catalog.cyclic(4, predict=True)),
+        (
+            ["schedule=pipedream_2bw", "schedule.predict=true"],
+            catalog.pipedream_2bw(4, 4, predict=True),
+        ),
         (["schedule=published", "microbatches=8"], catalog.published(8)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -170,18 +175,18 @@ def test_delays_and_accumulation(overrides, expected):
         assert built == expected
 
 
-def test_a_file_has_the_delay_and_the_state_that_are_asked_for(tmp_path):
+def test_a_file_has_the_options_that_are_not_of_a_method(tmp_path):
     file = tmp_path / "mine.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    for overrides, late, state in (
-        (["schedule.delay=2"], 2, "replicated"),
-        (["schedule=cdp_v1"], 1, "replicated"),
-        (["schedule.state=sharded"], 0, "sharded"),
-        (["schedule=gpipe"], 0, "replicated"),
+    for overrides, late, state, predict in (
+        (["schedule.delay=2"], 2, "replicated", False),
+        (["schedule=cdp_v1", "schedule.predict=true"], 1, "replicated", True),
+        (["schedule.state=sharded"], 0, "sharded", False),
+        (["schedule=gpipe"], 0, "replicated", False),
     ):
         built = build_schedule(composed("train", f"schedule.file={file}", *overrides).schedule)
         assert built.staleness == ((late,) * 2,) * 2
-        assert (built.name, built.state) == ("mine", state)
+        assert (built.name, built.state, built.predict) == ("mine", state, predict)
 
 
 def test_workers_stand_for_microbatches():

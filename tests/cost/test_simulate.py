@@ -172,6 +172,21 @@ def test_an_update_reads_and_writes_weights_gradients_and_momentum():
     assert [(s.start, s.end) for s in timeline.spans if s.name == "0F0"] == [(0, 2), (15, 17)]
 
 
+def test_a_prediction_reads_two_versions_and_writes_one():
+    """Of 8 bytes each, at 24 bytes a second: the ops wait for a second, and it is held."""
+    machine = replace(SLOW, memory_bandwidth=24.0)
+    program = catalog.cyclic(1, 1, "one", predict=True).lower(3).verify()
+    timeline = simulate(program, [FIRST], machine)
+    (span,) = (s for s in timeline.spans if s.name == "predict 0")
+    updates = {s.step: s.end for s in timeline.spans if s.name == "update 0"}
+    ops = {(s.name, s.step): (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
+    assert (span.lane, span.step) == ("update", 2)
+    assert (span.start, span.end) == (max(updates[0], ops["0B0", 1][1]), span.start + 1)
+    assert ops["0F0", 2][0] == span.end
+    held = [c.bytes for c in timeline.changes if c.kind == "weights" and c.time == span.start]
+    assert held.count(8) == 1
+
+
 def test_ranks_of_different_speeds():
     machine = replace(UNIT, speeds=(1.0, 0.5, 4.0))
     timeline = simulate(catalog.one_f_one_b(3, 1).lower(1), unit_costs(3, backward=2.0), machine)
@@ -457,7 +472,7 @@ def test_updates_wait_for_the_gradients_and_for_each_other(program, hardware, da
     timeline = simulate(program, stages, hardware)
     for rank in range(program.schedule.n_ranks):
         own = [span for span in timeline.spans if span.rank == rank]
-        updates = [span for span in own if span.lane == "update"]
+        updates = [span for span in own if span.name.startswith("update")]
         assert all(a.end <= b.start for a, b in pairwise(updates))
         for update in updates:
             seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth

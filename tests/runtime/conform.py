@@ -46,6 +46,8 @@ def schedules(n_ranks):
     for delay in (1, "freshest"):
         yield catalog.cyclic(n, delay, "per_stage")
     yield catalog.cyclic(n, 1, chains="rotated")
+    yield catalog.cyclic(n, 1, predict=True)
+    yield catalog.cyclic(n, "freshest", "per_stage", predict=True)
     if THOROUGH or n == 2:
         yield catalog.cyclic(n, 2)
         yield catalog.data_parallel(n, delay=1)

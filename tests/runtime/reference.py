@@ -1,7 +1,9 @@
 """The update rule, written straight from its equation, in the fewest words.
 
 theta^j_{t+1} = optimizer(theta^j_t, 1/M sum_m grad_j f_m(theta_hat_{m,t}))
-theta_hat^j_{m,t} = theta^j_{t - staleness[j][m]}
+theta_hat^j_{m,t} = theta^j_v,   v = t - staleness[j][m]
+
+Predicted: theta^j_v + (t - v) (theta^j_v - theta^j_{v-1}) instead, theta_{-1} = theta_0
 """
 
 import copy
@@ -10,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 
-def trajectory(model, stage_of, staleness, batches, make_optimizer):
+def trajectory(model, stage_of, staleness, batches, make_optimizer, predict=False):
     """State dict of ``model`` after each step; ``stage_of(name)`` is a parameter's stage.
 
     ``staleness`` is the same at every step, or a function of it.
@@ -29,7 +31,10 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer):
             with torch.no_grad():
                 for name, parameter in worker.named_parameters():
                     version = max(0, step - late(step)[stage_of(name)][m])
-                    parameter.copy_(past[version].get_parameter(name))
+                    read = past[version].get_parameter(name)
+                    before = past[max(0, version - 1)].get_parameter(name)
+                    ahead = step - version if predict else 0
+                    parameter.copy_(read + ahead * (read - before))
             loss = F.cross_entropy(worker(x), y)
             gradients.append(torch.autograd.grad(loss, list(worker.parameters())))
             buffers.append(list(worker.buffers()))

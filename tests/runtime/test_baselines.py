@@ -378,6 +378,7 @@ GPIPE = catalog.gpipe(3, 3)
         (DelayedAllReduce, catalog.data_parallel(3), "one step late.*schedule=cdp_v1.*got DP"),
         (DelayedAllReduce, catalog.cyclic(3), "one step late.*got CDP-v2"),
         (DelayedAllReduce, catalog.cyclic(3, 1, "per_stage"), "placement=per_stage, "),
+        (DelayedAllReduce, catalog.cyclic(3, 1, predict=True), "got CDP-v1 predicted"),
         (
             TorchPipelining,
             catalog.cyclic(3, 1, "per_stage"),

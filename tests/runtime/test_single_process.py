@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,11 +58,24 @@ def _schedules():
     yield catalog.data_parallel(2, accumulate=2)
     yield catalog.cyclic(2, 1, accumulate=2)
     yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch", accumulate=2)
+    yield from _predicted()
     for delay in (1, "freshest"):
         for placement in ("one", "per_stage", "per_stage_and_microbatch"):
             yield catalog.cyclic(3, delay, placement)
         for placement in ("per_microbatch", "per_stage_and_microbatch"):
             yield catalog.cyclic(4, delay, placement, "sharded")
+
+
+def _predicted():
+    """Late weights replaced by predictions."""
+    for delay, placement in ((1, "one"), ("freshest", "per_microbatch"), (1, "per_stage")):
+        yield catalog.cyclic(3, delay, placement, predict=True)
+    yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch", accumulate=2, predict=True)
+    yield catalog.cyclic(3, [2, 1, 1], chains="rotated", predict=True)
+    yield catalog.data_parallel(3, delay=[[0, 1, 2], [2, 0, 0], [0, 0, 3]], predict=True)
+    late = RandomDelay("geometric", 0, 4, p=0.5, per="stage", seed=2)
+    yield catalog.data_parallel(2, delay=late, predict=True)
+    yield catalog.pipedream_2bw(2, 3, predict=True)
 
 
 SCHEDULES = {name_of(schedule): schedule for schedule in _schedules()}
@@ -73,7 +87,8 @@ def expected(name):
     model, schedule = residual(), SCHEDULES[name]
     stages = cut(model, schedule)
     batches = make_batches(schedule.n_microbatches)
-    return trajectory(model, stage_of(stages), schedule.delays, batches, sgd)
+    arguments = model, stage_of(stages), schedule.delays, batches, sgd
+    return trajectory(*arguments, predict=schedule.predict)
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
@@ -92,12 +107,14 @@ def test_a_wrong_rule_differs(model, order):
     """The comparison above can fail: each rule differs from each other rule."""
     batches = make_batches(3)
     rules = [catalog.data_parallel(3), catalog.cyclic(3, 1), catalog.cyclic(3)]
+    rules.append(replace(rules[-1], predict=True))
     stages = cut(model, rules[0])
     for rule in rules:
         runtime = runtime_for(copy.deepcopy(model), rule, order)
         list(runtime.run(batches))
         for other in rules:
-            expected = trajectory(model, stage_of(stages), other.staleness, batches, sgd)[-1]
+            arguments = model, stage_of(stages), other.staleness, batches, sgd
+            expected = trajectory(*arguments, predict=other.predict)[-1]
             assert differ(runtime.module().state_dict(), expected) == (other is not rule)
 
 
@@ -236,9 +253,11 @@ def test_dropout_draws_the_same_in_every_order(functional):
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("predict", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, "freshest"])
-def test_goes_on_from_a_state_dict(model, order, delay):
-    schedule = catalog.data_parallel(3) if delay == 0 else catalog.cyclic(3, delay)
+def test_goes_on_from_a_state_dict(model, order, delay, predict):
+    method = catalog.data_parallel if delay == 0 else catalog.cyclic
+    schedule = method(3, delay=delay, predict=predict)
     batches = make_batches(3)
     whole = runtime_for(copy.deepcopy(model), schedule, order)
     list(whole.run(batches))

@@ -11,6 +11,8 @@ METHODS = [
     catalog.cyclic(3, 1),
     catalog.cyclic(3, "freshest"),
     catalog.cyclic(3, 1, chains="rotated"),
+    catalog.cyclic(3, 1, predict=True),
+    catalog.cyclic(2, "freshest", "per_stage_and_microbatch", predict=True),
     catalog.cyclic(3, "freshest", state="sharded"),
     catalog.cyclic(2, 1, "per_stage_and_microbatch"),
     catalog.interleaved_1f1b(4, 2, 2),

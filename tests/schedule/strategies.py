@@ -101,7 +101,9 @@ def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULE
         delay = draw(random_delays(free.max_staleness))
     elif delay != "freshest":
         delay = max(delay, free.max_staleness)
-    return draw(st.sampled_from([*with_chains(replace(free, delay=delay), chains)]))
+    predict = state == "replicated" and draw(st.booleans())
+    late = replace(free, delay=delay, predict=predict)
+    return draw(st.sampled_from([*with_chains(late, chains)]))
 
 
 def with_chains(schedule, chains):

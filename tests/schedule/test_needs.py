@@ -119,6 +119,26 @@ SPLIT = """
 6 FREE activation stage 1 microbatch 0 step 0 <- 1 2 4
 7 FREE weights stage 1 version 0 <- 1 2 4 5
 """
+# Step 2 reads what versions 0 and 1 let expect of version 2; it needs neither after that.
+PREDICTED = """
+0 FORWARD stage 0 microbatch 0 step 0 version 0
+1 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 0
+2 UPDATE stage 0 step 0 version 1 <- 0 1
+3 FREE activation stage 0 microbatch 0 step 0 <- 0 1
+4 FORWARD stage 0 microbatch 0 step 1 version 0
+5 BACKWARD stage 0 microbatch 0 step 1 version 0 <- 4
+6 UPDATE stage 0 step 1 version 2 <- 2 4 5
+7 PREDICT prediction stage 0 step 2 version 1 <- 2
+8 FREE activation stage 0 microbatch 0 step 1 <- 4 5
+9 FREE weights stage 0 version 0 <- 0 1 2 4 5 7
+10 FREE weights stage 0 version 1 <- 2 6 7
+11 FORWARD prediction stage 0 microbatch 0 step 2 version 1 <- 7
+12 BACKWARD prediction stage 0 microbatch 0 step 2 version 1 <- 7 11
+13 UPDATE stage 0 step 2 version 3 <- 6 11 12
+14 FREE activation stage 0 microbatch 0 step 2 <- 11 12
+15 FREE prediction stage 0 step 2 version 1 <- 7 11 12
+16 FREE weights stage 0 version 2 <- 6 13
+"""
 
 
 @pytest.mark.parametrize(
@@ -127,6 +147,7 @@ SPLIT = """
         pytest.param(catalog.cyclic(2, 1, n_stages=1), 3, CDP_V1, id="CDP-v1"),
         pytest.param(catalog.data_parallel(2, state="sharded"), 1, ZERO_DP, id="ZeRO-DP"),
         pytest.param(catalog.zero_bubble(2, 1), 1, SPLIT, id="split backward"),
+        pytest.param(catalog.cyclic(1, 1, predict=True), 3, PREDICTED, id="predicted"),
     ],
 )
 def test_literal_needs(schedule, n_steps, expected):
@@ -217,8 +238,11 @@ class Symbols:
         i, here = self.program.ranks[rank][position], self.ranks[rank]
         if i.action.computes:
             self._compute(here, i)
-        elif i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
-            here.lose(here.weights, (i.stage, i.version))
+        elif i.action == Action.PREDICT:
+            assert {(i.stage, i.version - 1), (i.stage, i.version)} <= here.weights
+            here.gain(here.weights, (i.stage, i.version, i.step))
+        elif i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
+            here.lose(here.weights, i.weights)
         elif i.action == Action.FREE:
             here.lose(here.activations, (i.stage, i.microbatch, i.step))
         elif i.action == Action.UPDATE:
@@ -258,7 +282,10 @@ class Symbols:
         key = (i.stage, i.microbatch, i.step)
         last = self.schedule.n_stages - 1
         assert i.version == self.schedule.version(*key)
-        assert (i.stage, i.version) in here.weights, "the version is not there"
+        read = (i.stage, i.version)
+        if self.schedule.predicts(i.version, i.step):
+            read += (i.step,)
+        assert read in here.weights, "the version, or what is predicted from it, is not there"
         if i.action == Action.FORWARD:
             if i.stage > 0:
                 before = (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step)

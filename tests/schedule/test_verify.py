@@ -248,10 +248,11 @@ def test_weights_used_after_they_are_freed(program, data):
     frees = [
         i
         for i in own[own.index(user) :]
-        if is_free(Buffer.WEIGHTS)(i) and (i.stage, i.version) == (user.stage, user.version)
+        if i.action == Action.FREE and i.weights == user.weights and i.version is not None
     ]
     message = refusal(before(program, rank, frees[0], user))
-    why = f"the rank does not hold version {user.version} of stage {user.stage}"
+    what = "the prediction from version" if user.buffer else "version"
+    why = f"the rank does not hold {what} {user.version} of stage {user.stage}"
     assert message.startswith(at(program, rank, user) + why)
 
 
@@ -285,7 +286,8 @@ def test_a_wrong_weight_version(program, off, data):
     rank, op = pick(data, program, lambda i: i.action.computes)
     wrong = op._replace(version=op.version + off)
     message = refusal(put(program, rank, op, wrong))
-    why = f"the schedule promises weight version {op.version}\n"
+    predicts = ", and to predict from it" if op.buffer else ""
+    why = f"the schedule promises weight version {op.version}{predicts}\n"
     assert message.startswith(at(program, rank, wrong) + why)
 
 

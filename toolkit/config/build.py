@@ -38,14 +38,15 @@ def build_schedule(config: DictConfig) -> Schedule:
 
 
 def _from_file(path: Path, options: dict[str, Any], late: dict[str, Any]) -> Schedule:
-    """Rank orders, with the delay and the state of the group's options."""
+    """Rank orders, with the group's options that are not of what runs where."""
     for name, usual in _OF_METHODS.items():
         if (value := options.get(name, usual)) != usual:
             raise ValueError(
                 f"schedule.{name}={value} is of a named method, and a file's orders say themselves"
                 f" what runs where: leave it out, or leave out schedule.file"
             )
-    return Schedule.from_csv(path, name=path.stem, state=options.get("state", "replicated"), **late)
+    free = {name: options[name] for name in ("state", "predict") if name in options}
+    return Schedule.from_csv(path, name=path.stem, **free, **late)
 
 
 def _delay(value: Any) -> Any:

@@ -43,6 +43,7 @@ class DataParallel(ScheduleFile):
     state: str = "replicated"
     delay: Any = 0  # steps; a list of them, one a stage; a matrix; or options of a RandomDelay
     accumulate: int = 1  # micro-batches that each of the n workers runs in a step
+    predict: bool = False  # what late weights let expect of the newest is read instead of them
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Cyclic(ScheduleFile):
     state: str = "replicated"
     chains: str = "in_order"  # or rotated: the same bytes and updates on every rank
     accumulate: int = 1
+    predict: bool = False
 
 
 @dataclass
@@ -73,6 +75,12 @@ class Pipeline(ScheduleFile):
     _target_: str = MISSING
     n_stages: int = MISSING
     n_microbatches: int = MISSING
+
+
+@dataclass
+class Unflushed(Pipeline):
+    _target_: str = "toolkit.schedule.catalog.pipedream_2bw"
+    predict: bool = False
 
 
 @dataclass
@@ -422,6 +430,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "published": Published,
         "pipeline": Pipeline,
         "interleaved": Interleaved,
+        "unflushed": Unflushed,
     },
     "model": {"build": Model},
     "data": {

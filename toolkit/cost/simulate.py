@@ -116,6 +116,7 @@ class _Simulation:
         self.steps: dict[int, float] = {}
         self.handlers = {action: self._compute for action in Action if action.computes} | {
             Action.UPDATE: self._update,
+            Action.PREDICT: self._predict,
             Action.SEND: self._send,
             Action.RECV: self._receive,
             Action.ALL_REDUCE: self._collective,
@@ -164,7 +165,8 @@ class _Simulation:
 
     def _compute(self, rank: int, i: Instruction) -> None:
         stage, action = i.stage, i.action
-        start = max(self.computed[rank], self.weights[rank, stage, i.version])
+        read = (rank, *i.weights) if i.buffer is not None else (rank, stage, i.version)
+        start = max(self.computed[rank], self.weights[read])
         key = (stage, i.microbatch, i.step)
         if action == Action.FORWARD:
             if stage > 0:
@@ -232,8 +234,22 @@ class _Simulation:
             slot = self.program.slot(i)
             self.spans.append(Span(rank, UPDATE, start, end, name, *what, slot=slot))
 
-    def _hold_weights(self, when: float, rank: int, stage: int, version: int | None) -> None:
-        self.weights[rank, stage, version] = when
+    def _predict(self, rank: int, i: Instruction) -> None:
+        """Reads two versions and writes one, before the ops go on."""
+        assert i.version is not None
+        before, late = ((rank, i.stage, version) for version in (i.version - 1, i.version))
+        start = max(self.computed[rank], self.weights[before], self.weights[late])
+        moved = 3 * self.costs[i.stage].parameter_bytes
+        end = start + moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
+        self.computed[rank] = end
+        self._hold_weights(start, rank, i.stage, i.version, i.step)
+        self.weights[rank, *i.weights] = end  # from when on it can be read
+        if end > start:
+            what = (f"predict {i.stage}", i.stage, None, i.step)
+            self.spans.append(Span(rank, UPDATE, start, end, *what, slot=self.program.slot(i)))
+
+    def _hold_weights(self, when: float, rank: int, stage: int, *which: int | None) -> None:
+        self.weights[rank, stage, *which] = when
         held = self.costs[stage].parameter_bytes
         self.changes.append(Change(when, rank, WEIGHTS, held))
 
@@ -321,8 +337,8 @@ class _Simulation:
 
     def _free(self, rank: int, i: Instruction) -> None:
         when = self.computed[rank]
-        if i.buffer == Buffer.WEIGHTS:
-            key = (rank, i.stage, i.version)
+        if i.buffer != Buffer.ACTIVATION:
+            key = (rank, *i.weights)
             when = max(when, self.weights.pop(key), self.in_use_until.pop(key, 0.0))
             self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
         else:

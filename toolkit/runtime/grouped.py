@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.stage import StageWorker, Values, gradients, leaves, predicted
 from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Schedule
 
@@ -78,7 +78,8 @@ class Grouped:
             by_version = self._by_version(worker.index, step, version)
             batches = _regroup(batches, groups, list(by_version.values()))
             groups = list(by_version.values())
-            own = {v: leaves(versions[worker.index][v]) for v in by_version}
+            known = versions[worker.index]
+            own = {v: leaves(self._read(known, v, step)) for v in by_version}
             batches = [
                 worker.forward(own[v], batch, group, step)
                 for (v, group), batch in zip(by_version.items(), batches, strict=True)
@@ -116,6 +117,12 @@ class Grouped:
         versions[step + 1] = worker.newest()
         for version in [version for version in versions if version < oldest]:
             del versions[version]
+
+    def _read(self, versions: Mapping[int, Weights], version: int, step: int) -> Weights:
+        """What a stage reads at ``step`` of which the schedule says ``version``."""
+        if not self.schedule.predicts(version, step):
+            return versions[version]
+        return predicted(versions[version - 1], versions[version], step - version)
 
     def _by_version(
         self, stage: int, step: int, version: Callable[[int, int, int], int]

@@ -22,6 +22,7 @@ from toolkit.runtime.stage import (
     gradients,
     kept_for_two_backwards,
     leaves,
+    predicted,
 )
 from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
@@ -127,7 +128,7 @@ class Rank:
         else:
             received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
             inputs = tuple(_leaf(tensor) for tensor in received if tensor is not None)
-        weights = leaves(self.weights[i.stage, i.version])
+        weights = leaves(self.weights[i.weights])
         worker = self.workers[i.stage]
         with self.watching(weights, inputs, list(worker.compute.buffers())):
             outputs = worker.forward(weights, inputs, (m,), step)
@@ -185,9 +186,14 @@ class Rank:
             for version in [version for version in known if version < oldest]:
                 del known[version]
 
+    def _predict(self, i: Instruction) -> None:
+        version, step = _int(i.version), _int(i.step)
+        before, late = (self.weights[i.stage, v] for v in (version - 1, version))
+        self.weights[i.weights] = predicted(before, late, step - version)
+
     def _free(self, i: Instruction) -> None:
-        if i.buffer == Buffer.WEIGHTS:
-            del self.weights[i.stage, i.version]
+        if i.buffer != Buffer.ACTIVATION:
+            del self.weights[i.weights]
         else:
             del self.kept[i.stage, i.microbatch, i.step]
 
@@ -198,6 +204,7 @@ _DO: dict[Action, Callable[[Rank, Instruction], None]] = {
     Action.BACKWARD_INPUT: Rank._backward_input,
     Action.BACKWARD_WEIGHT: Rank._backward_weight,
     Action.UPDATE: Rank._update,
+    Action.PREDICT: Rank._predict,
     Action.FREE: Rank._free,
 }
 

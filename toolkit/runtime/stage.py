@@ -145,6 +145,16 @@ def channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
+@torch.no_grad()
+def predicted(before: Weights, late: Weights, delay: int) -> Weights:
+    """What ``late`` weights will be ``delay`` updates on, if each is as the one since ``before``.
+
+    theta_v + delay (theta_v - theta_{v-1}): the prediction of SpecTrain (arXiv 1809.02839), since
+    an update by momentum is nearly the one before it.
+    """
+    return {name: torch.lerp(before[name], x, 1.0 + delay) for name, x in late.items()}
+
+
 def leaves(weights: Weights) -> Weights:
     """The same memory as leaves of a new graph, to gather gradients apart from the parameters."""
     return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}

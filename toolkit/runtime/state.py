@@ -138,7 +138,8 @@ def check_state(
         if lacking := sorted(needed - versions.keys()):
             raise ValueError(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
-                " and the state was taken under one with smaller delays: go on with that one"
+                " and the state was taken under one with smaller delays, or without predict: go on"
+                " with that one"
             )
     for fault in _faults_inside(state, updaters, model, own):
         raise ValueError(

@@ -8,6 +8,7 @@ from toolkit.schedule.sizes import whole
 from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
 
 _ACCUMULATE = "accumulate, the micro-batches of a worker,"
+_PREDICTED = " predicted"
 
 
 def data_parallel(
@@ -18,6 +19,7 @@ def data_parallel(
     delay: Delay = 0,
     n_stages: int | None = None,
     accumulate: int = 1,
+    predict: bool = False,
 ) -> Schedule:
     """Data parallelism: ``n`` workers at the same moment.
 
@@ -30,14 +32,17 @@ def data_parallel(
             :class:`~toolkit.schedule.random_delay.RandomDelay` study staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
+        predict: replace late weights by what they let expect of those of the step, as
+            :class:`Schedule` tells.
     """
     s, workers = _sizes(n_stages, n)
     k = whole(accumulate, _ACCUMULATE, 1)
     m = k * workers
     late = _late(delay, s, m)
-    name = _name("DP", state, "" if late == " delay 0" else late, k)
+    rule = "" if late == " delay 0" else late
+    name = _name("DP", state, rule + _PREDICTED * (predict and bool(rule)), k)
     when = timing.simultaneous(s, workers, k)
-    return Schedule(name, s, m, when, placement, delay, state, accumulate=k)
+    return Schedule(name, s, m, when, placement, delay, state, accumulate=k, predict=predict)
 
 
 def cyclic(
@@ -49,6 +54,7 @@ def cyclic(
     n_stages: int | None = None,
     chains: str = IN_ORDER,
     accumulate: int = 1,
+    predict: bool = False,
 ) -> Schedule:
     """Cyclic data parallelism: ``n`` workers staggered uniformly.
 
@@ -63,6 +69,7 @@ def cyclic(
         chains: ``in_order``, or ``rotated``: the same bytes and updates on every rank; but sums
             wait longer, gradients are held longer, and messages bunch where a backward ends.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
+        predict: as in :func:`data_parallel`.
 
     Source: arXiv 2403.08837.
     """
@@ -72,9 +79,9 @@ def cyclic(
     late = _late(delay, s, m)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
-    name = _name("CDP", state, rule + rotated, k)
+    name = _name("CDP", state, rule + rotated + _PREDICTED * predict, k)
     when = timing.cyclic(s, workers, k)
-    return Schedule(name, s, m, when, placement, delay, state, chains, k)
+    return Schedule(name, s, m, when, placement, delay, state, chains, k, predict)
 
 
 def published(
@@ -134,9 +141,14 @@ def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
     return _pipeline("ZB-H1", orders.zero_bubble(*_sizes(n_stages, n_microbatches)))
 
 
-def pipedream_2bw(n_stages: int, n_microbatches: int) -> Schedule:
+def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
     """1F1B without flush, every weight one step late. With as many micro-batches as stages it is
     CDP-v1 on per-stage ranks. Source: arXiv 2006.09503.
+
+    Args:
+        n_stages: stages of the model, S.
+        n_microbatches: of a training step, M.
+        predict: as in :func:`data_parallel`.
 
     Raises:
         ValueError: fewer micro-batches than stages, which two weight versions cannot serve.
@@ -144,7 +156,9 @@ def pipedream_2bw(n_stages: int, n_microbatches: int) -> Schedule:
     s, m = _sizes(n_stages, n_microbatches)
     if m < s:
         raise ValueError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
-    return Schedule("PipeDream-2BW", s, m, timing.pipelined(s, m), "per_stage", delay=1)
+    name = "PipeDream-2BW" + _PREDICTED * predict
+    when = timing.pipelined(s, m)
+    return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
 
 
 def _pipeline(name: str, rank_orders: orders.Orders) -> Schedule:

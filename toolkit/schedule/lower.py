@@ -1,6 +1,6 @@
 """From ops to instructions: the schedule says what computes when, lowering infers the rest.
 
-Everything inferred follows from five rules.
+Everything inferred follows from six rules.
 
 1. *Boundaries.* Where stage j and the stage after (before) it sit on different ranks, the output
    (the gradient of the input) is sent when the op has ended.
@@ -12,10 +12,13 @@ Everything inferred follows from five rules.
 4. *Weights.* A version is handed on to the ranks that read it, in the order in which they first
    need it, or round the ring. Where the state is sharded a rank keeps it for one op only and hands
    it on after that; ranks that need it at the same moment get it by a broadcast from the owner.
-5. *Frees.* Activations go when their backward has ended, a weight version when the rank no longer
-   reads it, hands it on or updates it.
+5. *Predictions.* Where late weights are predicted, a rank does so before the first forward that
+   reads them, from the version that is there and the one before it.
+6. *Frees.* Activations go when their backward has ended, predictions when all of theirs have, a
+   weight version when the rank no longer reads it, predicts from it, hands it on or updates it.
 
-At one tick a rank first sends and receives, then updates, hands on weights, frees, and computes.
+At one tick a rank first sends and receives, then updates, hands on weights, predicts, frees, and
+computes.
 The order of messages is the same on all ranks, so that blocking channels cannot deadlock.
 """
 
@@ -42,7 +45,7 @@ def _position(instruction: Instruction) -> tuple[int, int]:
     return instruction.tick, _PHASE[action]
 
 
-# Boundary messages, reductions, updates, hand-ons, frees, ops.
+# Boundary messages, reductions, updates, hand-ons, predictions, frees, ops.
 _MESSAGE_PHASE: dict[Buffer | None, int] = {
     Buffer.ACTIVATION: 0,
     Buffer.ACTIVATION_GRADIENT: 0,
@@ -54,8 +57,9 @@ _PHASE = {
     Action.REDUCE: 1,
     Action.UPDATE: 2,
     Action.BROADCAST: 3,
-    Action.FREE: 4,
-} | {action: 5 for action in Action if action.computes}
+    Action.PREDICT: 4,
+    Action.FREE: 5,
+} | {action: 6 for action in Action if action.computes}
 
 
 class _Read(NamedTuple):
@@ -103,12 +107,15 @@ class _Lowering:
         self.rings = schedule.rings
         self.slot = schedule.timing.ticks_per_slot
         self.ranks: list[list[Instruction]] = [[] for _ in range(schedule.n_ranks)]
-        # (stage, version) -> reads; (stage, step) -> rank -> tick at which its share is summed
+        # (stage, version) -> reads; (stage, version, step) -> rank -> from its first to its last;
+        # (stage, step) -> rank -> tick at which its share is summed
         self.reads: dict[tuple[int, int], list[_Read]] = defaultdict(list)
+        self.predicted: dict[tuple[int, int, int], dict[int, _Read]] = defaultdict(dict)
         self.shares: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
 
     def program(self) -> Program:
         self._compute()
+        self._predict()
         supply = self._travel if self.schedule.state == "sharded" else self._hand_on
         for j in range(self.schedule.n_stages):
             given = _Update(0, self.schedule.first_holders(j))
@@ -154,8 +161,15 @@ class _Lowering:
                 end = start + self.slot
                 rank = place[j][m]
                 version = max(0, step - delays[j][m])
-                self.ranks[rank].append(Instruction(start, actions[kind], j, m, step, version))
-                self.reads[j, version].append(_Read(start, end, rank))
+                read, buffer = _Read(start, end, rank), None
+                if schedule.predicts(version, step):
+                    buffer = Buffer.PREDICTION
+                    here = self.predicted[j, version, step]
+                    here[rank] = read._replace(start=here.get(rank, read).start)
+                else:
+                    self.reads[j, version].append(read)
+                op = Instruction(start, actions[kind], j, m, step, version, buffer)
+                self.ranks[rank].append(op)
                 if kind == Kind.FORWARD:
                     if j < schedule.n_stages - 1 and place[j + 1][m] != rank:
                         self._message(rank, place[j + 1][m], end, Buffer.ACTIVATION, j, m, step)
@@ -168,6 +182,16 @@ class _Lowering:
                     )
                     share = self.shares[j, step]
                     share[rank] = max(share.get(rank, 0), end)
+
+    def _predict(self) -> None:
+        """What is read instead of late weights, from just before its first use to its last."""
+        for (j, version, step), reads in self.predicted.items():
+            what = (j, None, step, version, Buffer.PREDICTION)
+            for start, end, rank in reads.values():
+                self.ranks[rank].append(Instruction(start, Action.PREDICT, *what))
+                self.ranks[rank].append(Instruction(end, Action.FREE, *what))
+                for needed in (version - 1, version):
+                    self.reads[j, needed].append(_Read(start, start, rank))
 
     def _places(self, step: int) -> list[list[int]]:
         """The rank of each stage and micro-batch at ``step``."""
@@ -240,8 +264,8 @@ class _Lowering:
         return [*dropwhile(lambda rank: rank not in first, way)][::-1]
 
     def _due(self, source: _Read, target: _Read) -> int:
-        """When weights are handed on: after their first use, or a slot before they are read."""
-        return min(source.end, target.start - self.slot)
+        """When weights are handed on: after the first op with them, or a slot before the next."""
+        return min(source.start + self.slot, target.start - self.slot)
 
     def _travel(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Sharded: the version goes from op to op; its owner keeps it until the update.

@@ -40,13 +40,15 @@ class _Needs:
             return self._computes(position, i)
         if i.action == Action.UPDATE:
             return self._updates(position, i)
+        if i.action == Action.PREDICT:
+            return self._predicts(position, i)
         if i.action == Action.FREE:
             return self._frees(position, i)
         return self._communicates(position, i)
 
     def _computes(self, position: int, i: Instruction) -> set[int]:
         key = (i.stage, i.microbatch, i.step)
-        found = self._uses_weights(position, i)
+        found = self._uses_weights(position, i.weights)
         if i.action == Action.FORWARD:
             found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
             self.made[(Buffer.ACTIVATION, *key)] = position
@@ -72,18 +74,28 @@ class _Needs:
         self.made[i.stage, i.version] = position
         return found
 
+    def _predicts(self, position: int, i: Instruction) -> set[int]:
+        assert i.version is not None
+        self.made[i.weights] = position
+        return set().union(
+            *(
+                self._uses_weights(position, (i.stage, version))
+                for version in (i.version - 1, i.version)
+            )
+        )
+
     def _frees(self, position: int, i: Instruction) -> set[int]:
-        if i.buffer != Buffer.WEIGHTS:
+        if i.buffer == Buffer.ACTIVATION:
             return set(self.kept.pop((i.stage, i.microbatch, i.step), ()))
-        key = (i.stage, i.version)
+        key = i.weights
         self.freed[key] = position
         return set(self.uses.pop(key, ())) | self._takes(key)
 
     def _communicates(self, position: int, i: Instruction) -> set[int]:
         if i.buffer == Buffer.WEIGHTS:
             if i.action == Action.SEND or (i.action == Action.BROADCAST and self._is_root(i)):
-                return self._uses_weights(position, i)
-            key = (i.stage, i.version)
+                return self._uses_weights(position, i.weights)
+            key = i.weights
             self.made[key] = position
             return {self.freed[key]} if key in self.freed else set()
         if i.buffer == Buffer.GRADIENT:
@@ -103,8 +115,7 @@ class _Needs:
     def _is_root(self, i: Instruction) -> bool:
         return i.peers[0] == self.rank
 
-    def _uses_weights(self, position: int, i: Instruction) -> set[int]:
-        key = (i.stage, i.version)
+    def _uses_weights(self, position: int, key: tuple) -> set[int]:
         self.uses[key].append(position)
         return self._takes(key, keep=True)
 

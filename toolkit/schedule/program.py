@@ -20,12 +20,13 @@ class Action(IntEnum):
     BACKWARD_INPUT = 2
     BACKWARD_WEIGHT = 3
     UPDATE = 4
-    SEND = 5
-    RECV = 6
-    ALL_REDUCE = 7
-    REDUCE = 8
-    BROADCAST = 9
-    FREE = 10
+    PREDICT = 5
+    SEND = 6
+    RECV = 7
+    ALL_REDUCE = 8
+    REDUCE = 9
+    BROADCAST = 10
+    FREE = 11
 
     @property
     def computes(self) -> bool:
@@ -37,18 +38,24 @@ class Action(IntEnum):
 
 
 class Buffer(IntEnum):
-    """What is sent, received, reduced or freed.
+    """What is sent, received, reduced, predicted or freed.
 
     ``ACTIVATION`` as a message is the output of a stage's forward; freed, it is everything that
     the stage keeps for its backward. ``ACTIVATION_GRADIENT`` is the gradient with respect to a
     stage's input. ``GRADIENT`` is a sum over micro-batches of gradients with respect to a stage's
-    parameters. ``WEIGHTS`` is one version of a stage's parameters.
+    parameters. ``WEIGHTS`` is one version of a stage's parameters, and ``PREDICTION`` what a later
+    one is expected to be.
     """
 
     ACTIVATION = 0
     ACTIVATION_GRADIENT = 1
     GRADIENT = 2
     WEIGHTS = 3
+    PREDICTION = 4
+
+
+WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
+"""Stage and version of weights; of a prediction made from them also the step it is for."""
 
 
 class Instruction(NamedTuple):
@@ -56,8 +63,9 @@ class Instruction(NamedTuple):
 
     ``tick`` is when it starts; ``version`` is the weight version read (forward, backward),
     made (update) or meant (messages and frees of weights); ``peers`` are the receiver of a send,
-    the sender of a receive, or every rank of a collective, the root first. What does not apply
-    is None.
+    the sender of a receive, or every rank of a collective, the root first. An op whose ``buffer``
+    is ``PREDICTION`` reads what ``version`` lets expect of the weights of its ``step``. What does
+    not apply is None.
     """
 
     tick: int
@@ -68,6 +76,13 @@ class Instruction(NamedTuple):
     version: int | None = None
     buffer: Buffer | None = None
     peers: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> WeightsKey:
+        """The weights that it reads, makes, moves or frees."""
+        if self.buffer == Buffer.PREDICTION:
+            return self.stage, self.version, self.step
+        return self.stage, self.version
 
     def __str__(self) -> str:
         words = [self.action.name]
@@ -149,7 +164,9 @@ class Program:
         return tuple(max(alive for _, alive in _alive(rank)) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """The most weights that each rank holds at once, all versions, in stage-parameters."""
+        """The most weights that each rank holds at once, in stage-parameters: all versions, and
+        those predicted.
+        """
         schedule = self.schedule
         peaks = []
         for rank, instructions in enumerate(self.ranks):
@@ -160,10 +177,10 @@ class Program:
             )
             peak = held
             for i in instructions:
-                if i.action == Action.UPDATE or _receives_weights(i, rank):
+                if i.action in (Action.UPDATE, Action.PREDICT) or _receives_weights(i, rank):
                     held += 1
                     peak = max(peak, held)
-                elif i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
+                elif i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
                     held -= 1
             peaks.append(peak)
         return tuple(peaks)

@@ -47,6 +47,13 @@ class Schedule:
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
             it sums their gradients before they travel. Worker w of M/k runs micro-batches w,
             w + M/k, w + 2M/k, ...
+        predict: whether weights that are late are replaced by what they let expect of those of
+            the step, as if the last update were repeated in each step since (SpecTrain,
+            arXiv 1809.02839)::
+
+                theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness
+
+            It takes replicated state, and a version more.
 
     Attributes:
         staleness: ``[stage][microbatch]``, steps by which the weights read are late; where delays
@@ -67,6 +74,7 @@ class Schedule:
     state: str = "replicated"
     chains: str = IN_ORDER
     accumulate: int = 1
+    predict: bool = False
     staleness: Staleness = field(init=False, repr=False, compare=False)
     least_staleness: Staleness = field(init=False, repr=False, compare=False)
     layout: Placement = field(init=False, repr=False, compare=False)
@@ -91,6 +99,11 @@ class Schedule:
         self._check_staleness()
         if self.chains != IN_ORDER:
             check_chains(self)
+        if self.predict and self.state != "replicated":
+            raise ValueError(
+                f'predict=True takes state="replicated": got state={self.state!r}, of which a rank'
+                " keeps no version but for one op; choose that, or predict=False"
+            )
 
     @property
     def n_ranks(self) -> int:
@@ -149,8 +162,9 @@ class Schedule:
         return tuple(ring_of(self, j) for j in range(self.n_stages))
 
     def oldest_version(self, stage: int, step: int) -> int:
-        """The oldest weight version of ``stage`` that is read at ``step`` or later."""
-        return max(0, step - max(self.staleness[stage]))
+        """The oldest weight version of ``stage`` that is used at ``step`` or later."""
+        late = max(self.staleness[stage])
+        return max(0, step - late - (self.predict and late > 0))
 
     def first_holders(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold the weights of ``stage`` before the first step."""
@@ -168,6 +182,10 @@ class Schedule:
         """The weight version that ``stage`` reads for ``microbatch`` at ``step``."""
         return max(0, step - self.delays(step)[stage][microbatch])
 
+    def predicts(self, version: int, step: int) -> bool:
+        """Whether what reads ``version`` at ``step`` reads a prediction made from it instead."""
+        return self.predict and 0 < version < step
+
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
         """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
         return self.layout.rank(stage, microbatch, step)
@@ -180,6 +198,7 @@ class Schedule:
         name: str = "rank orders",
         delay: Delay = 0,
         state: str = "replicated",
+        predict: bool = False,
     ) -> "Schedule":
         """A schedule from the order of each rank's ops, each as early as it can start.
 
@@ -188,6 +207,7 @@ class Schedule:
             name: what tables and figures call it.
             delay: as in :class:`Schedule`.
             state: as in :class:`Schedule`.
+            predict: as in :class:`Schedule`.
 
         Raises:
             ValueError: an op is missing, unknown or repeated; a rank has nothing to do; a backward
@@ -197,7 +217,8 @@ class Schedule:
         table = _assigned(parsed)
         timing = _orders.as_early_as_possible(parsed, delay)
         layout = Assigned("per_stage", table)
-        return cls(name, len(table), len(table[0]), timing, layout, delay, state)
+        sizes = len(table), len(table[0])
+        return cls(name, *sizes, timing, layout, delay, state, predict=predict)
 
     @classmethod
     def from_csv(cls, source: str | Path, **arguments: Any) -> "Schedule":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from toolkit.schedule import grid
 from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.program import Action, Buffer, Instruction, Program, WeightsKey
 from toolkit.schedule.replay import DeadlockError, replay
 from toolkit.schedule.schedule import Schedule
 
@@ -28,7 +28,7 @@ class _Rank:
         self.boundaries: set[tuple[Buffer, int, int | None, int | None]] = set()
         self.halves: set[_Key] = set()
         self.sums: dict[tuple[int, int | None], int] = {}
-        self.weights: set[tuple[int, int | None]] = set()
+        self.weights: set[WeightsKey] = set()
 
 
 def verify(program: Program) -> None:
@@ -79,8 +79,8 @@ class _Check:
         self.done: dict[Action, set[_Key]] = {a: set() for a in Action if a.computes}
         self.in_flight = 0
         self.slot = self.schedule.timing.ticks_per_slot
-        # (rank, stage, version) -> the tick after which it ought to be freed
-        self.last_use: dict[tuple[int, int, int | None], int] = {}
+        # (rank, weights) -> the tick after which they ought to be freed
+        self.last_use: dict[tuple[int, WeightsKey], int] = {}
         self._message: Mapping[Buffer | None, _Do] = {
             Buffer.ACTIVATION: self._boundary,
             Buffer.ACTIVATION_GRADIENT: self._boundary,
@@ -89,6 +89,7 @@ class _Check:
         }
         self._local: Mapping[Action, _Do] = {a: self._compute for a in Action if a.computes} | {
             Action.UPDATE: self._update,
+            Action.PREDICT: self._predict,
             Action.FREE: self._free,
             Action.ALL_REDUCE: self._gradient,
             Action.REDUCE: self._gradient,
@@ -115,11 +116,11 @@ class _Check:
             raise _RefusedError("it has been done before")
         self.done[i.action].add(key)
         promised = self.schedule.version(i.stage, i.microbatch or 0, i.step or 0)
-        if i.version != promised:
-            raise _RefusedError(f"the schedule promises weight version {promised}")
-        if (i.stage, i.version) not in here.weights:
-            raise _RefusedError(f"the rank does not hold version {i.version} of stage {i.stage}")
-        self._uses(rank, i.stage, i.version, i.tick + self.slot)
+        predicts = self.schedule.predicts(promised, i.step or 0)
+        if i.version != promised or predicts != (i.buffer == Buffer.PREDICTION):
+            predicted = ", and to predict from it" if predicts else ""
+            raise _RefusedError(f"the schedule promises weight version {promised}{predicted}")
+        self._reads(rank, i.weights, i.tick + self.slot)
         if i.action == Action.FORWARD:
             if i.stage > 0:
                 _take(here.boundaries, (Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
@@ -149,8 +150,12 @@ class _Check:
             raise _RefusedError("a micro-batch's gradient is counted twice")
         here.sums[key] = here.sums.get(key, 0) | microbatches
 
-    def _uses(self, rank: int, stage: int, version: int | None, until: int) -> None:
-        key = (rank, stage, version)
+    def _reads(self, rank: int, weights: WeightsKey, until: int) -> None:
+        if weights not in self.ranks[rank].weights:
+            stage, version, *predicted = weights
+            what = f"the prediction from version {version}" if predicted else f"version {version}"
+            raise _RefusedError(f"the rank does not hold {what} of stage {stage}")
+        key = (rank, weights)
         self.last_use[key] = max(self.last_use.get(key, 0), until)
 
     def _update(self, rank: int, i: Instruction) -> None:
@@ -161,17 +166,28 @@ class _Check:
         if missing:
             lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
             raise _RefusedError(f"the gradient lacks micro-batches {lacking}")
-        if (i.stage, version) not in here.weights:
-            raise _RefusedError(f"the rank does not hold version {version} of stage {i.stage}")
+        self._reads(rank, (i.stage, version), i.tick)
         here.weights.add((i.stage, i.version))
-        self._uses(rank, i.stage, version, i.tick)
+
+    def _predict(self, rank: int, i: Instruction) -> None:
+        if i.version is None or not self.schedule.predicts(i.version, i.step or 0):
+            raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
+        for version in (i.version - 1, i.version):
+            self._reads(rank, (i.stage, version), i.tick)
+        self._gains(rank, i)
+
+    def _gains(self, rank: int, i: Instruction) -> None:
+        held = self.ranks[rank].weights
+        if i.weights in held:
+            raise _RefusedError(f"the rank holds that {_NAMES[i.buffer]} already")
+        held.add(i.weights)
 
     def _free(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
         held: set = here.activations
         key: tuple = (i.stage, i.microbatch, i.step)
-        if i.buffer == Buffer.WEIGHTS:
-            held, key = here.weights, (i.stage, i.version)
+        if i.buffer != Buffer.ACTIVATION:
+            held, key = here.weights, i.weights
         if key not in held:
             raise _RefusedError("there is nothing to free: never held here, or freed before")
         held.remove(key)
@@ -195,18 +211,10 @@ class _Check:
                     self.ranks[peer].sums[key] = here.sums[key]
 
     def _weights(self, rank: int, i: Instruction) -> None:
-        key = (i.stage, i.version)
-        held = self.ranks[rank].weights
         if i.action == Action.SEND or (i.action == Action.BROADCAST and rank == i.peers[0]):
-            if key not in held:
-                raise _RefusedError(
-                    f"the rank does not hold version {i.version} of stage {i.stage}"
-                )
-            self._uses(rank, i.stage, i.version, i.tick)
-        elif key in held:
-            raise _RefusedError("the rank holds that version already")
+            self._reads(rank, i.weights, i.tick)
         else:
-            held.add(key)
+            self._gains(rank, i)
 
     def _boundary(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
@@ -236,9 +244,11 @@ class _Check:
                 tick = begin + schedule.timing.gradient_end(stage, microbatch or 0)
                 kept = (stage, microbatch, of_step, None, Buffer.ACTIVATION)
                 raise self._missing(rank, Instruction(tick, Action.FREE, *kept))
-            for stage, version in here.weights - newest:
-                tick = self.last_use.get((rank, stage, version), 0)
-                old = (stage, None, None, version, Buffer.WEIGHTS)
+            for weights in here.weights - newest:
+                tick = self.last_use.get((rank, weights), 0)
+                stage, version, *of = weights
+                buffer = Buffer.PREDICTION if of else Buffer.WEIGHTS
+                old = (stage, None, of[0] if of else None, version, buffer)
                 raise self._missing(rank, Instruction(tick, Action.FREE, *old))
             if here.boundaries or here.sums:
                 left = [*here.boundaries, *here.sums]
@@ -246,6 +256,9 @@ class _Check:
 
     def _missing(self, rank: int, free: Instruction) -> ValueError:
         return _error(self.program, rank, free, "it is missing")
+
+
+_NAMES: dict[Buffer | None, str] = {Buffer.WEIGHTS: "version", Buffer.PREDICTION: "prediction"}
 
 
 def _left(why: str, schedule: Schedule, mark: tuple[Op, int] | None = None) -> ValueError:

@@ -181,8 +181,9 @@ def followed(program):
             frees = i.action == Action.FREE
             alive += (i.action == Action.FORWARD) - (frees and i.buffer == Buffer.ACTIVATION)
             comes = i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
-            made = i.action == Action.UPDATE or (i.buffer == Buffer.WEIGHTS and comes)
-            held += made - (frees and i.buffer == Buffer.WEIGHTS)
+            made = i.action in (Action.UPDATE, Action.PREDICT)
+            made |= i.buffer == Buffer.WEIGHTS and comes
+            held += made - (frees and i.buffer != Buffer.ACTIVATION)
             n_bytes = int(i.action.communicates)
             record.events.append(event(i, time, time + 1, n_bytes, alive, held))
         records.append(record)

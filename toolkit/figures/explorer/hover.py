@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Op, Program
 from toolkit.schedule.dependencies import dependencies
+from toolkit.schedule.program import WeightsKey
 
 _Key = tuple[int, int]  # rank, position among the rank's instructions
 
@@ -37,7 +38,7 @@ class _Rank:
         self.received: dict[tuple, tuple[int, ...]] = {}
         self.made: dict[tuple[int, int | None], str] = {}
         self.freed: dict[tuple[int, int | None, int | None], int] = {}
-        self.weights: dict[tuple[int, int | None], int] = {}
+        self.weights: dict[WeightsKey, int] = {}
         self.sent: defaultdict[tuple, list[int]] = defaultdict(list)
         self.before: dict[Instruction, Instruction | None] = {}
         last: Instruction | None = None
@@ -48,7 +49,7 @@ class _Rank:
             elif i.action == Action.FREE and i.buffer == Buffer.ACTIVATION:
                 self.freed[i.stage, i.microbatch, i.step] = i.tick
             elif i.action == Action.FREE:
-                self.weights[i.stage, i.version] = i.tick
+                self.weights[i.weights] = i.tick
             elif i.action == Action.UPDATE:
                 self.made[i.stage, i.version] = "updated here"
             elif i.buffer == Buffer.WEIGHTS and i.action == Action.RECV:
@@ -71,7 +72,10 @@ def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -
     late = schedule.delays(i.step or 0)[i.stage][i.microbatch or 0]
     fresh = "the newest" if not late else f"{late} step{'s' * (late > 1)} late"
     origin = seen.made.get((i.stage, i.version), "held from the start")
-    waits = [f"weights {i.version} of stage {i.stage} ({fresh}; {origin})"]
+    weights = f"weights {i.version} of stage {i.stage}"
+    if i.buffer == Buffer.PREDICTION:
+        weights = f"weights {i.step} of stage {i.stage} as predicted from {i.version}"
+    waits = [f"{weights} ({fresh}; {origin})"]
     for needed in dependencies(op, schedule.timing.starts, schedule.n_stages):
         waits.append(_input(needed, i, seen))
     before = seen.before[i]
@@ -83,8 +87,8 @@ def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -
     end = i.tick + tick
     gone = seen.freed.get(key)
     frees = [f"activations of {op.stage}F{op.microbatch}"] if gone == end else []
-    if seen.weights.get((i.stage, i.version)) == end:
-        frees.append(f"weights {i.version} of stage {i.stage}")
+    if seen.weights.get(i.weights) == end:
+        frees.append(weights)
     lines = [head, "waits for: " + "; ".join(waits), "frees: " + ("; ".join(frees) or "nothing")]
     if i.action == Action.FORWARD and gone is not None:
         lines.append(f"keeps its activations until slot {_slot(gone, tick)}")

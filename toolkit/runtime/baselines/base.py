@@ -205,6 +205,7 @@ def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) 
         schedule.state in states
         and schedule.n_ranks == schedule.n_microbatches
         and not isinstance(schedule.delay, RandomDelay)
+        and not (schedule.predict and staleness)
         and all(late == staleness for stage in schedule.staleness for late in stage)
         and all(
             schedule.rank(j, m, step) == m

@@ -1,0 +1,148 @@
+"""Late weights replaced by what they let expect: what a program does for it, and what it costs."""
+
+import pytest
+from hypothesis import given
+
+from tests.schedule.strategies import programs, quick
+from tests.schedule.test_verify import before, drop, find, put, refusal, twice
+from toolkit.schedule import Action, Buffer, RandomDelay, Schedule, catalog
+from toolkit.schedule.footprint import footprint
+
+SIZES = range(2, 9)
+PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
+
+
+def predicted(schedule, n_steps):
+    """(stage, version, step) of what each rank predicts, in order."""
+    return [
+        [i.weights for i in order if i.action == Action.PREDICT]
+        for order in schedule.lower(n_steps).verify().ranks
+    ]
+
+
+def test_what_is_late_is_predicted_once_there_are_two_versions():
+    v1 = catalog.cyclic(2, 1, predict=True)
+    assert predicted(v1, 4) == [[(j, t - 1, t) for t in (2, 3) for j in range(2)]] * 2
+
+
+def test_what_is_fresh_is_not_predicted():
+    """CDP-v2: the last worker reads all that is new, the first only the last stage."""
+    first, last = predicted(catalog.cyclic(2, predict=True), 4)
+    assert first == [(0, 1, 2), (0, 2, 3)]
+    assert last == []
+    assert predicted(catalog.data_parallel(2, predict=True), 3) == [[], []]
+
+
+def test_a_rank_predicts_once_for_all_that_read_the_same():
+    (one,) = predicted(catalog.data_parallel(4, "one", delay=2, n_stages=1, predict=True), 5)
+    assert one == [(0, 1, 3), (0, 2, 4)]
+
+
+@given(programs(states=["replicated"]))
+@quick
+def test_who_reads_a_prediction_holds_it(program):
+    """Each op reads either kind, as the schedule has it; all that is predicted is read."""
+    schedule = program.schedule
+    for order in program.ranks:
+        ops = [i for i in order if i.action.computes]
+        for i in ops:
+            late = schedule.predict and 0 < i.version < i.step
+            assert (i.buffer == Buffer.PREDICTION) == late
+        made = [i.weights for i in order if i.action == Action.PREDICT]
+        assert sorted(made) == sorted({i.weights for i in ops if i.buffer is not None})
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", [1, "freshest"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_it_costs_weights_and_nothing_else(n, delay, placement):
+    plain = footprint(catalog.cyclic(n, delay, placement))
+    found = footprint(catalog.cyclic(n, delay, placement, predict=True))
+    assert found.weights > plain.weights
+    for name in ("ranks", "total_activations", "traffic", "messages", "traffic_in_slot", "rounds"):
+        assert getattr(found, name) == getattr(plain, name), name
+
+
+def test_names_tell_it_where_something_is_late():
+    v1, v2 = (catalog.cyclic(3, delay, predict=True) for delay in (1, "freshest"))
+    assert [v1.name, v2.name] == ["CDP-v1 predicted", "CDP-v2 predicted"]
+    assert catalog.data_parallel(3, delay=2, predict=True).name == "DP delay 2 predicted"
+    late = RandomDelay(most=2)
+    assert catalog.data_parallel(3, delay=late, predict=True).name.endswith("0-2 predicted")
+    assert catalog.data_parallel(3, predict=True).name == "DP"
+    assert catalog.pipedream_2bw(3, 4, predict=True).name == "PipeDream-2BW predicted"
+
+
+def test_it_needs_one_version_more():
+    schedule = catalog.data_parallel(2, delay=[2, 0], predict=True)
+    assert [schedule.oldest_version(j, 7) for j in range(2)] == [4, 7]
+    assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4)] == [0, 0, 0, 1]
+
+
+def test_rank_orders_can_predict():
+    schedule = Schedule.from_rank_orders(["0F0 0B0"], delay=1, predict=True)
+    assert predicted(schedule, 3) == [[(0, 1, 2)]]
+
+
+@pytest.mark.parametrize("method", [catalog.data_parallel, catalog.cyclic])
+def test_sharded_state_is_refused(method):
+    message = "predict=True takes state=\"replicated\": got state='sharded'"
+    with pytest.raises(ValueError, match=message):
+        method(3, delay=1, state="sharded", predict=True)
+
+
+# Broken programs
+
+PROGRAM = catalog.cyclic(3, 1, predict=True).lower(4)
+
+
+def first(action, buffer=Buffer.PREDICTION):
+    return find(PROGRAM, lambda i: i.action == action and i.buffer == buffer)
+
+
+def test_a_missing_prediction():
+    rank, predict = first(Action.PREDICT)
+    message = refusal(drop(PROGRAM, rank, predict))
+    assert "FORWARD prediction stage 0" in message
+    assert "the rank does not hold the prediction from version 1 of stage 0" in message
+
+
+def test_late_weights_read_as_they_are():
+    rank, op = first(Action.FORWARD)
+    message = refusal(put(PROGRAM, rank, op, op._replace(buffer=None)))
+    assert "promises weight version 1, and to predict from it" in message
+
+
+def test_a_prediction_where_none_is_promised():
+    rank, op = first(Action.FORWARD, None)
+    wrong = op._replace(buffer=Buffer.PREDICTION)
+    assert "promises weight version 0\n" in refusal(put(PROGRAM, rank, op, wrong))
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_prediction_without_both_versions(version):
+    rank, predict = first(Action.PREDICT)
+    free = next(
+        i
+        for i in PROGRAM.ranks[rank]
+        if i.action == Action.FREE and i.weights == (predict.stage, version)
+    )
+    message = refusal(before(PROGRAM, rank, free, predict))
+    assert f"the rank does not hold version {version} of stage {predict.stage}" in message
+
+
+def test_a_prediction_of_what_is_fresh():
+    rank, predict = first(Action.PREDICT)
+    wrong = predict._replace(step=predict.version)
+    assert "predicts nothing from version 1" in refusal(put(PROGRAM, rank, predict, wrong))
+
+
+def test_a_prediction_made_twice():
+    rank, predict = first(Action.PREDICT)
+    assert "holds that prediction already" in refusal(twice(PROGRAM, rank, predict))
+
+
+def test_a_prediction_that_is_never_freed():
+    rank, free = first(Action.FREE)
+    message = refusal(drop(PROGRAM, rank, free))
+    assert f"{free}: it is missing" in message
