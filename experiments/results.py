@@ -1,7 +1,8 @@
-"""Put the kept results into README's tables: python experiments/results.py [--check]
+"""Put the kept results into their tables: python experiments/results.py [--check]
 
-Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README shows the table of
-experiments/results/NAME/result.json, and how it came about. --check only says whether it does.
+Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README.md and experiments/results/README.md
+show the table of experiments/results/NAME/result.json, and how it came about. --check only says
+whether they do.
 """
 
 import json
@@ -17,12 +18,13 @@ from toolkit.tracking import plus_minus
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
+PAGES = (ROOT / "README.md", RESULTS / "README.md")
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def rendered(readme: str) -> str:
-    """``readme`` with every table as its result has it."""
-    return _PLACE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", readme)
+def rendered(page: str) -> str:
+    """``page`` with every table as its result has it."""
+    return _PLACE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", page)
 
 
 def table(name: str) -> str:
@@ -93,29 +95,49 @@ def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _measured(result: dict[str, Any]) -> list[dict[str, str]]:
-    def value(row: dict[str, Any], name: str) -> str:
-        return str(Fraction(row[f"{name}_measured"]).limit_denominator(10_000))
-
-    def equal(row: dict[str, Any]) -> bool:
-        names = [name for name in row if f"{name}_measured" in row]
-        return all(row[name] == row[f"{name}_measured"] for name in names)
-
+def _counted(result: dict[str, Any]) -> list[dict[str, str]]:
+    """Of every setting under each rule: its footprint, and whether it is the closed form's."""
     return [
-        {
-            "setting": row["setting"],
-            "rule": row["rule"],
-            "ranks": value(row, "ranks"),
-            "activations (all)": (
-                f"{value(row, 'activations')} ({value(row, 'total_activations')}) A"
-            ),
-            "weights": f"{value(row, 'weights')} P",
-            "sent": f"{value(row, 'traffic')} P",
-            "messages": value(row, "messages"),
-            "as counted": "yes" if equal(row) else "no",
+        _footprint(row)
+        | {
+            "kept": f"{_fraction(row['parameters'])} P",
+            "in a slot": f"{_fraction(row['traffic_in_slot'])} P",
+            "rounds": _fraction(row["rounds"]),
+            "as by formula": _equal(row, "_formula"),
         }
         for row in result["metrics"]
     ]
+
+
+def _measured(result: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        _footprint(row, "_measured") | {"as counted": _equal(row, "_measured")}
+        for row in result["metrics"]
+    ]
+
+
+def _footprint(row: dict[str, Any], how: str = "") -> dict[str, str]:
+    def value(name: str) -> str:
+        return _fraction(row[name + how])
+
+    return {
+        "setting": row["setting"],
+        "rule": row["rule"],
+        "ranks": value("ranks"),
+        "activations (all)": f"{value('activations')} ({value('total_activations')}) A",
+        "weights": f"{value('weights')} P",
+        "sent": f"{value('traffic')} P",
+        "messages": value("messages"),
+    }
+
+
+def _fraction(value: float) -> str:
+    return str(Fraction(value).limit_denominator(10_000))
+
+
+def _equal(row: dict[str, Any], how: str) -> str:
+    names = [name for name in row if name + how in row]
+    return "yes" if all(row[name] == row[name + how] for name in names) else "no"
 
 
 def _bench(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -147,6 +169,7 @@ _ROWS = {
     "delays": _delays,
     "memory_resnet50": _memory,
     "memory_vit_b_16": _memory,
+    "communication": _counted,
     "communication_measured": _measured,
     "bench_grouped": _bench,
     "bench_failure": _failure,
@@ -160,16 +183,14 @@ _ROWS = {
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = rendered(before)
-    if "--check" in sys.argv:
-        if before != after:
-            sys.exit(
-                "README.md differs from experiments/results: run python experiments/results.py"
-            )
-        return
-    readme.write_text(after)
+    for page in PAGES:
+        before = page.read_text()
+        after = rendered(before)
+        if "--check" not in sys.argv:
+            page.write_text(after)
+        elif before != after:
+            name = page.relative_to(ROOT)
+            sys.exit(f"{name} differs from experiments/results: run python experiments/results.py")
 
 
 if __name__ == "__main__":
