@@ -1,6 +1,6 @@
 """The named methods: each is one choice of timing, placement, weights and state."""
 
-from toolkit.schedule import orders, timing
+from toolkit.schedule import orders, timing, v_shape
 from toolkit.schedule.chains import IN_ORDER, ROTATED
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import Schedule
@@ -139,6 +139,23 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B with split backwards, ZB-H1. Source: arXiv 2401.10241."""
     return _pipeline("ZB-H1", orders.zero_bubble(*_sizes(n_stages, n_microbatches)))
+
+
+def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
+    """Rank r of p has stages r and 2p-1-r; the activations of 1F1B, and no bubble from 2p-1
+    micro-batches on. Source: arXiv 2401.10241.
+    """
+    return _pipeline("ZB-V", v_shape.zb_v(*_sizes(n_stages, n_microbatches)))
+
+
+def v_half(n_stages: int, n_microbatches: int) -> Schedule:
+    """As ZB-V, with half the activations of 1F1B and half its bubble. Source: arXiv 2405.15362."""
+    return _pipeline("V-Half", v_shape.v_half(*_sizes(n_stages, n_microbatches)))
+
+
+def v_min(n_stages: int, n_microbatches: int) -> Schedule:
+    """As ZB-V, with a third of the activations of 1F1B. Source: arXiv 2405.15362."""
+    return _pipeline("V-Min", v_shape.v_min(*_sizes(n_stages, n_microbatches)))
 
 
 def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:

@@ -1,0 +1,155 @@
+"""V-shaped pipelines keep their papers' bounds on memory, and their bubbles' closed forms."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.schedule.strategies import quick
+from tests.schedule.test_orders import torchs
+from toolkit.schedule import Kind, Op, Schedule, catalog
+
+MAKES = {"ZB-V": catalog.zb_v, "V-Half": catalog.v_half, "V-Min": catalog.v_min}
+ALL_SIZES = sorted(
+    {(p, m) for p in range(1, 10) for m in (*range(1, 8), p, 2 * p - 1, 2 * p, 3 * p + 1)}
+)
+every = pytest.mark.parametrize("name", MAKES)
+
+
+def most(name, p):
+    """Stage-activations that a rank may hold: two for each of the paper's micro-batches."""
+    return 2 * {"ZB-V": p, "V-Half": (p + 2) // 2, "V-Min": (p + 4) // 3}[name]
+
+
+def bubble(name, p, m):
+    """Slots in which the busiest rank idles between its first and its last op."""
+    if p == 1:
+        return 0
+    if name == "ZB-V":
+        return max(0, 2 * p - 1 - m, 4 * p - 1 - 4 * m)
+    if name == "V-Half":
+        return max(3 * p - 4 - (p % 2 == 0), 4 * p - 3 - 2 * m)
+    return 4 * p - 5 + 2 * (p % 3 == 0 and m > 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        (
+            "ZB-V",
+            """
+slot   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
+rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .
+rank 1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+""",
+        ),
+        (
+            "V-Half",
+            """
+slot   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
+rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 3F2 .   0I1 3I2 0W1 3W2 0I2 0W2
+rank 1 .   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2W1 1W1 2I2 1I2 2W2 1W2
+""",
+        ),
+        (
+            "V-Min",
+            """
+slot   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
+rank 0 0F0 .   .   3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 0F2 3W1 0I1 0W1 3F2 3I2 3W2 .   0I2 0W2
+rank 1 .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2
+""",
+        ),
+    ],
+    ids=MAKES,
+)
+def test_the_grid_of_two_ranks(name, grid):
+    schedule = MAKES[name](4, 3)
+    assert schedule.name == name
+    assert schedule.grid().splitlines() == grid.strip().splitlines()
+
+
+def test_the_building_block_of_four_ranks():
+    """That of V-Min, as its module draws it, but for the backwards of the weights."""
+    assert catalog.v_min(8, 1).grid().splitlines()[1:] == [
+        "rank 0 0F0 .   .   .   .   .   .   7F0 7I0 7W0 .   .   .   .   .   0I0 0W0",
+        "rank 1 .   1F0 .   .   .   .   6F0 .   .   6I0 6W0 .   .   .   1I0 1W0 .",
+        "rank 2 .   .   2F0 .   .   5F0 .   .   .   .   5I0 5W0 .   2I0 2W0 .   .",
+        "rank 3 .   .   .   3F0 4F0 .   .   .   .   .   .   4I0 3I0 4W0 3W0 .   .",
+    ]
+
+
+@every
+@given(p=st.integers(1, 9), m=st.integers(1, 24))
+@quick
+def test_any_sizes(name, p, m):
+    """Every op once, on its arm of the V, in the order of the micro-batches; a right program."""
+    schedule = MAKES[name](2 * p, m)
+    assert (schedule.n_ranks, schedule.n_stages, schedule.n_microbatches) == (p, 2 * p, m)
+    kinds = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    starts = schedule.timing.starts
+    assert len(starts) == 6 * p * m
+    for j in range(2 * p):
+        assert schedule.rank(j, 0) == min(j, 2 * p - 1 - j)
+        for kind in kinds:
+            slots = [starts[Op(kind, j, k)] for k in range(m)]
+            assert slots == sorted(slots)
+    program = schedule.lower(2).verify()
+    assert max(program.peak_activations()) == min(2 * m, most(name, p))
+
+
+@every
+@pytest.mark.parametrize(("p", "m"), ALL_SIZES)
+def test_the_bubble(name, p, m):
+    assert MAKES[name](2 * p, m).period == 6 * m + bubble(name, p, m)
+
+
+@every
+@pytest.mark.parametrize("p", range(1, 10))
+def test_memory_is_balanced(name, p):
+    """All ranks hold the bound, or in V-Min all but a micro-batch of it."""
+    peaks = MAKES[name](2 * p, 2 * p).lower(1).peak_activations()
+    assert max(peaks) == most(name, p)
+    assert min(peaks) >= most(name, p) - (2 if name == "V-Min" else 0)
+
+
+@pytest.mark.parametrize("p", range(2, 10))
+def test_beside_1f1b(p):
+    """Of p stages, each as long as two here: its first rank holds p micro-batches."""
+    m = 2 * p
+    whole = catalog.one_f_one_b(p, m)
+    held = 2 * max(whole.lower(1).peak_activations())
+    idle = 3 * (whole.period - 2 * m)  # a slot is a forward or two halves, of two stages
+    assert (held, idle) == (2 * p, 6 * (p - 1))
+    shares = {name: (most(name, p) / held, bubble(name, p, m) / idle) for name in MAKES}
+    assert shares["ZB-V"] == (1, 0)
+    for name, memory, time in (("V-Half", 1 / 2, 1 / 2), ("V-Min", 1 / 3, 2 / 3)):
+        assert memory < shares[name][0] <= memory + 4 / 3 / p
+        assert shares[name][1] <= time + (p % 3 == 0) / idle
+
+
+@pytest.mark.parametrize(("p", "m"), ALL_SIZES)
+def test_zb_v_beside_torchs(p, m):
+    """As full and as dense where torch's pattern is; with fewer micro-batches no longer."""
+    method = "_calculate_single_rank_operations"
+    sizes = {"pp_group_size": p, "num_stages": 2 * p, "_n_microbatches": m}
+    theirs = Schedule.from_rank_orders(torchs("ScheduleZBVZeroBubble", method, p, **sizes))
+    own = catalog.zb_v(2 * p, m)
+    assert own.layout == theirs.layout
+    assert own.period <= theirs.period
+    if m >= 2 * p - 1:
+        assert own.period == theirs.period == 6 * m
+        assert own.lower(1).peak_activations() == theirs.lower(1).peak_activations()
+
+
+@every
+@pytest.mark.parametrize("n_stages", [1, 5])
+def test_odd_stages_are_refused(name, n_stages):
+    message = f"{n_stages} stages cannot be dealt out in pairs; make them even"
+    with pytest.raises(ValueError, match=message):
+        MAKES[name](n_stages, 4)
+
+
+@every
+@pytest.mark.parametrize("sizes", [(0, 1), (2, 0), (-2, 2), (2, 1.0), (True, 1)])
+def test_senseless_sizes_are_refused(name, sizes):
+    with pytest.raises(ValueError, match="is a whole number, 1 or more: got"):
+        MAKES[name](*sizes)

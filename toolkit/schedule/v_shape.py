@@ -1,0 +1,195 @@
+"""V-shaped pipelines: two stages a rank, backwards in halves, and a third to all of 1F1B's memory.
+
+Rank r of p has stages r and 2p-1-r, so a micro-batch goes down the ranks and up again, forward and
+backward. All micro-batches repeat one building block, six slots apart. That of V-Min on four ranks,
+one column a slot (``.`` free)::
+
+    rank 0  F . . . . . . f b . . . . . . B
+    rank 1  . F . . . . f . . b . . . . B .
+    rank 2  . . F . . f . . . . b . . B . .
+    rank 3  . . . F f . . . . . . b B . . .
+
+``F`` and ``B`` are forward and backward (input) of the rank's first stage, ``f`` and ``b`` of its
+second. They fall into different slots of six, and leave two for the backwards of the weights. A
+step's ops come in this order, each as early as it can. Backwards of the weights fill the slots in
+which a rank would wait, and go before a forward that would exceed the bound on what the rank holds.
+
+Slots from rank to rank; stage-activations that a rank holds at most, where a micro-batch makes two;
+and slots of a step in which a rank idles (p > 1, micro-batches enough)::
+
+              down  up   held at most      idle
+    ZB-V         4   2   2p                0
+    V-Half       2   1   2 ((p+2) // 2)    3p-4, or 3p-5 where p is even
+    V-Min        1   1   2 ((p+4) // 3)    4p-5, or 4p-3 where 3 divides p
+
+In these units 1F1B's first rank holds 2p, and idles for 6(p-1).
+
+Sources: arXiv 2405.15362, section 3; ZB-V arXiv 2401.10241, section 6.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.schedule.dependencies import dependencies
+from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.orders import Orders
+
+_INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of a backward each
+
+
+@dataclass(frozen=True)
+class _Block:
+    """When each rank runs a micro-batch, but for the backwards of the weights.
+
+    Args:
+        down: slots from a rank to the next.
+        up: slots from a rank to the one before.
+        turns: slots F to f on the last rank, f to b on the first, b to B on the last.
+        bound: stage-activations that a rank holds at most.
+        ahead: whether a rank that would wait runs the next F before its time, within the bound. In
+            V-Min, whose bound is tight, that would delay what comes after.
+    """
+
+    down: int
+    up: int
+    turns: tuple[int, int, int]
+    bound: int
+    ahead: bool
+
+    def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
+        """The rank's ops, but for the backwards of the weights."""
+        first, second, last = rank, 2 * n_ranks - 1 - rank, n_ranks - 1
+        way_down, way_up = self.down * rank, self.up * (last - rank)
+        turn_1 = self.down * last + self.turns[0]
+        turn_2 = turn_1 + self.up * last + self.turns[1]
+        turn_3 = turn_2 + self.down * last + self.turns[2]
+        block = [
+            (way_down, Kind.FORWARD, first),
+            (turn_1 + way_up, Kind.FORWARD, second),
+            (turn_2 + way_down, Kind.BACKWARD_INPUT, second),
+            (turn_3 + way_up, Kind.BACKWARD_INPUT, first),
+        ]
+        starts = {
+            Op(kind, stage, m): slot + m * _INTERVAL
+            for slot, kind, stage in block
+            for m in range(n_microbatches)
+        }
+        return sorted(starts, key=starts.__getitem__)
+
+
+def zb_v(n_stages: int, n_microbatches: int) -> Orders:
+    """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on.
+
+    Raises:
+        ValueError: an odd number of stages.
+    """
+    p = _ranks(n_stages)
+    return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p, ahead=True), p, n_microbatches)
+
+
+def v_half(n_stages: int, n_microbatches: int) -> Orders:
+    """About half the activations of 1F1B's first rank, and half of its bubble.
+
+    Raises:
+        ValueError: an odd number of stages.
+    """
+    p = _ranks(n_stages)
+    turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
+    return _squeeze(_Block(2, 1, (1, turn, 2), 2 * ((p + 2) // 2), ahead=True), p, n_microbatches)
+
+
+def v_min(n_stages: int, n_microbatches: int) -> Orders:
+    """About a third of the activations of 1F1B's first rank, and two thirds of its bubble.
+
+    Raises:
+        ValueError: an odd number of stages.
+    """
+    p = _ranks(n_stages)
+    turn = 1 if p % 3 else 3  # 1 would put ops of a rank into the same slot of six
+    return _squeeze(_Block(1, 1, (1, turn, 1), 2 * ((p + 4) // 3), ahead=False), p, n_microbatches)
+
+
+def _ranks(n_stages: int) -> int:
+    if n_stages % 2:
+        raise ValueError(
+            f"each rank of a V has two stages: {n_stages} stages cannot be dealt out in pairs;"
+            " make them even"
+        )
+    return n_stages // 2
+
+
+class _Rank:
+    """A rank that runs its ops as early as it can.
+
+    Args:
+        planned: its ops but for the backwards of the weights, in the order of the block.
+        block: bounds what the rank holds.
+    """
+
+    def __init__(self, planned: list[Op], block: _Block) -> None:
+        self.planned = deque(planned)
+        self.first_stage = planned[0].stage
+        self.weights: deque[Op] = deque()  # backwards whose first half has run
+        self.held = 0
+        self.bound = block.bound
+        self.ahead = block.ahead
+
+    def take(self, ready: Callable[[Op], bool]) -> Op | None:
+        """The op that runs in a slot, if any."""
+        at = self._next(ready)
+        if at is not None:
+            op = self.planned[at]
+            del self.planned[at]
+        elif self.weights:
+            op = self.weights.popleft()
+        else:
+            return None
+        if op.kind == Kind.FORWARD:
+            self.held += 1
+        elif op.kind == Kind.BACKWARD_INPUT:
+            self.weights.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
+        else:
+            self.held -= 1
+        return op
+
+    def _next(self, ready: Callable[[Op], bool]) -> int | None:
+        """The place of the planned op to run."""
+        if not self.planned:
+            return None
+        if ready(self.planned[0]):
+            full = self.held == self.bound and self.planned[0].kind == Kind.FORWARD
+            return None if full else 0
+        return self._later_forward(ready) if self.ahead else None
+
+    def _later_forward(self, ready: Callable[[Op], bool]) -> int | None:
+        """The place of the next F, if the bound has room for it beside what it passes."""
+        held = self.held
+        for at, op in enumerate(self.planned):
+            if held == self.bound:
+                return None
+            if op.kind == Kind.FORWARD and op.stage == self.first_stage:
+                return at if ready(op) else None
+            held += 1 if op.kind == Kind.FORWARD else -1
+        return None
+
+
+def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
+    """The order in which each rank runs its ops, if none waits for nothing."""
+    ranks = [_Rank(block.order(r, n_ranks, n_microbatches), block) for r in range(n_ranks)]
+    split = {op for rank in ranks for op in rank.planned}
+    ends: dict[Op, int] = {}
+    slot = 0
+
+    def ready(op: Op) -> bool:
+        needed = dependencies(op, split, 2 * n_ranks)
+        return all(ends.get(other, slot + 1) <= slot for other in needed)
+
+    orders: list[list[Op]] = [[] for _ in ranks]
+    while any(rank.planned or rank.weights for rank in ranks):
+        for rank, order in zip(ranks, orders, strict=True):
+            if (op := rank.take(ready)) is not None:
+                ends[op] = slot + 1
+                order.append(op)
+        slot += 1
+    return orders
