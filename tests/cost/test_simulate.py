@@ -264,11 +264,16 @@ def test_every_op_of_the_first_step_starts_as_scheduled(schedule):
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_zero_bubble_in_unit_time(n):
+@pytest.mark.parametrize(
+    ("make", "per_rank"),
+    [(catalog.zero_bubble, 1), (catalog.zb_v, 2), (catalog.v_half, 2), (catalog.v_min, 2)],
+    ids=["ZB-H1", "ZB-V", "V-Half", "V-Min"],
+)
+def test_split_backwards_in_unit_time(make, per_rank, n):
     """Where a half takes a slot."""
-    schedule = catalog.zero_bubble(n, 2 * n)
+    schedule = make(per_rank * n, 2 * n)
     program = schedule.lower(3).verify()
-    timeline = simulate(program, unit_costs(n, backward=2.0), UNIT)
+    timeline = simulate(program, unit_costs(per_rank * n, backward=2.0), UNIT)
     assert timeline.step_time == schedule.period
     peaks = tuple(timeline.peak_memory(rank, "activations") for rank in range(n))
     assert peaks == program.peak_activations()

@@ -115,7 +115,7 @@ def test_communication_refuses_one_worker():
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "one_f_one_b", "zero_bubble", "pipedream_2bw", "zero_cdp_v2"]
+    "schedule", ["gpipe", "one_f_one_b", "zero_bubble", "v_half", "pipedream_2bw", "zero_cdp_v2"]
 )
 def test_simulate(schedule, tmp_path):
     arguments = (f"schedule={schedule}", "stages=2", "microbatches=4", f"hydra.run.dir={tmp_path}")
@@ -190,3 +190,9 @@ def test_simulate_refuses_a_missing_file():
 def test_simulate_refuses_uneven_interleaving():
     arguments = ("schedule=interleaved_1f1b", "stages=5", "schedule.n_ranks=2")
     assert "5 stages cannot be dealt out to 2 ranks" in refused("simulate", *SMALL, *arguments)
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "v_half", "v_min"])
+def test_simulate_refuses_half_a_v(schedule):
+    found = refused("simulate", *SMALL, f"schedule={schedule}", "stages=3")
+    assert "3 stages cannot be dealt out in pairs; make them even" in found

@@ -52,9 +52,12 @@ def schedules(n_ranks):
         yield catalog.cyclic(n, 2)
         yield catalog.data_parallel(n, delay=1)
         yield catalog.gpipe(n, n)
+        yield catalog.zb_v(2 * n, 2 * n)
+        yield catalog.v_min(2 * n, 2 * n)
     yield catalog.one_f_one_b(n, 2 * n)
     yield catalog.interleaved_1f1b(2 * n, n, n)
     yield catalog.zero_bubble(n, n)
+    yield catalog.v_half(2 * n, n)
     yield catalog.pipedream_2bw(n, n + 1)
     if n == 4:
         yield catalog.data_parallel(2, "per_stage_and_microbatch")

@@ -386,6 +386,7 @@ GPIPE = catalog.gpipe(3, 3)
         ),
         (TorchPipelining, catalog.one_f_one_b(3, 2), "a micro-batch a stage or more.*got 1F1B"),
         (TorchPipelining, catalog.zero_bubble(3, 7), "a multiple of the ranks"),
+        (TorchPipelining, catalog.zb_v(6, 6), "several stages a rank.*got ZB-V"),
         (
             TorchPipelining,
             Schedule.from_rank_orders(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], name="GPipe"),

@@ -456,6 +456,7 @@ SCHEDULES = [
     catalog.one_f_one_b(2, 4),
     catalog.interleaved_1f1b(4, 2, 2),
     catalog.zero_bubble(3, 3),
+    catalog.v_half(4, 3),
     catalog.pipedream_2bw(2, 3),
 ]
 CASES = {"residual": (models.cut, models.residual, models.make_batches)}

@@ -17,6 +17,7 @@ METHODS = [
     catalog.cyclic(2, 1, "per_stage_and_microbatch"),
     catalog.interleaved_1f1b(4, 2, 2),
     catalog.zero_bubble(3, 3),
+    catalog.v_half(4, 3),
     catalog.pipedream_2bw(2, 3),
     Schedule.from_rank_orders(("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1"), name="rank orders"),
 ]

@@ -14,6 +14,9 @@ PIPELINES = [
     catalog.interleaved_1f1b(4, 4, 2),
     catalog.interleaved_1f1b(6, 5, 3),
     catalog.zero_bubble(4, 6),
+    catalog.zb_v(6, 6),
+    catalog.v_half(6, 6),
+    catalog.v_min(6, 6),
     catalog.cyclic(3, placement="per_stage"),
     catalog.pipedream_2bw(2, 3),
 ]

@@ -11,8 +11,9 @@ one column a slot (``.`` free)::
 
 ``F`` and ``B`` are forward and backward (input) of the rank's first stage, ``f`` and ``b`` of its
 second. They fall into different slots of six, and leave two for the backwards of the weights. A
-step's ops come in this order, each as early as it can. Backwards of the weights fill the slots in
-which a rank would wait, and go before a forward that would exceed the bound on what the rank holds.
+step's ops come in this order, each as early as it can; in ZB-V and V-Half a rank that would wait
+runs its next ``F``, if there is room. Backwards of the weights fill the slots in which a rank would
+wait, and go before a forward that would exceed the bound on what the rank holds.
 
 Slots from rank to rank; stage-activations that a rank holds at most, where a micro-batch makes two;
 and slots of a step in which a rank idles (p > 1, micro-batches enough)::
@@ -24,7 +25,7 @@ and slots of a step in which a rank idles (p > 1, micro-batches enough)::
 
 In these units 1F1B's first rank holds 2p, and idles for 6(p-1).
 
-Sources: arXiv 2405.15362, section 3; ZB-V arXiv 2401.10241, section 6.
+Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6.
 """
 
 from collections import deque
@@ -45,7 +46,8 @@ class _Block:
     Args:
         down: slots from a rank to the next.
         up: slots from a rank to the one before.
-        turns: slots F to f on the last rank, f to b on the first, b to B on the last.
+        turns: slots from F to f on the last rank, from f to b on the first, from b to B on the
+            last.
         bound: stage-activations that a rank holds at most.
         ahead: whether a rank that would wait runs the next F before its time, within the bound. In
             V-Min, whose bound is tight, that would delay what comes after.
