@@ -1,5 +1,7 @@
 """Options that a resumed run has otherwise."""
 
+from dataclasses import dataclass, field
+
 from omegaconf import OmegaConf
 
 from toolkit.training.changes import changed_options
@@ -11,6 +13,27 @@ def test_options_that_one_side_lacks_are_told():
     four, five = (OmegaConf.create(dict.fromkeys(names, 1)) for names in ("pqrs", "pqrst"))
     assert changed_options("{}", four).endswith("s=1 (was None)")
     assert changed_options("{}", five).endswith("and 1 more")
+
+
+@dataclass
+class Sub:
+    late: int = 1
+    kept: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Known:
+    sub: Sub = field(default_factory=Sub)
+    top: bool = False
+
+
+def test_an_option_that_there_was_not_yet_has_its_usual_value():
+    """A run that an earlier version has saved is not told, or refused, for what came since."""
+    usual = OmegaConf.structured(Known)
+    assert changed_options("sub: {kept: []}", usual) == ""
+    other = OmegaConf.merge(usual, {"sub": {"late": 2}, "top": True})
+    assert changed_options("sub: {kept: []}", other) == "sub.late=2 (was None), top=True (was None)"
+    assert changed_options("sub: {late: 2, kept: []}", usual) == "sub.late=1 (was 2)"
 
 
 def test_some_options_change_nothing():

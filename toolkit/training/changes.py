@@ -19,6 +19,8 @@ def changed_options(
 ) -> str:
     """What differs in options on which the trajectory depends; empty if nothing does.
 
+    An option that there was not yet was as if it had the value that its schema gives it.
+
     Args:
         before: options as YAML, if they are known.
         now: the options of the run.
@@ -35,11 +37,21 @@ def changed_options(
         name
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
+        and not (name not in old and _is_usual(now, name))
         and not any(f"{name}.".startswith(f"{group}.") for group in indifferent)
     ]
     told = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_TOLD]]
     more = [f"and {len(names) - _MOST_TOLD} more"] if len(names) > _MOST_TOLD else []
     return ", ".join([*told, *more])
+
+
+def _is_usual(options: DictConfig, name: str) -> bool:
+    """Whether an option has the value that its schema gives it."""
+    group, _, last = name.rpartition(".")
+    node = OmegaConf.select(options, group) if group else options
+    schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else None
+    field = getattr(schema, "__dataclass_fields__", {}).get(last)
+    return field is not None and bool(field.default == node[last])
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, object]:
