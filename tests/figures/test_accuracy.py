@@ -31,6 +31,12 @@ def test_rules_are_told_apart_by_colour_and_by_marker():
     assert [line.get_marker() for line in axes.get_lines()] == list(MARKERS)
 
 
+@pytest.mark.parametrize(("curves", "rules"), [({}, "any rule"), ({"DP": [], "X": [[1]]}, "DP")])
+def test_rules_without_runs_are_refused(curves, rules):
+    with pytest.raises(ValueError, match=f"there are no runs of {rules} to draw"):
+        accuracy(curves)
+
+
 def test_axes_say_what_they_show():
     (axes,) = accuracy(CURVES).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("epoch", "test accuracy (%)")

@@ -56,6 +56,8 @@ def test_nothing_is_cut_off(shown):
         assert max(totals) < memory.get_ylim()[1]
     assert len({grid.get_ylim() for grid, _ in columns}) == 1
     assert len({memory.get_ylim() for _, memory in columns}) == 1
+    slots = max(schedule.lower(3).n_slots for schedule in shown)
+    assert {panel.get_xlim() for column in columns for panel in column} == {(0, slots)}
 
 
 def test_each_panel_says_what_its_rows_are():
@@ -81,6 +83,32 @@ def test_colour_tells_the_op_and_deepens_from_step_to_step():
     fills = grid.collections[0].get_facecolor()
     assert np.unique(fills[:, 3]).tolist() == [0.4, 0.7, 1.0]
     assert len(np.unique(fills[:, :3], axis=0)) == 3
+
+
+def named(figure):
+    (legend,) = figure.legends
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def test_every_colour_is_named():
+    whole = ["forward", "backward", "reads stale weights"]
+    assert named(schedules(catalog.cyclic(2))) == whole
+    split = schedules([catalog.cyclic(2), catalog.zero_bubble(2, 2)])
+    assert named(split) == [*whole[:2], "backward of weights", whole[2]]
+
+
+def test_figures_of_their_own_can_share_scales():
+    """Memory of 2.5 is not drawn as high as memory of 4."""
+    dp, cdp = catalog.data_parallel(4), catalog.cyclic(4)
+    alone, beside = (schedules(cdp, beside=others).axes for others in ([], [dp, cdp]))
+    assert alone[1].get_ylim()[1] < beside[1].get_ylim()[1] == schedules(dp).axes[1].get_ylim()[1]
+    assert schedules(dp, beside=[cdp]).axes[0].get_xlim() == (0, 30)
+
+
+@pytest.mark.parametrize(("shown", "got"), [([], "none"), ("cdp_v2", "'cdp_v2'"), ([4], "4")])
+def test_what_is_no_schedule_is_refused(shown, got):
+    with pytest.raises(ValueError, match=f"such as catalog.cyclic.4.: got {got}$"):
+        schedules(shown)
 
 
 def test_stages_are_named_where_there_is_room():

@@ -36,6 +36,29 @@ def test_nothing_is_cut_off(shown):
             assert panel.dataLim.y1 < panel.get_ylim()[1]
     for panels in zip(*found, strict=True):
         assert len({axes.get_ylim() for axes in panels}) == 1
+    longest = max(timeline.end for timeline in shown)
+    assert {axes.get_xlim() for column in found for axes in column} == {(0, longest)}
+
+
+@pytest.mark.parametrize("draw", [timelines, activity])
+def test_every_colour_is_named(draw):
+    whole = ["forward", "backward", "update", "send", "receive"]
+    split = [*whole[:2], "backward of weights", *whole[2:]]
+    for shown, names in ((DP, whole), (timeline(catalog.zero_bubble(2, 2)), split)):
+        (legend,) = draw(shown).legends
+        assert [text.get_text() for text in legend.get_texts()] == names
+
+
+def test_thin_bars_have_no_line_around_them():
+    for n_steps, line in ((2, True), (8, False)):
+        found = simulate(catalog.gpipe(8, 8).lower(n_steps), unit_costs(8), UNIT)
+        bars = timelines(found).axes[0].collections[0]
+        assert (bars.get_edgecolor()[0, :3].tolist() == [1, 1, 1]) is line
+
+
+def test_no_timeline_is_refused():
+    with pytest.raises(ValueError, match="no timeline to draw"):
+        timelines([])
 
 
 def test_one_timeline_needs_no_list():

@@ -16,8 +16,11 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
         curves: by rule, one sequence a run: accuracy (a share) after each epoch.
 
     Raises:
-        ValueError: the runs of a rule differ in their epochs.
+        ValueError: there is no rule, a rule has no runs, or they differ in their epochs.
     """
+    if not curves or not all(curves.values()):
+        without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
+        raise ValueError(f"there are no runs of {without} to draw")
     for rule, runs in curves.items():
         if len(lengths := sorted({len(run) for run in runs})) > 1:
             raise ValueError(

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from toolkit.figures.rows import align
-from toolkit.figures.style import GREEN, ORANGE, PURPLE, SKY, VERMILION, style
+from toolkit.figures.style import style
 from toolkit.figures.timeline import (
     RATES,
     TIMES,
+    add_keys,
     bytes_sent_by_bin,
     draw_ranks,
     draw_traffic,
@@ -18,14 +18,6 @@ from toolkit.figures.timeline import (
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline
-
-_KEYS = {
-    "forward": SKY,
-    "backward": ORANGE,
-    "update": GREEN,
-    "send": PURPLE,
-    "receive": VERMILION,
-}
 
 
 def activity(timeline: "Timeline") -> Figure:
@@ -40,6 +32,7 @@ def activity(timeline: "Timeline") -> Figure:
         sent = bytes_sent_by_bin(timeline)
         fastest = sent.max() * len(sent) / timeline.end
         traffic_unit, traffic_name = unit_for(fastest, RATES)
+        traffic.set_xlim(0, timeline.end / unit)
         draw_ranks(ranks, timeline, unit)
         align([ranks], [("rank", n_ranks)])
         draw_traffic(traffic, timeline, unit, traffic_unit)
@@ -47,6 +40,5 @@ def activity(timeline: "Timeline") -> Figure:
         ranks.set_title(timeline.name)
         traffic.set_ylabel(f"sent\n({traffic_name})")
         traffic.set_xlabel(f"time ({name})")
-        handles = [Patch(color=colour, label=label) for label, colour in _KEYS.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=5, columnspacing=1)
+        add_keys(figure, [timeline], most=5)
         return figure

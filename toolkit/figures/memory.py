@@ -36,7 +36,8 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
             label = f"N = {n}, shifted: {-curve.reduction(n):.1%}"
             colour = SERIES[k % len(SERIES)]
             axes.stairs(total / n / _GIB, edges, color=colour, label=label, baseline=None)
-        axes.axhline(curve.mean / _GIB, color=BLACK, linewidth=0.6, linestyle=":", label="mean")
+        mean = curve.mean / _GIB
+        axes.axhline(mean, color=BLACK, linewidth=0.8, linestyle=":", zorder=3, label="mean")
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.45 * curve.peak / _GIB)
         axes.set_xlabel("time (training steps)")

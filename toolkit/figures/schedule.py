@@ -12,14 +12,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from toolkit.figures.rows import align
-from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, style
-from toolkit.schedule import Action, Program, Schedule
+from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, style
+from toolkit.schedule import Action, Kind, Program, Schedule
 
 _FILL = {
     Action.FORWARD: SKY,
     Action.BACKWARD: ORANGE,
     Action.BACKWARD_INPUT: ORANGE,
-    Action.BACKWARD_WEIGHT: "#F5D9A0",
+    Action.BACKWARD_WEIGHT: YELLOW,
 }
 _COLUMN = 3.2  # inches of a schedule
 _WIDE = 2.9 * 72  # points of that for its slots
@@ -46,28 +46,41 @@ class _Scale(NamedTuple):
     row: float
 
 
-def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
+def schedules(
+    shown: Schedule | Sequence[Schedule], n_steps: int = 3, *, beside: Sequence[Schedule] = ()
+) -> Figure:
     """One column a schedule: its grid, and below it the activations alive in each slot.
 
     A row is a rank; where one rank runs several ops at once, a row is a micro-batch. A cell
     bears its stage, where there is room; a bar under it means that it reads weights one step or
     more late. Colour deepens from step to step. Memory is the sum over ranks, in micro-batches:
-    1 is all activations of one.
+    1 is all activations of one. Slots and memory have one scale in all columns.
+
+    Args:
+        shown: what is drawn, from left to right.
+        n_steps: training steps of each.
+        beside: schedules in figures of their own, to which the scales leave room.
+
+    Raises:
+        ValueError: there is no schedule, or something else among them.
     """
-    shown = shown if isinstance(shown, Sequence) else [shown]
+    shown = _checked([shown] if isinstance(shown, Schedule | str) else shown)
     programs = [schedule.lower(n_steps) for schedule in shown]
     rows = [_rows(program) for program in programs]
     alive = [_alive(program) for program in programs]
-    most, highest = max(n for _, n in rows), max(map(max, alive))
+    others = [schedule.lower(n_steps) for schedule in beside]
+    n_slots = max(program.n_slots for program in [*programs, *others])
+    highest = max(map(max, [*alive, *map(_alive, others)]))
+    most = max(n for _, n in rows)
     height = min(_TALLEST, max(_GRID, _ROW * most))
     with style():
         size = (_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)
         figure = Figure(figsize=size, layout="constrained")
         grids, memories = figure.subplots(
-            2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex="col"
+            2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex=True
         )
+        scale = _Scale(_WIDE / n_slots, 72 * height / most)
         for program, grid in zip(programs, grids, strict=True):
-            scale = _Scale(_WIDE / program.n_slots, 72 * height / most)
             _draw_grid(grid, program, scale)
             grid.set_title(program.schedule.name)
         align(grids, rows)
@@ -77,13 +90,29 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
             memory.set_xlabel("slot")
             memory.tick_params(labelleft=memory is memories[0])
         memories[0].set_ylabel("activations\n(micro-batches)")
-        keys = [
-            Patch(color=_FILL[Action.FORWARD], label="forward"),
-            Patch(color=_FILL[Action.BACKWARD], label="backward"),
-            Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"),
-        ]
-        figure.legend(handles=keys, loc="outside lower center", ncols=3)
+        memories[0].set_xlim(0, n_slots)
+        keys = _keys(shown)
+        ncols = 2 if len(shown) == 1 and len(keys) > 3 else len(keys)
+        figure.legend(handles=keys, loc="outside lower center", ncols=ncols)
         return figure
+
+
+def _checked(shown: Sequence[Schedule]) -> Sequence[Schedule]:
+    found = [*shown]
+    wrong = [schedule for schedule in found if not isinstance(schedule, Schedule)]
+    if wrong or not found:
+        given = repr(wrong[0]) if wrong else "none"
+        raise ValueError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
+    return found
+
+
+def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
+    """What colours and bars mean; a colour that only some schedules have, where one has it."""
+    named = {Action.FORWARD: "forward", Action.BACKWARD: "backward"}
+    if any(op.kind == Kind.BACKWARD_WEIGHT for schedule in shown for op in schedule.timing.starts):
+        named[Action.BACKWARD_WEIGHT] = "backward of weights"
+    patches = [Patch(color=_FILL[action], label=label) for action, label in named.items()]
+    return [*patches, Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")]
 
 
 def _is_one(program: Program) -> bool:
@@ -136,7 +165,6 @@ def _draw_grid(axes: Axes, program: Program, scale: _Scale) -> None:
                 cell.slot + 0.5, cell.row, str(cell.stage), ha="center", va="center",
                 fontsize=letters, color=BLACK, in_layout=False,
             )  # fmt: skip
-    axes.set_xlim(0, program.n_slots)
     axes.tick_params(length=0, labelbottom=False)
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(False)
@@ -147,9 +175,9 @@ def _draw_memory(axes: Axes, totals: Sequence[float]) -> None:
     axes.stairs(totals, list(edges), fill=True, color=BLUE, alpha=0.25)
     axes.stairs(totals, list(edges), color=BLUE)
     peak = max(totals)
-    axes.axhline(peak, color=BLACK, linewidth=0.6, linestyle=":")
+    axes.hlines(peak, 0, len(totals), color=BLACK, linewidth=0.6, linestyle=":")
     axes.annotate(
-        f"peak {peak:g}", (len(totals), peak), (0, 2), textcoords="offset points", ha="right",
+        f"peak {peak:.4g}", (len(totals), peak), (0, 2), textcoords="offset points", ha="right",
         va="bottom", fontsize=7,
     )  # fmt: skip
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from toolkit.cost import Timeline
 
 _BINS = 120  # of traffic over time
-_OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": "#F5D9A0"}
+_THIN = 0.006  # of the time axis: bars that a line around them would hide
+_OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": YELLOW}
 _KINDS = {
     "optimizer": YELLOW,
     "weights": "#999999",
@@ -32,20 +34,28 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
     """One column a timeline: its ranks, their memory and their traffic, over time.
 
     A rank has a row: computing on top, below it updates, and what its port sends and receives.
-    Memory is of the fullest rank, by what it is; traffic is what all ranks send.
+    Memory is of the fullest rank, by what it is; traffic is what all ranks send. Time, memory and
+    traffic have one scale in all columns.
+
+    Raises:
+        ValueError: there is no timeline.
     """
     shown = shown if isinstance(shown, Sequence) else [shown]
+    if not shown:
+        raise ValueError("there is no timeline to draw: give one, or several")
     with style():
         n_ranks = max(timeline.n_ranks for timeline in shown)
         height = min(8.0, 2.6 + 0.22 * n_ranks)
         figure = Figure(figsize=(3.6 * len(shown) + 0.4, height), layout="constrained")
         ratios = (max(2.0, 0.45 * n_ranks), 1.4, 1)
-        rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex="col")
-        unit, name = unit_for(max(timeline.end for timeline in shown), TIMES)
+        rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex=True)
+        end = max(timeline.end for timeline in shown)
+        unit, name = unit_for(end, TIMES)
         fullest = max(t.peak_memory(rank) for t in shown for rank in range(t.n_ranks))
         memory_unit, memory_name = unit_for(fullest, _BYTES)
         fastest = max((bytes_sent_by_bin(t) * _BINS / t.end).max() for t in shown)
         traffic_unit, traffic_name = unit_for(fastest, RATES)
+        rows[2, 0].set_xlim(0, end / unit)
         for column, timeline in enumerate(shown):
             ranks, memory, traffic = rows[:, column]
             draw_ranks(ranks, timeline, unit)
@@ -60,16 +70,24 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
         align(rows[0], [("rank", timeline.n_ranks) for timeline in shown])
         rows[1, 0].set_ylabel(f"fullest\nrank ({memory_name})")
         rows[2, 0].set_ylabel(f"sent\n({traffic_name})")
-        keys = {
-            "forward": SKY,
-            "backward": ORANGE,
-            "update": GREEN,
-            "send": PURPLE,
-            "receive": VERMILION,
-        }
-        handles = [Patch(color=colour, label=label) for label, colour in keys.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=5)
+        add_keys(figure, shown, most=6 if len(shown) > 1 else 5)
         return figure
+
+
+def add_keys(figure: Figure, shown: "Sequence[Timeline]", most: int) -> None:
+    """A legend of what ranks do, ``most`` in a line; the weights' half of a backward if any."""
+    keys = {"forward": SKY, "backward": ORANGE}
+    ops = (span.name for timeline in shown for span in timeline.spans if span.lane == "compute")
+    if any(_kind(op) == "W" for op in ops):
+        keys["backward of weights"] = _OPS["W"]
+    handles = [Patch(color=colour, label=label) for label, colour in {**keys, **_LANES}.items()]
+    ncols = len(handles) if len(handles) <= most else 3
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols, columnspacing=1)
+
+
+def _kind(op: str) -> str:
+    """F, B, I or W of an op's name."""
+    return op.lstrip("0123456789")[:1]
 
 
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -85,7 +103,7 @@ def unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float,
 def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
-        colour = _LANES.get(span.lane) or _OPS[span.name.lstrip("0123456789")[:1]]
+        colour = _LANES.get(span.lane) or _OPS[_kind(span.name)]
         bars[span.rank, span.lane, colour].append(
             (span.start / unit, (span.end - span.start) / unit)
         )
@@ -97,16 +115,16 @@ def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     }
     for (rank, lane, colour), spans in bars.items():
         low, height = place[lane]
-        few = lane == "compute" and len(spans) < 80
-        edge = "white" if few else colour  # a line of its own colour keeps thin bars visible
+        wide = median(width for _, width in spans) > _THIN * axes.get_xlim()[1]
+        apart = lane == "compute" and wide
+        edge = "white" if apart else colour  # a line of its own colour keeps thin bars visible
         axes.broken_barh(
             spans,
             (rank + low, height),
             facecolors=colour,
             edgecolor=edge,
-            linewidth=0.3 if few else 0.1,
+            linewidth=0.3 if apart else 0.1,
         )
-    axes.set_xlim(0, timeline.end / unit)
     axes.tick_params(length=0, labelbottom=False)
 
 

@@ -75,7 +75,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     for name in drawn:
         ranks = count(schedules[name].n_ranks, "rank")
         yield Figure(
-            draw([schedules[name]]),
+            draw(schedules[name], beside=[schedules[other] for other in drawn]),
             f"{name}, {ranks}: {peaks[name]:.4g} micro-batches at most.",
             f"Grid of {name} on {ranks}, over its activation memory, which peaks at"
             f" {peaks[name]:.4g} micro-batches.",
