@@ -14,7 +14,7 @@ from toolkit.config.help import choices
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.analysis import analyse, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN
-from toolkit.figures.explorer.drawing import draw
+from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.figures.explorer.export import write_csv
 from toolkit.figures.explorer.hover import find
 from toolkit.figures.explorer.machines import hardware_presets
@@ -40,7 +40,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawn(choice, n_steps=2):
     """The drawing, as XML."""
-    return ElementTree.fromstring(f"<page>{draw(choice, n_steps, False)}</page>")
+    return ElementTree.fromstring(
+        f"<page>{draw(choice, n_steps, frame_of([analyse(choice, n_steps)]))}</page>"
+    )
 
 
 def rows(page):
@@ -170,6 +172,38 @@ def test_charts_have_the_heights_that_the_program_counts():
     said = " ".join(text.text for text in page.iter(f"{SVG}text"))
     assert "peak 2 micro-batches" in said
     assert "most 2 stage-parameters a slot" in said
+
+
+def test_drawings_side_by_side_have_one_scale():
+    """Memory of 2.5 is not drawn as high as memory of 4, nor 24 slots as long as 30."""
+    choices = [Choice("dp", 4, 4), Choice("cdp_v2", 4, 4)]
+    frame = frame_of([analyse(choice, 3) for choice in choices])
+    assert (frame.slots, frame.activations, frame.sent) == (30, 4, 6)
+    tops, widths = [], set()
+    for choice in choices:
+        page = ElementTree.fromstring(f"<page>{draw(choice, 3, frame)}</page>")
+        widths |= {svg.get("viewBox").split()[2] for svg in page.iter(f"{SVG}svg")}
+        (path,) = [p for p in page.iter(f"{SVG}path") if p.get("class") == "cdp-memory"]
+        levels = [float(word.split("H")[0]) for word in path.get("d").split("V")[1:-1]]
+        tops.append(float(path.get("d").split("V")[0].split()[1]) - min(levels))
+    assert len(widths) == 2  # of rows' names, and of slots
+    assert tops[1] / tops[0] == pytest.approx(2.5 / 4, abs=0.01)
+
+
+@pytest.mark.parametrize("n", [8, 16])
+def test_slots_have_room_for_their_stage(n):
+    """Eight stages beside eight fit a page; sixteen are scrolled, with room for two digits."""
+    frame = frame_of([analyse(Choice(name, n, n), 3) for name in ("cdp_v2", "dp")])
+    assert frame.slot == {8: 8, 16: 13}[n]
+
+
+def test_halves_of_a_backward_are_told_beside_the_step_time():
+    from toolkit.cost import UNIT, unit_costs
+
+    for name, unit in (("one_f_one_b", "slots"), ("zero_bubble", "slots, half a backward 0.5")):
+        analysis = analyse(Choice(name, 3, 3), 1)
+        numbers = analysis.numbers(predict(analysis, unit_costs(3), UNIT), in_slots=True)
+        assert [n.unit for n in numbers if n.name == "step time"] == [unit]
 
 
 def test_an_op_says_what_it_waits_for_and_frees():

@@ -60,6 +60,31 @@ def test_controls_change_the_figure_and_its_numbers(explorer):
     assert number(explorer, "ranks") == "10"
 
 
+def test_scales_follow_what_stands_beside(explorer):
+    before = shown(explorer)
+    explorer.columns[1].schedule.value = "gpipe"
+    assert shown(explorer) != before
+    explorer.columns[1].schedule.value = "dp"
+    assert shown(explorer) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"n_steps": 7}, "n_steps is a whole number from 1 to 3: got 7"),
+        ({"hardware": "a100"}, r"got 'a100'; one of conf/hardware is Hardware.preset\('a100'\)"),
+    ],
+)
+def test_what_is_no_step_and_no_hardware_is_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        Explorer("dp", **given)
+
+
+def test_a_misspelt_schedule_gets_the_nearest_one():
+    with pytest.raises(ValueError, match=r"unknown schedule 'cdpv2': did you mean cdp_v2\? choose"):
+        Explorer("cdpv2").to_html()
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_can_be_chosen(explorer, name):
     column = explorer.columns[0]

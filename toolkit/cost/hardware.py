@@ -90,6 +90,20 @@ class Hardware:
         return ceil(log2(n_ranks)) * self.message(n_bytes) if n_ranks > 1 else 0.0
 
 
+def check_hardware(hardware: Hardware) -> None:
+    """Refuse what is no hardware, such as a preset's name alone.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(hardware, Hardware):
+        name = hardware if isinstance(hardware, str) else "NAME"
+        raise ValueError(
+            f"hardware is a toolkit.cost.Hardware: got {hardware!r}; one of conf/hardware is"
+            f" Hardware.preset({name!r})"
+        )
+
+
 def presets() -> dict[str, Hardware]:
     """The machines of ``conf/hardware``, by name.
 

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.figures.explorer.choice import Choice
-from toolkit.schedule import Program, Schedule, SteadyState, steady_state
+from toolkit.schedule import Kind, Program, Schedule, SteadyState, steady_state
 from toolkit.schedule.steady import steps_to_time
 
 if TYPE_CHECKING:
@@ -77,10 +77,21 @@ class Analysis:
         """The most activations of one rank, likewise."""
         return Fraction(max(map(max, self.steady.activations)), self.schedule.n_stages)
 
+    @property
+    def most_sent(self) -> Fraction:
+        """The most that all ranks send in a slot of the steady state, in stage-parameters."""
+        return max(self.steady.units_by_slot)
+
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are in two halves, each drawn as wide as a whole one."""
+        return any(op.kind == Kind.BACKWARD_WEIGHT for op in self.schedule.timing.starts)
+
     def numbers(self, timeline: "Timeline", *, in_slots: bool) -> list[Number]:
         """The key numbers; times are seconds, or slots."""
         schedule, sent = self.schedule, self.steady.units_by_slot
-        time = (f"{timeline.step_time:.4g}", "slots") if in_slots else seconds(timeline.step_time)
+        slots = "slots, half a backward 0.5" if self.splits else "slots"
+        time = (f"{timeline.step_time:.4g}", slots) if in_slots else seconds(timeline.step_time)
         return [
             Number("ranks", str(schedule.n_ranks), "", "devices"),
             Number("peak activations", _text(self.peak), *_ALIVE),
@@ -88,7 +99,7 @@ class Analysis:
             Number("mean staleness", f"{schedule.mean_staleness:.3g}", "steps", _LATE),
             Number("largest staleness", str(schedule.max_staleness), "steps", _LATE),
             Number("mean sent in a slot", _text(sum(sent) / len(sent)), *_SENT),
-            Number("most sent in a slot", _text(max(sent)), *_SENT),
+            Number("most sent in a slot", _text(self.most_sent), *_SENT),
             Number("step time", *time, "of the simulated timeline"),
             Number(
                 "idle", f"{100 * timeline.idle_share:.1f}", "%", "of all ranks' time, simulated"

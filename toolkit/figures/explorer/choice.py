@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from toolkit.messages import instead
 from toolkit.schedule import Schedule, catalog
 
 OWN = "your own"
@@ -78,7 +79,7 @@ def options_of(schedule: str) -> dict[str, Any]:
     if schedule == OWN:
         return dict(_OWN_OPTIONS)
     if schedule not in METHODS:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {schedule!r}: {instead(str(schedule), SCHEDULES)}")
     return METHODS[schedule].options
 
 

@@ -23,7 +23,38 @@ _CHART = 84  # of a chart, with room for its highest label
 _ROOM = 16  # of that, above its largest value
 _GUTTER = 74  # of what stands left of the slots
 _WIDE, _NARROW = 740.0, 340.0  # that slots share, of one drawing and of two side by side
+_ONE_DIGIT, _TWO_DIGITS, _LARGEST = 8.0, 13.0, 36.0  # of a slot: at least, and at most
 _GROWTH = 1.35  # of a drawing, at most, where there is more room
+
+
+class Frame(NamedTuple):
+    """What drawings side by side share, so that their lengths and heights can be compared.
+
+    Attributes:
+        slots: of the longest.
+        slot: pixels of one.
+        activations: the most of any slot, in micro-batches.
+        sent: likewise, in stage-parameters.
+    """
+
+    slots: int
+    slot: float
+    activations: Fraction
+    sent: Fraction
+
+
+def frame_of(shown: Sequence[Analysis]) -> Frame:
+    """The frame of drawings that stand side by side."""
+    slots = max(analysis.drawn.n_slots for analysis in shown)
+    room = _WIDE if len(shown) == 1 else _NARROW
+    two_digits = max(analysis.schedule.n_stages for analysis in shown) > 10
+    least = _TWO_DIGITS if two_digits else _ONE_DIGIT
+    return Frame(
+        slots,
+        min(_LARGEST, max(least, room / (slots + 1))),
+        max(max(analysis.peak, *analysis.activations) for analysis in shown),
+        max(max(analysis.most_sent, *analysis.traffic) for analysis in shown),
+    )
 
 
 class _Scale(NamedTuple):
@@ -35,13 +66,13 @@ class _Scale(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def draw(choice: Choice, n_steps: int, narrow: bool) -> str:
+def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
     """The drawing of ``choice`` as HTML, scrolled where it is too large.
 
     Args:
         choice: what is drawn.
         n_steps: training steps drawn.
-        narrow: whether there is another beside it.
+        frame: of it, and of what stands beside it.
 
     Raises:
         ValueError: it is impossible.
@@ -49,12 +80,10 @@ def draw(choice: Choice, n_steps: int, narrow: bool) -> str:
     analysis = analyse(choice, n_steps)
     program = analysis.drawn
     rows = _rows(program)
-    room, n_slots = (_NARROW if narrow else _WIDE), program.n_slots
-    digits = len(str(program.schedule.n_stages - 1))
-    slot = min(36.0, max(13.0 if digits > 1 else 10.0, room / (n_slots + 1)))
     row = 22.0 if len(rows) <= 12 else 16.0 if len(rows) <= 32 else 12.0
-    scale = _Scale(slot, row, min(12.0, row - 4, slot * (0.66 if digits > 1 else 0.85)))
-    width = _GUTTER + (n_slots + 1) * slot
+    wide = 0.85 if program.schedule.n_stages <= 10 else 0.66
+    scale = _Scale(frame.slot, row, min(12.0, row - 4, frame.slot * wide))
+    width = _GUTTER + (frame.slots + 1) * scale.slot
     plot = f'style="min-width:{number(width)}px;max-width:{number(width * _GROWTH)}px"'
     return "".join(
         [
@@ -62,10 +91,10 @@ def draw(choice: Choice, n_steps: int, narrow: bool) -> str:
             f' aria-label="{escape(analysis.schedule.name)}: grid, activations and traffic">',
             f'<div class="cdp-plot" {plot}>',
             _row_names(program, rows, scale),
-            _grid(program, rows, scale),
+            _grid(program, rows, scale, frame),
             f'</div><div class="cdp-plot cdp-charts" {plot}>',
             _chart_names(),
-            _charts(analysis, scale),
+            _charts(analysis, scale, frame),
             "</div></div>",
         ]
     )
@@ -93,7 +122,7 @@ def _row_names(program: Program, rows: Sequence[int], scale: _Scale) -> str:
     return drawing(names, _GUTTER, height, "rows", class_="cdp-names", aria_hidden="true")
 
 
-def _grid(program: Program, rows: Sequence[int], scale: _Scale) -> str:
+def _grid(program: Program, rows: Sequence[int], scale: _Scale, frame: Frame) -> str:
     tick, hover = program.schedule.timing.ticks_per_slot, texts(program)
     delays = {step: program.schedule.delays(step) for step in program.steps}
     by_row: dict[int, list[tuple[int, str, str]]] = {row: [] for row in rows}
@@ -114,7 +143,7 @@ def _grid(program: Program, rows: Sequence[int], scale: _Scale) -> str:
             f"{''.join(cell for _, _, cell in cells)}</g>"
         )
     label = f"{program.schedule.name}: ops of {len(program.steps)} training steps"
-    width, height = (program.n_slots + 1) * scale.slot, len(rows) * scale.row
+    width, height = (frame.slots + 1) * scale.slot, len(rows) * scale.row
     lines = _step_lines(program, scale, height)
     size = number(scale.font)
     content = lines + "".join(groups)
@@ -158,19 +187,17 @@ def _chart_names() -> str:
     return drawing(names, _GUTTER, height, "axes", class_="cdp-names", aria_hidden="true")
 
 
-def _charts(analysis: Analysis, scale: _Scale) -> str:
-    n_slots = analysis.drawn.n_slots
-    sent, alive = analysis.traffic, analysis.activations
-    most = max(analysis.steady.units_by_slot)
+def _charts(analysis: Analysis, scale: _Scale, frame: Frame) -> str:
+    sent, alive, most = analysis.traffic, analysis.activations, analysis.most_sent
     peak = f"peak {float(analysis.peak):.4g} micro-batches"
     busiest = f"most {float(most):.4g} stage-parameters a slot"
     parts = [
-        _slot_numbers(n_slots, scale),
-        _chart(0, alive, analysis.peak, "cdp-memory", peak, scale),
-        _chart(1, sent, most, "cdp-traffic", busiest, scale),
+        _slot_numbers(frame.slots, scale),
+        _chart(0, alive, analysis.peak, frame.activations, "cdp-memory", peak, scale),
+        _chart(1, sent, most, frame.sent, "cdp-traffic", busiest, scale),
     ]
     label = f"activations of all ranks: {peak}; sent by all ranks: {busiest}"
-    width = (n_slots + 1) * scale.slot
+    width = (frame.slots + 1) * scale.slot
     height = _AXIS + len(_CHARTS) * _CHART + 2
     return drawing("".join(parts), width, height, label, role="img", class_="cdp-chart")
 
@@ -184,12 +211,17 @@ def _slot_numbers(n_slots: int, scale: _Scale) -> str:
 
 
 def _chart(
-    k: int, values: Sequence[Fraction], line: Fraction, css: str, label: str, scale: _Scale
+    k: int,
+    values: Sequence[Fraction],
+    line: Fraction,
+    largest: Fraction,
+    css: str,
+    label: str,
+    scale: _Scale,
 ) -> str:
     """One chart: a filled curve, and a line at the most of the steady state."""
     zero = _AXIS + (k + 1) * _CHART
-    largest = float(max([*values, line])) or 1.0
-    unit = (_CHART - _ROOM - 6) / largest
+    unit = (_CHART - _ROOM - 6) / (float(largest) or 1.0)
     width = len(values) * scale.slot
     level = zero - float(line) * unit
     curve = element("path", d=steps([*map(float, values)], scale.slot, zero, unit), class_=css)

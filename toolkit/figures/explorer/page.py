@@ -6,13 +6,13 @@ from importlib import resources
 
 from toolkit.figures.explorer.analysis import Number
 from toolkit.figures.explorer.svg import element, table
-from toolkit.figures.style import BLUE, ORANGE, PURPLE, SKY, VERMILION
+from toolkit.figures.style import BLUE, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from toolkit.schedule import Schedule
 
 _COLOURS = {
     "forward": SKY,
     "backward": ORANGE,
-    "weight": "#F5D9A0",
+    "weight": YELLOW,
     "memory": BLUE,
     "traffic": PURPLE,
     "wrong": VERMILION,

@@ -6,7 +6,7 @@ from typing import Any
 from toolkit.figures.explorer import page
 from toolkit.figures.explorer.analysis import analyse, predict
 from toolkit.figures.explorer.choice import METHODS, Choice
-from toolkit.figures.explorer.drawing import draw
+from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.schedule import Schedule
 
 _STEPS = 3  # training steps drawn
@@ -34,10 +34,10 @@ def explored(choices: Sequence[Choice]) -> str:
     """
     from toolkit.cost import UNIT, unit_costs
 
-    panes = []
-    for choice in choices:
-        analysis = analyse(choice, _STEPS)
+    panes, analyses = [], [analyse(choice, _STEPS) for choice in choices]
+    frame = frame_of(analyses)
+    for analysis in analyses:
         timeline = predict(analysis, unit_costs(analysis.schedule.n_stages), UNIT)
         numbers = analysis.numbers(timeline, in_slots=True)
-        panes.append(page.pane(analysis.schedule, numbers, draw(choice, _STEPS, len(choices) > 1)))
+        panes.append(page.pane(analysis.schedule, numbers, draw(analysis.choice, _STEPS, frame)))
     return page.styles() + page.side_by_side(panes) + page.legend()

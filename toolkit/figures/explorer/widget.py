@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ui
 
+from toolkit.cost.hardware import check_hardware
 from toolkit.figures.explorer import export, hover, machines, page
 from toolkit.figures.explorer.analysis import Analysis, analyse, predict
 from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes
 from toolkit.figures.explorer.column import FIELD, Column, in_columns
-from toolkit.figures.explorer.drawing import draw
+from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.schedule.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline
 
 _STAGES = 16  # that the slider begins with
+_MOST_STEPS = 3  # drawn: as many shades as a colour has
 
 
 class Explorer(ui.VBox):
@@ -40,6 +42,9 @@ class Explorer(ui.VBox):
         example: see ``model``.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
+
+    Raises:
+        ValueError: ``n_steps`` is another number, or ``hardware`` is none.
     """
 
     def __init__(
@@ -62,6 +67,8 @@ class Explorer(ui.VBox):
         hardware: "Hardware | None" = None,
         folder: str | Path = ".",
     ) -> None:
+        if n_steps not in range(1, _MOST_STEPS + 1):
+            raise ValueError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
         first = Choice(
             schedule,
             stages,
@@ -158,7 +165,7 @@ class Explorer(ui.VBox):
         self.n_steps = ui.IntSlider(
             value=n_steps,
             min=1,
-            max=3,
+            max=_MOST_STEPS,
             description="steps drawn",
             continuous_update=False,
             **FIELD,
@@ -186,6 +193,7 @@ class Explorer(ui.VBox):
             chosen = type(model).__name__
             self._sources[chosen] = machines.profiled(model, example)
         if hardware is not None:
+            check_hardware(hardware)
             machine = hardware.name
             self._machines[machine] = hardware
         elif chosen != machines.UNIFORM:
@@ -285,31 +293,43 @@ class Explorer(ui.VBox):
     def _refresh(self, _: Any = None) -> None:
         self.columns[1].box.layout.display = None if self.compare.value else "none"
         for k in range(len(self._shown)):
-            self._refresh_one(k)
+            self._analyse(k)
+        self._show()
 
     def _refresh_one(self, k: int) -> None:
-        if self._quiet:
-            return
+        if not self._quiet:
+            self._analyse(k)
+            self._show()
+
+    def _analyse(self, k: int) -> None:
+        """Look at what is chosen anew, or say what is wrong with it."""
         column = self.columns[k]
+        choice = column.choice(self.stages.value, self.microbatches.value)
         try:
             with collector_paused():
-                self._draw(k, column.choice(self.stages.value, self.microbatches.value))
+                analysis = analyse(choice, self.n_steps.value)
+                costs = self._sources[self.costs.value](analysis.schedule.n_stages)
+                timeline = predict(analysis, costs, self._machines[self.hardware.value])
         except ValueError as error:
             self._refuse(k, str(error))
+        else:
+            self._analyses[k] = analysis, timeline
+            column.message.value = self._wrong[k] = ""
+            column.say(choice)
         self._look_up(k)
 
-    def _draw(self, k: int, choice: Choice) -> None:
-        analysis = analyse(choice, self.n_steps.value)
-        costs = self._sources[self.costs.value](analysis.schedule.n_stages)
-        timeline = predict(analysis, costs, self._machines[self.hardware.value])
-        drawn = draw(choice, self.n_steps.value, self.compare.value)
-        numbers = analysis.numbers(timeline, in_slots=self.costs.value == machines.UNIFORM)
-        self._analyses[k] = analysis, timeline
-        self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
-        column = self.columns[k]
-        column.message.value = self._wrong[k] = ""
-        column.figure.value = self._panes[k]
-        column.say(choice)
+    def _show(self) -> None:
+        """Draw all that is right, on the same scales."""
+        good = {k: found for k, found in enumerate(self._analyses[: len(self._shown)]) if found}
+        if not good:
+            return
+        frame = frame_of([analysis for analysis, _ in good.values()])
+        for k, (analysis, timeline) in good.items():
+            with collector_paused():
+                drawn = draw(analysis.choice, self.n_steps.value, frame)
+            numbers = analysis.numbers(timeline, in_slots=self.costs.value == machines.UNIFORM)
+            self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
+            self.columns[k].figure.value = self._panes[k]
 
     def _refuse(self, k: int, message: str) -> None:
         """Say what is wrong; what was right before it stays, faded."""
