@@ -7,9 +7,10 @@ from hydra.utils import instantiate
 
 from tests.config.test_presets import CONF
 from toolkit.config.help import choices
-from toolkit.cost import UNIT, Hardware
+from toolkit.cost import UNIT, Hardware, simulate, unit_costs
 from toolkit.model.analysis import Work
 from toolkit.notebook import settings
+from toolkit.schedule import catalog
 
 MACHINE = Hardware(
     "hand", flops=100.0, memory_bandwidth=10.0, link_bandwidth=4.0, link_latency=0.5, memory=64.0
@@ -115,3 +116,10 @@ def test_a_file_of_ones_own_is_no_concern_of_the_others(monkeypatch, tmp_path):
     assert Hardware.preset("mine").flops == 2
     with pytest.raises(ValueError, match=r"other.yaml does not tell all of a machine by itself"):
         Hardware.preset("other")
+
+
+@pytest.mark.parametrize("given", ["a100_nvlink", None])
+def test_what_is_no_hardware_is_refused(given):
+    program = catalog.cyclic(2).lower(1)
+    with pytest.raises(ValueError, match=f"is a toolkit.cost.Hardware: got {given!r}; one of"):
+        simulate(program, unit_costs(2), given)

@@ -210,6 +210,8 @@ def test_a_model_that_cannot_be_cut():
         (net(), (IMAGES, CLASSES), {"seeds": 0}, "seeds is a whole number, 1 or more: got 0"),
         (net(), (IMAGES, CLASSES), {"steps": -1}, "steps is a whole number, 0 or more: got -1"),
         (net(), (IMAGES, CLASSES), {"budget": 0}, "budget is a number of seconds above 0"),
+        (net(), (IMAGES, CLASSES), {"budget": "60"}, "budget is a number .* got '60'"),
+        (net(), (IMAGES, CLASSES), {"hardware": "a100"}, "Hardware: got 'a100'"),
         (net(), (IMAGES, CLASSES), {"placement": "x"}, "unknown placement 'x': choose one of"),
         (net(), (IMAGES, CLASSES), {"compute": "x"}, "unknown compute 'x': choose one of"),
         (net(3), (IMAGES, CLASSES), {}, r"expected \[8, 4\] or wider"),

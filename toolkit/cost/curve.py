@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from toolkit.cost.clock import now
-from toolkit.cost.hardware import Hardware
+from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
 from toolkit.model.trace import in_training, trace
 
@@ -129,6 +129,7 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
             "the roofline is that of a hardware: give one, such as"
             ' hardware=Hardware.preset("a100_nvlink"), or choose axis="flops"'
         )
+    check_hardware(hardware)
     return hardware.roofline(work)
 
 

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from toolkit.cost.costs import Costs
-from toolkit.cost.hardware import Hardware
+from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.port import Port, reserve
 from toolkit.cost.timeline import (
     ACTIVATIONS,
@@ -57,14 +57,15 @@ def simulate(
         optimizer_bytes: of the optimizer's state, by stage; ranks that update a stage keep it.
 
     Raises:
-        ValueError: it is no program; there are not as many costs or optimizers' states as stages,
-            or fewer speeds or memories than ranks.
+        ValueError: it is no program, or no hardware; there are not as many costs or optimizers'
+            states as stages, or fewer speeds or memories than ranks.
     """
     if not isinstance(program, Program):
         raise ValueError(
             "what is simulated is a program: give schedule.lower(n_steps).verify(), not a"
             f" {type(program).__name__}"
         )
+    check_hardware(hardware)
     if len(costs) != program.schedule.n_stages:
         raise ValueError(
             f"the schedule has {program.schedule.n_stages} stages and there are costs of"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from toolkit.cost import Costs, Hardware, StageCost, simulate
+from toolkit.cost.hardware import check_hardware
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.steady import steps_to_time
 
@@ -60,6 +61,7 @@ def predict(
         optimizer_bytes: of the optimizer's state, by stage.
         slack: least and largest factor on the seconds of computing.
     """
+    check_hardware(hardware)
     free = replace(hardware, link_bandwidth=inf, link_latency=0.0)
     versions = [costs, *(_scaled(costs, factor, hardware) for factor in slack)]
     found: list[Prediction] = []

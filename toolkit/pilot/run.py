@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from toolkit.cost import Hardware, StageCost, profile
+from toolkit.cost.hardware import check_hardware
 from toolkit.model import Stages, partition
 from toolkit.pilot import data as images_of
 from toolkit.pilot import measure
@@ -93,6 +94,8 @@ def pilot(
     seeds = whole(seeds, "seeds", 1)
     steps = None if steps is None else whole(steps, "steps", 0)
     _check(placement, compute, budget)
+    if hardware is not None:
+        check_hardware(hardware)
     make, target = _maker(model)
     first = make(0)
     parameter = _first_trained(first)
@@ -307,5 +310,5 @@ def _check(placement: str, compute: str, budget: float) -> None:
     ):
         if chosen not in known:
             raise ValueError(f"unknown {name} {chosen!r}: choose one of {', '.join(known)}")
-    if not budget > 0:
-        raise ValueError(f"budget is a number of seconds above 0: got {budget}")
+    if not (isinstance(budget, int | float) and budget > 0):
+        raise ValueError(f"budget is a number of seconds above 0: got {budget!r}")
