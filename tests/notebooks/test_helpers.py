@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -11,6 +12,7 @@ import torch
 from toolkit.notebook import (
     RESULTS,
     Live,
+    by_rank,
     counted_and_measured,
     delay_study,
     differences,
@@ -22,6 +24,8 @@ from toolkit.notebook import (
 )
 from toolkit.pilot import pilot
 from toolkit.runtime import JobFailedError
+from toolkit.runtime.meters.comparison import MeasuredRow
+from toolkit.runtime.meters.measurements import Measurements
 from toolkit.schedule.comparison import compare
 from toolkit.tracking.collect import learning_curves
 
@@ -165,6 +169,20 @@ def test_rules_of_a_study_that_share_a_name_are_told_apart(tmp_path):
     assert list(found.index)[1:3] == ["CDP-v1 (cdp_v1)", "CDP-v1 (cdp_v2)"]
 
 
+@pytest.mark.parametrize("name", ["nothing", "memory_resnet50"])
+def test_a_study_is_a_comparison_that_has_ended(name):
+    with pytest.raises(ValueError, match=f"{name} has no result of a comparison: give the output"):
+        delay_study(RESULTS / name)
+
+
+def test_what_is_no_comparison_is_not_trained():
+    with pytest.raises(ValueError, match=r'rules are those of compare: give settings\("compare"'):
+        train_rules(settings("train"), [0])
+    for seeds in (2, []):
+        with pytest.raises(ValueError, match=r"one or more, such as \[0, 1\]: got "):
+            train_rules(settings("compare", "experiment=digits"), seeds)
+
+
 def test_own_runs_beside_kept_ones():
     small = ("data=synthetic", "data.image_size=8", "data.n_train=128", "data.n_test=50")
     late = ("rules.cdp_v1.delay=2", "+schedule@rules.late=cdp_v1", "rules.late.delay=2")
@@ -191,6 +209,31 @@ def test_the_counted_table():
     assert found.loc[("multi-device", "DP"), "sent"] == "1 P"
     assert found.loc[("one device", "CDP-v1"), "activations, all"] == "3/2 A"
     assert "measured" not in found
+
+
+def measured(rows):
+    """As if rows had run, each as it was counted."""
+    return [
+        MeasuredRow(row.setting, row.rule, {}, {}, Measurements(row.schedule, ())) for row in rows
+    ]
+
+
+def test_what_was_measured_stands_beside_its_own_count():
+    assert set(counted_and_measured(compare(2), measured(compare(2)))["measured"]) == {"equal"}
+    with pytest.raises(ValueError, match="ran other schedules than were counted"):
+        counted_and_measured(compare(3), measured(compare(2)))
+
+
+def test_ranks_in_megabytes():
+    row = {
+        "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
+        "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
+    }  # fmt: skip
+    found = by_rank(SimpleNamespace(by_rank=lambda: [row]))
+    assert found.loc[1].to_dict() == {
+        "peak activations (MB)": "4.863", "peak weights (MB)": "0.001", "messages sent": 12,
+        "sent (MB)": "1.889", "messages received": 9, "received (MB)": "0.000",
+    }  # fmt: skip
 
 
 def test_live_rows():

@@ -3,13 +3,14 @@
 from toolkit.notebook.live import Live, watched
 from toolkit.notebook.runs import delay_study, differences, own_curves, top1_by_epoch, train_rules
 from toolkit.notebook.settings import RESULTS, settings
-from toolkit.notebook.tables import counted_and_measured, memory_saved
+from toolkit.notebook.tables import by_rank, counted_and_measured, memory_saved
 from toolkit.notebook.work import beside_prediction, train_on_ranks
 
 __all__ = [
     "RESULTS",
     "Live",
     "beside_prediction",
+    "by_rank",
     "counted_and_measured",
     "delay_study",
     "differences",

@@ -25,6 +25,9 @@ def train_rules(
         config: of ``compare``.
         seeds: of weights and batches; the same for every rule.
         on_epoch: called with what is under way, and the share of it that is done.
+
+    Raises:
+        ValueError: the options are those of another experiment, or there are no seeds.
     """
     import pandas as pd
     from hydra.utils import instantiate
@@ -34,6 +37,10 @@ def train_rules(
     from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare
 
+    if "rules" not in config:
+        raise ValueError('rules are those of compare: give settings("compare", ...)')
+    if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
+        raise ValueError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
     images = instantiate(config.data)
     called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
     runs = [(seed, name) for seed in seeds for name in config.rules]
@@ -131,22 +138,25 @@ def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def delay_study(folder: Path) -> "pd.DataFrame":
+def delay_study(folder: Path | str) -> "pd.DataFrame":
     """A comparison of delays, as its result tells.
 
     Differences are from its first rule, in points, paired by seed, with a 95 % interval; cosines
     are between delayed and fresh gradients, the smallest of all stages.
+
+    Raises:
+        ValueError: there is no result of a comparison in ``folder``.
     """
     import pandas as pd
 
     from toolkit.schedule import labels
     from toolkit.tracking import plus_minus
 
-    result = json.loads((folder / "result.json").read_text())
+    result = _comparison(Path(folder))
     called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
     rows = {}
     for row in result["metrics"]:
-        looks = [look for look in result["delays"] if look["rule"] == row["rule"]]
+        looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
         cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
         rows[called[row["rule"]]] = {
             "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
@@ -155,6 +165,20 @@ def delay_study(folder: Path) -> "pd.DataFrame":
             "minus DP (points)": plus_minus(row["difference"], row["difference_95"], "+"),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def _comparison(folder: Path) -> dict[str, Any]:
+    """The result that a comparison has written."""
+    try:
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        result = {}
+    if not all("rule" in row for row in result.get("metrics", [{}])):
+        raise ValueError(
+            f"{folder} has no result of a comparison: give the output folder of one that has"
+            " ended, as of experiments/compare.py study=delays"
+        )
+    return result
 
 
 def _top1(epochs: "pd.DataFrame") -> dict[str, dict[int, list[float]]]:

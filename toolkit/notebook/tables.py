@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     from toolkit.cost import MemoryCurve
     from toolkit.runtime.meters.comparison import MeasuredRow
+    from toolkit.runtime.meters.measurements import Measurements
     from toolkit.schedule.comparison import Row
 
 _UNITS = {
@@ -53,9 +54,18 @@ def counted_and_measured(
     Args:
         rows: of :func:`toolkit.schedule.comparison.compare`.
         measured: of as many workers, in the same order.
+
+    Raises:
+        ValueError: what was measured is not what was counted.
     """
     import pandas as pd
 
+    ran = [row.measurements.schedule for row in measured]
+    if measured and ran != [row.schedule for row in rows]:
+        raise ValueError(
+            "what was measured ran other schedules than were counted: count as many workers as"
+            " were measured, compare(n)"
+        )
     found = []
     for k, row in enumerate(rows):
         counted = {
@@ -67,6 +77,28 @@ def counted_and_measured(
             differences = measured[k].differences
             found[-1]["measured"] = ", ".join(differences) + " differ" if differences else "equal"
     return pd.DataFrame(found).set_index(["setting", "rule"])
+
+
+def by_rank(found: "Measurements") -> "pd.DataFrame":
+    """What each rank held at most, and sent and received in the steps that were recorded."""
+    import pandas as pd
+
+    rows = {
+        row["rank"]: {
+            "peak activations (MB)": _megabytes(row["peak_activations"]),
+            "peak weights (MB)": _megabytes(row["peak_weights"]),
+            "messages sent": row["messages_sent"],
+            "sent (MB)": _megabytes(row["bytes_sent"]),
+            "messages received": row["messages_received"],
+            "received (MB)": _megabytes(row["bytes_received"]),
+        }
+        for row in found.by_rank()
+    }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
+
+
+def _megabytes(value: float | None) -> str:
+    return f"{(value or 0) / 1e6:.3f}"
 
 
 def _fraction(value: Fraction | int) -> str:
