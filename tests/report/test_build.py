@@ -129,7 +129,12 @@ def test_memory_and_traffic_are_those_of_the_schedules(report):
     sent = table(report, "Communication", "in a slot of the steady state")
     slots = {row["schedule"]: (row["mean in a slot"], row["largest in a slot"]) for row in sent}
     assert slots == {"DP": ("3", "6"), "CDP-v1": ("3", "4"), "CDP-v2": ("3", "4")}
-    assert len(blocks(report, "Memory", Figure)) == 3
+    grids = blocks(report, "Memory", Figure)
+    assert len(grids) == 3
+    for panel in (0, 1):  # on one scale, though each is a figure of its own
+        axes = [grid.figure.axes[panel] for grid in grids]
+        assert len({axis.get_xlim() for axis in axes}) == 1
+    assert len({axis.get_ylim() for axis in axes}) == 1
     (explored,) = blocks(report, "Memory", Page)
     assert [name in explored.html for name in ("<h3>DP<", "<h3>CDP-v1<", "<h3>CDP-v2<")] == [
         True

@@ -38,7 +38,7 @@ nav a { display: inline-block; padding: 4px 0; }
 .scroll:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
 table { border-collapse: collapse; width: 100%; font-size: 0.875rem;
   font-variant-numeric: tabular-nums; }
-th, td { padding: 6px 12px; text-align: left; vertical-align: top; }
+th, td { padding: 6px 8px; text-align: left; vertical-align: top; }
 td { max-width: 26rem; overflow-wrap: break-word; }
 td:first-child { min-width: 9.5rem; }
 .long { min-width: 13rem; }
