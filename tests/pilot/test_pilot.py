@@ -95,6 +95,8 @@ def test_other_machines_of_the_same_findings(found):
     assert len(each) == 4
     with pytest.raises(ValueError, match="unknown placement 'two': choose one of"):
         found.elsewhere(placement="two")
+    with pytest.raises(ValueError, match="Hardware: got 'quick'"):
+        found.elsewhere("quick")
 
 
 def test_what_a_device_holds_is_that_of_the_schedule():
@@ -211,7 +213,6 @@ def test_a_model_that_cannot_be_cut():
         (net(), (IMAGES, CLASSES), {"steps": -1}, "steps is a whole number, 0 or more: got -1"),
         (net(), (IMAGES, CLASSES), {"budget": 0}, "budget is a number of seconds above 0"),
         (net(), (IMAGES, CLASSES), {"budget": "60"}, "budget is a number .* got '60'"),
-        (net(), (IMAGES, CLASSES), {"hardware": "a100"}, "Hardware: got 'a100'"),
         (net(), (IMAGES, CLASSES), {"placement": "x"}, "unknown placement 'x': choose one of"),
         (net(), (IMAGES, CLASSES), {"compute": "x"}, "unknown compute 'x': choose one of"),
         (net(3), (IMAGES, CLASSES), {}, r"expected \[8, 4\] or wider"),
@@ -235,3 +236,12 @@ def test_mistakes_are_one_sentence(model, images, options, message):
     with pytest.raises(ValueError, match=message) as refused:
         pilot(model, images, **options)
     assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_hardware_is_refused_before_anything_is_measured():
+    said = []
+    with pytest.raises(ValueError, match="Hardware: got 'a100'"):
+        pilot(
+            net(), (IMAGES, CLASSES), hardware="a100", on_progress=lambda *what: said.append(what)
+        )
+    assert not said

@@ -200,7 +200,7 @@ def test_shows_where_the_least_delay_is_too_small():
         catalog.cyclic(2, RandomDelay(most=5))
     assert str(refusal.value).splitlines() == [
         "stage 0 on micro-batch 0 cannot read weights 0 steps late: the timing makes them available"
-        " 1 steps late; draw delays of least=1 or more",
+        " 1 step late; draw delays of least=1 or more",
         "slot   0     1   2   3   4   5",
         "rank 0 [0F0] 1F0 1B0 0B0 .   .",
         "rank 1 .     .   0F1 1F1 1B1 0B1",

@@ -335,8 +335,8 @@ class Schedule:
                         remedy = f"draw delays of least={max(map(max, possible))} or more"
                     raise ValueError(
                         f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
-                        f" timing makes them available {least} steps late; {remedy}\n"
-                        + _grid.render(self, mark=(Op(Kind.FORWARD, j, m), 0))
+                        f" timing makes them available {least} step{'s' * (least > 1)} late;"
+                        f" {remedy}\n" + _grid.render(self, mark=(Op(Kind.FORWARD, j, m), 0))
                     )
 
 
