@@ -34,6 +34,8 @@ CHOICES = [
     Choice("interleaved_1f1b", 8, 8, n_ranks=4),
     Choice("dp", 2, 2, accumulate=3),
     Choice("zero_cdp_v1", 3, 3, accumulate=2),
+    Choice("cdp_v1", 3, 3, predict=True),
+    Choice("pipedream_2bw", 3, 3, predict=True),
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -98,6 +100,8 @@ def test_lines_are_as_short_as_they_can_be():
     assert Choice("cdp_v2", 4, 4, accumulate=2).python() == "catalog.cyclic(4, accumulate=2)"
     assert Choice("zero_cdp_v1", 4, 4).overrides() == "schedule=zero_cdp_v1 stages=4 microbatches=4"
     assert Choice("cdp_v2", 4, 4, delay=1).overrides().split()[3:] == ["schedule.delay=1"]
+    assert Choice("cdp_v2", 4, 4, predict=True).python() == "catalog.cyclic(4, predict=True)"
+    assert Choice("cdp_v2", 4, 4, predict=True).overrides().endswith(" schedule.predict=True")
     assert Choice("dp", 4, 4, accumulate=2).overrides() == (
         "schedule=dp stages=4 microbatches=4 schedule.accumulate=2"
     )
@@ -109,7 +113,7 @@ def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
     assert write_csv(analyse(OURS, 1), tmp_path).name == ORDERS_FILE
     read = composed(OURS.overrides())
     assert replace(read, name="rank orders") == OURS.build()
-    late = replace(OURS, delay=1)
+    late = replace(OURS, delay=1, predict=True)
     assert made(late.python()) == late.build()
     assert replace(composed(late.overrides()), name="rank orders") == late.build()
 

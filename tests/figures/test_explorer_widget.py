@@ -112,6 +112,23 @@ def test_a_schedule_brings_its_own_options(explorer):
         assert (column.delay.value, column.state.value) == (delay, state)
 
 
+def test_late_weights_are_predicted(explorer):
+    column, explorer.n_steps.value = explorer.columns[0], 3
+    column.schedule.value = "cdp_v1"
+    before = float(number(explorer, "weights of the fullest rank"))
+    column.predict.value = True
+    assert said(explorer) == ""
+    assert float(number(explorer, "weights of the fullest rank")) > before
+    assert "predict=True" in column.lines.value
+    assert "as predicted from 1 (1 step late" in shown(explorer)
+    column.schedule.value = "gpipe"
+    assert column.predict.layout.display == "none"
+    column.schedule.value = "cdp_v1"
+    assert column.predict.value is False
+    column.predict.value, column.state.value = True, "sharded"
+    assert "predict=True takes state=" in said(explorer)
+
+
 def test_workers_accumulate(explorer):
     column = explorer.columns[1]
     column.accumulate.value = 3

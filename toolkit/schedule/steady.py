@@ -17,10 +17,12 @@ class SteadyState:
     Attributes:
         activations: ``[slot][rank]``, stage-activations alive during the slot.
         traffic: ``[slot][rank]``, parameter messages sent as the slot begins.
+        weights: ``[rank]``, the most stage-parameters held at once: all versions, and predictions.
     """
 
     activations: tuple[tuple[int, ...], ...]
     traffic: tuple[tuple[Traffic, ...], ...]
+    weights: tuple[int, ...]
 
     @property
     def peak_activations(self) -> int:
@@ -83,4 +85,4 @@ def steady_state(schedule: "Schedule") -> SteadyState:
     slots = steady_slots(schedule, settled)
     held = (of_rank[slots] for of_rank in program.activations())
     traffic = program.traffic(range(slots.start, slots.stop))
-    return SteadyState(tuple(zip(*held, strict=True)), traffic)
+    return SteadyState(tuple(zip(*held, strict=True)), traffic, program.peak_weights())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _PREDICTED = 3  # training steps that are simulated
 _TIMED = 2  # of a longer simulation, those of which the time is the mean
 
+_WEIGHTS = ("models", "held at once: all versions, and what is predicted from them")
 _ALIVE = ("micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model")
 _SENT = ("stage-parameters", "weights and gradients that all ranks send, in the steady state")
 _LATE = "training steps by which the weights read are late"
@@ -78,6 +79,11 @@ class Analysis:
         return Fraction(max(map(max, self.steady.activations)), self.schedule.n_stages)
 
     @property
+    def weights(self) -> Fraction:
+        """The most weights of one rank, in models: all versions, and predictions."""
+        return Fraction(max(self.steady.weights), self.schedule.n_stages)
+
+    @property
     def most_sent(self) -> Fraction:
         """The most that all ranks send in a slot of the steady state, in stage-parameters."""
         return max(self.steady.units_by_slot)
@@ -96,6 +102,7 @@ class Analysis:
             Number("ranks", str(schedule.n_ranks), "", "devices"),
             Number("peak activations", _text(self.peak), *_ALIVE),
             Number("of the fullest rank", _text(self.fullest), *_ALIVE),
+            Number("weights of the fullest rank", _text(self.weights), *_WEIGHTS),
             Number("mean staleness", f"{schedule.mean_staleness:.3g}", "steps", _LATE),
             Number("largest staleness", str(schedule.max_staleness), "steps", _LATE),
             Number("mean sent in a slot", _text(sum(sent) / len(sent)), *_SENT),

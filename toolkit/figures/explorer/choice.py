@@ -55,8 +55,8 @@ METHODS: Mapping[str, Method] = {
     "zero_cdp_v2": _method("cyclic", state="sharded"),
 }
 SCHEDULES = (*METHODS, OWN)
-_OPTIONS = ("delay", "placement", "state", "n_ranks", "accumulate")
-_OWN_OPTIONS: dict[str, Any] = {"delay": 0, "state": "replicated"}
+_OPTIONS = ("delay", "predict", "placement", "state", "n_ranks", "accumulate")
+_OWN_OPTIONS: dict[str, Any] = {"delay": 0, "predict": False, "state": "replicated"}
 
 
 @cache
@@ -92,6 +92,7 @@ class Choice:
         stages: parts of the model; of your own, the orders tell.
         microbatches: of a training step, of one round where workers accumulate; likewise.
         delay: steps by which weights are late, or ``"freshest"``.
+        predict: whether late weights are replaced by what they let expect of the newest.
         placement: the rank of each op.
         state: ``replicated`` or ``sharded``.
         n_ranks: of interleaved 1F1B.
@@ -103,6 +104,7 @@ class Choice:
     stages: int = 4
     microbatches: int = 4
     delay: int | str | None = None
+    predict: bool | None = None
     placement: str | None = None
     state: str | None = None
     n_ranks: int | None = None

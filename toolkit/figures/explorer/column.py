@@ -38,6 +38,7 @@ class Column:
             options=SCHEDULES, value=choice.schedule, description="schedule", **FIELD
         )
         self.delay = ui.Dropdown(description="delay", **FIELD)
+        self.predict = ui.Checkbox(value=bool(choice.predict), description="predict", **FIELD)
         self.placement = ui.Dropdown(description="placement", **FIELD)
         self.state = ui.Dropdown(description="state", **FIELD)
         self.n_ranks = ui.BoundedIntText(
@@ -56,11 +57,13 @@ class Column:
         )
         self.schedule.tooltip = "a choice of conf/schedule, or rank orders of your own"
         self.delay.tooltip = "training steps by which weights are late"
+        self.predict.tooltip = "replace late weights by what they let expect of the newest"
         self.placement.tooltip = "the rank of each op"
         self.state.tooltip = "whether parameters, gradients and optimizer state have one owner"
         self.accumulate.tooltip = "micro-batches that each worker runs one after another in a step"
         self.orders.tooltip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
-        options = (self.delay, self.placement, self.state, self.n_ranks, self.accumulate)
+        late = (self.delay, self.predict)
+        options = (*late, self.placement, self.state, self.n_ranks, self.accumulate)
         fields = (self.schedule, *options, self.orders)
         self.wanted = ui.Text(
             description="look up an op",
@@ -97,8 +100,10 @@ class Column:
         if choice is None:
             self.n_ranks.value = usual.get("n_ranks") or self.n_ranks.value
             self.accumulate.value = usual.get("accumulate") or self.accumulate.value
+            self.predict.value = usual.get("predict", False)
         _show(self.n_ranks, "n_ranks" in usual)
         _show(self.accumulate, "accumulate" in usual)
+        _show(self.predict, "predict" in usual)
         _show(self.orders, name == OWN)
 
     def choice(self, stages: int, microbatches: int) -> Choice:
@@ -106,9 +111,11 @@ class Column:
         name = self.schedule.value
         if name == OWN:
             orders = tuple(line.strip() for line in self.orders.value.splitlines() if line.strip())
-            return Choice(OWN, delay=self.delay.value, state=self.state.value, orders=orders)
-        options = {option: getattr(self, option).value for option in options_of(name)}
-        return Choice(name, stages, microbatches, **options)
+            return Choice(OWN, **self._options(), orders=orders)
+        return Choice(name, stages, microbatches, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {option: getattr(self, option).value for option in options_of(self.schedule.value)}
 
     def say(self, choice: Choice) -> None:
         """Show ``choice`` as lines to copy."""

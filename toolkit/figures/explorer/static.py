@@ -15,7 +15,7 @@ _STEPS = 3  # training steps drawn
 def choice_of(schedule: Schedule) -> Choice | None:
     """What one would choose in the explorer to see ``schedule``; None if nothing makes it."""
     for name, method in METHODS.items():
-        named = ("placement", "state", "delay", "accumulate")
+        named = ("placement", "state", "delay", "accumulate", "predict")
         options: dict[str, Any] = {k: getattr(schedule, k) for k in named if k in method.options}
         try:
             choice = Choice(name, schedule.n_stages, schedule.n_workers, **options)

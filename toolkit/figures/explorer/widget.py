@@ -34,8 +34,8 @@ class Explorer(ui.VBox):
         stages: parts of the model.
         microbatches: of a training step.
         compare: another schedule to show beside it.
-        delay, placement, state, n_ranks, accumulate, orders: of the first schedule, as in
-            :class:`Choice`.
+        delay, predict, placement, state, n_ranks, accumulate, orders: of the first schedule, as
+            in :class:`Choice`.
         n_steps: training steps drawn, 1 to 3.
         costs: of the stages, by :func:`toolkit.cost.profile`; uniform unless given.
         model: whose stages are profiled on demand, with ``example``, a micro-batch.
@@ -55,6 +55,7 @@ class Explorer(ui.VBox):
         *,
         compare: str | None = None,
         delay: int | str | None = None,
+        predict: bool | None = None,
         placement: str | None = None,
         state: str | None = None,
         n_ranks: int | None = None,
@@ -74,6 +75,7 @@ class Explorer(ui.VBox):
             stages,
             microbatches,
             delay=delay,
+            predict=predict,
             placement=placement,
             state=state,
             n_ranks=n_ranks,
