@@ -75,12 +75,15 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
 
 
 def add_keys(figure: Figure, shown: "Sequence[Timeline]", most: int) -> None:
-    """A legend of what ranks do, ``most`` in a line; the weights' half of a backward if any."""
+    """A legend of what ranks do, ``most`` in a line; halves of backwards and predictions if any."""
     keys = {"forward": SKY, "backward": ORANGE}
-    ops = (span.name for timeline in shown for span in timeline.spans if span.lane == "compute")
-    if any(_kind(op) == "W" for op in ops):
+    names = {(span.lane, span.name) for timeline in shown for span in timeline.spans}
+    if any(lane == "compute" and _kind(name) == "W" for lane, name in names):
         keys["backward of weights"] = _OPS["W"]
-    handles = [Patch(color=colour, label=label) for label, colour in {**keys, **_LANES}.items()]
+    keys |= _LANES
+    handles = [Patch(color=colour, label=label) for label, colour in keys.items()]
+    if any(lane == "update" and name.startswith("predict") for lane, name in names):
+        handles[[*keys].index("update")].set_label("update, prediction")
     ncols = len(handles) if len(handles) <= most else 3
     figure.legend(handles=handles, loc="outside lower center", ncols=ncols, columnspacing=1)
 
