@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
-from toolkit.config.counts import check_counts
+from toolkit.config.counts import check_counts, counts
 
 
 @entry_point("memory", Path(__file__).parents[1] / "conf")
@@ -29,9 +29,7 @@ def main(config: DictConfig) -> None:
     from toolkit.training import pick_device
 
     start = time.perf_counter()
-    workers = [config.workers] if isinstance(config.workers, int | str) else list(config.workers)
-    if not workers or not all(isinstance(n, int) and n > 0 for n in workers):
-        raise ValueError(f"workers is a list of whole numbers above 0: got {workers}")
+    workers = counts(config, "workers")
     check_counts(config, "batch")
     if config.axis not in AXES:
         raise ValueError(f"unknown axis {config.axis!r}: choose one of {', '.join(AXES)}")

@@ -1,4 +1,4 @@
-"""memory, communication and simulate end to end: what they say, write and refuse."""
+"""memory, communication, pipelines and simulate end to end: what they say, write and refuse."""
 
 import json
 
@@ -69,6 +69,8 @@ def test_memory_of_the_users_own_model(own, tmp_path):
     [
         (["workers=[0]"], "workers is a list of whole numbers above 0: got [0]"),
         (["workers=four"], "workers is a list of whole numbers above 0: got"),
+        (["workers=null"], "workers is a list of whole numbers above 0: got [None]"),
+        (["workers=[true]"], "workers is a list of whole numbers above 0: got [True]"),
         (["shape=[3,8]"], "shape is channels, height, width, such as [3,224,224]: got [3, 8]"),
         (["classes=0"], "n_classes of a model is 1 or more: got 0"),
         (["hydra.run.dir=/proc/nowhere"], "/proc/nowhere: "),
@@ -112,6 +114,55 @@ def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
 
 def test_communication_refuses_one_worker():
     assert "a whole number, 2 or more: got 1" in refused("communication", "workers=1")
+
+
+def test_pipelines(tmp_path):
+    arguments = ("ranks=2", "microbatches=[2,5,2]", f"hydra.run.dir={tmp_path}")
+    finished = run("pipelines", *arguments)
+    assert finished.status == 0, finished.err
+    assert_figures(tmp_path, "pipelines")
+    found = rows(tmp_path / "pipelines.csv")
+    assert [row["microbatches"] for row in found] == ["2"] * 10 + ["5"] * 7
+    (gpipe,) = (r for r in found if (r["method"], r["microbatches"]) == ("GPipe", "5"))
+    assert (float(gpipe["activations"]), float(gpipe["idle"])) == pytest.approx((2.5, 1 / 6))
+    assert gpipe["flush"] == "True"
+    why = "CDP's workers run the same number of micro-batches: 5 cannot be dealt out to 2; make"
+    assert f"5 micro-batches, without CDP-v2: {why} them a multiple of the ranks" in finished.out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["provenance"]["command"].startswith("python experiments/pipelines.py ranks=2")
+    assert [missing["method"] for missing in result["left_out"]] == [
+        "interleaved 1F1B",
+        "CDP-v1",
+        "CDP-v2",
+    ]
+
+
+def test_pipelines_of_one_number_of_microbatches(tmp_path):
+    finished = run("pipelines", "ranks=1", "microbatches=2", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert {row["idle"] for row in rows(tmp_path / "pipelines.csv")} == {"0.0"}
+
+
+def test_help_of_pipelines():
+    finished = run("pipelines", "--help", "ranks=4")
+    assert finished.status == 0
+    assert {"ranks=4", "microbatches=[8,16,32]"} <= set(finished.out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["ranks=0"], "ranks is 1 or more: got 0"),
+        (["ranks=two"], "ranks=two: ranks is a whole number"),
+        (["microbatches=[]"], "microbatches is a list of whole numbers above 0: got []"),
+        (["microbatches=[8,0]"], "microbatches is a list of whole numbers above 0: got [8, 0]"),
+        (["microbatches=-1"], "microbatches is a list of whole numbers above 0: got [-1]"),
+        (["rank=4"], "there is no option rank: did you mean ranks?"),
+        (["microbatch=8"], "there is no option microbatch: did you mean microbatches?"),
+    ],
+)
+def test_pipelines_refuses(arguments, expected, tmp_path):
+    assert expected in refused("pipelines", *arguments, f"hydra.run.dir={tmp_path}")
 
 
 @pytest.mark.parametrize(

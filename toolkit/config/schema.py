@@ -398,6 +398,12 @@ class Communication:
 
 
 @dataclass
+class Pipelines:
+    ranks: int = option(8, "p: ranks, each with an equal share of the model")
+    microbatches: Any = option_list([8, 16, 32], "of a training step: numbers to compare")
+
+
+@dataclass
 class Report:
     runs: Any = option(None, "output folder of runs, or one above; a glob, or a list of those")
     title: str = option("Runs compared", "of the report")
@@ -420,6 +426,7 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "compare": Compare,
         "memory": Memory,
         "communication": Communication,
+        "pipelines": Pipelines,
         "simulate": Simulate,
         "bench": Bench,
         "report": Report,

@@ -6,6 +6,7 @@ from toolkit.figures.accuracy import accuracy
 from toolkit.figures.activity import activity
 from toolkit.figures.links import link_times
 from toolkit.figures.memory import memory_curves
+from toolkit.figures.pipelines import pipelines
 from toolkit.figures.schedule import schedules
 from toolkit.figures.style import save, style
 from toolkit.figures.timeline import timelines
@@ -19,6 +20,7 @@ __all__ = [
     "activity",
     "link_times",
     "memory_curves",
+    "pipelines",
     "save",
     "schedules",
     "style",

@@ -1,0 +1,86 @@
+"""Which pipeline: every one of the catalogue on the same ranks, an equal share of a model each.
+
+    python experiments/pipelines.py ranks=8 microbatches=[8,16,32]
+
+A backward takes twice as long as its forward; messages and updates take no time. For a model and a
+machine: experiments/simulate.py.
+"""
+
+import time
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from toolkit.config import entry_point
+from toolkit.config.counts import check_counts, counts
+
+LEGEND = """\
+activations: the most that a rank holds, and that all ranks together hold, in micro-batches: 1 is
+all that one keeps over the whole model
+idle: the share of a rank's time in the steady state
+weights: the most that a rank holds at once, all versions, in models; an update writes a stage's new
+version beside the old, for that moment
+staleness: steps by which weights are late, over stages and micro-batches
+flush: whether each step ends before the next begins, so that all weights are fresh
+"""
+
+
+@entry_point("pipelines", Path(__file__).parents[1] / "conf")
+def main(config: DictConfig) -> None:
+    from toolkit.cost.pipelines import assess, pipelines
+    from toolkit.figures import pipelines as draw
+    from toolkit.figures import save
+    from toolkit.files import table, write_csv, write_json
+    from toolkit.tracking import Progress, describe_cpu, provenance
+
+    start = time.perf_counter()
+    check_counts(config, "ranks")
+    sizes = dict.fromkeys(counts(config, "microbatches"))
+    made = {m: pipelines(config.ranks, m) for m in sizes}
+    rows = []
+    with Progress(sum(len(schedules) for schedules, _ in made.values()), unit="pipelines") as bar:
+        for m, (schedules, _) in made.items():
+            for method, schedule in schedules.items():
+                bar.run(f"{method}, {m} micro-batches")
+                row = assess(method, schedule)
+                rows.append(asdict(row) | {"flush": row.flush})
+                bar.step(1, 1)
+    left_out = [
+        {"microbatches": m, "method": method, "why": why}
+        for m, (_, refused) in made.items()
+        for method, why in refused.items()
+    ]
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]
+    figures = save(draw(records), folder / "pipelines")
+    write_csv(folder / "pipelines.csv", records)
+    source = provenance(config, describe_cpu(), time.perf_counter() - start)
+    result = {"metrics": records, "left_out": left_out, "provenance": source}
+    write_json(folder / "result.json", result)
+    print(f"\n{table([readable(row) for row in records])}\n\n{LEGEND}")
+    for missing in left_out:
+        print("{microbatches} micro-batches, without {method}: {why}".format(**missing))
+    print(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")
+
+
+def readable(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "micro-batches": row["microbatches"],
+        "method": row["method"],
+        "ranks": row["ranks"],
+        "activations": f"{row['activations']:.3f}",
+        "of all ranks": f"{row['total_activations']:.3f}",
+        "idle": f"{row['idle']:.1%}",
+        "weights": f"{row['weights']:.3f}",
+        "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+        "flush": "yes" if row["flush"] else "no",
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The figure of pipelines has all of them, told apart and named without overlaps."""
+
+from itertools import combinations
+
+import pytest
+from matplotlib.transforms import Bbox
+
+from toolkit.figures import pipelines
+from toolkit.figures.style import BLUE, VERMILION
+
+HELD = {"GPipe": 2.0, "1F1B": 1.0, "ZB-H1": 1.0, "ZB-V": 1.0, "V-Half": 0.625, "V-Min": 0.5}
+IDLE = {"GPipe": 0.3, "1F1B": 0.3, "ZB-H1": 0.13, "ZB-V": 0.0, "V-Half": 0.17, "V-Min": 0.22}
+LATE = ("PipeDream-2BW", "CDP-v1", "CDP-v2")
+
+
+def rows(m, by=1.0):
+    points = [(name, HELD[name], by * IDLE[name], True) for name in HELD]
+    points += [(name, 1.0, 0.0, False) for name in LATE]
+    keys = ("method", "activations", "idle", "flush")
+    return [dict(zip(keys, p, strict=True)) | {"microbatches": m, "ranks": 8} for p in points]
+
+
+def named(axes):
+    return [text for text in axes.texts if text.get_text()]
+
+
+def points(axes):
+    return {
+        (line.get_xdata()[0], line.get_ydata()[0], line.get_color(), line.get_marker())
+        for line in axes.get_lines()
+    }
+
+
+def test_a_panel_a_number_and_a_point_a_method():
+    figure = pipelines(rows(16) + rows(1, by=0.5))
+    panels = figure.axes
+    titles = ["8 ranks, 16 micro-batches", "8 ranks, 1 micro-batch"]
+    assert [axes.get_title() for axes in panels] == titles
+    for axes, by in zip(panels, (1, 0.5), strict=True):
+        fresh = {(HELD[name], by * IDLE[name], BLUE, "o") for name in HELD}
+        assert points(axes) == fresh | {(1.0, 0.0, VERMILION, "s")}
+        assert {text.get_text() for text in named(axes)} == {*HELD, "\n".join(LATE)}
+
+
+@pytest.mark.parametrize("by", [1, 0.5, 0.1])
+def test_names_cover_neither_names_nor_points(by):
+    (axes,) = pipelines(rows(16, by)).axes
+    axes.figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in named(axes)]
+    frame = axes.get_window_extent()
+    for box in boxes:
+        assert (box.x0, box.y0) > (frame.x0, frame.y0)
+        assert box.x1 < frame.x1
+        assert box.y1 < frame.y1
+    for one, other in combinations(boxes, 2):
+        assert Bbox.intersection(one, other) is None
+    for x, y, _, _ in points(axes):
+        at = axes.transData.transform((x, y))
+        assert not any(box.contains(*at) for box in boxes)
+
+
+def test_many_numbers_go_into_rows_and_keep_their_scales():
+    figure = pipelines([row for m in range(2, 6) for row in rows(m)])
+    drawn = [axes for axes in figure.axes if axes.axison]
+    assert len(drawn) == 4
+    assert len({axes.get_position().y0 for axes in drawn}) == 2
+    labelled = [axes.xaxis.get_tick_params()["labelbottom"] for axes in drawn]
+    assert labelled == [False, True, True, True]
