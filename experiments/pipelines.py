@@ -39,8 +39,7 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     check_counts(config, "ranks")
-    sizes = dict.fromkeys(counts(config, "microbatches"))
-    made = {m: pipelines(config.ranks, m) for m in sizes}
+    made = {m: pipelines(config.ranks, m) for m in counts(config, "microbatches")}
     rows = []
     with Progress(sum(len(schedules) for schedules, _ in made.values()), unit="pipelines") as bar:
         for m, (schedules, _) in made.items():

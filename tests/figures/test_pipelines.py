@@ -1,8 +1,8 @@
 """The figure of pipelines has all of them, told apart and named without overlaps."""
 
+import sys
 from itertools import combinations
 
-import pytest
 from matplotlib.transforms import Bbox
 
 from toolkit.figures import pipelines
@@ -42,21 +42,27 @@ def test_a_panel_a_number_and_a_point_a_method():
         assert {text.get_text() for text in named(axes)} == {*HELD, "\n".join(LATE)}
 
 
-@pytest.mark.parametrize("by", [1, 0.5, 0.1])
-def test_names_cover_neither_names_nor_points(by):
-    (axes,) = pipelines(rows(16, by)).axes
-    axes.figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in named(axes)]
-    frame = axes.get_window_extent()
-    for box in boxes:
-        assert (box.x0, box.y0) > (frame.x0, frame.y0)
-        assert box.x1 < frame.x1
-        assert box.y1 < frame.y1
-    for one, other in combinations(boxes, 2):
-        assert Bbox.intersection(one, other) is None
-    for x, y, _, _ in points(axes):
-        at = axes.transData.transform((x, y))
-        assert not any(box.contains(*at) for box in boxes)
+def test_names_cover_neither_names_nor_points():
+    figure = pipelines(rows(16) + rows(32, 0.5) + rows(64, 0.2))
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        boxes = [text.get_window_extent() for text in named(axes)]
+        for one, other in combinations(boxes, 2):
+            assert Bbox.intersection(one, other) is None
+        for x, y, _, _ in points(axes):
+            at = axes.transData.transform((x, y))
+            assert not any(box.contains(*at) for box in boxes)
+
+
+def test_names_are_placed_once_panels_are(monkeypatch):
+    seen = {}
+    module = sys.modules["toolkit.figures.pipelines"]  # the package has its function by that name
+    monkeypatch.setattr(
+        module, "name_points", lambda axes, _: seen.update({axes: axes.get_window_extent().bounds})
+    )
+    figure = pipelines(rows(16) + rows(32))
+    figure.draw_without_rendering()
+    assert seen == {axes: axes.get_window_extent().bounds for axes in figure.axes}
 
 
 def test_many_numbers_go_into_rows_and_keep_their_scales():

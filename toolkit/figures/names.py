@@ -2,15 +2,36 @@
 
 from collections.abc import Sequence
 from math import cos, hypot, pi, sin
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox
 
 _ANGLES = (0, 1, 7, 4, 3, 5, 2, 6)  # eighths of a turn: first to the right
 _DISTANCES = (6, 10, 16, 24, 34, 46)  # points
+_OFFSETS = [
+    (round(distance * cos(eighth * pi / 4), 3), round(distance * sin(eighth * pi / 4), 3))
+    for distance in _DISTANCES
+    for eighth in _ANGLES
+]
+_HORIZONTAL = {1: "left", 0: "center", -1: "right"}
+_VERTICAL = {1: "bottom", 0: "center", -1: "top"}
 _LINED = 12  # points from which on a line leads from a name to its point
 _MARKER = 4  # points from the middle of a point to its edge
+
+
+class _Box(NamedTuple):
+    """In points."""
+
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    def common(self, other: "_Box") -> float:
+        """The area that both have."""
+        width = min(self.right, other.right) - max(self.left, other.left)
+        height = min(self.top, other.top) - max(self.bottom, other.bottom)
+        return max(0.0, width) * max(0.0, height)
 
 
 def name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
@@ -21,49 +42,42 @@ def name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> 
         points: x, y, name (maybe of some lines) and colour.
     """
     figure: Any = axes.figure
-    scale = figure.dpi / 72
-    frame = axes.get_window_extent()
-    middles = [axes.transData.transform((x, y)) for x, y, _, _ in points]
-    taken = [Bbox([at - _MARKER * scale, at + _MARKER * scale]) for at in middles]
-    for x, y, name, colour in sorted(points, key=lambda point: -point[2].count("\n")):
-        text = axes.annotate(
-            name, (x, y), xytext=(0, 0), textcoords="offset points", color=colour, fontsize=6.5
+    scale = 72 / figure.dpi
+    frame = _Box(*(scale * axes.get_window_extent().extents))
+    at = [scale * axes.transData.transform((x, y)) for x, y, _, _ in points]
+    taken = [_Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in at]
+    for k in sorted(range(len(points)), key=lambda k: -points[k][2].count("\n")):
+        x, y, name, colour = points[k]
+        text: Any = axes.annotate(
+            name, (x, y), (0, 0), textcoords="offset points", color=colour, fontsize=6.5
         )
         text.set_in_layout(False)
-
-        def box(offset: tuple[float, float], text: Any = text) -> Bbox:
-            """Where the name is, once it is there."""
-            text.set_position(offset)
-            text.set_horizontalalignment(_side(offset[0], "left", "right"))
-            text.set_verticalalignment(_side(offset[1], "bottom", "top"))
-            return text.get_window_extent().padded(scale)
-
-        best = min(_OFFSETS, key=lambda offset: _covered(box(offset), taken, frame))
-        taken.append(box(best))
+        size = text.get_window_extent().padded(1 / scale).size * scale
+        boxes = {offset: _beside(at[k], offset, size) for offset in _OFFSETS}
+        best = min(boxes, key=lambda offset: _covered(boxes[offset], taken, frame))
+        taken.append(boxes[best])
+        text.set_position(best)
+        text.set_horizontalalignment(_HORIZONTAL[_sign(best[0])])
+        text.set_verticalalignment(_VERTICAL[_sign(best[1])])
         if hypot(*best) > _LINED:
             line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0}
             axes.annotate("", (x, y), best, textcoords="offset points", arrowprops=line)
 
 
-def _covered(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
+def _beside(at: Sequence[float], offset: Sequence[float], size: Sequence[float]) -> _Box:
+    """A box that begins at an offset from a point, and leads away from it."""
+    left, bottom = (
+        start + shift + (_sign(shift) - 1) / 2 * length
+        for start, shift, length in zip(at, offset, size, strict=True)
+    )
+    return _Box(left, bottom, left + size[0], bottom + size[1])
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def _covered(box: _Box, taken: Sequence[_Box], frame: _Box) -> float:
     """Of the area of a box: what others have, and what is outside of the frame."""
-    outside = box.width * box.height - _common(box, frame)
-    return round(outside + sum(_common(box, other) for other in taken), 6)
-
-
-def _common(one: Bbox, other: Bbox) -> float:
-    shared = Bbox.intersection(one, other)
-    return 0.0 if shared is None else shared.width * shared.height
-
-
-def _side(offset: float, above: str, below: str) -> str:
-    if abs(offset) < 1e-6:
-        return "center"
-    return above if offset > 0 else below
-
-
-_OFFSETS = [
-    (distance * cos(eighth * pi / 4), distance * sin(eighth * pi / 4))
-    for distance in _DISTANCES
-    for eighth in _ANGLES
-]
+    outside = box.common(box) - box.common(frame)
+    return round(outside + sum(map(box.common, taken)), 6)
