@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 
-_ANGLES = (0, 1, 7, 4, 3, 5, 2, 6)  # eighths of a turn: first to the right
+_ANGLES = (0, 4, 1, 7, 3, 5, 2, 6)  # eighths of a turn: first to the right, then left
 _DISTANCES = (6, 10, 16, 24, 34, 46)  # points
 _OFFSETS = [
     (round(distance * cos(eighth * pi / 4), 3), round(distance * sin(eighth * pi / 4), 3))
