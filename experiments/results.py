@@ -140,6 +140,21 @@ def _equal(row: dict[str, Any], how: str) -> str:
     return "yes" if all(row[name] == row[name + how] for name in names) else "no"
 
 
+def _pipelines(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "micro-batches": row["microbatches"],
+            "method": row["method"],
+            "activations (all)": f"{row['activations']:g} ({row['total_activations']:g}) A",
+            "idle": f"{row['idle']:.1%}",
+            "weights": f"{_fraction(row['weights'])} P",
+            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+            "flush": "yes" if row["flush"] else "no",
+        }
+        for row in result["metrics"]
+    ]
+
+
 def _bench(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [{k: "" if v is None else v for k, v in row.items()} for row in result["metrics"]]
 
@@ -172,6 +187,7 @@ _ROWS = {
     "memory_vit_b_16": _memory,
     "communication": _counted,
     "communication_measured": _measured,
+    "pipelines": _pipelines,
     "bench_grouped": _bench,
     "bench_failure": _failure,
     "bench_links": _links,
