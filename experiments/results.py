@@ -183,6 +183,7 @@ _ROWS = {
     "cifar10_narrow_4": _accuracy,
     "delays": _delays,
     "prediction": _delays,
+    "prediction_narrow_8": _accuracy,
     "memory_resnet50": _memory,
     "memory_vit_b_16": _memory,
     "communication": _counted,
