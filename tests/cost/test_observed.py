@@ -95,6 +95,7 @@ SCHEDULES = [
     catalog.one_f_one_b(2, 4),
     catalog.zero_bubble(2, 3),
     catalog.pipedream_2bw(2, 3),
+    catalog.cyclic(2, 1, predict=True),
 ]
 everything = pytest.mark.parametrize(
     "schedule", SCHEDULES, ids=lambda s: f"{s.name} {s.layout.name}"

@@ -180,7 +180,7 @@ def test_a_prediction_reads_two_versions_and_writes_one():
     (span,) = (s for s in timeline.spans if s.name == "predict 0")
     updates = {s.step: s.end for s in timeline.spans if s.name == "update 0"}
     ops = {(s.name, s.step): (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
-    assert (span.lane, span.step) == ("update", 2)
+    assert (span.lane, span.step) == ("compute", 2)
     assert (span.start, span.end) == (max(updates[0], ops["0B0", 1][1]), span.start + 1)
     assert ops["0F0", 2][0] == span.end
     held = [c.bytes for c in timeline.changes if c.kind == "weights" and c.time == span.start]
@@ -440,11 +440,13 @@ def test_any_program_on_any_machine(program, hardware, data):
 @given(programs(), machines())
 @quick
 def test_a_rank_computes_in_the_order_of_its_program(program, hardware):
+    hardware = replace(hardware, memory_bandwidth=2.0)
     timeline = simulate(program, unit_costs(program.schedule.n_stages), hardware)
     for rank, instructions in enumerate(program.ranks):
         expected = [(i.stage, i.microbatch, i.step) for i in instructions if i.action.computes]
         own = [s for s in timeline.spans if (s.rank, s.lane) == (rank, "compute")]
-        assert [(s.stage, s.microbatch, s.step) for s in own] == expected
+        ops = [(s.stage, s.microbatch, s.step) for s in own if not s.name.startswith("predict")]
+        assert ops == expected
         assert all(a.end <= b.start for a, b in pairwise(own))
 
 
@@ -477,7 +479,7 @@ def test_updates_wait_for_the_gradients_and_for_each_other(program, hardware, da
     timeline = simulate(program, stages, hardware)
     for rank in range(program.schedule.n_ranks):
         own = [span for span in timeline.spans if span.rank == rank]
-        updates = [span for span in own if span.name.startswith("update")]
+        updates = [span for span in own if span.lane == "update"]
         assert all(a.end <= b.start for a, b in pairwise(updates))
         for update in updates:
             seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth

@@ -46,11 +46,11 @@ def test_nothing_is_cut_off(shown):
 def test_every_colour_is_named(draw):
     whole = ["forward", "backward", "update", "send", "receive"]
     split = [*whole[:2], "backward of weights", *whole[2:]]
-    predicts = catalog.cyclic(2, 1, predict=True).lower(3)
-    slow = simulate(predicts, unit_costs(2), replace(UNIT, memory_bandwidth=1.0))
-    predicted = [*whole[:2], "update, prediction", *whole[3:]]
-    splits = timeline(catalog.zero_bubble(2, 2))
-    for shown, names in ((DP, whole), (splits, split), (slow, predicted)):
+    predicted = [*whole[:2], "prediction", *whole[2:]]
+    slow = replace(UNIT, memory_bandwidth=9.0)
+    late = simulate(catalog.cyclic(2, 1, predict=True).lower(4), unit_costs(2), slow)
+    zero_bubble = timeline(catalog.zero_bubble(2, 2))
+    for shown, names in ((DP, whole), (zero_bubble, split), (late, predicted)):
         (legend,) = draw(shown).legends
         assert [text.get_text() for text in legend.get_texts()] == names
 

@@ -124,6 +124,7 @@ def measured(folder):
         {"rank": 0, "lane": "send", "start": 0.01, "end": 0.02, "name": "send", "bytes": 8.0},
         {"rank": 1, "lane": "receive", "start": 0.01, "end": 0.02, "name": "receive"},
         {"rank": 1, "lane": "compute", "start": 0.02, "end": 0.04, "name": "1B0"},
+        {"rank": 1, "lane": "compute", "start": 0.04, "end": 0.05, "name": "predict 1"},
     ]
     write_csv(folder / "spans.csv", [span | row for row in spans])
 

@@ -2,7 +2,8 @@
 
 Each rank has a compute lane, an optimizer and a full-duplex port, that work side by side. A rank
 computes in the order of its program, each op as soon as the one before has ended and its inputs are
-there, and updates a stage when its gradient is complete. A message starts when its content is ready
+there, predicts weights before the op that reads them, and updates a stage when its gradient is
+complete. A message starts when its content is ready
 and both ports have time for it: it need not wait for one that comes before it in the program and is
 not ready; but its ranks have come to within :mod:`toolkit.schedule.lookahead` of it. Collectives
 take both ports of all their ranks, in the order of the program.
@@ -247,7 +248,7 @@ class _Simulation:
         self.weights[rank, *i.weights] = end  # from when on it can be read
         if end > start:
             what = (f"predict {i.stage}", i.stage, None, i.step)
-            self.spans.append(Span(rank, UPDATE, start, end, *what, slot=self.program.slot(i)))
+            self.spans.append(Span(rank, COMPUTE, start, end, *what, slot=self.program.slot(i)))
 
     def _hold_weights(self, when: float, rank: int, stage: int, *which: int | None) -> None:
         self.weights[rank, stage, *which] = when

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _BINS = 120  # of traffic over time
 _THIN = 0.006  # of the time axis: bars that a line around them would hide
-_OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": YELLOW}
+_OPS = {"F": SKY, "B": ORANGE, "I": ORANGE, "W": YELLOW, "p": BLUE}
+_SELDOM = {"W": "backward of weights", "p": "prediction"}
 _KINDS = {
     "optimizer": YELLOW,
     "weights": "#999999",
@@ -75,21 +76,18 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
 
 
 def add_keys(figure: Figure, shown: "Sequence[Timeline]", most: int) -> None:
-    """A legend of what ranks do, ``most`` in a line; halves of backwards and predictions if any."""
+    """A legend of what ranks do, ``most`` in a line; what they seldom do, if they do it."""
     keys = {"forward": SKY, "backward": ORANGE}
-    names = {(span.lane, span.name) for timeline in shown for span in timeline.spans}
-    if any(lane == "compute" and _kind(name) == "W" for lane, name in names):
-        keys["backward of weights"] = _OPS["W"]
-    keys |= _LANES
-    handles = [Patch(color=colour, label=label) for label, colour in keys.items()]
-    if any(lane == "update" and name.startswith("predict") for lane, name in names):
-        handles[[*keys].index("update")].set_label("update, prediction")
+    spans = (span for timeline in shown for span in timeline.spans)
+    done = {_kind(span.name) for span in spans if span.lane == "compute"}
+    keys |= {label: _OPS[kind] for kind, label in _SELDOM.items() if kind in done}
+    handles = [Patch(color=colour, label=label) for label, colour in {**keys, **_LANES}.items()]
     ncols = len(handles) if len(handles) <= most else 3
     figure.legend(handles=handles, loc="outside lower center", ncols=ncols, columnspacing=1)
 
 
 def _kind(op: str) -> str:
-    """F, B, I or W of an op's name."""
+    """F, B, I or W of an op's name; p of a prediction's."""
     return op.lstrip("0123456789")[:1]
 
 

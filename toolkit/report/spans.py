@@ -45,7 +45,7 @@ def draw_spans(path: Path, name: str) -> "Figure":
         and span.lane in LANES
         and isfinite(span.end)
         and 0 <= span.start <= span.end
-        and (span.lane != "compute" or span.name.lstrip("0123456789")[:1] in [*"FBIW"])
+        and (span.lane != "compute" or span.name.lstrip("0123456789")[:1] in [*"FBIWp"])
         for span in spans
     )
     if not spans or not sound or not any(span.end for span in spans):

@@ -251,6 +251,13 @@ def test_a_timeline(pipeline):
     assert found.bytes_by_link() == {(0, 1): 40, (1, 0): 60}
 
 
+def test_a_prediction_takes_the_time_of_ops():
+    schedule = catalog.cyclic(1, 1, predict=True)
+    found = Measurements(schedule, followed(schedule.lower(3))).timeline()
+    assert [(s.lane, s.step) for s in found.spans if s.name == "predict 0"] == [("compute", 2)]
+    assert [s.step for s in found.spans if s.lane == "update"] == [0, 1, 2]
+
+
 def test_memory_is_gained_at_the_start_and_lost_at_the_end(pipeline):
     found = pipeline.timeline()
     assert [change for change in found.changes if change.rank == 0] == [

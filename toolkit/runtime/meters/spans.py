@@ -92,8 +92,10 @@ def _spans(
     n_bytes, peer = 0.0, None
     if i.action.computes:
         lane, name = COMPUTE, f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
-    elif i.action in (Action.UPDATE, Action.PREDICT):
-        lane, name = UPDATE, f"{i.action.name.lower()} {i.stage}"
+    elif i.action == Action.PREDICT:
+        lane, name = COMPUTE, f"predict {i.stage}"
+    elif i.action == Action.UPDATE:
+        lane, name = UPDATE, f"update {i.stage}"
     elif i.action.communicates:
         lane, name, n_bytes, peer = _message(rank, event)
     else:
