@@ -1,5 +1,7 @@
 """Late weights replaced by what they let expect: what a program does for it, and what it costs."""
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 
@@ -89,6 +91,13 @@ def test_sharded_state_is_refused(method):
     message = "predict=True takes state=\"replicated\": got state='sharded'"
     with pytest.raises(ValueError, match=message):
         method(3, delay=1, state="sharded", predict=True)
+
+
+@pytest.mark.parametrize("predict", ["false", 1, None])
+def test_what_is_neither_true_nor_false_is_refused(predict):
+    for method in (catalog.data_parallel, catalog.cyclic, partial(catalog.pipedream_2bw, 2)):
+        with pytest.raises(ValueError, match=f"predict is True or False: got {predict!r}"):
+            method(2, predict=predict)
 
 
 # Broken programs

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from toolkit.training.changes import changed_options
 
@@ -19,6 +19,7 @@ def test_options_that_one_side_lacks_are_told():
 class Sub:
     late: int = 1
     kept: list[int] = field(default_factory=list)
+    asked: str = MISSING
 
 
 @dataclass
@@ -31,6 +32,10 @@ def test_an_option_that_there_was_not_yet_has_its_usual_value():
     """A run that an earlier version has saved is not told, or refused, for what came since."""
     usual = OmegaConf.structured(Known)
     assert changed_options("sub: {kept: []}", usual) == ""
+    assert changed_options("{}", usual) == ""
+    assert changed_options("{}", OmegaConf.merge(usual, {"sub": {"kept": [1]}})) == (
+        "sub.kept=[1] (was None)"
+    )
     other = OmegaConf.merge(usual, {"sub": {"late": 2}, "top": True})
     assert changed_options("sub: {kept: []}", other) == "sub.late=2 (was None), top=True (was None)"
     assert changed_options("sub: {late: 2, kept: []}", usual) == "sub.late=1 (was 2)"

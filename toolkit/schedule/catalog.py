@@ -40,7 +40,7 @@ def data_parallel(
     m = k * workers
     late = _late(delay, s, m)
     rule = "" if late == " delay 0" else late
-    name = _name("DP", state, rule + _PREDICTED * (predict and bool(rule)), k)
+    name = _name("DP", state, rule + _PREDICTED * bool(predict and rule), k)
     when = timing.simultaneous(s, workers, k)
     return Schedule(name, s, m, when, placement, delay, state, accumulate=k, predict=predict)
 
@@ -79,7 +79,7 @@ def cyclic(
     late = _late(delay, s, m)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
-    name = _name("CDP", state, rule + rotated + _PREDICTED * predict, k)
+    name = _name("CDP", state, rule + rotated + _PREDICTED * bool(predict), k)
     when = timing.cyclic(s, workers, k)
     return Schedule(name, s, m, when, placement, delay, state, chains, k, predict)
 
@@ -173,7 +173,7 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
     s, m = _sizes(n_stages, n_microbatches)
     if m < s:
         raise ValueError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
-    name = "PipeDream-2BW" + _PREDICTED * predict
+    name = "PipeDream-2BW" + _PREDICTED * bool(predict)
     when = timing.pipelined(s, m)
     return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
 

@@ -99,6 +99,8 @@ class Schedule:
         self._check_staleness()
         if self.chains != IN_ORDER:
             check_chains(self)
+        if not isinstance(self.predict, bool):
+            raise ValueError(f"predict is True or False: got {self.predict!r}")
         if self.predict and self.state != "replicated":
             raise ValueError(
                 f'predict=True takes state="replicated": got state={self.state!r}, of which a rank'

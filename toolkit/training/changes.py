@@ -1,6 +1,7 @@
 """Options that a resumed run has otherwise than when it was saved."""
 
 from collections.abc import Collection
+from dataclasses import is_dataclass
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -37,7 +38,7 @@ def changed_options(
         name
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
-        and not (name not in old and _is_usual(now, name))
+        and not (name not in old and _is_usual(now, name, new[name]))
         and not any(f"{name}.".startswith(f"{group}.") for group in indifferent)
     ]
     told = [f"{name}={new.get(name)} (was {old.get(name)})" for name in names[:_MOST_TOLD]]
@@ -45,13 +46,15 @@ def changed_options(
     return ", ".join([*told, *more])
 
 
-def _is_usual(options: DictConfig, name: str) -> bool:
-    """Whether an option has the value that its schema gives it."""
+def _is_usual(options: DictConfig, name: str, value: object) -> bool:
+    """Whether ``value`` is what the schema of an option gives it."""
     group, _, last = name.rpartition(".")
     node = OmegaConf.select(options, group) if group else options
     schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else None
-    field = getattr(schema, "__dataclass_fields__", {}).get(last)
-    return field is not None and bool(field.default == node[last])
+    if not is_dataclass(schema):
+        return False
+    usual = OmegaConf.to_container(OmegaConf.structured(schema))
+    return isinstance(usual, dict) and last in usual and bool(usual[last] == value)
 
 
 def _flat(options: object, prefix: str = "") -> dict[str, object]:
