@@ -12,7 +12,9 @@ from torch import nn
 
 from toolkit.cost import Hardware, profile, unit_costs
 from toolkit.figures import Explorer
+from toolkit.figures.explorer.analysis import predict
 from toolkit.figures.explorer.choice import OWN, SCHEDULES
+from toolkit.figures.explorer.machines import GIVEN, UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
 
@@ -250,6 +252,22 @@ def test_costs_and_hardware_of_your_own():
     assert number(explorer, "step time") != by_model
     explorer.stages.value = 4
     assert said(explorer) == ""
+
+
+def test_other_costs_are_simulated_once(monkeypatch):
+    """Though the machine changes with them."""
+    explorer = Explorer(costs=unit_costs(4))
+    explorer.costs.value, explorer.hardware.value = UNIFORM, "unit"
+    simulated = []
+
+    def counted(*arguments):
+        simulated.append(1)
+        return predict(*arguments)
+
+    monkeypatch.setattr("toolkit.figures.explorer.widget.predict", counted)
+    explorer.costs.value = GIVEN
+    assert explorer.hardware.value != "unit"
+    assert len(simulated) == 1
 
 
 def test_a_model_has_real_hardware_unless_told():

@@ -293,6 +293,8 @@ class Explorer(ui.VBox):
         return next((name for name in self._machines if name != "unit"), "unit")
 
     def _refresh(self, _: Any = None) -> None:
+        if self._quiet:
+            return
         self.columns[1].box.layout.display = None if self.compare.value else "none"
         for k in range(len(self._shown)):
             self._analyse(k)
