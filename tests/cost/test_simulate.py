@@ -187,6 +187,16 @@ def test_a_prediction_reads_two_versions_and_writes_one():
     assert held.count(8) == 1
 
 
+def test_predictions_of_a_rank_take_turns():
+    """A device with all workers predicts several stages at once; each takes 4 seconds here."""
+    machine = replace(UNIT, memory_bandwidth=0.75)
+    program = catalog.cyclic(3, 1, "one", predict=True).lower(3)
+    timeline = simulate(program, unit_costs(3), machine)
+    own = [s for s in timeline.spans if s.lane == "compute"]
+    assert sum(s.name.startswith("predict") for s in own) == 3
+    assert all(a.end <= b.start for a, b in pairwise(own))
+
+
 def test_ranks_of_different_speeds():
     machine = replace(UNIT, speeds=(1.0, 0.5, 4.0))
     timeline = simulate(catalog.one_f_one_b(3, 1).lower(1), unit_costs(3, backward=2.0), machine)

@@ -137,7 +137,7 @@ def test_a_prediction_without_both_versions(version):
         if i.action == Action.FREE and i.weights == (predict.stage, version)
     )
     message = refusal(before(PROGRAM, rank, free, predict))
-    assert f"the rank does not hold version {version} of stage {predict.stage}" in message
+    assert f"{predict}: the rank does not hold version {version} of" in message
 
 
 def test_a_prediction_of_what_is_fresh():

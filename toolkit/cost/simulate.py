@@ -167,8 +167,7 @@ class _Simulation:
 
     def _compute(self, rank: int, i: Instruction) -> None:
         stage, action = i.stage, i.action
-        read = (rank, *i.weights) if i.buffer is not None else (rank, stage, i.version)
-        start = max(self.computed[rank], self.weights[read])
+        start = max(self.computed[rank], self.weights[rank, *i.weights])
         key = (stage, i.microbatch, i.step)
         if action == Action.FORWARD:
             if stage > 0:
@@ -238,14 +237,12 @@ class _Simulation:
 
     def _predict(self, rank: int, i: Instruction) -> None:
         """Reads two versions and writes one, before the ops go on."""
-        assert i.version is not None
-        before, late = ((rank, i.stage, version) for version in (i.version - 1, i.version))
-        start = max(self.computed[rank], self.weights[before], self.weights[late])
+        ready = (self.weights[rank, *weights] for weights in i.predicted_from)
+        start = max(self.computed[rank], *ready)
         moved = 3 * self.costs[i.stage].parameter_bytes
         end = start + moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.computed[rank] = end
         self._hold_weights(start, rank, i.stage, i.version, i.step)
-        self.weights[rank, *i.weights] = end  # from when on it can be read
         if end > start:
             what = (f"predict {i.stage}", i.stage, None, i.step)
             self.spans.append(Span(rank, COMPUTE, start, end, *what, slot=self.program.slot(i)))

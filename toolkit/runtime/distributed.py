@@ -59,7 +59,8 @@ class Distributed:
         compression: ``none``, or ``fp16`` or ``bf16`` for the messages of gradients and weights.
             Sums that are handed on are made in the model's own type, those of collectives in
             16 bits. The rank that updates a stage keeps its exact weights; other ranks compute
-            with what they receive.
+            with what they receive. What they predict from it, d steps ahead, is off by up to
+            1 + 2d times as much.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own.
         pacing: whether each rank spreads what it sends over the training step, in chunks: the

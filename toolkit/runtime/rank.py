@@ -187,9 +187,8 @@ class Rank:
                 del known[version]
 
     def _predict(self, i: Instruction) -> None:
-        version, step = _int(i.version), _int(i.step)
-        before, late = (self.weights[i.stage, v] for v in (version - 1, version))
-        self.weights[i.weights] = predicted(before, late, step - version)
+        late, before = (self.weights[key] for key in i.predicted_from)
+        self.weights[i.weights] = predicted(before, late, _int(i.step) - _int(i.version))
 
     def _free(self, i: Instruction) -> None:
         if i.buffer != Buffer.ACTIVATION:

@@ -27,11 +27,13 @@ _WINDOW = 64  # training steps lowered at once in order "scheduled"
 class SingleProcess:
     """Trains stages by a schedule, all of it in this process.
 
-    The trajectory is a function of the schedule's staleness, the seed, the order of the data and
-    the hyper-parameters, and of nothing else::
+    The trajectory is a function of the schedule's staleness, of whether it predicts, of the seed,
+    the order of the data and the hyper-parameters, and of nothing else::
 
         theta^j_{t+1} = optimizer(theta^j_t, 1/M sum_m grad_j f_m(theta_hat_{m,t}))
         theta_hat^j_{m,t} = theta^j_{t - staleness[j][m]}
+
+    or what that lets expect of theta^j_t (see ``predict`` of :class:`toolkit.schedule.Schedule`).
 
     Args:
         stages: the model, partitioned; its parameters are trained in place.

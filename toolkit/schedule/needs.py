@@ -75,14 +75,9 @@ class _Needs:
         return found
 
     def _predicts(self, position: int, i: Instruction) -> set[int]:
-        assert i.version is not None
         self.made[i.weights] = position
-        return set().union(
-            *(
-                self._uses_weights(position, (i.stage, version))
-                for version in (i.version - 1, i.version)
-            )
-        )
+        late, before = i.predicted_from
+        return self._uses_weights(position, late) | self._uses_weights(position, before)
 
     def _frees(self, position: int, i: Instruction) -> set[int]:
         if i.buffer == Buffer.ACTIVATION:

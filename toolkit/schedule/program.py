@@ -61,7 +61,7 @@ WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
 class Instruction(NamedTuple):
     """One entry of a rank's program.
 
-    ``tick`` is when it starts; ``version`` is the weight version read (forward, backward),
+    ``tick`` is when it starts; ``version`` is the weight version read (forward, backward, predict),
     made (update) or meant (messages and frees of weights); ``peers`` are the receiver of a send,
     the sender of a receive, or every rank of a collective, the root first. An op whose ``buffer``
     is ``PREDICTION`` reads what ``version`` lets expect of the weights of its ``step``. What does
@@ -83,6 +83,12 @@ class Instruction(NamedTuple):
         if self.buffer == Buffer.PREDICTION:
             return self.stage, self.version, self.step
         return self.stage, self.version
+
+    @property
+    def predicted_from(self) -> tuple[WeightsKey, WeightsKey]:
+        """The weights that a prediction is made from: a version, and the one before it."""
+        assert self.version is not None
+        return (self.stage, self.version), (self.stage, self.version - 1)
 
     def __str__(self) -> str:
         words = [self.action.name]

@@ -53,7 +53,8 @@ class Schedule:
 
                 theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness
 
-            It takes replicated state, and a version more.
+            Version 0, which no update has made, is read as it is. It takes replicated state, and a
+            version more; where delays are random, weights may also be handed on more often.
 
     Attributes:
         staleness: ``[stage][microbatch]``, steps by which the weights read are late; where delays

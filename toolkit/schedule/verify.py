@@ -172,8 +172,8 @@ class _Check:
     def _predict(self, rank: int, i: Instruction) -> None:
         if i.version is None or not self.schedule.predicts(i.version, i.step or 0):
             raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
-        for version in (i.version - 1, i.version):
-            self._reads(rank, (i.stage, version), i.tick)
+        for weights in i.predicted_from:
+            self._reads(rank, weights, i.tick)
         self._gains(rank, i)
 
     def _gains(self, rank: int, i: Instruction) -> None:
