@@ -18,6 +18,7 @@ from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
+from toolkit.runtime.baselines.base import is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.pipelining import rank_orders
 from toolkit.runtime.processes.launch import launch
@@ -416,6 +417,11 @@ def test_refuses_other_options(make, options, message):
     schedule = catalog.cyclic(2, 1) if make is DelayedAllReduce else catalog.data_parallel(2)
     with pytest.raises(ValueError, match=message):
         make(*Case(make, schedule).arguments(), **options)
+
+
+def test_nothing_is_predicted_where_nothing_is_late():
+    schedule = catalog.data_parallel(3, predict=True)
+    assert is_data_parallel(schedule, 0, ("replicated",))
 
 
 def test_norms_in_evaluation_mode_do_not_advance():

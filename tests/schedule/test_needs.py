@@ -135,8 +135,8 @@ PREDICTED = """
 11 FORWARD prediction stage 0 microbatch 0 step 2 version 1 <- 7
 12 BACKWARD prediction stage 0 microbatch 0 step 2 version 1 <- 7 11
 13 UPDATE stage 0 step 2 version 3 <- 6 11 12
-14 FREE activation stage 0 microbatch 0 step 2 <- 11 12
-15 FREE prediction stage 0 step 2 version 1 <- 7 11 12
+14 FREE prediction stage 0 step 2 version 1 <- 7 11 12
+15 FREE activation stage 0 microbatch 0 step 2 <- 11 12
 16 FREE weights stage 0 version 2 <- 6 13
 """
 

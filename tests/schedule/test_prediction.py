@@ -65,6 +65,20 @@ def test_it_costs_weights_and_nothing_else(n, delay, placement):
         assert getattr(found, name) == getattr(plain, name), name
 
 
+@pytest.mark.parametrize("n_steps", [4, 9])
+def test_what_is_held_for_it(n_steps):
+    """Two versions, and the one that is being made, while the newest is predicted."""
+    schedule = catalog.cyclic(1, 1, predict=True)
+    assert schedule.lower(n_steps).peak_weights() == (4,)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("placement", ["one", "per_microbatch"])
+def test_where_all_is_late_it_costs_a_version(n, placement):
+    plain, found = (catalog.cyclic(n, 1, placement, predict=p) for p in (False, True))
+    assert footprint(found).weights == footprint(plain).weights + 1
+
+
 def test_names_tell_it_where_something_is_late():
     v1, v2 = (catalog.cyclic(3, delay, predict=True) for delay in (1, "freshest"))
     assert [v1.name, v2.name] == ["CDP-v1 predicted", "CDP-v2 predicted"]
@@ -72,7 +86,8 @@ def test_names_tell_it_where_something_is_late():
     late = RandomDelay(most=2)
     assert catalog.data_parallel(3, delay=late, predict=True).name.endswith("0-2 predicted")
     assert catalog.data_parallel(3, predict=True).name == "DP"
-    assert catalog.pipedream_2bw(3, 4, predict=True).name == "PipeDream-2BW predicted"
+    pipedream = catalog.pipedream_2bw(3, 4, predict=True)
+    assert (pipedream.name, pipedream.predict) == ("PipeDream-2BW predicted", True)
 
 
 def test_it_needs_one_version_more():
@@ -154,4 +169,4 @@ def test_a_prediction_made_twice():
 def test_a_prediction_that_is_never_freed():
     rank, free = first(Action.FREE)
     message = refusal(drop(PROGRAM, rank, free))
-    assert f"{free}: it is missing" in message
+    assert f"slot {PROGRAM.slot(free)}, {free}: it is missing" in message

@@ -17,8 +17,8 @@ Everything inferred follows from six rules.
 6. *Frees.* Activations go when their backward has ended, predictions when all of theirs have, a
    weight version when the rank no longer reads it, predicts from it, hands it on or updates it.
 
-At one tick a rank first sends and receives, then updates, hands on weights, predicts, frees, and
-computes.
+At one tick a rank first sends and receives, then updates, hands on weights, frees predictions,
+predicts, frees all else, and computes.
 The order of messages is the same on all ranks, so that blocking channels cannot deadlock.
 """
 
@@ -42,10 +42,12 @@ def _position(instruction: Instruction) -> tuple[int, int]:
     action = instruction.action
     if action == Action.SEND or action == Action.RECV:
         return instruction.tick, _MESSAGE_PHASE[instruction.buffer]
+    if action == Action.FREE and instruction.buffer == Buffer.PREDICTION:
+        return instruction.tick, 4
     return instruction.tick, _PHASE[action]
 
 
-# Boundary messages, reductions, updates, hand-ons, predictions, frees, ops.
+# Boundary messages, reductions, updates, hand-ons, ends of predictions, predictions, frees, ops.
 _MESSAGE_PHASE: dict[Buffer | None, int] = {
     Buffer.ACTIVATION: 0,
     Buffer.ACTIVATION_GRADIENT: 0,
@@ -57,9 +59,9 @@ _PHASE = {
     Action.REDUCE: 1,
     Action.UPDATE: 2,
     Action.BROADCAST: 3,
-    Action.PREDICT: 4,
-    Action.FREE: 5,
-} | {action: 6 for action in Action if action.computes}
+    Action.PREDICT: 5,
+    Action.FREE: 6,
+} | {action: 7 for action in Action if action.computes}
 
 
 class _Read(NamedTuple):
