@@ -21,6 +21,7 @@ from toolkit.figures.explorer.machines import hardware_presets
 from toolkit.figures.explorer.static import choice_of, explored
 from toolkit.figures.explorer.svg import steps
 from toolkit.schedule import Schedule, catalog, steady_state
+from toolkit.schedule.footprint import footprint
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 CHOICES = [
@@ -208,6 +209,13 @@ def test_halves_of_a_backward_are_told_beside_the_step_time():
         analysis = analyse(Choice(name, 3, 3), 1)
         numbers = analysis.numbers(predict(analysis, unit_costs(3), UNIT), in_slots=True)
         assert [n.unit for n in numbers if n.name == "step time"] == [unit]
+
+
+@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize(("stages", "placement"), [(2, "per_microbatch"), (4, "per_stage")])
+def test_weights_are_those_of_the_fullest_rank(stages, placement, predict):
+    choice = Choice("cdp_v2", stages, 4, placement=placement, predict=predict)
+    assert analyse(choice, 1).weights == footprint(choice.build()).weights
 
 
 def test_an_op_says_what_it_waits_for_and_frees():
