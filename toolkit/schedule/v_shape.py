@@ -189,9 +189,11 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
 
     orders: list[list[Op]] = [[] for _ in ranks]
     while any(rank.planned or rank.weights for rank in ranks):
+        before = len(ends)
         for rank, order in zip(ranks, orders, strict=True):
             if (op := rank.take(ready)) is not None:
                 ends[op] = slot + 1
                 order.append(op)
+        assert len(ends) > before, "the block's ranks wait for each other"
         slot += 1
     return orders
