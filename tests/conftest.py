@@ -1,9 +1,31 @@
 """One thread a process: the tests' tensors are small, and idle threads would busy the cores.
 
-Nothing is tracked unless a test asks for it.
+Nothing is tracked unless a test asks for it. What is loaded before the first test stays to the
+end, and garbage is not looked for in it.
 """
 
+import gc
 import os
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+@pytest.fixture
+def analysed_once(monkeypatch):
+    """Runs share the analysis of models of one form."""
+    from tests.stages import cut
+
+    monkeypatch.setattr("toolkit.training.job.partition", cut)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -30,9 +31,7 @@ _QUIET = {  # no questions, no news, nothing from the network
 def missing() -> str:
     """What is not installed, or nothing."""
     for module in ("playwright", "jupyterlab"):
-        try:
-            __import__(module)
-        except ImportError:
+        if find_spec(module) is None:
             return f"{module} is not installed"
     return "" if CHROMIUM else "there is no Chromium"
 

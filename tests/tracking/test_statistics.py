@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_rel
 
 from toolkit.tracking import (
     binomial_half_width,
@@ -18,12 +17,20 @@ from toolkit.tracking import (
 VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def stats():
+    """Seconds to load: not for tests of other modules to wait, nor of an example's time."""
+    from scipy import stats
+
+    return stats
+
+
 @given(st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=8))
-def test_interval_is_that_of_the_paired_t_test(pairs):
+def test_interval_is_that_of_the_paired_t_test(stats, pairs):
     values, baseline = map(list, zip(*pairs, strict=True))
     if np.ptp(np.subtract(values, baseline)) < 1e-6:
         return  # scipy's interval is undefined where all differences are equal
-    expected = ttest_rel(values, baseline).confidence_interval(0.95)
+    expected = stats.ttest_rel(values, baseline).confidence_interval(0.95)
     found = paired_difference(values, baseline)
     assert found.interval == pytest.approx((expected.low, expected.high), rel=1e-6, abs=1e-9)
     assert found.mean == pytest.approx(np.mean(np.subtract(values, baseline)), abs=1e-9)
