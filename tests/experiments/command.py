@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -30,6 +32,16 @@ class Finished(NamedTuple):
     err: str
 
 
+_get_mode = Hydra.get_mode
+
+
+def _mode(hydra: Hydra, config_name: str | None, overrides: list[str]) -> RunMode | None:
+    """Hydra's, which composes once more for ``hydra.mode``, where an option may have set it."""
+    if any("hydra.mode" in option or "sweep=" in option for option in overrides):
+        return _get_mode(hydra, config_name, overrides)
+    return None
+
+
 def run(name: str, *arguments: str) -> Finished:
     """``python experiments/<name>.py <arguments>``."""
     out, err = io.StringIO(), io.StringIO()
@@ -39,6 +51,7 @@ def run(name: str, *arguments: str) -> Finished:
         stack.enter_context(mock.patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]))
         stack.enter_context(mock.patch.object(sys, "argv", [f"experiments/{name}.py", *arguments]))
         stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+        stack.enter_context(mock.patch.object(Hydra, "get_mode", _mode))
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(redirect_stderr(err))
         stack.callback(GlobalHydra.instance().clear)
