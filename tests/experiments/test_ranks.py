@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hydra.errors import MissingConfigException
@@ -12,9 +13,12 @@ from hydra.errors import MissingConfigException
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
 from toolkit.config.errors import explain
+from toolkit.config.ranks import refuse
 from toolkit.runtime import launch
 from toolkit.runtime.meters import comparison
 from toolkit.runtime.processes.watch import EXIT_FAILED
+
+pytestmark = pytest.mark.usefixtures("analysed_once")
 
 OPTIONS = (*TINY, "workers=2", "stages=2", "schedule=cdp_v2", "seed=3")
 
@@ -54,6 +58,7 @@ def test_the_same_results_as_in_one_process(tmp_path):
     assert "measured in the first 2 training steps" in finished.stdout
 
 
+@thorough
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     finished = torchrun(tmp_path, "runtime=distributed", "partition=halves")
     assert finished.returncode != 0
@@ -103,6 +108,23 @@ def test_refuses_to_run_alone(runtime):
 )
 def test_refuses_before_it_meets_the_others(rank, arguments, message):
     assert message in refused("train", *TINY, *arguments)
+
+
+def test_another_rank_than_the_first_ends_without_a_word(rank, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    options = ("runtime=distributed", "workers=2", "runtime.timeout=0")
+    assert run("train", *TINY, *options) == (2, "", "")
+
+
+@pytest.mark.parametrize(("number", "told"), [("0", "error: a mistake\n"), ("1", "")])
+def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, told):
+    given_up = []
+    world = SimpleNamespace(watch=SimpleNamespace(give_up=given_up.append))
+    monkeypatch.setenv("RANK", number)
+    monkeypatch.setattr("toolkit.runtime.processes.world.joined", lambda: world)
+    refuse("a mistake")
+    assert given_up == ["a mistake"]
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,17 @@ def test_the_watch_has_the_word_on_a_rank_that_has_died():
         launch(function, 2)
 
 
+def test_a_mistake_that_one_rank_knows_of_ends_all():
+    def function():
+        here = world.join()
+        if here.rank == 1:
+            here.watch.give_up("batch=7 cannot be divided by 2")
+        here.gather(None)
+
+    with pytest.raises(JobFailedError, match=r"^batch=7 cannot be divided by 2$"):
+        launch(function, 2)
+
+
 def test_an_interrupt_leaves_no_process():
     pids = {}
 
