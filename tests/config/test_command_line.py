@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
 GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment")
 
 

@@ -9,6 +9,8 @@ import yaml
 from tests.experiments.command import TINY, refused, run
 from toolkit.config.resume import resumed
 
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
 
 @pytest.fixture
 def folder(tmp_path):

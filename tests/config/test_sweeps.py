@@ -21,6 +21,8 @@ from toolkit.config.sweeps import (
     with_defaults,
 )
 
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
 
 def test_a_status_is_read_as_it_was_written(tmp_path):
     status = Status("failed", ["a=1"], "a is even: got 1", 0.5)

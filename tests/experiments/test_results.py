@@ -10,6 +10,8 @@ import pytest
 
 from tests.experiments.command import TINY, run
 
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
 PROVENANCE = {"command", "config", "commit", "versions", "device", "seed", "started", "seconds"}
 
 

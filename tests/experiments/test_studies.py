@@ -13,6 +13,8 @@ from toolkit.notebook import settings
 from toolkit.tracking.compared import RuleRun, keep_runs
 from toolkit.training import Epoch
 
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
 
 def test_a_recipe(tmp_path):
     recipe = ("precision=bf16", "clip=0.5", "checkpoint=[0,2]", "ema=0.9", "channels_last=true")

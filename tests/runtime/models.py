@@ -1,12 +1,10 @@
 """Models and batches on which every runtime is held to the reference."""
 
-import copy
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.model import partition
+from tests import stages
 
 
 class Residual(nn.Module):
@@ -41,24 +39,9 @@ def make_batches(n_microbatches, steps=5):
     ]
 
 
-_CUT = {}
-
-
 def cut(model, schedule):
-    """A :func:`residual` as stages. Models of one form are analysed once, which takes long."""
-    parameters = tuple((p.dtype, p.requires_grad) for p in model.parameters())
-    modes = tuple(module.training for module in model.modules())
-    form = repr(model), parameters, modes, schedule.n_stages
-    if form not in _CUT:
-        example = torch.zeros(3, 1, 6, 6, dtype=torch.float64)
-        _CUT[form] = partition(copy.deepcopy(model), schedule.n_stages, example)
-    theirs, own = _parts(_CUT[form].model), _parts(model)
-    memo = {id(their): part for their, part in zip(theirs, own, strict=True)}
-    return copy.deepcopy(_CUT[form], memo)
-
-
-def _parts(model):
-    return [*model.modules(), *model.parameters(), *model.buffers()]
+    """A :func:`residual` as stages."""
+    return stages.cut(model, schedule.n_stages, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
 
 
 class Awkward(nn.Module):
@@ -99,7 +82,7 @@ def id_batches(n_microbatches, steps=5):
 
 
 def cut_awkward(model, schedule):
-    return partition(model, schedule.n_stages, torch.zeros(2, 4, dtype=torch.long))
+    return stages.cut(model, schedule.n_stages, torch.zeros(2, 4, dtype=torch.long))
 
 
 def assert_same(found, expected):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
+from tests.stages import cut
 from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import Recipe, SingleProcess
@@ -90,7 +91,7 @@ class Case:
             model.norm.requires_grad_(False)
             model.blocks[1].conv.requires_grad_(False)
         example = torch.zeros(2, 1, 6, 6, dtype=torch.float64)
-        return partition(model, self.schedule.n_stages, example, self.by)
+        return cut(model, self.schedule.n_stages, example, self.by)
 
     def batches(self):
         generator = torch.Generator().manual_seed(1)

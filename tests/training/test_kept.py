@@ -6,6 +6,7 @@ import shutil
 import signal
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY
+from tests.stages import cut
 from tests.thorough import THOROUGH, more, thorough
 from toolkit.config import schema
 from toolkit.runtime import join, launch
@@ -22,6 +24,8 @@ from toolkit.training.job import Job
 from toolkit.training.keeper import DivergedError, Keeper, Signals
 from toolkit.training.kept import without_delay
 from toolkit.training.loop import Position
+
+pytestmark = pytest.mark.usefixtures("analysed_once")
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -310,7 +314,8 @@ if THOROUGH:
 
 def on_ranks(folder):
     """By runtime: what a run that is not stopped comes to, and one that is and resumed."""
-    return {name: on_rank(Path(folder) / name, name) for name in RUNTIMES}
+    with mock.patch("toolkit.training.job.partition", cut):
+        return {name: on_rank(Path(folder) / name, name) for name in RUNTIMES}
 
 
 def on_rank(folder, name):
