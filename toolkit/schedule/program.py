@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -111,6 +112,10 @@ class Traffic(NamedTuple):
     units: Fraction
 
 
+# Looked up once: many instructions are counted.
+_ACTIVATION, _WEIGHTS = Buffer.ACTIVATION, Buffer.WEIGHTS
+_UPDATE, _PREDICT, _FREE = Action.UPDATE, Action.PREDICT, Action.FREE
+_RECV, _BROADCAST = Action.RECV, Action.BROADCAST
 _NOTHING, _MESSAGE = Traffic(0, Fraction(0)), Traffic(1, Fraction(1))
 _SENDING = (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 
@@ -181,14 +186,8 @@ class Program:
                 for j in range(schedule.n_stages)
                 if rank in schedule.first_holders(j)
             )
-            peak = held
-            for i in instructions:
-                if i.action in (Action.UPDATE, Action.PREDICT) or _receives_weights(i, rank):
-                    held += 1
-                    peak = max(peak, held)
-                elif i.action == Action.FREE and i.buffer != Buffer.ACTIVATION:
-                    held -= 1
-            peaks.append(peak)
+            gained = (_weights_gained(i, rank) for i in instructions)
+            peaks.append(max(accumulate(gained, initial=held)))
         return tuple(peaks)
 
     def peak_total_activations(self) -> int:
@@ -272,10 +271,16 @@ def traffic_of(i: Instruction, rank: int) -> Traffic:
     return Traffic(messages, Fraction(messages))
 
 
-def _receives_weights(i: Instruction, rank: int) -> bool:
-    if i.buffer != Buffer.WEIGHTS:
-        return False
-    return i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
+def _weights_gained(i: Instruction, rank: int) -> int:
+    """The stages' weights that ``rank`` holds more, or less, after an instruction."""
+    action, buffer = i.action, i.buffer
+    if buffer is None:  # an op that reads what is there, or an update
+        return int(action == _UPDATE)
+    if action == _FREE:
+        return -int(buffer != _ACTIVATION)
+    if buffer == _WEIGHTS:
+        return int(action == _RECV or (action == _BROADCAST and rank != i.peers[0]))
+    return int(action == _PREDICT)
 
 
 def _tree_children(position: int, n: int) -> int:

@@ -1,6 +1,6 @@
 """Schedules to play with in a notebook: controls, and what each change does to the costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -296,13 +296,16 @@ class Explorer(ui.VBox):
         if self._quiet:
             return
         self.columns[1].box.layout.display = None if self.compare.value else "none"
-        for k in range(len(self._shown)):
-            self._analyse(k)
-        self._show()
+        self._redraw(range(len(self._shown)))
 
     def _refresh_one(self, k: int) -> None:
         if not self._quiet:
-            self._analyse(k)
+            self._redraw([k])
+
+    def _redraw(self, changed: Iterable[int]) -> None:
+        with collector_paused():
+            for k in changed:
+                self._analyse(k)
             self._show()
 
     def _analyse(self, k: int) -> None:
@@ -310,10 +313,9 @@ class Explorer(ui.VBox):
         column = self.columns[k]
         choice = column.choice(self.stages.value, self.microbatches.value)
         try:
-            with collector_paused():
-                analysis = analyse(choice, self.n_steps.value)
-                costs = self._sources[self.costs.value](analysis.schedule.n_stages)
-                timeline = predict(analysis, costs, self._machines[self.hardware.value])
+            analysis = analyse(choice, self.n_steps.value)
+            costs = self._sources[self.costs.value](analysis.schedule.n_stages)
+            timeline = predict(analysis, costs, self._machines[self.hardware.value])
         except ValueError as error:
             self._refuse(k, str(error))
         else:
@@ -329,8 +331,7 @@ class Explorer(ui.VBox):
             return
         frame = frame_of([analysis for analysis, _ in good.values()])
         for k, (analysis, timeline) in good.items():
-            with collector_paused():
-                drawn = draw(analysis.choice, self.n_steps.value, frame)
+            drawn = draw(analysis.choice, self.n_steps.value, frame)
             numbers = analysis.numbers(timeline, in_slots=self.costs.value == machines.UNIFORM)
             self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
             self.columns[k].figure.value = self._panes[k]
