@@ -24,7 +24,7 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
     seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
         if span.lane == COMPUTE:
-            kind = span.name.lstrip("0123456789")[0]
+            kind = span.computed
             seconds[span.stage, kind].append(span.end - span.start)
     timed = []
     for stage, cost in enumerate(costs):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
 LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
+COMPUTED = ("F", "B", "I", "W", "p")  # kinds of op, as their names have them, and predictions
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
 INPUTS, OPTIMIZER = "stage inputs", "optimizer"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)
@@ -36,6 +37,11 @@ class Span(NamedTuple):
     bytes: float = 0.0
     peer: int | None = None
     slot: int | None = None
+
+    @property
+    def computed(self) -> str:
+        """On the compute lane: which of ``COMPUTED``, by its name."""
+        return self.name.lstrip("0123456789")[:1]
 
 
 class Change(NamedTuple):

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from toolkit.figures.rows import align
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, style
-from toolkit.schedule import Action, Kind, Program, Schedule
+from toolkit.schedule import Action, Program, Schedule
 
 _FILL = {
     Action.FORWARD: SKY,
@@ -109,7 +109,7 @@ def _checked(shown: Sequence[Schedule]) -> Sequence[Schedule]:
 def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
     """What colours and bars mean; a colour that only some schedules have, where one has it."""
     named = {Action.FORWARD: "forward", Action.BACKWARD: "backward"}
-    if any(op.kind == Kind.BACKWARD_WEIGHT for schedule in shown for op in schedule.timing.starts):
+    if any(schedule.splits_backward for schedule in shown):
         named[Action.BACKWARD_WEIGHT] = "backward of weights"
     patches = [Patch(color=_FILL[action], label=label) for action, label in named.items()]
     return [*patches, Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")]

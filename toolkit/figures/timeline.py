@@ -79,16 +79,11 @@ def add_keys(figure: Figure, shown: "Sequence[Timeline]", most: int) -> None:
     """A legend of what ranks do, ``most`` in a line; what they seldom do, if they do it."""
     keys = {"forward": SKY, "backward": ORANGE}
     spans = (span for timeline in shown for span in timeline.spans)
-    done = {_kind(span.name) for span in spans if span.lane == "compute"}
+    done = {span.computed for span in spans if span.lane == "compute"}
     keys |= {label: _OPS[kind] for kind, label in _SELDOM.items() if kind in done}
     handles = [Patch(color=colour, label=label) for label, colour in {**keys, **_LANES}.items()]
     ncols = len(handles) if len(handles) <= most else 3
     figure.legend(handles=handles, loc="outside lower center", ncols=ncols, columnspacing=1)
-
-
-def _kind(op: str) -> str:
-    """F, B, I or W of an op's name; p of a prediction's."""
-    return op.lstrip("0123456789")[:1]
 
 
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -104,7 +99,7 @@ def unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float,
 def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
-        colour = _LANES.get(span.lane) or _OPS[_kind(span.name)]
+        colour = _LANES.get(span.lane) or _OPS[span.computed]
         bars[span.rank, span.lane, colour].append(
             (span.start / unit, (span.end - span.start) / unit)
         )

@@ -17,7 +17,7 @@ def draw_spans(path: Path, name: str) -> "Figure":
     Raises:
         ValueError: it cannot be read, or holds too many to draw.
     """
-    from toolkit.cost.timeline import LANES, Span, Timeline
+    from toolkit.cost.timeline import COMPUTED, LANES, Span, Timeline
     from toolkit.figures.activity import activity
 
     try:
@@ -45,7 +45,7 @@ def draw_spans(path: Path, name: str) -> "Figure":
         and span.lane in LANES
         and isfinite(span.end)
         and 0 <= span.start <= span.end
-        and (span.lane != "compute" or span.name.lstrip("0123456789")[:1] in [*"FBIWp"])
+        and (span.lane != "compute" or span.computed in COMPUTED)
         for span in spans
     )
     if not spans or not sound or not any(span.end for span in spans):

@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.figures.explorer.choice import Choice
-from toolkit.schedule import Kind, Program, Schedule, SteadyState, steady_state
+from toolkit.schedule import Program, Schedule, SteadyState, steady_state
 from toolkit.schedule.steady import steps_to_time
 
 if TYPE_CHECKING:
@@ -88,15 +88,10 @@ class Analysis:
         """The most that all ranks send in a slot of the steady state, in stage-parameters."""
         return max(self.steady.units_by_slot)
 
-    @property
-    def splits(self) -> bool:
-        """Whether backwards are in two halves, each drawn as wide as a whole one."""
-        return any(op.kind == Kind.BACKWARD_WEIGHT for op in self.schedule.timing.starts)
-
     def numbers(self, timeline: "Timeline", *, in_slots: bool) -> list[Number]:
         """The key numbers; times are seconds, or slots."""
         schedule, sent = self.schedule, self.steady.units_by_slot
-        slots = "slots, half a backward 0.5" if self.splits else "slots"
+        slots = "slots, half a backward 0.5" if schedule.splits_backward else "slots"
         time = (f"{timeline.step_time:.4g}", slots) if in_slots else seconds(timeline.step_time)
         return [
             Number("ranks", str(schedule.n_ranks), "", "devices"),
