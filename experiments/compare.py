@@ -29,12 +29,15 @@ from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
     from toolkit.tracking.compared import RuleRun
+    from toolkit.training.data import SampleSet
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
+    from hydra.utils import instantiate
+
     from toolkit.config import build_schedule
-    from toolkit.figures import accuracy, save, schedules
+    from toolkit.figures import accuracy, loss, save, schedules
     from toolkit.files import table, write_csv, write_json
     from toolkit.tracking import delay_means, describe, provenance
     from toolkit.tracking.compared import asked_for, ended_before, keep_runs
@@ -59,7 +62,8 @@ def main(config: DictConfig) -> None:
     if leads():
         for note in notes:
             print(f"note: {note}")
-    for run in train_all(config, folder, {(run.rule, run.seed) for run in kept}):
+    samples = instantiate(config.data)
+    for run in train_all(config, samples, folder, {(run.rule, run.seed) for run in kept}):
         kept.append(run)
         if leads():  # what has ended is kept, whatever befalls the others
             keep_runs(folder, config, kept)
@@ -82,26 +86,35 @@ def main(config: DictConfig) -> None:
         },
     )
     called = labels({name: schedule.name for name, schedule in rules.items()})
+    by_loss = samples.form.samples == "sequences"
+    metric, drawn = ("test_loss", loss) if by_loss else ("top1", accuracy)
     curves = {
-        label: [[epoch["top1"] for epoch in run.epochs] for run in runs if run.rule == name]
+        label: [[epoch[metric] for epoch in run.epochs] for run in runs if run.rule == name]
         for name, label in called.items()
     }
     figures = [
-        *save(accuracy(curves), folder / "accuracy"),
+        *save(drawn(curves), folder / drawn.__name__),
         *save(schedules(list(rules.values())), folder / "schedules"),
     ]
-    print(f"\n{table([readable(row, called[row['rule']]) for row in rows])}\n")
+    print(f"\n{table([readable(row, called[row['rule']], by_loss) for row in rows])}\n")
     if delays:
         print(f"{table(delay_means(delays, ['rule', 'stage']))}\n")
-    print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds))
+    told = (_LOSS if by_loss else _ACCURACY) + _LEGEND
+    print(told.format(first=called[rows[0]["rule"]], seeds=config.seeds))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
     if line := where_tracked([run.where for run in runs if run.where], folder):
         print(line)
 
 
-_LEGEND = """\
+_ACCURACY = """\
 accuracy: of the last epoch, mean and standard deviation over {seeds} seeds
 vs {first}: paired by seed, in points, with a 95 % interval
+"""
+_LOSS = """\
+loss: in nats a token, of the last epoch, mean and standard deviation over {seeds} seeds
+vs {first}: paired by seed, with a 95 % interval
+"""
+_LEGEND = """\
 peak activations: all workers together, in micro-batches; 1 is all activations of one
 traffic a slot: all workers together, mean (largest), in stages' parameters
 """
@@ -115,23 +128,22 @@ def resumed(n_ended: int, n_kept: int) -> list[str]:
     return notes
 
 
-def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> Iterator["RuleRun"]:
+def train_all(
+    config: DictConfig, samples: "SampleSet", folder: Path, done: set[tuple[str, int]]
+) -> Iterator["RuleRun"]:
     """Each rule with each seed, but for those that are done."""
-    from hydra.utils import instantiate
-
     from toolkit.tracking import Curves, Progress, describe, track, track_schedule
     from toolkit.tracking.compared import RuleRun
     from toolkit.tracking.runs import group_of
     from toolkit.training import Step, prepare
 
-    images = instantiate(config.data)
     seeds = range(config.seed, config.seed + config.seeds)
     wanted = [(name, seed) for seed in seeds for name in config.rules if (name, seed) not in done]
     with Progress(config.epochs * len(wanted), shown=leads()) as progress:
         for name, seed in wanted:
             schedule = {"schedule": config.rules[name], "seed": seed}
             single = OmegaConf.create({**config, **schedule})
-            job = prepare(single, images)
+            job = prepare(single, samples)
             progress.run(f"{job.schedule.name}, seed {seed}")
             delays: list[dict[str, Any]] = []
             with track(
@@ -165,13 +177,13 @@ def train_all(config: DictConfig, folder: Path, done: set[tuple[str, int]]) -> I
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
-    """A warning if a training step of some rules takes more images than that of others."""
+    """A warning if a training step of some rules takes more samples than that of others."""
     called = labels({name: schedule.name for name, schedule in rules.items()})
-    images = {label: batch * rules[name].n_microbatches for name, label in called.items()}
-    if len(set(images.values())) == 1:
+    taken = {label: batch * rules[name].n_microbatches for name, label in called.items()}
+    if len(set(taken.values())) == 1:
         return []
-    told = ", ".join(f"{label} {n}" for label, n in images.items())
-    return [f"training steps differ in their images ({told}), so not by their rules alone"]
+    told = ", ".join(f"{label} {n}" for label, n in taken.items())
+    return [f"training steps differ in their samples ({told}), so not by their rules alone"]
 
 
 def where_tracked(places: list[str], folder: Path) -> str:
@@ -184,23 +196,15 @@ def where_tracked(places: list[str], folder: Path) -> str:
 
 
 def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict[str, Any]:
-    """One row of the comparison; accuracies in per cent, differences in points."""
+    """One row of the comparison; accuracies in per cent, differences of them in points."""
     from toolkit.schedule import steady_state
-    from toolkit.tracking import paired_by_seed, spread
 
-    final, base = (
-        {run.seed: 100 * run.epochs[-1]["top1"] for run in runs if run.rule == rule}
-        for rule in (name, first)
-    )
-    difference = paired_by_seed(final, base)
     steady = steady_state(schedule)
     return {
         "rule": name,
         "schedule": schedule.name,
-        "accuracy": mean(final.values()),
-        "accuracy_sd": spread([*final.values()]),
-        "difference": difference.mean,
-        "difference_95": difference.half_width,
+        **dict(zip(_OF_ACCURACY, compared(runs, name, first, "top1", 100), strict=True)),
+        **dict(zip(_OF_LOSS, compared(runs, name, first, "test_loss"), strict=True)),
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
         "peak_activations": steady.peak_activations / schedule.n_stages,
@@ -209,14 +213,34 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     }
 
 
-def readable(row: dict[str, Any], label: str) -> dict[str, str]:
+_OF_ACCURACY = ("accuracy", "accuracy_sd", "difference", "difference_95")
+_OF_LOSS = ("loss", "loss_sd", "loss_difference", "loss_difference_95")
+
+
+def compared(
+    runs: list["RuleRun"], name: str, first: str, metric: str, factor: float = 1
+) -> tuple[float, float, float, float]:
+    """Mean and spread of the last epoch's ``metric``; what it differs by, and its interval."""
+    from toolkit.tracking import paired_by_seed, spread
+
+    final, base = (
+        {run.seed: factor * run.epochs[-1][metric] for run in runs if run.rule == rule}
+        for rule in (name, first)
+    )
+    difference = paired_by_seed(final, base)
+    return mean(final.values()), spread([*final.values()]), difference.mean, difference.half_width
+
+
+def readable(row: dict[str, Any], label: str, by_loss: bool) -> dict[str, str]:
     """A row as the terminal shows it."""
     from toolkit.tracking import plus_minus
 
+    name, decimals = ("test loss", 3) if by_loss else ("test accuracy (%)", 2)
+    value, spread, difference, width = (row[k] for k in (_OF_LOSS if by_loss else _OF_ACCURACY))
     return {
         "rule": label,
-        "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),
-        "vs first": plus_minus(row["difference"], row["difference_95"], "+"),
+        name: plus_minus(value, spread, decimals=decimals),
+        "vs first": plus_minus(difference, width, "+", decimals),
         "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
         "peak activations": f"{row['peak_activations']:g}",
         "traffic a slot": f"{row['traffic_mean']:.2f} ({row['traffic_max']:g})",

@@ -21,7 +21,7 @@ def main(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
-    from toolkit.config import build_model, image_shape
+    from toolkit.config import analysed_form, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
     from toolkit.files import table, write_csv, write_json
@@ -36,10 +36,10 @@ def main(config: DictConfig) -> None:
     hardware = instantiate(config.hardware)
     measured = config.axis == "measured"
     device = pick_device(config.device) if measured else torch.device("meta")
-    shape = image_shape(list(config.shape))
+    form = analysed_form(config)
+    example = form.example(config.batch, device)
     with torch.device(device):
-        model = build_model(config.model, config.classes, shape[-1], shape[0])
-        example = torch.rand(config.batch, *shape)
+        model = build_model(config.model, form)
     axes = [axis for axis in AXES if axis != "measured" or measured]
     curves = {axis: memory_curve(model, example, axis, hardware) for axis in axes}
 
@@ -50,7 +50,7 @@ def main(config: DictConfig) -> None:
         for axis, curve in curves.items()
     ]
     shown = curves[config.axis]
-    name = config.model.target or config.model.name
+    name = model_name(config.model)
     title = f"{name}, batch {config.batch}, time axis: {rows[axes.index(config.axis)]['axis']}"
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(memory_curves(shown, workers, title), folder / "memory")

@@ -26,7 +26,7 @@ def main(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
-    from toolkit.config import build_model, build_schedule, image_shape
+    from toolkit.config import analysed_form, build_model, build_schedule, model_name
     from toolkit.cost import Costs, profile, simulate
     from toolkit.figures import save, timelines
     from toolkit.files import table, write_csv, write_json
@@ -44,11 +44,11 @@ def main(config: DictConfig) -> None:
     schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
     called = labels({name: schedule.name for name, schedule in schedules.items()})
     hardware = instantiate(config.hardware)
-    shape = image_shape(list(config.shape))
+    form = analysed_form(config)
     device = pick_device(config.device) if config.measured else torch.device("meta")
+    example = form.example(config.batch, device)
     with torch.device(device):
-        model = build_model(config.model, config.classes, shape[-1], shape[0])
-        example = torch.rand(config.batch, *shape)
+        model = build_model(config.model, form)
 
     @cache
     def costs_of(n_stages: int) -> Costs:
@@ -61,8 +61,8 @@ def main(config: DictConfig) -> None:
         state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
         program = schedule.lower(steps_to_time(schedule)).verify()
         timeline = simulate(program, costs, hardware, state)
-        images = config.batch * schedule.n_microbatches
-        rows.append({"schedule": called[name]} | summary(timeline, images, hardware))
+        samples = config.batch * schedule.n_microbatches
+        rows.append({"schedule": called[name]} | summary(timeline, samples, hardware))
         drawn = simulate(schedule.lower(config.steps), costs, hardware, state)
         predicted.append(replace(drawn, name=called[name]))
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -74,14 +74,14 @@ def main(config: DictConfig) -> None:
     source = provenance(config, where, time.perf_counter() - start)
     write_csv(folder / "simulation.csv", rows)
     write_json(folder / "result.json", {"metrics": rows, "provenance": source})
-    name = config.model.target or config.model.name
+    name = model_name(config.model)
     timed = f"stages timed on {where}, links of " if config.measured else ""
     print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
     print(table(rows))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 
 
-def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
+def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
     """One row: rates in the steady state, memory of the fullest rank."""
     from toolkit.cost.timeline import ACTIVATIONS, INPUTS
 
@@ -92,7 +92,7 @@ def summary(timeline: Any, images: int, hardware: Any) -> dict[str, Any]:
     return {
         "ranks": timeline.n_ranks,
         "ms a step": round(timeline.step_time * 1e3, 3),
-        "images/s": round(images / timeline.step_time, 1),
+        "samples/s": round(samples / timeline.step_time, 1),
         "idle": f"{timeline.idle_share:.1%}",
         "GiB, fullest rank": round(peaks[fullest] / 2**30, 3),
         "of it activations": round((held[ACTIVATIONS] + held[INPUTS]) / 2**30, 3),

@@ -116,7 +116,7 @@ def train(
         return Ended(objective=objective), {}
     seconds = time.perf_counter() - start
     looks = delays.rows()
-    damaged = [*getattr(job.images, "damaged", ())]
+    damaged = [*getattr(job.samples, "damaged", ())]
     notes = list(outcome.notes)
     if outcome.resumed_at:
         rest = "seconds are of the steps since"

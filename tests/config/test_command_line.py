@@ -53,7 +53,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         # what does not fit
         (
             ["model.target=torchvision.models.mobilenet_v3_small", "data=synthetic"],
-            "the data has 10 classes: tell the model by model.arguments, such as +model.arguments",
+            "10 classes ask for [4, 10]: tell the model by model.arguments, such as",
         ),
         # values out of range
         (["epochs=0"], "epochs is 1 or more: got 0"),
@@ -111,6 +111,19 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         # data
         (["data=cifar10"], "data=cifar10 reads a folder: set data.root to one that holds cifar-10"),
         (["data=imagenet"], "data=image_folder reads a folder: set data.root to one that holds"),
+        (["data=tokens"], "data=tokens reads a folder: set data.root to one with train.bin"),
+        (
+            ["data=text"],
+            "model=resnet8 takes no sequences, for it has no length, vocabulary",
+        ),
+        (
+            ["model=gpt"],
+            "model=gpt takes no images, for it has no image_size, in_channels,",
+        ),
+        (
+            ["model=gpt", "data=text", "model.heads=3"],
+            "got model.heads=3 and model.width=128",
+        ),
         (["data=cifar10", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
         (["data=imagenet", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
         # sweeps and help

@@ -64,6 +64,18 @@ def test_memory_of_the_users_own_model(own, tmp_path):
     assert f"{own}: one micro-batch of 2 keeps" in finished.out
 
 
+@pytest.mark.parametrize("experiment", ["memory", "simulate"])
+def test_a_decoder_is_analysed_in_its_usual_length(experiment, tmp_path):
+    """Its activations: 1024 tokens of each layer, and attention's as one kernel keeps it."""
+    small = ("model=gpt", "model.layers=2", "model.width=8", "batch=1", "workers=2")
+    finished = run(experiment, *small, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    assert "gpt" in finished.out
+    if experiment == "memory":
+        kept = float(rows(tmp_path / "memory.csv")[0]["peak_bytes_together"]) / 2
+        assert 10 < kept / (1024 * 8 * 4) < 2 * 30 + 10  # by the numbers of one layer's output
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -71,8 +83,11 @@ def test_memory_of_the_users_own_model(own, tmp_path):
         (["workers=four"], "workers is a list of whole numbers above 0: got"),
         (["workers=null"], "workers is a list of whole numbers above 0: got [None]"),
         (["workers=[true]"], "workers is a list of whole numbers above 0: got [True]"),
-        (["shape=[3,8]"], "shape is channels, height, width, such as [3,224,224]: got [3, 8]"),
-        (["classes=0"], "n_classes of a model is 1 or more: got 0"),
+        (["shape=[3,8]"], "or the tokens of a sequence, such as [1024]: got [3, 8]"),
+        (["shape=[0]"], "or the tokens of a sequence, such as [1024]: got [0]"),
+        (["shape=[8]"], "model=resnet8 takes no sequences, for it has no length, vocabulary"),
+        (["model=gpt"], "model=gpt takes no images, for it has no image_size, in_channels"),
+        (["classes=0"], "classes is 1 or more: got 0"),
         (["hydra.run.dir=/proc/nowhere"], "/proc/nowhere: "),
         (["axis=time"], "unknown axis 'time': choose one of roofline, flops, bytes, measured"),
         (["hardware=h100"], "hardware=h100 is unknown: did you mean"),
@@ -175,7 +190,7 @@ def test_simulate(schedule, tmp_path):
     assert_figures(tmp_path, "timeline")
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in trace} == {"M", "X", "C"}
-    assert float(rows(tmp_path / "simulation.csv")[0]["images/s"]) > 0
+    assert float(rows(tmp_path / "simulation.csv")[0]["samples/s"]) > 0
 
 
 def test_simulate_with_measured_stages(tmp_path):

@@ -79,7 +79,7 @@ def test_train_tells_if_a_run_is_too_short_to_profile(tmp_path):
 
 
 def metrics(result):
-    return {k: v for k, v in result["metrics"].items() if k != "images_per_second"}
+    return {k: v for k, v in result["metrics"].items() if k != "samples_per_second"}
 
 
 def test_equal_seeds_give_equal_metrics(trained, tmp_path):
@@ -174,7 +174,7 @@ def test_rules_that_share_a_name_are_told_apart(tmp_path):
     for name in ("CDP delay 2 (late)", "CDP delay 2 (later)"):
         assert name in finished.out
     assert len(rows(tmp_path / "comparison.csv")) == 5
-    told = "training steps differ in their images (DP 16, CDP-v2 16, CDP delay 2 (late) 16, CDP "
+    told = "training steps differ in their samples (DP 16, CDP-v2 16, CDP delay 2 (late) 16, CDP "
     assert told in finished.out
     (note,) = json.loads((tmp_path / "result.json").read_text())["notes"]
     assert note.startswith(told)
@@ -218,3 +218,22 @@ def test_results_of_launches_do_not_mix(tmp_path, monkeypatch):
         assert run("train", *TINY).status == 0
     assert len([*Path("outputs/train").glob("*/result.json")]) == 2
     assert os.listdir() == ["outputs"]
+
+
+def test_decoders_are_compared_by_their_loss(tmp_path):
+    (tmp_path / "mine.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
+    small = ("model=gpt", "model.layers=1", "model.width=8", "model.heads=2", "data=text")
+    small += (f"data.root={tmp_path}", "data.length=16", "epochs=2", "batch=4", "workers=2")
+    finished = run(
+        "compare", *small, "stages=2", "seeds=2", "optimizer=adamw", f"hydra.run.dir={tmp_path}"
+    )
+    assert finished.status == 0, finished.err
+    assert_figures(tmp_path, "loss")
+    assert "loss: in nats a token, of the last epoch, mean" in finished.out
+    assert "accuracy" not in finished.out
+    base, *others = rows(tmp_path / "comparison.csv")
+    assert float(base["loss_difference"]) == 0
+    for row in others:
+        expected = float(row["loss"]) - float(base["loss"])
+        assert float(row["loss_difference"]) == pytest.approx(expected)
+        assert f"{float(row['loss']):.3f} ± {float(row['loss_sd']):.3f}" in finished.out

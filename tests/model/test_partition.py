@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.thorough import more
-from toolkit.model import MEASURES, build, partition
+from toolkit.model import MEASURES, build, gpt, partition
 
 
 def pass_through(stages, *values):
@@ -119,14 +119,19 @@ def test_a_large_micro_batch_costs_no_time():
 # Optimality
 
 
+def squares(loads):
+    return sum(load * load for load in loads)
+
+
 def lightest(loads, crossing, n_stages):
-    """Brute force: the smallest largest stage, then the fewest bytes across."""
-    found = []
-    for cuts in combinations(range(1, len(loads)), n_stages - 1):
-        spans = list(pairwise([0, *cuts, len(loads)]))
-        largest = max(sum(loads[begin:end]) for begin, end in spans)
-        found.append((largest, sum(crossing[cut] for cut in cuts)))
-    return min(found)
+    """Brute force: the largest stage, the least of the smallest, the bytes across, the squares."""
+    cuts = [*combinations(range(1, len(loads)), n_stages - 1)]
+    stages = [[sum(loads[a:b]) for a, b in pairwise([0, *cut, len(loads)])] for cut in cuts]
+    limit = min(map(max, stages))
+    least = max(min(found) for found in stages if max(found) == limit) / 2
+    within = [k for k, found in enumerate(stages) if min(found) >= least and max(found) == limit]
+    across = [sum(crossing[at] for at in cut) for cut in cuts]
+    return limit, least, *min((across[k], squares(stages[k])) for k in within)
 
 
 @given(
@@ -143,8 +148,21 @@ def test_no_allowed_cuts_are_better(widths, n_stages, by):
     crossing = [3 * 4 * width for width in widths]
     found = partition(nn.Sequential(*layers), n_stages, example, by)
     bytes_across = sum(3 * 4 * b.shape[1] for stage in found.boundaries[1:] for b in stage)
-    assert (max(found.loads), bytes_across) == lightest(single.loads, crossing, n_stages)
+    limit, least, *fewest = lightest(single.loads, crossing, n_stages)
+    assert max(found.loads) == limit
+    assert min(found.loads) >= least
+    assert [bytes_across, squares(found.loads)] == fewest
     assert sum(found.loads) == sum(single.loads)
+
+
+def test_a_large_last_layer_leaves_the_other_stages_their_share():
+    """A decoder's output over its vocabulary outweighs all else, and small tensors cross early."""
+    with torch.device("meta"):
+        model = gpt(50_257, 1024, layers=6, width=768, heads=12)
+    tokens = torch.empty(8, 1024, dtype=torch.long, device="meta")
+    *others, head = partition(model, 4, tokens).loads
+    assert max(others) < head
+    assert set(others) == {sum(others) // 3}
 
 
 class Chain(nn.Module):

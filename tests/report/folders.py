@@ -50,7 +50,7 @@ def rows_of(top1, epochs=2):
     """Epochs that end with the accuracy ``top1`` (a share)."""
     return [
         {"epoch": k, "train_loss": 1.0, "test_loss": 0.5, "top1": top1 * (k + 1) / epochs}
-        | {"images_per_second": 100.0}
+        | {"samples_per_second": 100.0}
         for k in range(epochs)
     ]
 

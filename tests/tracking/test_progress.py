@@ -65,7 +65,7 @@ def test_shows_what_training_comes_to(capsys, clock):
     last = last_line(capsys)
     assert "CDP-v2, seed 0:  50%" in last
     assert "1.0/2 epochs" in last
-    assert last.rstrip().endswith(", 16 images/s, loss 0.900, lr 0.0125, test 97%]")
+    assert last.rstrip().endswith(", 16 samples/s, loss 0.900, lr 0.0125, test 97%]")
 
 
 def test_tells_the_time_left(capsys):
@@ -111,7 +111,7 @@ def test_a_test_between_epochs_is_not_the_time_of_a_step(capsys, clock):
                 clock.now += 1
                 bar.trained(step)
             clock.now += 1000
-    assert "8 images/s" in last_line(capsys)
+    assert "8 samples/s" in last_line(capsys)
 
 
 def test_a_resumed_run_goes_on_from_where_it_was(capsys, clock):
@@ -125,7 +125,7 @@ def test_a_resumed_run_goes_on_from_where_it_was(capsys, clock):
                 assert "2.3/4 epochs" in last_line(capsys)
     last = last_line(capsys)
     assert "3.0/4 epochs" in last
-    assert "16 images/s" in last
+    assert "16 samples/s" in last
 
 
 def test_a_rank_without_losses_shows_the_rest(capsys, reads):
@@ -134,7 +134,7 @@ def test_a_rank_without_losses_shows_the_rest(capsys, reads):
             bar.trained(step)
     last = last_line(capsys)
     assert not reads
-    assert "images/s, lr 0.1]" in last
+    assert "samples/s, lr 0.1]" in last
 
 
 def test_what_is_not_shown_reads_nothing(capsys, reads):

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 from toolkit.tracking.speed import Speed
 
 
-def steps(first, last, images=8):
-    return [SimpleNamespace(step=k, images=images) for k in range(first, last + 1)]
+def steps(first, last, samples=8):
+    return [SimpleNamespace(step=k, samples=samples) for k in range(first, last + 1)]
 
 
 def trained(speed, seen, start, seconds=1.0):
@@ -44,4 +44,4 @@ def test_restarted_it_counts_what_follows():
     now = trained(speed, steps(1, 5), 0.0)
     speed.restart(now)
     assert speed.rate(now + 1) is None
-    assert speed.rate(trained(speed, steps(6, 9, images=4), now + 0.5, seconds=0.5)) == 8
+    assert speed.rate(trained(speed, steps(6, 9, samples=4), now + 0.5, seconds=0.5)) == 8

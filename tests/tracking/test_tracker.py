@@ -291,7 +291,7 @@ def test_losses_are_read_at_logged_steps_only():
         curves.trained(Step(k + 1, 8, result, 0.1, 4))
     assert read == [3, 6]
     assert [point["train/loss"] for point in log.points] == [3, 6]
-    assert all(point["train/images_per_second"] > 0 for point in log.points)
+    assert all(point["train/samples_per_second"] > 0 for point in log.points)
 
 
 def test_the_speed_of_a_resumed_run_is_from_its_first_step_on(monkeypatch):
@@ -303,7 +303,7 @@ def test_the_speed_of_a_resumed_run_is_from_its_first_step_on(monkeypatch):
     for k in range(24, 28):  # the fifth to the eighth step of the third epoch
         result = StepResult(k, (0,), torch.ones(1), torch.empty(0))
         curves.trained(Step(k - 19, 10, result, 0.1, 8))
-    assert [point["train/images_per_second"] for point in log.points] == [16.0]
+    assert [point["train/samples_per_second"] for point in log.points] == [16.0]
 
 
 def test_the_speed_is_of_the_steps_since_the_point_before(monkeypatch):
@@ -314,7 +314,7 @@ def test_the_speed_is_of_the_steps_since_the_point_before(monkeypatch):
     for k in range(4):
         result = StepResult(k, (0,), torch.ones(1), torch.empty(0))
         curves.trained(Step(k + 1, 4, result, 0.1, 8))
-    assert [point["train/images_per_second"] for point in log.points] == [8.0, 16.0]
+    assert [point["train/samples_per_second"] for point in log.points] == [8.0, 16.0]
 
 
 def test_epochs_from_before_the_tracking_are_logged_at_the_end():

@@ -88,7 +88,7 @@ mean, std = (
 def test_the_published_sum(files):
     data = pickle.dumps(BATCH)
     md5 = hashlib.md5(data).hexdigest()
-    assert cifar10(str(files(data, md5=md5))).n_classes == 10
+    assert cifar10(str(files(data, md5=md5))).form.n_classes == 10
     changed = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
     found = hashlib.md5(changed).hexdigest()
     assert refused(files(data, changed, md5)) == (

@@ -319,7 +319,7 @@ def test_a_missing_split(root, split):
 
 def test_another_name_of_the_test_images(root):
     (root / "val").rename(root / "holdout")
-    assert image_folder(str(root), validation="holdout").n_classes == 3
+    assert image_folder(str(root), validation="holdout").form.n_classes == 3
     with pytest.raises(
         ValueError, match=r"does not hold train/ and no/ .*: no does not exist; it h"
     ):

@@ -1,4 +1,4 @@
-"""Image sets: the same batches for the same seed and epoch, and errors that name the path."""
+"""Sets of samples: the same batches for the same seed and epoch, and errors that name the path."""
 
 import os
 import pickle
@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from toolkit.training.data import cifar10, digits, image_folder, synthetic
+from toolkit.training.data import cifar10, digits, image_folder, synthetic, text, token_files
 from toolkit.training.data.memory import InMemory, Labelled
 
 CPU = torch.device("cpu")
@@ -58,12 +58,14 @@ SETS = {
     "synthetic": lambda root: synthetic(n_train=24, n_test=8, image_size=8),
     "cifar10": lambda root: cifar10(str(root / "cifar")),
     "image_folder": lambda root: image_folder(str(root / "folder"), 16, num_workers=0),
+    "text": lambda root: text(str(root / "some.txt"), length=8),
+    "tokens": lambda root: token_files(str(root), length=8, vocabulary=40),
 }
 
 
 @pytest.fixture(scope="module", params=SETS)
 def images(request, tmp_path_factory):
-    """Every image set; to add one here is to buy the tests below."""
+    """Every set; to add one here is to buy the tests below."""
     root = tmp_path_factory.mktemp(request.param)
     if request.param == "cifar10":
         write_images(root / "cifar/train", TEN)
@@ -71,6 +73,11 @@ def images(request, tmp_path_factory):
     if request.param == "image_folder":
         write_images(root / "folder/train", CLASSES, n=4, size=(20, 24))
         write_images(root / "folder/val", CLASSES)
+    if request.param == "text":
+        (root / "some.txt").write_bytes(bytes(k * k % 251 for k in range(300)))
+    if request.param == "tokens":
+        for name, n in (("train", 250), ("val", 70)):
+            (np.arange(n) ** 2 % 37).astype(np.uint16).tofile(root / f"{name}.bin")
     return SETS[request.param](root)
 
 
@@ -109,15 +116,16 @@ def test_the_global_generator_does_not_matter(images):
 
 
 def test_batches_fit_what_the_set_says(images):
-    size = (images.in_channels, images.image_size, images.image_size)
+    like = images.form.example(1)
     for batches in (images.train(5, 0, 0, CPU), images.test(5, CPU)):
         found = [*batches]
         assert len(found) == len(batches)
-        assert {x.shape[1:] for x, _ in found} == {size}
-        assert {x.dtype for x, _ in found} == {torch.float32}
+        assert {x.shape[1:] for x, _ in found} == {like.shape[1:]}
+        assert {x.dtype for x, _ in found} == {like.dtype}
         labels = torch.cat([y for _, y in found])
         assert labels.dtype == torch.int64
-        assert 0 <= labels.min() <= labels.max() < images.n_classes
+        assert (*labels.shape, images.form.n_classes) == images.form.output(len(labels))
+        assert 0 <= labels.min() <= labels.max() < images.form.n_classes
 
 
 def test_training_drops_the_last_and_testing_keeps_it(images):
@@ -131,7 +139,9 @@ def test_training_drops_the_last_and_testing_keeps_it(images):
 
 def test_too_large_a_batch(images):
     n = sum(len(y) for _, y in images.train(1, 0, 0, CPU))
-    with pytest.raises(ValueError, match=f"takes {n + 1} images and there are {n}: make batch or"):
+    with pytest.raises(
+        ValueError, match=f"takes {n + 1} {images.form.samples} and there are {n}: make batch or"
+    ):
         images.train(n + 1, 0, 0, CPU)
 
 
@@ -182,7 +192,7 @@ def test_normalisation():
 def test_digits():
     images = digits()
     train, test = ([y for _, y in b] for b in (images.train(1, 0, 0, CPU), images.test(1, CPU)))
-    assert (len(train), len(test), images.n_classes) == (1437, 360, 10)
+    assert (len(train), len(test), images.form.n_classes) == (1437, 360, 10)
     x, _ = epoch_of(images, batch_size=1437)
     assert abs(x.mean()) < 0.1
     assert abs(x.std() - 1) < 0.1

@@ -23,7 +23,7 @@ def test_smoothing_is_for_training():
     _, plain = losses(0)
     job, smoothed = losses(0.25)
     assert smoothed.test_loss == plain.test_loss
-    tested = evaluate(job.runtime.module(), job.images.test(16, CPU))
+    tested = evaluate(job.runtime.module(), job.samples.test(16, CPU))
     assert tested.loss == pytest.approx(smoothed.test_loss)
     assert smoothed.train_loss != plain.train_loss
 

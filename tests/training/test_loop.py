@@ -32,6 +32,15 @@ def test_accuracy_of_a_model_that_repeats_its_input():
     assert found.loss == pytest.approx(float(F.cross_entropy(scores, targets)))
 
 
+def test_every_place_of_a_sequence_is_an_answer():
+    scores, targets = torch.randn(4, 3, 7, dtype=torch.float64), torch.randint(7, (4, 3))
+    found = evaluate(nn.Identity(), [(scores[:1], targets[:1]), (scores[1:], targets[1:])])
+    flat = evaluate(nn.Identity(), [(scores.flatten(0, 1), targets.flatten())])
+    assert (found.top1, found.top5) == (flat.top1, flat.top5)
+    assert found.loss == pytest.approx(flat.loss)
+    assert found.loss == pytest.approx(float(F.cross_entropy(scores.mT, targets)))
+
+
 def test_with_few_classes_every_answer_is_among_five():
     found = evaluate(nn.Identity(), [(torch.eye(3), torch.tensor([0, 2, 1]))])
     assert (found.top1, found.top5) == pytest.approx((1 / 3, 1))
@@ -60,8 +69,8 @@ def test_evaluation_restores_each_mode_and_moves_no_statistics():
 
 def runtime_for(images, lr, schedule):
     torch.manual_seed(0)
-    model = build("resnet8", images.n_classes, images.image_size, images.in_channels)
-    example = torch.empty(4, images.in_channels, images.image_size, images.image_size)
+    model = build("resnet8", **images.form.arguments)
+    example = images.form.example(4)
     stages = partition(model, schedule.n_stages, example)
     return SingleProcess(stages, schedule, lambda p: torch.optim.SGD(p, lr), F.cross_entropy)
 
@@ -91,12 +100,12 @@ def test_reports_epochs_and_steps(images):
     assert epochs == history
     assert [(step.step, step.n_steps) for step in steps] == 2 * [(k, 8) for k in range(1, 9)]
     assert [step.result.step for step in steps] == [*range(16)]
-    assert {(step.learning_rate, step.images) for step in steps} == {(0.05, 16)}
+    assert {(step.learning_rate, step.samples) for step in steps} == {(0.05, 16)}
     for epoch, done in zip(history, (steps[:8], steps[8:]), strict=True):
         losses = torch.cat([step.result.losses for step in done])
         assert epoch.train_loss == pytest.approx(float(losses.double().mean()))
     assert {epoch.learning_rate for epoch in history} == {0.05}
-    assert all(epoch.images_per_second > 0 for epoch in history)
+    assert all(epoch.samples_per_second > 0 for epoch in history)
 
 
 def test_the_first_loss_is_that_of_the_first_step(images):
@@ -166,4 +175,4 @@ def test_the_rate_of_a_resumed_epoch_is_of_the_steps_since(monkeypatch):
         device=CPU,
         position=at,
     )
-    assert epoch.images_per_second == 2 * 16 / 2
+    assert epoch.samples_per_second == 2 * 16 / 2

@@ -1,5 +1,6 @@
 """Parts of batches are slices of the whole batches, bit for bit, and only they are read."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,8 +11,8 @@ from tests.schedule.strategies import quick
 from tests.training.test_data import CLASSES, CPU, write_images
 from toolkit.runtime.interface import Divisible
 from toolkit.training import evaluate
+from toolkit.training.data import Tokens, image_folder, synthetic
 from toolkit.training.data import folder as folder_module
-from toolkit.training.data import image_folder, synthetic
 from toolkit.training.data.memory import InMemory, Labelled
 from toolkit.training.data.parts import all_rows, rows_of
 
@@ -42,9 +43,12 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture(params=["memory", "folder"])
+@pytest.fixture(params=["memory", "folder", "text"])
 def images(request, root):
     """Of every kind; each has 3 batches of 6 or more."""
+    if request.param == "text":
+        tokens = np.arange(200) ** 2 % 11
+        return Tokens(tokens, tokens[::-1], 8, 11)
     return MEMORY if request.param == "memory" else image_folder(str(root), 8, num_workers=0)
 
 
@@ -208,7 +212,7 @@ def test_parts_are_put_on_the_device(images):
     for device in (CPU, meta):
         (part,) = images.train(18, 0, 0, device).parts(3, lambda k: [1])
         assert [x.device for x in part] == [device, device]
-        assert part[0].shape == (6, 3, 8, 8)
+        assert part[0].shape == (6, *images.form.example(1).shape[1:])
 
 
 # Test images

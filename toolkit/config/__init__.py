@@ -1,15 +1,16 @@
 """Configuration: typed options, their values in conf/, and the command line."""
 
-from toolkit.config.build import build_model, build_schedule, image_shape
+from toolkit.config.build import analysed_form, build_model, build_schedule, model_name
 from toolkit.config.cli import STOPPED, Ended, entry_point
 from toolkit.config.ranks import leads
 
 __all__ = [
     "STOPPED",
     "Ended",
+    "analysed_form",
     "build_model",
     "build_schedule",
     "entry_point",
-    "image_shape",
     "leads",
+    "model_name",
 ]

@@ -5,16 +5,20 @@ import os
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.utils import instantiate
+from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.config.counts import check_counts
 from toolkit.schedule import RandomDelay, Schedule
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from toolkit.model import Form
 
 
 _OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
@@ -62,33 +66,62 @@ def _delay(value: Any) -> Any:
     return RandomDelay(**value)
 
 
-def build_model(
-    config: DictConfig, n_classes: int, image_size: int, in_channels: int
-) -> "nn.Module":
-    """The model of a group's options: a named one, or the user's own.
+def build_model(config: DictConfig, form: "Form") -> "nn.Module":
+    """The model of a group's options, for samples of ``form``: a named one, or the user's own.
 
     Raises:
-        ValueError: there is no such model, or it cannot be built.
+        ValueError: there is no such model, it takes other samples, or it cannot be built.
     """
-    if config.get("target") is not None:
+    if config.target is not None:
         return _own_model(config.target, dict(config.arguments))
+    if lacking := form.arguments.keys() - _told(config):
+        raise ValueError(
+            f"model={model_name(config)} takes no {form.samples}, for it has no"
+            f" {', '.join(sorted(lacking))}: choose other data, or another model, such as"
+            f" {_SUCH_AS[form.samples]}"
+        )
     options = {name: config[name] for name in config if name not in ("target", "arguments")}
-    model: nn.Module = instantiate(
-        options, n_classes=n_classes, image_size=image_size, in_channels=in_channels
-    )
+    model: nn.Module = instantiate(options, **form.arguments)
     return model
 
 
-def image_shape(shape: list[int]) -> tuple[int, int, int]:
-    """Channels, height and width.
+_SUCH_AS = {"images": "resnet18", "sequences": "gpt"}
+
+
+def model_name(config: DictConfig) -> str:
+    """What the model of a group's options is called."""
+    name: str = config.target or config.get("name") or config._target_.rpartition(".")[2]
+    return name
+
+
+def _told(config: DictConfig) -> set[str]:
+    """What the function that makes a named model can be told."""
+    return {*signature(get_method(config._target_)).parameters}
+
+
+def analysed_form(config: DictConfig) -> "Form":
+    """The samples for which a model is analysed: the ``shape`` of one, and ``classes``.
 
     Raises:
-        ValueError: they are something else.
+        ValueError: there are no such samples.
     """
-    if len(shape) != 3 or min(shape) < 1:
-        raise ValueError(f"shape is channels, height, width, such as [3,224,224]: got {shape}")
+    from toolkit.model import Images, Sequences
+
+    of_sequences = config.model.target is None and "length" in _told(config.model)
+    shape = config.shape
+    if shape is None:
+        shape = [1024] if of_sequences else [3, 224, 224]
+    if len(shape) not in (1, 3) or min(shape) < 1:
+        raise ValueError(
+            "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
+            f" sequence, such as [1024]: got {shape}"
+        )
+    if config.classes is not None:
+        check_counts(config, "classes")
+    if len(shape) == 1:
+        return Sequences(shape[0], config.classes or 50257)
     channels, height, width = shape
-    return channels, height, width
+    return Images(channels, height, width, config.classes or 1000)
 
 
 def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":

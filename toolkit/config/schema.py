@@ -90,12 +90,27 @@ class Interleaved(Pipeline):
 
 
 @dataclass
-class Model:
+class OwnModel:
+    """A model of the user's own, in the place of a named one."""
+
+    target: str | None = None  # package.module.function
+    arguments: dict[str, Any] = field(default_factory=dict)  # of that function
+
+
+@dataclass
+class Model(OwnModel):
     _target_: str = "toolkit.model.build"
     name: str = MISSING
     width: int | None = option(None, "channels of a ResNet's first layers; null: as published")
-    target: str | None = None  # package.module.function of your own, instead of a named model
-    arguments: dict[str, Any] = field(default_factory=dict)  # of that function
+
+
+@dataclass
+class Gpt(OwnModel):
+    _target_: str = "toolkit.model.gpt"
+    layers: int = option(4, "blocks of attention and a perceptron")
+    width: int = option(128, "numbers that stand for a token; a multiple of heads")
+    heads: int = option(4, "of attention")
+    dropout: float = option(0.0, "share of numbers that training leaves out")
 
 
 @dataclass
@@ -147,6 +162,23 @@ class ImageFolder:
     decode: str = option("cpu", "cpu, in those processes; or gpu: JPEG on the training device")
     validation: str = "val"
     damaged: str = option("refuse", "refuse damaged images, or skip: others of the class stand in")
+
+
+@dataclass
+class Text:
+    _target_: str = "toolkit.training.data.text"
+    root: str | None = option(None, "a file, or a folder of .txt files; null: Python's reference")
+    length: int = option(64, "bytes of a sequence, each a token")
+    test_share: float = option(0.1, "of the text, at its end")
+
+
+@dataclass
+class TokenFiles:
+    _target_: str = "toolkit.training.data.token_files"
+    root: str | None = option(None, "a folder with train.bin and val.bin, of numbers")
+    length: int = option(1024, "tokens of a sequence")
+    vocabulary: int = option(50257, "how many tokens there are")
+    dtype: str = option("uint16", "of the numbers, as numpy calls it")
 
 
 @dataclass
@@ -305,8 +337,8 @@ class Training:
     stages: int = option(4, "parts into which the model is cut")
     microbatches: int = option(4, "micro-batches of a training step, or of a round of them")
     workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
-    batch: int = option(16, "images of a micro-batch")
-    epochs: int = option(10, "passes over the training images")
+    batch: int = option(16, "images, or sequences, of a micro-batch")
+    epochs: int = option(10, "passes over the training data")
     partition: Any = option("flops", "flops, parameters, activations, or [names of modules]")
     precision: str = option("fp32", "fp32, tf32, bf16 or fp16")
     loss_scale: float = option(1024.0, "factor on the loss under fp16")
@@ -359,9 +391,11 @@ class Analysed:
 
     model: Any = MISSING
     hardware: Any = MISSING
-    batch: int = option(32, "images of a micro-batch")
-    shape: list[int] = option_list([3, 224, 224], "of one image: channels, height, width")
-    classes: int = option(1000, "width of the model's output")
+    batch: int = option(32, "images, or sequences, of a micro-batch")
+    shape: list[int] | None = option(
+        None, "of a sample: [channels,height,width] or [tokens]; null: [3,224,224] or [1024]"
+    )
+    classes: int | None = option(None, "scores of an answer; null: 1000 classes or 50257 tokens")
 
 
 @dataclass
@@ -379,7 +413,7 @@ class Simulate(Analysed):
     stages: int = option(4, "parts into which the model is cut")
     microbatches: int = option(8, "micro-batches of a training step")
     workers: int | None = option(None, "sets microbatches: in data parallelism, one a worker")
-    batch: int = option(8, "images of a micro-batch")
+    batch: int = option(8, "images, or sequences, of a micro-batch")
     steps: int = option(6, "training steps that are drawn; rates are of the steady state")
     optimizer_words: float = option(1.0, "numbers kept of each parameter: 1, momentum; 2, Adam's")
     measured: bool = option(False, "time the stages on the device, not by the roofline")
@@ -439,12 +473,14 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "interleaved": Interleaved,
         "unflushed": Unflushed,
     },
-    "model": {"build": Model},
+    "model": {"build": Model, "gpt": Gpt},
     "data": {
         "digits": Digits,
         "synthetic": Synthetic,
         "cifar10": Cifar10,
         "image_folder": ImageFolder,
+        "text": Text,
+        "tokens": TokenFiles,
     },
     "optimizer": {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB},
     "lr": {"constant": ConstantRate, "step": StepRate, "cosine": CosineRate},

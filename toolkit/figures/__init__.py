@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from toolkit.figures.accuracy import accuracy
+from toolkit.figures.accuracy import accuracy, loss
 from toolkit.figures.activity import activity
 from toolkit.figures.links import link_times
 from toolkit.figures.memory import memory_curves
@@ -19,6 +19,7 @@ __all__ = [
     "accuracy",
     "activity",
     "link_times",
+    "loss",
     "memory_curves",
     "pipelines",
     "save",

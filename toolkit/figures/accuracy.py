@@ -1,4 +1,4 @@
-"""Accuracy over epochs."""
+"""Accuracy, or loss, over epochs."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -8,8 +8,11 @@ from matplotlib.ticker import MaxNLocator
 
 from toolkit.figures.style import MARKERS, SERIES, style
 
+Curves = Mapping[str, Sequence[Sequence[float]]]
+"""By rule, one sequence a run: a value after each epoch."""
 
-def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
+
+def accuracy(curves: Curves) -> Figure:
     """Test accuracy over epochs: the mean of each rule's runs, and the band that they span.
 
     Args:
@@ -18,6 +21,22 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     Raises:
         ValueError: there is no rule, a rule has no runs, or they differ in their epochs.
     """
+    shares = {
+        rule: [[100 * value for value in values] for values in runs]
+        for rule, runs in curves.items()
+    }
+    figure = _over_epochs(shares, "test accuracy (%)")
+    (axes,) = figure.axes
+    axes.set_ylim(top=min(101, axes.get_ylim()[1]))
+    return figure
+
+
+def loss(curves: Curves) -> Figure:
+    """Test loss (nats) over epochs, drawn as :func:`accuracy` is."""
+    return _over_epochs(curves, "test loss (nats)")
+
+
+def _over_epochs(curves: Curves, what: str) -> Figure:
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
         raise ValueError(f"there are no runs of {without} to draw")
@@ -31,7 +50,7 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
         figure = Figure(figsize=(5.2, 2.6), layout="constrained")
         axes = figure.subplots()
         for k, (rule, runs) in enumerate(curves.items()):
-            by_epoch = [[100 * value for value in values] for values in zip(*runs, strict=True)]
+            by_epoch = [*zip(*runs, strict=True)]
             epochs = range(1, len(by_epoch) + 1)
             colour = SERIES[k % len(SERIES)]
             low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
@@ -40,8 +59,7 @@ def accuracy(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
             line.set_marker(MARKERS[k % len(MARKERS)])
             line.set_linestyle("-" if k < len(SERIES) else "--")
         axes.set_xlabel("epoch")
-        axes.set_ylabel("test accuracy (%)")
+        axes.set_ylabel(what)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.set_ylim(top=min(101, axes.get_ylim()[1]))
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, not over the lines
         return figure

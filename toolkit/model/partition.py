@@ -4,10 +4,12 @@ A cut may fall between two operations wherever every value that crosses it is a 
 batch as leading dimension. All of them travel: residuals that skip over a cut go with it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 from typing import overload
 
 import torch
@@ -77,8 +79,9 @@ def partition(
         n_stages: 1 or more.
         example: a micro-batch, or a tuple of inputs; only shapes and types matter.
         by: ``"flops"``, ``"parameters"`` or ``"activations"``: the largest stage is as small as
-            it can be, and among such cuts the fewest bytes cross; or the names of the modules
-            with which the second and all further stages begin.
+            it can be, the smallest at least half as large as it could be then, and among such
+            cuts the fewest bytes cross; or the names of the modules with which the second and
+            all further stages begin.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut like that.
@@ -237,7 +240,10 @@ class _Crossings:
 
 
 def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:
-    """The cuts with the smallest largest stage, and among those the fewest bytes across."""
+    """The cuts with the smallest largest stage, no tiny one, then the fewest bytes across.
+
+    Where those are equal, the stages are as even as can be.
+    """
     allowed = crossing.allowed()
     if not 1 <= n_stages <= len(allowed) + 1:
         found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
@@ -249,39 +255,51 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
     before = [0, *accumulate(loads)]
     edges = [0, *allowed, len(loads)]
     last = len(edges) - 1
+    until = [before[edge] for edge in edges]
 
-    def load(begin: int, end: int) -> int:
-        return before[edges[end]] - before[edges[begin]]
+    def fits(limit: int) -> bool:
+        reached = 0
+        for _ in range(n_stages):
+            reached = bisect_right(until, until[reached] + limit) - 1
+        return reached == last
 
-    # smallest[e]: the least possible largest stage of the first e spans cut into s stages
-    smallest: list[float] = [float("inf")] * (last + 1)
-    smallest[0] = 0
+    limit = bisect_left(range(until[-1] + 1), True, key=fits)
+
+    def begins(end: int, least: float) -> range:
+        """Where a stage may begin that ends at ``end``, for its load to be within the two."""
+        first = bisect_left(until, until[end] - limit)
+        return range(first, min(end, bisect_right(until, until[end] - least)))
+
+    # largest[e]: the largest possible smallest stage of the first e spans cut into s stages
+    largest = [inf] + [-inf] * last
     for _ in range(n_stages):
-        smallest = [
-            min((max(smallest[b], load(b, e)) for b in range(e)), default=float("inf"))
+        largest = [
+            max((min(largest[b], until[e] - until[b]) for b in begins(e, 0)), default=-inf)
             for e in range(last + 1)
         ]
-    limit = smallest[last]
+    least = largest[last] / 2
 
-    # fewest[e]: the bytes across, and the cuts, of the first e spans within that limit
-    unreachable: tuple[float, tuple[int, ...]] = (float("inf"), ())
-    fewest = [(0.0, ())] + [unreachable] * last
+    # best[e]: the bytes across, the squares of the loads, and the cuts
+    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0, 0, ())] + [None] * last
     for _ in range(n_stages):
-        fewest = [
+        best = [
             min(
                 (
                     (
-                        fewest[b][0] + (crossing.bytes(edges[b]) if b else 0),
-                        (*fewest[b][1], edges[b]),
+                        so_far[0] + (crossing.bytes(edges[b]) if b else 0),
+                        so_far[1] + (until[e] - until[b]) ** 2,
+                        (*so_far[2], edges[b]),
                     )
-                    for b in range(e)
-                    if load(b, e) <= limit and fewest[b] is not unreachable
+                    for b in begins(e, least)
+                    if (so_far := best[b]) is not None
                 ),
-                default=unreachable,
+                default=None,
             )
             for e in range(last + 1)
         ]
-    return list(fewest[last][1][1:])
+    chosen = best[last]
+    assert chosen is not None
+    return list(chosen[2][1:])
 
 
 def _named_cuts(

@@ -43,18 +43,20 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         found: measured under ``config``.
         config: from which the stages are made again, without ranks.
     """
-    import torch
     from hydra.utils import instantiate
 
     from toolkit.config import build_model
     from toolkit.cost import observed, profile, simulate
     from toolkit.model import partition
 
-    images = instantiate(config.data)
-    model = build_model(config.model, images.n_classes, images.image_size, images.in_channels)
-    shape = (config.batch, images.in_channels, images.image_size, images.image_size)
-    example = torch.empty(shape, device="meta")
-    stages = partition(model.to("meta"), found.schedule.n_stages, example, config.partition)
+    form = instantiate(config.data).form
+    example = form.example(config.batch, "meta")
+    stages = partition(
+        build_model(config.model, form).to("meta"),
+        found.schedule.n_stages,
+        example,
+        config.partition,
+    )
     timeline = found.timeline()
     costs, links = observed(timeline, profile(stages, example))
     prediction = simulate(found.schedule.lower(len(timeline.step_ends)), costs, links)

@@ -62,7 +62,7 @@ def read(
             lambda: _cast(images.test(max(256, batch_size), device), dtype),
             True,
             n_tested,
-            images.n_classes,
+            images.form.n_classes,
         )
     pixels, labels = _tensors(images)
     if len(pixels) < batch_size:

@@ -86,7 +86,7 @@ def _final(group: Group, first: Group) -> dict[str, str]:
         "difference": number(difference, "{:+z.2f}"),
         "95 % interval": number(width, "± {:.2f}"),
         "test loss": number(mean_of(metrics, "test_loss"), "{:.3f}"),
-        "images/s": number(mean_of(metrics, "images_per_second"), "{:.0f}"),
+        "samples/s": number(mean_of(metrics, "samples_per_second"), "{:.0f}"),
     }
 
 

@@ -2,7 +2,7 @@
 
 STEP = "step"
 ACCURACY = ("epoch/top1", "epoch/test_loss", "train/loss")
-SPEED = ("train/lr", "train/images_per_second")
+SPEED = ("train/lr", "train/samples_per_second")
 DELAYS = "delay/cosine_stage_.*"  # a pattern: one curve a stage
 FINAL = "final/top1"
 GRID, TIMELINE = "schedule/grid", "measured/timeline"  # images

@@ -95,7 +95,7 @@ class Progress:
         if self._losses:
             shown.insert(0, f"loss {_mean(self._losses):.3f}")
         if rate := self._speed.rate(time.monotonic()):
-            shown.insert(0, f"{rate:.0f} images/s")
+            shown.insert(0, f"{rate:.0f} samples/s")
         self._figures = ", ".join(shown)
         self._set_end()
 

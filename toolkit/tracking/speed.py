@@ -7,11 +7,11 @@ if TYPE_CHECKING:
 
 
 class Speed:
-    """Images a second, since an epoch's first step or since it was last restarted."""
+    """Samples a second, since an epoch's first step or since it was last restarted."""
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._images = 0
+        self._samples = 0
 
     @property
     def begun(self) -> bool:
@@ -24,14 +24,14 @@ class Speed:
         if step.step == 1 or not self.begun:
             self.restart(now)
         else:
-            self._images += step.images
+            self._samples += step.samples
 
     def restart(self, now: float) -> None:
         """Count from ``now`` on."""
-        self._since, self._images = now, 0
+        self._since, self._samples = now, 0
 
     def rate(self, now: float) -> float | None:
-        """Images a second until ``now``; None while there are none."""
-        if self._since is None or not self._images:
+        """Samples a second until ``now``; None while there are none."""
+        if self._since is None or not self._samples:
             return None
-        return self._images / (now - self._since)
+        return self._samples / (now - self._since)

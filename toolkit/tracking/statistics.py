@@ -23,14 +23,14 @@ def spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else float("nan")
 
 
-def plus_minus(value: float, width: float | None, sign: str = "") -> str:
-    """``value ± width`` with two decimals; the value alone where nothing is known of its width.
+def plus_minus(value: float, width: float | None, sign: str = "", decimals: int = 2) -> str:
+    """``value ± width``; the value alone where nothing is known of its width.
 
     Args:
         sign: ``+``, for a difference.
     """
     known = width is not None and not isnan(width)
-    return f"{value:{sign}z.2f}" + (f" ± {width:.2f}" if known else "")
+    return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if known else "")
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:

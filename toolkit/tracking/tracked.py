@@ -48,7 +48,7 @@ class Curves:
         now = time.monotonic()
         self._speed.trained(step, now)
         if due and (rate := self._speed.rate(now)):
-            values["train/images_per_second"] = rate
+            values["train/samples_per_second"] = rate
             self._speed.restart(now)
         for delay in step.result.delays:
             for name, value in asdict(delay).items():

@@ -10,7 +10,6 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -23,8 +22,9 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.recipe import Recipe, allow_tf32
 from toolkit.schedule import Schedule
-from toolkit.training.data import ImageSet
+from toolkit.training.data import SampleSet
 from toolkit.training.loop import Epoch, Position, Step, Stretches, fit
+from toolkit.training.loss import cross_entropy
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Job:
 
     config: DictConfig
     schedule: Schedule
-    images: ImageSet
+    samples: SampleSet
     runtime: Runtime
     device: torch.device
 
@@ -44,7 +44,7 @@ class Job:
 
     @property
     def batch_size(self) -> int:
-        """Images a training step."""
+        """Samples a training step."""
         return self.config.batch * self.schedule.n_microbatches
 
     def run(
@@ -57,7 +57,7 @@ class Job:
         """Train, from ``position`` on if one is given; one entry an epoch. See :func:`fit`."""
         return fit(
             self.runtime,
-            self.images,
+            self.samples,
             epochs=self.config.epochs,
             batch_size=self.batch_size,
             seed=self.config.seed,
@@ -90,13 +90,13 @@ class Rates(LambdaLR):
 
 
 def prepare(
-    config: DictConfig, images: ImageSet | None = None, schedule: Schedule | None = None
+    config: DictConfig, samples: SampleSet | None = None, schedule: Schedule | None = None
 ) -> Job:
     """Build what ``config`` describes: equal seeds give equal weights and batches.
 
     Args:
         config: as ``experiments/train.py`` composes it.
-        images: the image set, if it is loaded already.
+        samples: what is trained and tested on, if it is loaded already.
         schedule: in the place of the one that ``config`` describes.
 
     Raises:
@@ -107,22 +107,22 @@ def prepare(
     schedule = build_schedule(config.schedule) if schedule is None else schedule
     options, world = _meet(config, schedule)
     device = world.device if world else pick_device(config.device)
-    images = instantiate(config.data) if images is None else images
-    assert images is not None
+    samples = instantiate(config.data) if samples is None else samples
+    assert samples is not None
+    form = samples.form
     torch.manual_seed(config.seed)
-    model = build_model(config.model, images.n_classes, images.image_size, images.in_channels).to(
-        device
-    )
-    example = torch.empty(config.batch, images.in_channels, images.image_size, images.image_size)
+    model = build_model(config.model, form).to(device)
+    example = form.example(config.batch)
     stages = partition(model, schedule.n_stages, example, config.partition)
-    if stages.output.shape != (config.batch, images.n_classes):
+    if stages.output.shape != (expected := form.output(config.batch)):
         raise ValueError(
-            f"the model's output for {config.batch} images has shape {list(stages.output.shape)}"
-            f" and the data has {images.n_classes} classes: tell the model by model.arguments,"
-            f" such as +model.arguments.num_classes={images.n_classes}"
+            f"the model's output for {config.batch} {form.samples} has shape"
+            f" {list(stages.output.shape)}, and {form.n_classes} {form.answers} ask for"
+            f" {list(expected)}: tell the model by model.arguments, such as"
+            f" +model.arguments.num_classes={form.n_classes}"
         )
     batch_size = config.batch * schedule.n_microbatches
-    steps_per_epoch = len(images.train(batch_size, config.seed, 0, device))
+    steps_per_epoch = len(samples.train(batch_size, config.seed, 0, device))
     rate = instantiate(config.lr)
 
     def scheduler(optimizer: Optimizer) -> LambdaLR:
@@ -144,7 +144,7 @@ def prepare(
         **({"world": world} if world else {}),
         **_diagnostics(config),
     )
-    return Job(config, schedule, images, runtime, device)
+    return Job(config, schedule, samples, runtime, device)
 
 
 def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
@@ -164,7 +164,7 @@ def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World
 def _loss(label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing is 0 or more, and below 1: got {label_smoothing}")
-    return partial(F.cross_entropy, label_smoothing=label_smoothing)
+    return partial(cross_entropy, label_smoothing=label_smoothing)
 
 
 def _recipe(config: DictConfig) -> Recipe:

@@ -115,7 +115,7 @@ def run_kept(
                         f"{error}{tried}: lower optimizer.lr, or warm up with lr.warmup_epochs"
                         f"{'' if safe else back}"
                     ) from error
-                job = prepare(job.config, job.images, safe)
+                job = prepare(job.config, job.samples, safe)
                 state = _read(job, checkpoints, n_rollbacks, note)
                 position = _stand(job, checkpoints, state)
                 rolled_back = True
@@ -180,7 +180,7 @@ def _restored(
     if not isinstance(rolled_back, bool):
         raise _misfit(checkpoints, "it does not tell whether the run had been rolled back")
     if rolled_back:
-        job = prepare(job.config, job.images, _safe(job))
+        job = prepare(job.config, job.samples, _safe(job))
         note("it had been rolled back, and goes on without delay")
     position = _stand(job, checkpoints, state)
     _check_ahead(job, position, changed_options(state.get("config"), job.config))

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from toolkit.runtime.form import difference
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.result import StepResult
-from toolkit.training.data import Batches, ImageSet
+from toolkit.training.data import Batches, SampleSet
+from toolkit.training.loss import cross_entropy
 
 
 def _alone(values: Tensor) -> Tensor:
@@ -22,7 +22,10 @@ def _alone(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss, and the shares of images whose class is the first, or among the first five."""
+    """Mean loss, and the shares of answers that are right at first, or among the first five.
+
+    An answer is the class of an image, or the next token at a place of a sequence.
+    """
 
     loss: float
     top1: float
@@ -31,7 +34,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch came to. Accuracies are shares of the test images."""
+    """What one epoch came to. Accuracies are shares of the answers to the test samples."""
 
     epoch: int
     train_loss: float
@@ -39,7 +42,7 @@ class Epoch:
     top1: float
     top5: float
     learning_rate: float
-    images_per_second: float
+    samples_per_second: float
     ema_top1: float | None = None  # with the average of the weights, where one is kept
 
 
@@ -52,14 +55,14 @@ class Step:
         n_steps: those of the epoch.
         result: what this process has seen of it. To read its losses is to wait for the device.
         learning_rate: of its update; where many ranks train, of the epoch's first.
-        images: how many it took, all micro-batches together.
+        samples: how many it took, all micro-batches together.
     """
 
     step: int
     n_steps: int
     result: StepResult
     learning_rate: float
-    images: int
+    samples: int
 
 
 @dataclass
@@ -132,7 +135,7 @@ class Stretches:
 
 def fit(
     runtime: Runtime,
-    images: ImageSet,
+    samples: SampleSet,
     *,
     epochs: int,
     batch_size: int,
@@ -148,9 +151,9 @@ def fit(
     Args:
         runtime: trains; its model is on ``device``. Where it is one of many ranks, all of them
             call this alike, and get the same metrics.
-        images: training and test images.
-        batch_size: images a training step, all micro-batches together.
-        seed: of the order of the images and their augmentation.
+        samples: of training and of the test.
+        batch_size: samples a training step, all micro-batches together.
+        seed: of the order of the samples and their augmentation.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
         position: where to go on; the runtime is as it was there.
@@ -163,13 +166,13 @@ def fit(
     position = position or Position()
     stretches = stretches or Stretches()
     for epoch in range(position.epoch, epochs):
-        batches = images.train(batch_size, seed, epoch, device)
+        batches = samples.train(batch_size, seed, epoch, device)
         n_steps = len(batches)
         next_rate = runtime.learning_rates[0]
         if position.step and position.step >= n_steps:
             raise ValueError(
                 f"the run was saved after step {position.step} of an epoch, which now has"
-                f" {n_steps}: resume it with the images and batch of before"
+                f" {n_steps}: resume it with the data and batch of before"
             )
         if position.step == 0:
             position.learning_rate = next_rate
@@ -201,7 +204,7 @@ def fit(
                 f"the training loss of epoch {epoch} is {train_loss}: lower optimizer.lr, or warm"
                 " up with lr.warmup_epochs"
             )
-        share = images.test(max(batch_size, 256), device, runtime.rank, runtime.n_ranks)
+        share = samples.test(max(batch_size, 256), device, runtime.rank, runtime.n_ranks)
         test = evaluate(runtime.module(), share, runtime.total)
         ema_top1 = None
         if averages := runtime.averages():
@@ -213,7 +216,7 @@ def fit(
             top1=test.top1,
             top5=test.top5,
             learning_rate=position.learning_rate,
-            images_per_second=(n_steps - begun_at) * batch_size / seconds,
+            samples_per_second=(n_steps - begun_at) * batch_size / seconds,
             ema_top1=ema_top1,
         )
         history = [*position.history, done]
@@ -242,22 +245,23 @@ def evaluate(
 
     Args:
         model: with the weights to test, or all but ``weights``.
-        batches: test images.
+        batches: test samples.
         total: sums over all ranks, where each tests a share.
         weights: by name, in the place of the model's own.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     sums: list[Tensor] = []  # of each batch: losses, first, among the first five; on its device
-    n_images = 0
+    n_answers = 0
     for inputs, targets in batches:
         outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
-        first = outputs.topk(min(5, outputs.shape[1])).indices == targets[:, None]
-        loss = F.cross_entropy(outputs, targets, reduction="sum")
-        sums.append(torch.stack([loss.double(), first[:, 0].sum().double(), first.sum().double()]))
-        n_images += len(targets)
+        first = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
+        loss = cross_entropy(outputs, targets, reduction="sum")
+        found = loss, first[..., 0].sum(), first.sum()
+        sums.append(torch.stack([number.double() for number in found]))
+        n_answers += targets.numel()
     for module, mode in modes.items():
         module.training = mode
     summed = torch.stack(sums).sum(0).tolist() if sums else [0.0] * 3
-    loss, top1, top5, n = total(torch.tensor([*summed, n_images], dtype=torch.float64))
+    loss, top1, top5, n = total(torch.tensor([*summed, n_answers], dtype=torch.float64))
     return Evaluation(float(loss / n), float(top1 / n), float(top5 / n))

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import ImageFolder
 
+from toolkit.model.forms import Images
 from toolkit.training.data.damaged import Read, Skipped, first_readable, skips
 from toolkit.training.data.decoding import Encoded, check_gpu, decode, read_encoded
 from toolkit.training.data.files import DamagedImageError, open_split
-from toolkit.training.data.images import Batch, Batches
+from toolkit.training.data.held import shuffled
 from toolkit.training.data.parts import Wanted, rows_of
 from toolkit.training.data.pixels import Normalise, send
 from toolkit.training.data.readers import Key, Readers, n_workers
+from toolkit.training.data.sample_set import Batch, Batches
 from toolkit.training.data.views import CentralView, RandomView, View
 
 _NORMALISE = Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
@@ -42,8 +44,6 @@ class Folder:
         ValueError: the folders do not hold images, or an option has no such value.
     """
 
-    in_channels = 3
-
     def __init__(
         self,
         train: Path,
@@ -60,10 +60,9 @@ class Folder:
             raise ValueError(f"data.image_size is 1 or more: got {image_size}")
         skip = skips(damaged)
         self._skipped = Skipped()
-        self.image_size = image_size
         self.num_workers = n_workers(num_workers)
         images, test_images = open_split(train, test)
-        self.n_classes = len(images.classes)
+        self.form = Images(3, image_size, image_size, len(images.classes))
         options = (self._skipped, decode == "gpu", self.num_workers, prefetch_factor)
         self._train = _Split(_Source(images, RandomView(image_size), skip), *options)
         self._test = _Split(_Source(test_images, CentralView(image_size), skip), *options)
@@ -75,13 +74,7 @@ class Folder:
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         n = len(self._train.images)
-        if batch_size > n:
-            raise ValueError(
-                f"a training step takes {batch_size} images and there are {n}: make batch or"
-                " microbatches smaller"
-            )
-        generator = torch.Generator().manual_seed(hash((seed, epoch)))
-        order = torch.randperm(n, generator=generator)
+        order, _ = shuffled(n, batch_size, seed, epoch)
         chosen = [*order.split(batch_size)][: n // batch_size]
         return self._train.batches(hash((seed, epoch)), chosen, batch_size, device)
 

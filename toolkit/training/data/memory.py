@@ -1,14 +1,15 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from toolkit.training.data.images import Batch, Batches
-from toolkit.training.data.parts import Rows, Wanted, all_rows, rows_of
+from toolkit.model.forms import Images
+from toolkit.training.data.held import HeldBatches, shuffled
 from toolkit.training.data.pixels import Normalise, Placed, send
+from toolkit.training.data.sample_set import Batch, Batches
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,6 @@ class Labelled:
 
 class InMemory:
     """An image set held as bytes on the training device; augmented and normalised there.
-
-    What is drawn at random is drawn on the CPU, so that every device sees the same images.
 
     Args:
         train, test: the images.
@@ -46,29 +45,22 @@ class InMemory:
     ) -> None:
         self.damaged = tuple(damaged)
         self._n_train, self._n_test = len(train.labels), len(test.labels)
-        self._train = Placed(train.images, train.labels)
-        self._test = Placed(test.images, test.labels)
-        self.n_classes = n_classes
-        self.in_channels, self.image_size = train.images.shape[1:3]
+        self._train = _Images(self, Placed(train.images, train.labels))
+        self._test = _Images(self, Placed(test.images, test.labels))
+        channels, height, width = train.images.shape[1:]
+        self.form = Images(channels, height, width, n_classes)
         self.normalise = Normalise(mean, std)
         self.crop_padding, self.flip = crop_padding, flip
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        n = self._n_train
-        if batch_size > n:
-            raise ValueError(
-                f"a training step takes {batch_size} images and there are {n}: make batch or"
-                " microbatches smaller"
-            )
-        generator = torch.Generator().manual_seed(hash((seed, epoch)))
-        order = torch.randperm(n, generator=generator)
-        return _MemoryBatches(self, self._train, order, batch_size, device, generator)
+        order, generator = shuffled(self._n_train, batch_size, seed, epoch)
+        return HeldBatches(self._train, order, batch_size, device, generator)
 
     def test(
         self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
         order = torch.arange(self._n_test)[rank::n_ranks]
-        return _MemoryBatches(self, self._test, order, batch_size, device, None)
+        return HeldBatches(self._test, order, batch_size, device, None)
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         """How each of ``n`` images is augmented.
@@ -107,40 +99,16 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class _MemoryBatches:
-    images: InMemory
-    source: Placed
-    order: Tensor
-    batch_size: int
-    device: torch.device
-    generator: torch.Generator | None
-    rows: Rows = all_rows
-    first: int = 0
-    last: int | None = None  # before which it ends; None: with the images
+class _Images:
+    """The training or the test images of a set."""
 
-    def __len__(self) -> int:
-        full, rest = divmod(len(self.order), self.batch_size)
-        n = full + bool(rest and self.generator is None)
-        return (n if self.last is None else min(n, self.last)) - self.first
+    all: InMemory
+    placed: Placed
 
-    def between(self, first: int, last: int) -> Batches:
-        """See :class:`Batches`."""
-        return replace(self, first=self.first + first, last=self.first + last)
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        return self.all.draw(n, generator)
 
-    def __iter__(self) -> Iterator[Batch]:
-        generator = None if self.generator is None else self.generator.clone_state()
-        pixels, labels = self.source.on(self.device)
-        batches = self.order.split(self.batch_size)[: self.first + len(self)]
-        for k, chosen in enumerate(batches, start=-self.first):
-            # Drawn for the whole batch, so that a part of it is augmented like the whole.
-            drawn = self.images.draw(len(chosen), generator)
-            if k < 0:
-                continue
-            rows = self.rows(k, len(chosen))
-            if len(rows):
-                there = send(torch.cat([chosen[None], drawn])[:, rows], self.device)
-                yield self.images.cut(pixels, there[0], there[1:]), labels[there[0]]
-
-    def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
-        """See :class:`toolkit.runtime.interface.Divisible`."""
-        return iter(replace(self, rows=rows_of(self.batch_size, n_parts, wanted)))
+    def take(self, chosen: Tensor, drawn: Tensor, device: torch.device) -> Batch:
+        pixels, labels = self.placed.on(device)
+        there = send(torch.cat([chosen[None], drawn]), device)
+        return self.all.cut(pixels, there[0], there[1:]), labels[there[0]]

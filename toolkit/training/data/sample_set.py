@@ -1,4 +1,4 @@
-"""What every image set gives."""
+"""What every set of training and test samples gives."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -6,11 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.model.forms import Form
+
 Batch = tuple[Tensor, Tensor]
 
 
 class Batches(Protocol):
-    """Batches ``(inputs [n, channels, size, size], targets [n])``, and how many there are."""
+    """Batches ``(inputs [n, ...], targets [n, ...])``, and how many there are."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
@@ -20,12 +22,11 @@ class Batches(Protocol):
         ...
 
 
-class ImageSet(Protocol):
-    """Training and test images with their classes."""
+class SampleSet(Protocol):
+    """Training and test samples with their answers: images and classes, or tokens and the next."""
 
-    n_classes: int
-    image_size: int
-    in_channels: int
+    @property
+    def form(self) -> Form: ...
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         """The batches of one epoch, shuffled and augmented by (seed, epoch); full ones only."""
@@ -34,5 +35,5 @@ class ImageSet(Protocol):
     def test(
         self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
-        """Every ``n_ranks``-th test image from number ``rank`` on."""
+        """Every ``n_ranks``-th test sample from number ``rank`` on."""
         ...

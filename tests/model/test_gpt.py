@@ -1,0 +1,120 @@
+"""The decoder: against torch's own layers, and what it must not see."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from tests.schedule.strategies import quick
+from toolkit.model import gpt, partition
+
+SIZES = {"vocabulary": 11, "length": 7, "layers": 3, "width": 12, "heads": 3}
+TOKENS = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(0))
+
+
+def made(**sizes):
+    torch.manual_seed(0)
+    return gpt(**SIZES | sizes).double()
+
+
+def as_torch_has_it(model):
+    """The same weights in torch's encoder layers, under a causal mask."""
+    x = model.embed.tokens(TOKENS) + model.embed.places
+    mask = nn.Transformer.generate_square_subsequent_mask(7, dtype=torch.float64)
+    for k in range(SIZES["layers"]):
+        block = getattr(model, f"block_{k}")
+        layer = nn.TransformerEncoderLayer(
+            SIZES["width"],
+            SIZES["heads"],
+            4 * SIZES["width"],
+            dropout=0.0,
+            activation=lambda x: F.gelu(x, approximate="tanh"),
+            batch_first=True,
+            norm_first=True,
+        ).double()
+        names = {
+            "self_attn.in_proj_": block.attend,
+            "self_attn.out_proj.": block.gather,
+            "linear1.": block.widen,
+            "linear2.": block.narrow,
+            "norm1.": block.norm_1,
+            "norm2.": block.norm_2,
+        }
+        state = {
+            f"{to}{what}": value
+            for to, of in names.items()
+            for what, value in of.state_dict().items()
+        }
+        layer.load_state_dict(state)
+        x = layer(x, mask)
+    return model.head(model.norm(x))
+
+
+def test_equals_torchs_layers():
+    model = made()
+    assert torch.allclose(model(TOKENS), as_torch_has_it(model), rtol=0, atol=1e-12)
+
+
+@given(place=st.integers(0, 6))
+@quick
+def test_an_answer_sees_the_tokens_up_to_its_place(place):
+    model, other = made(), TOKENS.clone()
+    other[:, place] = (other[:, place] + 1) % 11
+    before, after = model(TOKENS), model(other)
+    assert torch.equal(before[:, :place], after[:, :place])
+    assert (before[:, place:] - after[:, place:]).abs().amax((0, 2)).min() > 0
+
+
+def test_the_sizes_of_gpt_2():
+    """As published, 124 and 1558 million, and an output of its own."""
+    vocabulary, length = 50_257, 1024
+    for layers, width, heads, published in ((12, 768, 12, 124_439_808), (48, 1600, 25, 1557611200)):
+        with torch.device("meta"):
+            model = gpt(vocabulary, length, layers, width, heads)
+        assert sum(p.numel() for p in model.parameters()) == published + vocabulary * width
+
+
+def test_initial_weights_are_those_of_gpt_2():
+    """0.02, and less by the square root of twice the layers where they add to the residual."""
+    torch.manual_seed(0)
+    for name, weight in gpt(200, 100, layers=8, width=64, heads=4).named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            assert set(weight.unique().tolist()) == {1.0 if name.endswith("weight") else 0.0}
+        else:
+            inner = name.endswith(("gather.weight", "narrow.weight"))
+            assert float(weight.detach().std()) == pytest.approx(
+                0.02 / (4 if inner else 1), rel=0.08
+            ), name
+
+
+@pytest.mark.parametrize("n_stages", [2, 5])
+def test_stages_compute_what_the_whole_does(n_stages):
+    model = made()
+    values = (TOKENS,)
+    for stage in partition(model, n_stages, TOKENS):
+        values = stage(*values)
+    assert torch.equal(values[0], model(TOKENS))
+
+
+def test_dropout_is_of_training():
+    model = made(dropout=0.5)
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+    model.eval()
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    assert torch.equal(model(TOKENS), made().eval()(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"heads": 5}, "got model.heads=5 and model.width=12; make the width a multiple of 5"),
+        ({"layers": 0}, "layers of a decoder is 1 or more: got 0"),
+        ({"vocabulary": 0}, "vocabulary of a decoder is 1 or more: got 0"),
+        ({"dropout": 1.0}, "model.dropout is 0 or more, and below 1: got 1.0"),
+    ],
+)
+def test_refuses(sizes, expected):
+    with pytest.raises(ValueError, match=expected):
+        made(**sizes)

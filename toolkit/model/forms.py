@@ -1,0 +1,93 @@
+"""What a model takes, and what it makes of it: images and their classes, or tokens and the next."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Form(Protocol):
+    """Samples of one form, and the answers to them.
+
+    Attributes:
+        samples: what they are called.
+        answers: what the answers are called.
+        n_classes: how many there are to choose from.
+        arguments: what a function that makes a model of this form is told.
+    """
+
+    @property
+    def samples(self) -> str: ...
+    @property
+    def answers(self) -> str: ...
+    @property
+    def n_classes(self) -> int: ...
+    @property
+    def arguments(self) -> dict[str, Any]: ...
+
+    def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        """``n`` samples, the batch first; always the same ones, drawn at random."""
+        ...
+
+    def output(self, n: int) -> tuple[int, ...]:
+        """The shape of a model's answer to ``n`` of them: a score a class, the classes last."""
+        ...
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images, each of one class; sizes in pixels."""
+
+    channels: int
+    height: int
+    width: int
+    n_classes: int
+    samples = "images"
+    answers = "classes"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "n_classes": self.n_classes,
+            "image_size": self.width,
+            "in_channels": self.channels,
+        }
+
+    def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        return _random((n, self.channels, self.height, self.width), device)
+
+    def output(self, n: int) -> tuple[int, ...]:
+        return (n, self.n_classes)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of ``length`` tokens out of ``vocabulary``, each with the one that comes next."""
+
+    length: int
+    vocabulary: int
+    samples = "sequences"
+    answers = "tokens"
+
+    @property
+    def n_classes(self) -> int:
+        return self.vocabulary
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary, "length": self.length}
+
+    def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        return (self.vocabulary * _random((n, self.length), device)).long()
+
+    def output(self, n: int) -> tuple[int, ...]:
+        return (n, self.length, self.vocabulary)
+
+
+def _random(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    """Numbers from 0 to 1; what torch draws next is as before."""
+    if torch.device(device).type == "meta":
+        return torch.empty(shape, device=device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.rand(shape, generator=generator, device="cpu").to(device)

@@ -1,0 +1,108 @@
+"""A decoder of tokens, as GPT-2 is one."""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_SPREAD = 0.02  # of the initial weights
+
+
+def gpt(
+    vocabulary: int,
+    length: int,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    dropout: float = 0.0,
+) -> nn.Module:
+    """A decoder that tells each token of a sequence from those before it.
+
+    That of GPT-2 (Radford et al., 2019), in its sizes and initial weights, but for one thing: the
+    embedding of the tokens and the output have weights of their own, since no cut may fall between
+    two uses of the same. It takes ``[n, length]`` whole numbers and returns ``[n, length,
+    vocabulary]`` scores of the tokens that come next.
+
+    Args:
+        vocabulary: how many tokens there are.
+        length: of the sequences.
+        layers: blocks of attention and a perceptron.
+        width: numbers that stand for a token between them; a multiple of ``heads``.
+        heads: of attention.
+        dropout: share of the numbers that training leaves out, after the embedding and in each
+            block.
+
+    Raises:
+        ValueError: such a decoder cannot be.
+    """
+    sizes = {"layers": layers, "width": width, "heads": heads}
+    for name, size in (sizes | {"vocabulary": vocabulary, "length": length}).items():
+        if size < 1:
+            raise ValueError(f"{name} of a decoder is 1 or more: got {size}")
+    if width % heads:
+        raise ValueError(
+            f"heads share the width alike: got model.heads={heads} and model.width={width}; make"
+            f" the width a multiple of {heads}"
+        )
+    if not 0 <= dropout < 1:
+        raise ValueError(f"model.dropout is 0 or more, and below 1: got {dropout}")
+    model = nn.Sequential()
+    model.add_module("embed", _Embedding(vocabulary, length, width, dropout))
+    for k in range(layers):
+        model.add_module(f"block_{k}", _Block(width, heads, dropout))
+    model.add_module("norm", nn.LayerNorm(width))
+    model.add_module("head", nn.Linear(width, vocabulary, bias=False))
+    model.apply(_initialise)
+    for name, weight in model.named_parameters():
+        if name.endswith(_ONTO_THE_RESIDUAL):
+            nn.init.normal_(weight, std=_SPREAD / sqrt(2 * layers))
+    return model
+
+
+class _Embedding(nn.Module):
+    def __init__(self, vocabulary: int, length: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Parameter(torch.empty(length, width))
+        nn.init.normal_(self.places, std=_SPREAD)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.drop(self.tokens(tokens) + self.places)
+        return embedded
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend = nn.Linear(width, 3 * width)
+        self.gather = nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.gather(self._attended(self.norm_1(x))))
+        widened = F.gelu(self.widen(self.norm_2(x)), approximate="tanh")
+        return x + self.drop(self.narrow(widened))
+
+    def _attended(self, x: Tensor) -> Tensor:
+        each = self.attend(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(
+            each[0], each[1], each[2], dropout_p=dropout, is_causal=True
+        )
+        return attended.transpose(1, 2).flatten(2)
+
+
+_ONTO_THE_RESIDUAL = ("gather.weight", "narrow.weight")
+
+
+def _initialise(module: Any) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=_SPREAD)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
