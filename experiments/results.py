@@ -56,6 +56,21 @@ def _accuracy(result: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
+def _losses(result: dict[str, Any]) -> list[dict[str, str]]:
+    return [
+        {
+            "rule": row["schedule"],
+            "test loss (nats a token)": plus_minus(row["loss"], row["loss_sd"], decimals=3),
+            "paired difference from DP": plus_minus(
+                row["loss_difference"], row["loss_difference_95"], "+", 3
+            ),
+            "tokens right (%)": f"{row['accuracy']:.2f}",
+            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+        }
+        for row in result["metrics"]
+    ]
+
+
 def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
     """Accuracies, and what the schedules hold and send."""
     rows = _accuracy(result)

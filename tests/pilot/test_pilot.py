@@ -1,6 +1,7 @@
 """The pilot on small models, end to end."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.cost import Hardware
+from toolkit.model import gpt
 from toolkit.pilot import data, measure, pilot
 from toolkit.runtime.meters.comparison import alike_stages
 from toolkit.schedule import catalog
-from toolkit.training.data import synthetic
+from toolkit.training.data import Tokens, synthetic
 
 LINK = Hardware("link", 1e12, 5e10, 1e5)
 IMAGES = torch.randn(40, 3, 6, 6)
@@ -157,7 +159,24 @@ def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on():
 
     assert [tested(n) for n in (8, 9, 10, 20)] == [0, 1, 2, 4]
     found = pilot(net(), (IMAGES[:8], CLASSES[:8]), 2, batch=4, steps=2)
-    assert found.untrained == "no image is left to test on: give more images"
+    assert found.untrained == "none of the images is left to test on: give more"
+
+
+def test_a_decoder_and_its_text():
+    tokens = np.arange(600) ** 2 % 11
+    words = Tokens(tokens[:500], tokens[500:], 8, 11)
+    decoder = partial(gpt, **words.form.arguments, layers=2, width=8, heads=2)
+    found = pilot(decoder, words, 2, batch=4, steps=4, seeds=1, optimizer=torch.optim.AdamW)
+    told = str(found)
+    assert "2 micro-batches of 4 sequences of shape [8], 2 stages" in told
+    assert "Accuracy: of 96 tokens after 4 training steps" in told
+    assert found.training.n_tested == 12 * 8
+    assert "data=text data.root=MY_TEXT data.length=8" in told
+    small = partial(gpt, 10, 8, layers=2, width=8, heads=2)
+    with pytest.raises(
+        ValueError, match=r"for 4 sequences has shape \[4, 8, 10\] and these are of 11"
+    ):
+        pilot(small, words, 2, batch=4, steps=4)
 
 
 def test_a_model_and_images_of_unlike_types():

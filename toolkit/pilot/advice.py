@@ -150,8 +150,8 @@ def _accuracy(trained: TrainingFindings | None, found: Pilot) -> list[str]:
         dp = trained.accuracy["DP"]
         return [
             f"accuracy: unknown. After {trained.n_steps} training steps DP names"
-            f" {sum(dp) / len(dp):.1%} of the images and chance {trained.chance:.1%}: on random"
-            " images, or after too few steps, rules cannot differ"
+            f" {sum(dp) / len(dp):.1%} of the {trained.tested} and chance {trained.chance:.1%}: on"
+            f" random {trained.tested}, or after too few steps, rules cannot differ"
         ]
     if trained.blind:
         return [f"accuracy: cannot tell. After {trained.n_steps} training steps {trained.blind}"]
@@ -209,14 +209,16 @@ def _guard_factor(trained: TrainingFindings | None) -> float:
 
 def _command(found: Pilot, choice: str) -> str:
     """To train by the advice; or, where accuracy is to be found out first, to compare."""
-    channels, height = (*found.shape, 3, 224)[0], found.shape[-1]
+    data = "data=MY_DATA"
+    if found.samples == "sequences":
+        data = f"data=text data.root=MY_TEXT data.length={found.shape[0]}"
+    elif found.shape[0] == 3:
+        data = f"data=image_folder data.root=MY_IMAGES data.image_size={found.shape[-1]}"
     options = [
         f"model.target={found.model or 'MY_PACKAGE.MY_MODEL'}",
-        f"data=image_folder data.root=MY_IMAGES data.image_size={height}",
+        data,
         f"workers={found.n_workers} stages={found.n_stages} batch={found.batch}",
     ]
-    if channels != 3:
-        options[1] = "data=MY_DATA"
     if choice == TRY:
         rest = [quote("~rules.cdp_v1"), "seeds=5 diagnostics=20 ema=0.999"]
         return " ".join(["python experiments/compare.py", *options, *rest])

@@ -1,4 +1,4 @@
-"""The user's images, as a pilot takes them."""
+"""The user's images or text, as a pilot takes them."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +21,11 @@ class Data:
 
     Attributes:
         epoch: the batches of one epoch, by seed and epoch; all of the same size.
-        test: the images that are not trained on.
+        test: the samples that are not trained on.
         labelled: whether their classes are known, and not made up.
-        n_tested: how many images the test has.
+        n_tested: how many samples the test has.
         n_classes: how many classes the labels name.
+        samples: what they are called.
     """
 
     epoch: Callable[[int, int], Iterable[Batch]]
@@ -32,6 +33,7 @@ class Data:
     labelled: bool
     n_tested: int
     n_classes: int
+    samples: str = "images"
 
     def train(self, seed: int) -> Iterator[Batch]:
         """Batches for ever, epoch after epoch."""
@@ -42,12 +44,12 @@ class Data:
 def read(
     images: Any, batch_size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Data:
-    """The user's images as batches of ``batch_size`` on ``device``, in ``dtype``.
+    """The user's data as batches of ``batch_size`` on ``device``, images in ``dtype``.
 
     Args:
-        images: an image set of :mod:`toolkit.training.data`; images and their classes, ``(Tensor
-            [n, channels, height, width], Tensor [n])``; images alone; or a data set that gives
-            one such pair an index, of which 2048 drawn at random are taken.
+        images: a set of :mod:`toolkit.training.data`, of text, too; images and their classes,
+            ``(Tensor [n, channels, height, width], Tensor [n])``; images alone; or a data set
+            that gives one such pair an index, of which 2048 drawn at random are taken.
 
     Raises:
         ValueError: it is something else, or has fewer images than a training step takes.
@@ -63,6 +65,7 @@ def read(
             True,
             n_tested,
             images.form.n_classes,
+            images.form.samples,
         )
     pixels, labels = _tensors(images)
     if len(pixels) < batch_size:
@@ -74,8 +77,8 @@ def read(
 
 
 def _cast(batches: Iterable[Batch], dtype: torch.dtype) -> Iterator[Batch]:
-    for pixels, labels in batches:
-        yield pixels.to(dtype), labels
+    for inputs, labels in batches:
+        yield inputs.to(dtype) if inputs.is_floating_point() else inputs, labels
 
 
 def _too_few(batch_size: int, n: str) -> str:
@@ -127,7 +130,7 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
             )
     raise ValueError(
         f"images are a tensor [n, channels, height, width], such a tensor with its classes [n], a"
-        f" data set of (image, class), or an image set of toolkit.training.data: got a"
+        f" data set of (image, class), or a set of toolkit.training.data: got a"
         f" {type(images).__name__}"
     )
 

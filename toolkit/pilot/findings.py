@@ -52,7 +52,8 @@ class TrainingFindings:
     Attributes:
         n_steps: training steps of a run.
         seeds: of the order of images, and of weights where they are drawn anew.
-        n_tested: images on which accuracy is measured.
+        n_tested: images, or tokens, on which accuracy is measured.
+        tested: what these are called.
         accuracy: by rule, the share that is right after each run.
         difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval that is no
             narrower than the binomial one of ``n_tested`` images.
@@ -76,6 +77,7 @@ class TrainingFindings:
     learned: bool
     diverged: tuple[str, ...]
     cosine: float
+    tested: str = "images"
 
     @property
     def blind(self) -> str:
@@ -83,14 +85,14 @@ class TrainingFindings:
         late, base = self.accuracy["CDP-v2"], self.accuracy["DP"]
         if {*late, *base} == {1.0}:
             return (
-                f"both rules name all {self.n_tested} test images right, so these are too easy to"
-                " tell them apart"
+                f"both rules name all {self.n_tested} test {self.tested} right, so these are too"
+                " easy to tell them apart"
             )
         differences = {round(x - y, 9) for x, y in zip(late, base, strict=True)}
         if len(base) > len(differences) == 1:
             return (
                 f"the difference is the same with every seed, so there is no spread to hold it"
-                f" against: {self.n_tested} test images are too few, or too much alike"
+                f" against: {self.n_tested} test {self.tested} are too few, or too much alike"
             )
         return ""
 
@@ -102,7 +104,8 @@ class Pilot:
     Attributes:
         n_workers: micro-batches of a training step.
         n_stages: into which the model could be cut; 1: not at all.
-        batch: images of a micro-batch.
+        batch: samples of a micro-batch.
+        samples: what they are called.
         placement: ``per_microbatch``, ``per_stage`` or ``one``.
         device: on which it was measured, in words.
         hardware: for which it was predicted.
@@ -112,7 +115,7 @@ class Pilot:
         training: None where it was not measured.
         untrained: why it was not.
         model: how the command line names the model; empty: it cannot.
-        shape: of one image.
+        shape: of one.
         slack: least and largest factor on the seconds of computing that predictions allow for.
         seconds: that the pilot took.
         costs: of the stages.
@@ -131,6 +134,7 @@ class Pilot:
     untrained: str = ""
     model: str = ""
     shape: tuple[int, ...] = (3, 224, 224)
+    samples: str = "images"
     slack: tuple[float, float] = (1.0, 1.0)
     seconds: float = 0.0
     costs: Costs = field(default=(), repr=False)
@@ -229,8 +233,9 @@ class Pilot:
         room = " to ".join(_mib(memory) for memory in sorted({min(memories), max(memories)}))
         room = f", {room} a device" if self.limited else ", memory not given"
         lines = [
-            f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch} images of"
-            f" shape {list(self.shape)}, {self.n_stages} stages, in {self.seconds:.0f} s.",
+            f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
+            f" {self.samples} of shape {list(self.shape)}, {self.n_stages} stages, in"
+            f" {self.seconds:.0f} s.",
             f"Predicted for {self.hardware.name}: {self.hardware.link_bandwidth * 8e-9:g} Gbit/s"
             f" links{room}; computing takes the time that {compute}. Simulated, not run there:"
             " what disturbs a real machine is not in it.",
@@ -241,10 +246,10 @@ class Pilot:
         if self.training is not None:
             trained, n = self.training, len(self.training.seeds)
             lines.append(
-                f"Accuracy: of {trained.n_tested} images after {trained.n_steps} training steps,"
-                f" {n} seeds; an interval is that of the seeds, and no narrower than so few images"
-                " make it. So short a training shows large losses and no small ones, and nothing"
-                " about the end of a long one."
+                f"Accuracy: of {trained.n_tested} {trained.tested} after {trained.n_steps} training"
+                f" steps, {n} seeds; an interval is that of the seeds, and no narrower than so few"
+                f" {trained.tested} make it. So short a training shows large losses and no small"
+                " ones, and nothing about the end of a long one."
             )
         else:
             lines.append(f"Accuracy was not measured: {self.untrained}.")

@@ -115,7 +115,7 @@ def train(
             looks = max(1, n_steps // 4) if k == j - 1 == 0 else 0
             runs[schedule.name].append(_run(make(seed, schedule, looks), data, n_steps, seed))
     base, late = runs.values()
-    labels = torch.cat([labels for _, labels in data.test()])
+    labels = torch.cat([labels.flatten() for _, labels in data.test()])
     chance = float(labels.bincount().max() / len(labels))
     error = (chance * (1 - chance) / len(labels)) ** 0.5
     right = {rule: tuple(run.accuracy for run in found) for rule, found in runs.items()}
@@ -126,6 +126,7 @@ def train(
         n_steps=n_steps,
         seeds=tuple(seeds),
         n_tested=len(labels),
+        tested="tokens" if data.samples == "sequences" else data.samples,
         accuracy=right,
         difference=_difference(right[rules[1].name], right[rules[0].name], len(labels)),
         loss_ratio=mean(mine / theirs for mine, theirs in losses),

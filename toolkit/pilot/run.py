@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from toolkit.cost import Hardware, StageCost, profile
 from toolkit.cost.hardware import check_hardware
@@ -25,6 +24,7 @@ from toolkit.schedule import Schedule
 from toolkit.schedule.sizes import whole
 from toolkit.tracking import describe
 from toolkit.training.data import Batch
+from toolkit.training.loss import cross_entropy
 
 COMPUTE = ("measured", "roofline")
 ETHERNET = Hardware(
@@ -54,7 +54,7 @@ def pilot(
     seeds: int = 3,
     steps: int | None = None,
     optimizer: MakeOptimizer | None = None,
-    loss: measure.Loss = F.cross_entropy,
+    loss: measure.Loss = cross_entropy,
     on_progress: measure.Say = lambda what, share: None,
 ) -> Pilot:
     """Should this model be trained with cyclic data parallelism on these machines?
@@ -63,13 +63,13 @@ def pilot(
     machines are predicted. The model given is left as it is.
 
     Args:
-        model: a classifier of images that torch.fx can trace; or a function that makes one, with
-            which every seed begins from weights of its own.
-        images: an image set of the toolkit, ``(images, classes)`` as tensors, images alone, or a
-            data set of such pairs.
+        model: a classifier of images, or of the next token, that torch.fx can trace; or a
+            function that makes one, with which every seed begins from weights of its own.
+        images: a set of the toolkit, of text, too; ``(images, classes)`` as tensors, images alone,
+            or a data set of such pairs.
         n_workers: micro-batches of a training step, and stages if the model can be cut into so
             many.
-        batch: images of a micro-batch.
+        batch: images, or sequences, of a micro-batch.
         hardware: the machines: links and memory, and with ``compute="roofline"`` also their
             speed. Unless given, devices like this one with links of 10 Gbit/s.
         placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline, a
@@ -104,7 +104,7 @@ def pilot(
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
     stages, n_stages = _cut(first, n_workers, example[0][:batch])
-    _check_output(stages, data, batch)
+    _check_output(stages, data, example[1][:batch])
     found = Pilot(
         n_workers=n_workers,
         n_stages=n_stages,
@@ -116,6 +116,7 @@ def pilot(
         rules=(),
         model=target,
         shape=tuple(example[0].shape[1:]),
+        samples=data.samples,
     )
     if n_stages < 2:
         return replace(found, untrained="the model cannot be cut into stages")
@@ -288,18 +289,19 @@ def _why_untrained(data: images_of.Data, n_steps: int, asked: int | None, budget
     if not data.labelled:
         return "the images came without classes"
     if not data.n_tested:
-        return "no image is left to test on: give more images"
+        return f"none of the {data.samples} is left to test on: give more"
     if n_steps < 1 and asked is None:
         return f"a budget of {budget:g} s leaves no time for {_LEAST} training steps"
     return "" if n_steps else "no training steps were asked for"
 
 
-def _check_output(stages: Stages, data: images_of.Data, batch: int) -> None:
+def _check_output(stages: Stages, data: images_of.Data, answers: Tensor) -> None:
     shape = stages.output.shape
-    if len(shape) != 2 or shape[0] != batch or shape[1] < data.n_classes:
+    if shape[:-1] != answers.shape or shape[-1] < data.n_classes:
         raise ValueError(
-            f"the model's output for {batch} images has shape {list(shape)} and the images are of"
-            f" {data.n_classes} classes: expected [{batch}, {data.n_classes}] or wider"
+            f"the model's output for {len(answers)} {data.samples} has shape {list(shape)} and"
+            f" these are of {data.n_classes} classes: expected"
+            f" {[*answers.shape, data.n_classes]} or wider"
         )
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from toolkit.cost import UNIT, Hardware, StageCost, profile, unit_costs
@@ -10,10 +11,12 @@ from toolkit.cost.hardware import presets
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from toolkit.model import Form
+
 UNIFORM = "uniform"
 GIVEN = "given"
-MODELS = ("resnet18", "resnet50", "vit_b_16")
-_IMAGES = (8, 3, 224, 224)  # of a micro-batch
+IMAGE_MODELS = ("resnet18", "resnet50", "vit_b_16")
+_SAMPLES = 8  # of a micro-batch
 
 Costs = Callable[[int], Sequence[StageCost]]
 """From the number of stages to what each costs."""
@@ -30,8 +33,10 @@ def hardware_presets() -> dict[str, Hardware]:
 
 def cost_sources() -> dict[str, Costs]:
     """By name: uniform stages, and those of models profiled on meta tensors."""
-    named = {f"{name}, {_IMAGES[0]} images": name for name in MODELS}
-    return {UNIFORM: unit_costs} | {label: _zoo(name) for label, name in named.items()}
+    images = {
+        f"{name}, {_SAMPLES} images": _made(partial(_of_images, name)) for name in IMAGE_MODELS
+    }
+    return {UNIFORM: unit_costs, **images, f"gpt2, {_SAMPLES} sequences": _made(_gpt2)}
 
 
 def given(costs: Sequence[StageCost]) -> Costs:
@@ -66,17 +71,30 @@ def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") 
     return costs
 
 
-def _zoo(name: str) -> Costs:
+def _made(make: "Callable[[], tuple[nn.Module, Form]]") -> Costs:
+    """Those of a model that is made, on the meta device, when they are first asked for."""
     made: list[Costs] = []
 
     def costs(n_stages: int) -> Sequence[StageCost]:
         import torch
 
-        from toolkit.model import build
-
         if not made:
             with torch.device("meta"):
-                made.append(profiled(build(name), torch.empty(_IMAGES)))
+                model, form = make()
+            made.append(profiled(model, form.example(_SAMPLES, "meta")))
         return made[0](n_stages)
 
     return costs
+
+
+def _of_images(name: str) -> "tuple[nn.Module, Form]":
+    from toolkit.model import Images, build
+
+    return build(name), Images(3, 224, 224, 1000)
+
+
+def _gpt2() -> "tuple[nn.Module, Form]":
+    from toolkit.model import Sequences, gpt
+
+    form = Sequences(1024, 50257)
+    return gpt(**form.arguments, layers=12, width=768, heads=12), form
