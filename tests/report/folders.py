@@ -47,11 +47,12 @@ def provenance(options, command, **more):
 
 
 def rows_of(top1, epochs=2):
-    """Epochs that end with the accuracy ``top1`` (a share)."""
+    """Epochs that end with the accuracy ``top1`` (a share), and what it lacks as the loss."""
+    ends = [top1 * (k + 1) / epochs for k in range(epochs)]
     return [
-        {"epoch": k, "train_loss": 1.0, "test_loss": 0.5, "top1": top1 * (k + 1) / epochs}
+        {"epoch": k, "train_loss": 1.0, "test_loss": 1 - end, "top1": end}
         | {"samples_per_second": 100.0}
-        for k in range(epochs)
+        for k, end in enumerate(ends)
     ]
 
 
@@ -87,6 +88,8 @@ def compare(folder, tops, **options):
     metrics = [
         {"rule": rule, "schedule": SCHEDULES[rule][0], "accuracy": 100 * sum(top) / len(top)}
         | {"accuracy_sd": 0.5, "difference": -1.25, "difference_95": 0.75}
+        | {"loss": 1 - sum(top) / len(top), "loss_sd": 0.125}
+        | {"loss_difference": 0.25, "loss_difference_95": 0.0625}
         for rule, top in tops.items()
     ]
     delays = [

@@ -87,6 +87,26 @@ def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
     assert len(figure.figure.axes[0].lines) == 3
 
 
+@pytest.mark.parametrize("data", ["text", "token_files"])
+def test_language_models_are_judged_by_their_loss(tmp_path, data):
+    of_text = {"data": {"_target_": f"toolkit.training.data.{data}"}}
+    folders.compare(tmp_path / "a", {"dp": [0.5, 0.7], "cdp_v1": [0.25, 0.375]}, **of_text)
+    report = built(tmp_path)
+    dp, v1 = table(report, "Accuracy", "loss after the last epoch, mean and standard deviation")
+    assert (dp["loss (nats)"], dp["accuracy (%)"]) == ("0.400", "60.00")
+    expected = paired_difference([0.75, 0.625], [0.5, 0.3])
+    assert v1["difference"] == f"{expected.mean:+.3f}" == "+0.287"
+    assert v1["95 % interval"] == f"± {expected.half_width:.3f}"
+    (figure,) = blocks(report, "Accuracy", Figure)
+    assert "test loss over epochs" in figure.alt
+    assert "at the end DP 0.40 nats, CDP-v1 0.69 nats" in figure.alt
+    assert figure.figure.axes[0].get_ylabel() == "test loss (nats)"
+    (tmp_path / "a" / "runs.csv").unlink()
+    dp, v1 = table(built(tmp_path), "Accuracy", "loss after the last epoch")
+    assert (v1["loss (nats)"], v1["sd"], v1["accuracy (%)"]) == ("0.688", "0.125", "31.25")
+    assert (v1["difference"], v1["95 % interval"]) == ("+0.250", "± 0.062")
+
+
 def test_what_reads_no_old_weights_is_compared_with_wherever_it_stands(tmp_path):
     """Also where a late rule has no option that says so."""
     folders.compare(tmp_path / "a", {"published": [0.8], "dp": [0.9], "cdp_v1": [0.7]})

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import mean
 from textwrap import fill
@@ -19,6 +20,41 @@ _SIZE = (4.5, 2.7)  # inches; legible on a phone
 _MEASURED = ("stage", "delay", "cosine", "gradient", "fresh_gradient", "moved", "weights")
 
 
+@dataclass(frozen=True)
+class _Measure:
+    """By what the rules of a comparison are judged.
+
+    Attributes:
+        metric: its name among a run's.
+        name: what it is called.
+        unit: in which it is given.
+        unit_of_differences: in which they are.
+        decimals: with how many.
+        other: the column of what the rules are not judged by.
+    """
+
+    metric: str
+    name: str
+    unit: str
+    unit_of_differences: str
+    decimals: int
+    other: str
+
+    def written(self, value: float, sign: str = "") -> str:
+        return number(value, f"{{:{sign}.{self.decimals}f}}")
+
+
+_ACCURACY = _Measure("top1", "accuracy", "%", "points", 2, "test loss")
+_LOSS = _Measure("test_loss", "loss", "nats", "nats", 3, "accuracy (%)")
+_TEXTS = ("toolkit.training.data.text", "toolkit.training.data.token_files")
+
+
+def _measure_of(group: Group) -> _Measure:
+    """Accuracy; of language models the loss."""
+    data = group.config.get("data")
+    return _LOSS if isinstance(data, dict) and data.get("_target_") in _TEXTS else _ACCURACY
+
+
 def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
     """Curves and final accuracies of each comparison, and what delays did to gradients."""
     counted = [group for group in groups if group.counting]
@@ -30,38 +66,39 @@ def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
-    from toolkit.figures import accuracy
+    from toolkit.figures import accuracy, loss
 
-    curves = {group.label: found for group in groups if (found := _curves(group))}
+    by = _measure_of(groups[0])
+    curves = {group.label: found for group in groups if (found := _curves(group, by))}
     labels = [*curves]
     for k in range(0, len(labels), _CURVES):
         shown = labels[k : k + _CURVES]
         ends = ", ".join(
-            f"{rule} {100 * mean(c[-1] for c in curves[rule]):.1f} %" for rule in shown
+            f"{rule} {mean(c[-1] for c in curves[rule]):.{by.decimals - 1}f} {by.unit}"
+            for rule in shown
         )
-        figure = accuracy({fill(rule, _LEGEND): curves[rule] for rule in shown})
+        drawn = {fill(rule, _LEGEND): curves[rule] for rule in shown}
+        figure = loss(drawn) if by is _LOSS else accuracy(_shares(drawn))
         figure.set_size_inches(_SIZE)
         yield Figure(
             figure,
-            f"{name}: test accuracy after each epoch, the mean over seeds and the band that they"
+            f"{name}: test {by.name} after each epoch, the mean over seeds and the band that they"
             " span.",
-            f"Line chart of test accuracy over epochs, {name}; at the end {ends}.",
+            f"Line chart of test {by.name} over epochs, {name}; at the end {ends}.",
         )
-    caption = f"{name}: accuracy after the last epoch, mean and standard deviation over seeds"
+    caption = f"{name}: {by.name} after the last epoch, mean and standard deviation over seeds"
     if len(groups) > 1:
         caption += (
-            f"; the difference from {groups[0].label}, paired by seed and in points, with a 95 %"
-            " interval"
+            f"; the difference from {groups[0].label}, paired by seed and in"
+            f" {by.unit_of_differences}, with a 95 % interval"
         )
-    yield Table([_final(group, groups[0]) for group in groups], f"{caption}.")
+    yield Table([_final(group, groups[0], by) for group in groups], f"{caption}.")
     yield from _cautions(groups)
 
 
-def _curves(group: Group) -> list[list[float]]:
-    """Accuracies (shares) after each epoch, of the runs that have as many as most of them."""
-    found = [
-        [epoch.get("top1", nan) / 100 for epoch in run.epochs] for run in group.by_seed.values()
-    ]
+def _curves(group: Group, by: _Measure) -> list[list[float]]:
+    """The measure after each epoch, of the runs that have as many as most of them."""
+    found = [[epoch.get(by.metric, nan) for epoch in run.epochs] for run in group.by_seed.values()]
     whole = [curve for curve in found if curve and all(map(isfinite, curve))]
     if not whole:
         return []
@@ -69,37 +106,46 @@ def _curves(group: Group) -> list[list[float]]:
     return [curve for curve in whole if len(curve) == length]
 
 
-def _final(group: Group, first: Group) -> dict[str, str]:
+def _shares(curves: Mapping[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    return {rule: [[x / 100 for x in run] for run in runs] for rule, runs in curves.items()}
+
+
+def _final(group: Group, first: Group, by: _Measure) -> dict[str, str]:
     runs = group.by_seed
     metrics = [run.metrics for run in runs.values()]
-    n_seeds, average = len(runs), mean_of(metrics, "top1")
-    deviation = spread([row["top1"] for row in metrics]) if runs else nan
-    difference, width = _difference(group, first)
+    n_seeds, average = len(runs), mean_of(metrics, by.metric)
+    deviation = spread([row.get(by.metric, nan) for row in metrics]) if runs else nan
+    difference, width = _difference(group, first, by)
     if group.summed and not runs:
-        average, deviation = group.summed.metrics["top1"], group.summed.spread
-        n_seeds = group.summed.repeats
+        metrics, n_seeds = [group.summed.metrics], group.summed.repeats
+        average, deviation = metrics[0][by.metric], metrics[0][f"{by.name}_sd"]
+    others = {
+        "test loss": number(mean_of(metrics, "test_loss"), "{:.3f}"),
+        "accuracy (%)": number(mean_of(metrics, "top1"), "{:.2f}"),
+    }
     return {
         "rule": group.label,
         "seeds": str(n_seeds),
-        "accuracy (%)": number(average, "{:.2f}"),
-        "sd": number(deviation, "{:.2f}"),
-        "difference": number(difference, "{:+z.2f}"),
-        "95 % interval": number(width, "± {:.2f}"),
-        "test loss": number(mean_of(metrics, "test_loss"), "{:.3f}"),
+        f"{by.name} ({by.unit})": by.written(average),
+        "sd": by.written(deviation),
+        "difference": by.written(difference, "+z"),
+        "95 % interval": "± " + by.written(width) if isfinite(width) else NONE,
+        by.other: others[by.other],
         "samples/s": number(mean_of(metrics, "samples_per_second"), "{:.0f}"),
     }
 
 
-def _difference(group: Group, first: Group) -> tuple[float, float]:
+def _difference(group: Group, first: Group, by: _Measure) -> tuple[float, float]:
     """The mean difference and half its interval, as far as there are any."""
     mine, firsts = (
-        {seed: run.metrics["top1"] for seed, run in of.by_seed.items()} for of in (group, first)
+        {seed: run.metrics.get(by.metric, nan) for seed, run in of.by_seed.items()}
+        for of in (group, first)
     )
     if group is first:
         return nan, nan
     if group.summed and not mine:  # what the comparison itself has found
         kept = group.summed.metrics if group.summed.folder == first.runs[0].folder else {}
-        return kept.get("difference", nan), kept.get("difference_95", nan)
+        return kept.get(f"{by.name}_difference", nan), kept.get(f"{by.name}_difference_95", nan)
     if not mine.keys() & firsts.keys():
         return nan, nan
     found = paired_by_seed(mine, firsts)

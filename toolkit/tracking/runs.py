@@ -62,7 +62,6 @@ class Run:
         delays: what the delay did to the gradients, a row a stage.
         ranks: what was measured, a row a rank.
         repeats: runs that ``metrics`` is the mean of, where no run has been kept by itself.
-        spread: the standard deviation of their accuracy.
         provenance: command, commit, versions, device, started, seconds.
     """
 
@@ -80,7 +79,6 @@ class Run:
     delays: Sequence[Numbers] = ()
     ranks: Sequence[Numbers] = ()
     repeats: int = 1
-    spread: float = nan
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -307,10 +305,14 @@ def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "metrics": {
             "top1": numbers.get("accuracy", nan),
-            "difference": numbers.get("difference", nan),
-            "difference_95": numbers.get("difference_95", nan),
+            "accuracy_sd": numbers.get("accuracy_sd", nan),
+            "accuracy_difference": numbers.get("difference", nan),
+            "accuracy_difference_95": numbers.get("difference_95", nan),
+            "test_loss": numbers.get("loss", nan),
+            "loss_sd": numbers.get("loss_sd", nan),
+            "loss_difference": numbers.get("loss_difference", nan),
+            "loss_difference_95": numbers.get("loss_difference_95", nan),
         },
-        "spread": numbers.get("accuracy_sd", nan),
         "repeats": n,
         "message": "runs.csv has not been kept: means over seeds",
     }
