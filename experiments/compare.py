@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.config import entry_point, leads
 from toolkit.config.counts import check_counts
 from toolkit.schedule import Schedule, labels
+from toolkit.tracking.measure import ACCURACY, LOSS, MEASURES, Measure
 
 if TYPE_CHECKING:
     from toolkit.tracking.compared import RuleRun
@@ -86,35 +87,28 @@ def main(config: DictConfig) -> None:
         },
     )
     called = labels({name: schedule.name for name, schedule in rules.items()})
-    by_loss = samples.form.samples == "sequences"
-    metric, drawn = ("test_loss", loss) if by_loss else ("top1", accuracy)
+    by = MEASURES[samples.form.judged_by]
+    drawn = {"accuracy": accuracy, "loss": loss}[by.name]
     curves = {
-        label: [[epoch[metric] for epoch in run.epochs] for run in runs if run.rule == name]
+        label: [[epoch[by.metric] for epoch in run.epochs] for run in runs if run.rule == name]
         for name, label in called.items()
     }
     figures = [
-        *save(drawn(curves), folder / drawn.__name__),
+        *save(drawn(curves), folder / by.name),
         *save(schedules(list(rules.values())), folder / "schedules"),
     ]
-    print(f"\n{table([readable(row, called[row['rule']], by_loss) for row in rows])}\n")
+    print(f"\n{table([readable(row, called[row['rule']], by) for row in rows])}\n")
     if delays:
         print(f"{table(delay_means(delays, ['rule', 'stage']))}\n")
-    told = (_LOSS if by_loss else _ACCURACY) + _LEGEND
-    print(told.format(first=called[rows[0]["rule"]], seeds=config.seeds))
+    print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds, by=by))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
     if line := where_tracked([run.where for run in runs if run.where], folder):
         print(line)
 
 
-_ACCURACY = """\
-accuracy: of the last epoch, mean and standard deviation over {seeds} seeds
-vs {first}: paired by seed, in points, with a 95 % interval
-"""
-_LOSS = """\
-loss: in nats a token, of the last epoch, mean and standard deviation over {seeds} seeds
-vs {first}: paired by seed, with a 95 % interval
-"""
 _LEGEND = """\
+{by.name}: of the last epoch, mean and standard deviation over {seeds} seeds
+vs {first}: paired by seed, in {by.unit_of_differences}, with a 95 % interval
 peak activations: all workers together, in micro-batches; 1 is all activations of one
 traffic a slot: all workers together, mean (largest), in stages' parameters
 """
@@ -171,7 +165,7 @@ def train_all(
                 epochs = job.run(on_epoch=curves.epoch, on_step=count)
                 final = asdict(epochs[-1])
                 tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
-            progress.note(f"last: {job.schedule.name} {epochs[-1].top1:.2%}")
+            progress.note(f"last: {job.schedule.name} {epochs[-1].told(samples.form.judged_by)}")
             rows = [asdict(epoch) for epoch in epochs]
             yield RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
 
@@ -203,8 +197,8 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     return {
         "rule": name,
         "schedule": schedule.name,
-        **dict(zip(_OF_ACCURACY, compared(runs, name, first, "top1", 100), strict=True)),
-        **dict(zip(_OF_LOSS, compared(runs, name, first, "test_loss"), strict=True)),
+        **compared(runs, name, first, ACCURACY, 100),
+        **compared(runs, name, first, LOSS),
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
         "peak_activations": steady.peak_activations / schedule.n_stages,
@@ -213,34 +207,36 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     }
 
 
-_OF_ACCURACY = ("accuracy", "accuracy_sd", "difference", "difference_95")
-_OF_LOSS = ("loss", "loss_sd", "loss_difference", "loss_difference_95")
+_COLUMNS = {  # of a measure: mean, spread, difference, half its interval
+    ACCURACY: ("accuracy", "accuracy_sd", "difference", "difference_95"),
+    LOSS: ("loss", "loss_sd", "loss_difference", "loss_difference_95"),
+}
 
 
 def compared(
-    runs: list["RuleRun"], name: str, first: str, metric: str, factor: float = 1
-) -> tuple[float, float, float, float]:
-    """Mean and spread of the last epoch's ``metric``; what it differs by, and its interval."""
+    runs: list["RuleRun"], name: str, first: str, by: Measure, factor: float = 1
+) -> dict[str, float]:
+    """What the last epochs came to, and by how much that differs from ``first``."""
     from toolkit.tracking import paired_by_seed, spread
 
     final, base = (
-        {run.seed: factor * run.epochs[-1][metric] for run in runs if run.rule == rule}
+        {run.seed: factor * run.epochs[-1][by.metric] for run in runs if run.rule == rule}
         for rule in (name, first)
     )
     difference = paired_by_seed(final, base)
-    return mean(final.values()), spread([*final.values()]), difference.mean, difference.half_width
+    found = mean(final.values()), spread([*final.values()]), difference.mean, difference.half_width
+    return dict(zip(_COLUMNS[by], found, strict=True))
 
 
-def readable(row: dict[str, Any], label: str, by_loss: bool) -> dict[str, str]:
+def readable(row: dict[str, Any], label: str, by: Measure) -> dict[str, str]:
     """A row as the terminal shows it."""
     from toolkit.tracking import plus_minus
 
-    name, decimals = ("test loss", 3) if by_loss else ("test accuracy (%)", 2)
-    value, spread, difference, width = (row[k] for k in (_OF_LOSS if by_loss else _OF_ACCURACY))
+    value, spread, difference, width = (row[name] for name in _COLUMNS[by])
     return {
         "rule": label,
-        name: plus_minus(value, spread, decimals=decimals),
-        "vs first": plus_minus(difference, width, "+", decimals),
+        f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
+        "vs first": plus_minus(difference, width, "+", by.decimals),
         "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
         "peak activations": f"{row['peak_activations']:g}",
         "traffic a slot": f"{row['traffic_mean']:.2f} ({row['traffic_max']:g})",

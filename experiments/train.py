@@ -79,7 +79,7 @@ def train(
         progress.run(f"{job.schedule.name}, seed {config.seed}")
 
         def report(epoch: Epoch) -> None:
-            progress.note(f"test {epoch.top1:.2%}")
+            progress.note(f"test {epoch.told(job.samples.form.judged_by)}")
             curves.epoch(epoch)
             ledger.put([as_row(epoch)])
 

@@ -76,6 +76,12 @@ def test_a_decoder_is_analysed_in_its_usual_length(experiment, tmp_path):
         assert 10 < kept / (1024 * 8 * 4) < 2 * 30 + 10  # by the numbers of one layer's output
 
 
+@pytest.mark.parametrize("experiment", ["memory", "simulate"])
+def test_a_model_that_does_not_take_the_shape_is_told_in_a_sentence(experiment, own):
+    told = refused(experiment, f"model.target={own}", "shape=[16]", "batch=2", "workers=2")
+    assert "Sequential cannot train on an example of shape [2, 16]: " in told
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

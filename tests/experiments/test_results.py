@@ -229,9 +229,16 @@ def test_decoders_are_compared_by_their_loss(tmp_path):
     )
     assert finished.status == 0, finished.err
     assert_figures(tmp_path, "loss")
-    assert "loss: in nats a token, of the last epoch, mean" in finished.out
+    assert "loss: of the last epoch, mean and standard deviation over 2 seeds" in finished.out
+    assert "vs DP: paired by seed, in nats, with" in finished.out
     assert "accuracy" not in finished.out
     base, *others = rows(tmp_path / "comparison.csv")
+    ended = [row for row in rows(tmp_path / "runs.csv") if row["epoch"] == "1"]
+    for row in (base, *others):
+        mine = [run for run in ended if run["rule"] == row["rule"]]
+        for name, column, factor in (("loss", "test_loss", 1), ("accuracy", "top1", 100)):
+            found = sum(factor * float(run[column]) for run in mine) / len(mine)
+            assert float(row[name]) == pytest.approx(found)
     assert float(base["loss_difference"]) == 0
     for row in others:
         expected = float(row["loss"]) - float(base["loss"])

@@ -4,7 +4,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
-from toolkit.figures import accuracy, save, style
+from toolkit.figures import accuracy, loss, save, style
 from toolkit.figures.style import MARKERS, SERIES
 
 CURVES = {"DP": [[0.5, 0.8, 0.9], [0.7, 0.9, 0.9]], "CDP-v2": [[0.4, 0.6, 1.0], [0.4, 0.7, 0.8]]}
@@ -35,6 +35,18 @@ def test_rules_are_told_apart_by_colour_and_by_marker():
 def test_rules_without_runs_are_refused(curves, rules):
     with pytest.raises(ValueError, match=f"there are no runs of {rules} to draw"):
         accuracy(curves)
+
+
+def test_losses_are_as_they_are():
+    (axes,) = loss(CURVES).axes
+    for line, runs in zip(axes.get_lines(), CURVES.values(), strict=True):
+        np.testing.assert_allclose(line.get_ydata(), np.mean(runs, axis=0))
+    assert axes.get_ylabel() == "test loss (nats)"
+
+
+def test_no_accuracy_is_beyond_all():
+    (axes,) = accuracy({"DP": [[0.9, 1.0]]}).axes
+    assert axes.get_ylim()[1] <= 101
 
 
 def test_axes_say_what_they_show():

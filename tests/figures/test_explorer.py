@@ -17,7 +17,7 @@ from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN
 from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.figures.explorer.export import write_csv
 from toolkit.figures.explorer.hover import find
-from toolkit.figures.explorer.machines import hardware_presets
+from toolkit.figures.explorer.machines import cost_sources, hardware_presets
 from toolkit.figures.explorer.static import choice_of, explored
 from toolkit.figures.explorer.svg import steps
 from toolkit.schedule import Schedule, catalog, steady_state
@@ -339,3 +339,13 @@ def test_a_part_of_another_page_has_its_look_with_it():
     assert html.count("<h3>") == 2
     assert "body {" not in html
     assert "<script" not in html
+
+
+def test_costs_of_models_by_name_are_made_when_they_are_asked_for():
+    found = cost_sources()
+    assert [*found][-2:] == ["vit_b_16, 8 images", "gpt2, 8 sequences"]
+    stages = found["gpt2, 8 sequences"](4)
+    tokens, width = 8 * 1024, 768
+    block = 2 * tokens * 12 * width**2 + 4 * tokens * 1024 * width
+    assert sum(stage.flops for stage in stages) == 12 * block + 2 * tokens * width * 50_257
+    assert stages[0].input_bytes == 8 * tokens  # whole numbers of 64 bits

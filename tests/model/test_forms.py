@@ -36,3 +36,8 @@ def test_tokens_are_of_the_vocabulary():
 def test_where_models_are_made_does_not_matter():
     with torch.device("meta"):
         assert Sequences(6, 9).example(2).device.type == "cpu"
+
+
+def test_examples_on_the_meta_device_take_no_memory():
+    for form in (Images(3, 2**20, 2**20, 5), Sequences(2**30, 9)):
+        assert form.example(2**10, "meta").numel() >= 2**40

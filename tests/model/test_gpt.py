@@ -67,6 +67,12 @@ def test_an_answer_sees_the_tokens_up_to_its_place(place):
     assert (before[:, place:] - after[:, place:]).abs().amax((0, 2)).min() > 0
 
 
+def test_a_shorter_sequence_is_answered_as_the_beginning_of_a_longer():
+    model = made()
+    for length in (1, 4):
+        assert torch.allclose(model(TOKENS[:, :length]), model(TOKENS)[:, :length], atol=1e-12)
+
+
 def test_the_sizes_of_gpt_2():
     """As published, 124 and 1558 million, and an output of its own."""
     vocabulary, length = 50_257, 1024
@@ -106,12 +112,31 @@ def test_dropout_is_of_training():
     assert torch.equal(model(TOKENS), made().eval()(TOKENS))
 
 
+def test_dropout_is_in_its_four_places():
+    """After the embedding; in each block within attention, after it, and after the perceptron."""
+    model = made(dropout=0.5, layers=1)
+    block, calls = model.block_0, []
+    block.drop.register_forward_hook(lambda module, inputs, output: calls.append(output))
+    model(TOKENS)
+    assert len(calls) == 2
+    for output in calls:
+        assert 0.2 < float((output == 0).double().mean()) < 0.8
+    block.drop.p = model.embed.drop.p = 0.0
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+    block.dropout = 0.0
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    model.embed.drop.p = 0.5
+    assert not torch.equal(model(TOKENS), model(TOKENS))
+
+
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
         ({"heads": 5}, "got model.heads=5 and model.width=12; make the width a multiple of 5"),
         ({"layers": 0}, "layers of a decoder is 1 or more: got 0"),
         ({"vocabulary": 0}, "vocabulary of a decoder is 1 or more: got 0"),
+        ({"length": 0}, "length of a decoder is 1 or more: got 0"),
+        ({"dropout": -0.5}, "model.dropout is 0 or more, and below 1: got -0.5"),
         ({"dropout": 1.0}, "model.dropout is 0 or more, and below 1: got 1.0"),
     ],
 )

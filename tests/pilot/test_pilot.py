@@ -171,12 +171,26 @@ def test_a_decoder_and_its_text():
     assert "2 micro-batches of 4 sequences of shape [8], 2 stages" in told
     assert "Accuracy: of 96 tokens after 4 training steps" in told
     assert found.training.n_tested == 12 * 8
-    assert "data=text data.root=MY_TEXT data.length=8" in told
+    assert "data=tokens data.root=MY_TOKENS data.length=8 data.vocabulary=11" in told
+    of_bytes = Tokens(tokens[:500], tokens[500:], 8, 256)
+    decoder = partial(gpt, **of_bytes.form.arguments, layers=2, width=8, heads=2)
+    assert "data=text data.root=MY_TEXT data.length=8" in str(pilot(decoder, of_bytes, 2, steps=0))
     small = partial(gpt, 10, 8, layers=2, width=8, heads=2)
     with pytest.raises(
         ValueError, match=r"for 4 sequences has shape \[4, 8, 10\] and these are of 11"
     ):
         pilot(small, words, 2, batch=4, steps=4)
+    with pytest.raises(ValueError, match=r"\[4, 11\] and these .* expected \[4, 8, 11\] or wider"):
+        pilot(
+            nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(32, 11)), words, 2, batch=4
+        )
+
+
+def test_text_is_given_as_a_set():
+    tokens = torch.randint(9, (40, 8))
+    for wrong in (tokens, (tokens.float(), tokens), torch.utils.data.TensorDataset(tokens, tokens)):
+        with pytest.raises(ValueError, match=r"text is given as a set of toolkit.training.data"):
+            pilot(net(), wrong, 2)
 
 
 def test_a_model_and_images_of_unlike_types():

@@ -90,3 +90,7 @@ def test_a_binomial_interval_by_hand():
 )
 def test_as_it_is_read(value, width, sign, expected):
     assert plus_minus(value, width, sign) == expected
+
+
+def test_as_it_is_read_with_more_decimals():
+    assert plus_minus(1.23456, 0.01234, "+", decimals=3) == "+1.235 ± 0.012"

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.model import build, partition
+from toolkit.model import Images, Sequences, build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 from toolkit.training import evaluate, fit, loop
 from toolkit.training.data import synthetic
-from toolkit.training.loop import Position
+from toolkit.training.loop import Epoch, Position, evaluated_at_once, is_best
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,32 @@ def test_every_place_of_a_sequence_is_an_answer():
     assert (found.top1, found.top5) == (flat.top1, flat.top5)
     assert found.loss == pytest.approx(flat.loss)
     assert found.loss == pytest.approx(float(F.cross_entropy(scores.mT, targets)))
+
+
+@pytest.mark.parametrize(
+    ("form", "batch_size", "expected"),
+    [
+        (Images(3, 32, 32, 10), 64, 256),
+        (Images(3, 224, 224, 1000), 512, 512),
+        (Sequences(64, 256), 16, 256),
+        (Sequences(1024, 256), 512, 128),
+        (Sequences(1024, 50_257), 64, 1),
+    ],
+)
+def test_a_batch_of_the_test_has_room(form, batch_size, expected):
+    """Of a decoder's scores: 128 MiB, or one sequence's."""
+    assert evaluated_at_once(form, batch_size) == expected
+
+
+def test_the_best_epoch_is_that_of_the_measure():
+    epochs = [
+        Epoch(k, 1.0, loss, top1, 1.0, 0.1, 1.0) for k, loss, top1 in ((0, 2, 0.5), (1, 1, 0.4))
+    ]
+    assert is_best(epochs, "test_loss")
+    assert not is_best(epochs, "top1")
+    assert is_best(epochs[:1], "top1")
+    assert is_best([*epochs, epochs[0]], "top1")
+    assert (epochs[0].told("top1"), epochs[0].told("test_loss")) == ("50.00%", "loss 2.000")
 
 
 def test_with_few_classes_every_answer_is_among_five():

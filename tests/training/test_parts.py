@@ -90,7 +90,7 @@ def test_rows_by_hand():
 
 @pytest.mark.parametrize(("size", "n_parts"), [(6, 4), (5, 2), (3, 6)])
 def test_what_cannot_be_divided_is_refused(images, size, n_parts):
-    message = f"a batch of {size} images cannot be divided into {n_parts} micro-batches of equal"
+    message = f"a batch of {size} samples cannot be divided into {n_parts} micro-batches of equal"
     with pytest.raises(ValueError, match=f"{message} size: make it a multiple of {n_parts}$"):
         rows_of(size, n_parts, lambda k: [0])
     with pytest.raises(ValueError, match=message):
@@ -261,9 +261,13 @@ def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
     assert total[3] == 37
 
 
-def test_parts_of_some_batches_count_from_the_first_of_these():
-    images = synthetic(n_train=24, n_test=1, n_classes=4, image_size=4)
+@pytest.mark.parametrize("images", [synthetic(24, 1, 4, 4), MEMORY], ids=["plain", "augmented"])
+def test_parts_of_some_batches_count_from_the_first_of_these(images):
     whole = [*images.train(8, 0, 0, CPU)]
+    for (inputs, _), (expected, _) in zip(
+        images.train(8, 0, 0, CPU).between(1, 3), whole[1:3], strict=True
+    ):
+        assert torch.equal(inputs, expected)
     found = [*images.train(8, 0, 0, CPU).between(1, 3).parts(4, lambda k: [k])]
     for k, (inputs, targets) in enumerate(found):
         assert torch.equal(inputs, whole[1 + k][0][2 * k : 2 * k + 2])

@@ -39,7 +39,8 @@ def test_sequences_lie_one_after_another_from_a_random_place_on(n, length, epoch
 def test_epochs_begin_at_other_places_and_in_another_order():
     tokens = counted(100)
     epochs = [epoch_of(tokens, epoch=epoch)[0] for epoch in range(8)]
-    assert len({int(x.min()) for x in epochs}) > 3
+    firsts = {int(epoch_of(tokens, epoch=epoch)[0].min()) for epoch in range(120)}
+    assert firsts == {*range(8)}
     assert len({tuple((x[:, 0] - x.min()).tolist()) for x in epochs}) == 8
 
 
@@ -71,6 +72,12 @@ def test_bytes_of_files_in_the_order_of_their_paths(tmp_path):
     assert next(iter(alone.test(4, CPU)))[0].flatten().tolist() == [*range(150, 190)]
 
 
+def test_a_file_in_the_home(tmp_path, monkeypatch):
+    (tmp_path / "mine.txt").write_bytes(bytes(100))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(text("~/mine.txt", length=5).test(1, CPU)) == 1
+
+
 def test_without_a_file_it_is_the_reference_of_python():
     found = text(length=512)
     words = bytes(torch.cat([x for x, _ in found.train(16, 0, 0, CPU)]).flatten().tolist())
@@ -95,14 +102,16 @@ def test_numbers_in_files(tmp_path, dtype):
         (lambda root: text(str(root / "no.txt")), r"data.root: .*no.txt cannot be read: No such"),
         (lambda root: text(str(root)), "has no .txt files: give a file, or a folder with some"),
         (lambda root: text(test_share=1.0), "data.test_share is a share between 0 and 1: got 1.0"),
+        (lambda root: text(test_share=0.0), "data.test_share is a share between 0 and 1: got 0.0"),
         (lambda root: text(length=0), "data.length is 1 or more: got 0"),
-        (lambda root: text(length=10**6), "are too few for a sequence of data.length=1000000"),
-        (lambda root: counted(15), "15 tokens of training text are too few for a sequence of"),
-        (lambda root: counted(16, n_test=8), "8 tokens of test text are too few for a sequence"),
+        (lambda root: text(length=10**6), "are too few for data.length=1000000, which takes 2000"),
+        (lambda root: counted(15), "15 tokens of training text are too few for data.length=8, wh"),
+        (lambda root: counted(16, n_test=8), "8 tokens of test text .* which takes 9: give more"),
         (lambda root: token_files(None), "set data.root to one with train.bin, val.bin"),
         (lambda root: token_files(str(root)), "train.bin cannot be read: No such file"),
         (lambda root: token_files(str(root), dtype="half"), "a type of whole numbers, such as"),
         (lambda root: token_files(str(root), dtype="words"), "such as uint16: got 'words'"),
+        (lambda root: token_files(str(root), dtype="m8"), "such as uint16: got 'm8'"),
         (lambda root: token_files(str(root), vocabulary=0), "train.bin cannot be read"),
     ],
 )
@@ -123,8 +132,20 @@ def test_half_a_number_and_an_empty_file(tmp_path):
 
 @pytest.mark.parametrize("strange", [11, -1])
 def test_tokens_beyond_the_vocabulary(strange):
-    tokens = np.full(40, 10)
-    found = Tokens(tokens, np.append(tokens, strange), 8, 11)
-    assert len([*found.train(2, 0, 0, CPU)]) == 2
-    with pytest.raises(ValueError, match=f"has a token {strange}, and data.vocabulary=11 knows"):
-        [*found.test(2, CPU)]
+    """Of the test at once; of the training text, which may be long, where they are met."""
+    tokens = np.append(np.full(40, 10), strange)
+    told = f"text has a token {strange}, and data.vocabulary=11 knows 0 to 10: change it, or"
+    with pytest.raises(ValueError, match=f"the test {told}"):
+        Tokens(tokens[:40], tokens, 8, 11)
+    found = Tokens(np.resize(tokens[-1:], 40), tokens[:40], 8, 11)
+    with pytest.raises(ValueError, match=f"the training {told}"):
+        [*found.train(2, 0, 0, CPU)]
+
+
+def test_folders_in_the_place_of_files(tmp_path):
+    (tmp_path / "chapters.txt").mkdir()
+    (tmp_path / "chapters.txt" / "one.txt").write_bytes(bytes(range(100)))
+    assert text(str(tmp_path), length=4).form.length == 4
+    (tmp_path / "train.bin").mkdir()
+    with pytest.raises(ValueError, match=r"train.bin cannot be read: Is a directory; a folder of"):
+        token_files(str(tmp_path))

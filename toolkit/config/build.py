@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import fields
 from difflib import get_close_matches
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,15 +72,17 @@ def build_model(config: DictConfig, form: "Form") -> "nn.Module":
     Raises:
         ValueError: there is no such model, it takes other samples, or it cannot be built.
     """
-    if config.target is not None:
+    if config.get("target") is not None:
         return _own_model(config.target, dict(config.arguments))
-    if lacking := form.arguments.keys() - _told(config):
+    told = _told(config)
+    if told is not None and (lacking := form.arguments.keys() - told):
         raise ValueError(
             f"model={model_name(config)} takes no {form.samples}, for it has no"
-            f" {', '.join(sorted(lacking))}: choose other data, or another model, such as"
-            f" {_SUCH_AS[form.samples]}"
+            f" {', '.join(sorted(lacking))}: choose other data (where a model is analysed, another"
+            f" shape), or another model, such as {_SUCH_AS[form.samples]}"
         )
-    options = {name: config[name] for name in config if name not in ("target", "arguments")}
+    not_told = {"target", "arguments"} | ({"name"} - told if told is not None else set())
+    options = {name: config[name] for name in config if name not in not_told}
     model: nn.Module = instantiate(options, **form.arguments)
     return model
 
@@ -90,13 +92,14 @@ _SUCH_AS = {"images": "resnet18", "sequences": "gpt"}
 
 def model_name(config: DictConfig) -> str:
     """What the model of a group's options is called."""
-    name: str = config.target or config.get("name") or config._target_.rpartition(".")[2]
-    return name
+    return str(config.get("target") or config.get("name") or config._target_.rpartition(".")[2])
 
 
-def _told(config: DictConfig) -> set[str]:
-    """What the function that makes a named model can be told."""
-    return {*signature(get_method(config._target_)).parameters}
+def _told(config: DictConfig) -> set[str] | None:
+    """What the function that makes a named model can be told; None: anything."""
+    parameters = signature(get_method(config._target_)).parameters
+    anything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    return None if anything else {*parameters}
 
 
 def analysed_form(config: DictConfig) -> "Form":
@@ -107,7 +110,8 @@ def analysed_form(config: DictConfig) -> "Form":
     """
     from toolkit.model import Images, Sequences
 
-    of_sequences = config.model.target is None and "length" in _told(config.model)
+    own = config.model.get("target") is not None
+    of_sequences = not own and "length" in (_told(config.model) or ())
     shape = config.shape
     if shape is None:
         shape = [1024] if of_sequences else [3, 224, 224]

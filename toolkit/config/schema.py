@@ -107,6 +107,7 @@ class Model(OwnModel):
 @dataclass
 class Gpt(OwnModel):
     _target_: str = "toolkit.model.gpt"
+    name: str = MISSING  # by which it is called
     layers: int = option(4, "blocks of attention and a perceptron")
     width: int = option(128, "numbers that stand for a token; a multiple of heads")
     heads: int = option(4, "of attention")

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
-from toolkit.model.trace import in_training, trace
+from toolkit.model.trace import in_training, refused, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
 
@@ -94,9 +94,13 @@ def memory_curve(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     traced = trace(model, len(inputs))
-    costs = [*node_costs(traced, inputs).items()]
+    with refused(model, inputs):
+        costs = [*node_costs(traced, inputs).items()]
     if axis == "measured":
-        seconds = _measured(traced, inputs)
+        if inputs[0].device.type == "meta":
+            raise ValueError("the measured axis runs the model: give an example on a real device")
+        with refused(model, inputs):
+            seconds = _measured(traced, inputs)
         forward = [seconds[name][0] for name, _ in costs]
         backward = [seconds[name][1] for name, _ in costs]
     else:
@@ -137,8 +141,6 @@ def _measured(
     traced: fx.GraphModule, inputs: tuple[Tensor, ...], repeats: int = 3
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of each node's forward and backward, run alone on the device of ``inputs``."""
-    if inputs[0].device.type == "meta":
-        raise ValueError("the measured axis runs the model: give an example on a real device")
     runs = []
     for counted in [False] + [True] * repeats:
         stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device)

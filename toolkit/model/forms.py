@@ -14,7 +14,9 @@ class Form(Protocol):
         samples: what they are called.
         answers: what the answers are called.
         n_classes: how many there are to choose from.
+        judged_by: what tells how good a model is: ``top1`` or ``test_loss``.
         arguments: what a function that makes a model of this form is told.
+        usual_argument: what other models call the number of classes.
     """
 
     @property
@@ -24,7 +26,11 @@ class Form(Protocol):
     @property
     def n_classes(self) -> int: ...
     @property
+    def judged_by(self) -> str: ...
+    @property
     def arguments(self) -> dict[str, Any]: ...
+    @property
+    def usual_argument(self) -> str: ...
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
         """``n`` samples, the batch first; always the same ones, drawn at random."""
@@ -45,6 +51,8 @@ class Images:
     n_classes: int
     samples = "images"
     answers = "classes"
+    judged_by = "top1"
+    usual_argument = "num_classes"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -55,7 +63,10 @@ class Images:
         }
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
-        return _random((n, self.channels, self.height, self.width), device)
+        shape = n, self.channels, self.height, self.width
+        if torch.device(device).type == "meta":
+            return torch.empty(shape, device=device)
+        return torch.rand(shape, generator=_drawn(), device="cpu").to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
         return (n, self.n_classes)
@@ -69,6 +80,8 @@ class Sequences:
     vocabulary: int
     samples = "sequences"
     answers = "tokens"
+    judged_by = "test_loss"
+    usual_argument = "vocabulary"
 
     @property
     def n_classes(self) -> int:
@@ -79,15 +92,15 @@ class Sequences:
         return {"vocabulary": self.vocabulary, "length": self.length}
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
-        return (self.vocabulary * _random((n, self.length), device)).long()
+        if torch.device(device).type == "meta":
+            return torch.empty(n, self.length, dtype=torch.long, device=device)
+        drawn = torch.randint(self.vocabulary, (n, self.length), generator=_drawn(), device="cpu")
+        return drawn.to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
         return (n, self.length, self.vocabulary)
 
 
-def _random(shape: tuple[int, ...], device: torch.device | str) -> Tensor:
-    """Numbers from 0 to 1; what torch draws next is as before."""
-    if torch.device(device).type == "meta":
-        return torch.empty(shape, device=device)
-    generator = torch.Generator("cpu").manual_seed(0)
-    return torch.rand(shape, generator=generator, device="cpu").to(device)
+def _drawn() -> torch.Generator:
+    """Always the same numbers; what torch draws next is as before."""
+    return torch.Generator("cpu").manual_seed(0)

@@ -27,7 +27,7 @@ def gpt(
 
     Args:
         vocabulary: how many tokens there are.
-        length: of the sequences.
+        length: of the longest sequence that it takes.
         layers: blocks of attention and a perceptron.
         width: numbers that stand for a token between them; a multiple of ``heads``.
         heads: of attention.
@@ -70,7 +70,7 @@ class _Embedding(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.drop(self.tokens(tokens) + self.places)
+        embedded: Tensor = self.drop(self.tokens(tokens) + self.places[: tokens.shape[1]])
         return embedded
 
 

@@ -4,19 +4,18 @@ A cut may fall between two operations wherever every value that crosses it is a 
 batch as leading dimension. All of them travel: residuals that skip over a cut go with it.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from math import inf
+from itertools import pairwise
 from typing import overload
 
 import torch
 from torch import fx, nn
 
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
-from toolkit.model.trace import part, reason, trace
+from toolkit.model.balance import balanced
+from toolkit.model.trace import part, reason, refused, shapes_of, trace
 
 MEASURES = ("flops", "parameters", "activations")
 
@@ -124,15 +123,12 @@ def _costs(
     model: nn.Module, traced: fx.GraphModule, inputs: tuple[torch.Tensor, ...]
 ) -> dict[str, NodeCost]:
     name = type(model).__name__
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
     if not inputs[0].dim() or any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
-        raise ValueError(f"the first dimension of every input is the batch: got shapes {shapes}")
-    try:
-        costs = node_costs(traced, inputs)
-    except Exception as error:  # the model's own code may raise anything
         raise ValueError(
-            f"{name} cannot train on an example of shape {shapes}: {reason(error)}"
-        ) from error
+            f"the first dimension of every input is the batch: got shapes {shapes_of(inputs)}"
+        )
+    with refused(model, inputs):
+        costs = node_costs(traced, inputs)
     received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
         if changed := [x for x in cost.changes if x in received]:
@@ -252,54 +248,10 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
             f"{usual if n_stages > 1 else ''}"
         )
-    before = [0, *accumulate(loads)]
     edges = [0, *allowed, len(loads)]
-    last = len(edges) - 1
-    until = [before[edge] for edge in edges]
-
-    def fits(limit: int) -> bool:
-        reached = 0
-        for _ in range(n_stages):
-            reached = bisect_right(until, until[reached] + limit) - 1
-        return reached == last
-
-    limit = bisect_left(range(until[-1] + 1), True, key=fits)
-
-    def begins(end: int, least: float) -> range:
-        """Where a stage may begin that ends at ``end``, for its load to be within the two."""
-        first = bisect_left(until, until[end] - limit)
-        return range(first, min(end, bisect_right(until, until[end] - least)))
-
-    # largest[e]: the largest possible smallest stage of the first e spans cut into s stages
-    largest = [inf] + [-inf] * last
-    for _ in range(n_stages):
-        largest = [
-            max((min(largest[b], until[e] - until[b]) for b in begins(e, 0)), default=-inf)
-            for e in range(last + 1)
-        ]
-    least = largest[last] / 2
-
-    # best[e]: the bytes across, the squares of the loads, and the cuts
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0, 0, ())] + [None] * last
-    for _ in range(n_stages):
-        best = [
-            min(
-                (
-                    (
-                        so_far[0] + (crossing.bytes(edges[b]) if b else 0),
-                        so_far[1] + (until[e] - until[b]) ** 2,
-                        (*so_far[2], edges[b]),
-                    )
-                    for b in begins(e, least)
-                    if (so_far := best[b]) is not None
-                ),
-                default=None,
-            )
-            for e in range(last + 1)
-        ]
-    chosen = best[last]
-    assert chosen is not None
-    return list(chosen[2][1:])
+    spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
+    cuts = balanced(spans, [crossing.bytes(cut) for cut in allowed], n_stages)
+    return [edges[cut] for cut in cuts]
 
 
 def _named_cuts(

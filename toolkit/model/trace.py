@@ -87,6 +87,22 @@ def reason(error: Exception) -> str:
     return lines[0] if lines else repr(error)
 
 
+def shapes_of(inputs: tuple[torch.Tensor, ...]) -> str:
+    return ", ".join(str(list(tensor.shape)) for tensor in inputs)
+
+
+@contextmanager
+def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    """Tell in one sentence, as a ValueError, why ``model`` cannot train on ``inputs``."""
+    try:
+        yield
+    except Exception as error:  # the model's own code may raise anything
+        raise ValueError(
+            f"{type(model).__name__} cannot train on an example of shape {shapes_of(inputs)}:"
+            f" {reason(error)}"
+        ) from error
+
+
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that a function names, and takes by their place."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -5,6 +5,7 @@ from math import isnan
 from shlex import quote
 
 from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
+from toolkit.training.data.tokens import BYTES
 
 WORTH = 0.05
 """The least share of a training step that is worth stale weights."""
@@ -212,6 +213,9 @@ def _command(found: Pilot, choice: str) -> str:
     data = "data=MY_DATA"
     if found.samples == "sequences":
         data = f"data=text data.root=MY_TEXT data.length={found.shape[0]}"
+        if found.n_classes != BYTES:
+            data = f"data=tokens data.root=MY_TOKENS data.length={found.shape[0]}"
+            data += f" data.vocabulary={found.n_classes}"
     elif found.shape[0] == 3:
         data = f"data=image_folder data.root=MY_IMAGES data.image_size={found.shape[-1]}"
     options = [

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.training.data import Batch
+from toolkit.training.loop import evaluated_at_once
 
 _MOST = 2048  # images of a data set of the user's own that are read
 _TESTED = 5  # one image in so many is kept for the test
@@ -61,7 +62,7 @@ def read(
             raise ValueError(_too_few(batch_size, "fewer"))
         return Data(
             lambda seed, epoch: _cast(images.train(batch_size, seed, epoch, device), dtype),
-            lambda: _cast(images.test(max(256, batch_size), device), dtype),
+            lambda: _cast(images.test(evaluated_at_once(images.form, batch_size), device), dtype),
             True,
             n_tested,
             images.form.n_classes,
@@ -115,7 +116,7 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
         if labels.dim() != 1 or len(labels) != len(pixels) or labels.is_floating_point():
             raise ValueError(
                 f"classes are whole numbers, one an image: got shape {list(labels.shape)} and"
-                f" {labels.dtype} for {len(pixels)} images"
+                f" {labels.dtype} for {len(pixels)} images; {_TEXT}"
             )
         if len(labels) and labels.min() < 0:
             raise ValueError(f"classes are numbered from 0: got {int(labels.min())}")
@@ -149,11 +150,19 @@ def _pixels(images: Tensor) -> Tensor:
         raise ValueError(
             f"images have shape [n, channels, height, width]: got {list(images.shape)}"
         )
+    if images.dtype not in (torch.uint8, *_FLOATS):
+        raise ValueError(f"images are floats or bytes: got {images.dtype}; {_TEXT}")
     return images if images.is_floating_point() else images.float() / 255
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TEXT = "text is given as a set of toolkit.training.data: text(), token_files() or Tokens"
 
 
 def _pair(item: Any) -> tuple[Tensor, int]:
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Tensor):
+        if isinstance(item[1], Tensor) and item[1].numel() != 1:
+            raise ValueError(f"a class is one number: got shape {list(item[1].shape)}; {_TEXT}")
         return item[0], int(item[1])
     raise ValueError(
         f"a data set gives (image as a tensor, class): got a {type(item).__name__}; add a transform"

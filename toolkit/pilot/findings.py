@@ -56,7 +56,7 @@ class TrainingFindings:
         tested: what these are called.
         accuracy: by rule, the share that is right after each run.
         difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval that is no
-            narrower than the binomial one of ``n_tested`` images.
+            narrower than the binomial one of ``n_tested`` answers.
         loss_ratio: training loss of CDP-v2 by that of DP at the end, the mean over seeds.
         highest: the largest mean loss over a tenth of any run, by that of its first training step.
         chance: accuracy of naming the most frequent class.
@@ -106,6 +106,7 @@ class Pilot:
         n_stages: into which the model could be cut; 1: not at all.
         batch: samples of a micro-batch.
         samples: what they are called.
+        n_classes: how many answers to them there are.
         placement: ``per_microbatch``, ``per_stage`` or ``one``.
         device: on which it was measured, in words.
         hardware: for which it was predicted.
@@ -135,6 +136,7 @@ class Pilot:
     model: str = ""
     shape: tuple[int, ...] = (3, 224, 224)
     samples: str = "images"
+    n_classes: int = 0
     slack: tuple[float, float] = (1.0, 1.0)
     seconds: float = 0.0
     costs: Costs = field(default=(), repr=False)

@@ -117,6 +117,7 @@ def pilot(
         model=target,
         shape=tuple(example[0].shape[1:]),
         samples=data.samples,
+        n_classes=data.n_classes,
     )
     if n_stages < 2:
         return replace(found, untrained="the model cannot be cut into stages")

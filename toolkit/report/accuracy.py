@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite, nan
 from statistics import mean
 from textwrap import fill
@@ -12,6 +11,7 @@ from toolkit.report.description import Block, Figure, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, mean_of, number
 from toolkit.tracking.delays import delay_means
+from toolkit.tracking.measure import ACCURACY, LOSS, Measure
 from toolkit.tracking.statistics import paired_by_seed, spread
 
 _CURVES = 7  # in one figure
@@ -20,39 +20,17 @@ _SIZE = (4.5, 2.7)  # inches; legible on a phone
 _MEASURED = ("stage", "delay", "cosine", "gradient", "fresh_gradient", "moved", "weights")
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """By what the rules of a comparison are judged.
-
-    Attributes:
-        metric: its name among a run's.
-        name: what it is called.
-        unit: in which it is given.
-        unit_of_differences: in which they are.
-        decimals: with how many.
-        other: the column of what the rules are not judged by.
-    """
-
-    metric: str
-    name: str
-    unit: str
-    unit_of_differences: str
-    decimals: int
-    other: str
-
-    def written(self, value: float, sign: str = "") -> str:
-        return number(value, f"{{:{sign}.{self.decimals}f}}")
-
-
-_ACCURACY = _Measure("top1", "accuracy", "%", "points", 2, "test loss")
-_LOSS = _Measure("test_loss", "loss", "nats", "nats", 3, "accuracy (%)")
 _TEXTS = ("toolkit.training.data.text", "toolkit.training.data.token_files")
 
 
-def _measure_of(group: Group) -> _Measure:
+def _measure_of(group: Group) -> Measure:
     """Accuracy; of language models the loss."""
     data = group.config.get("data")
-    return _LOSS if isinstance(data, dict) and data.get("_target_") in _TEXTS else _ACCURACY
+    return LOSS if isinstance(data, dict) and data.get("_target_") in _TEXTS else ACCURACY
+
+
+def _written(value: float, by: Measure, sign: str = "") -> str:
+    return number(value, f"{{:{sign}.{by.decimals}f}}")
 
 
 def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
@@ -78,7 +56,7 @@ def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
             for rule in shown
         )
         drawn = {fill(rule, _LEGEND): curves[rule] for rule in shown}
-        figure = loss(drawn) if by is _LOSS else accuracy(_shares(drawn))
+        figure = loss(drawn) if by is LOSS else accuracy(_shares(drawn))
         figure.set_size_inches(_SIZE)
         yield Figure(
             figure,
@@ -96,7 +74,7 @@ def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
     yield from _cautions(groups)
 
 
-def _curves(group: Group, by: _Measure) -> list[list[float]]:
+def _curves(group: Group, by: Measure) -> list[list[float]]:
     """The measure after each epoch, of the runs that have as many as most of them."""
     found = [[epoch.get(by.metric, nan) for epoch in run.epochs] for run in group.by_seed.values()]
     whole = [curve for curve in found if curve and all(map(isfinite, curve))]
@@ -110,7 +88,7 @@ def _shares(curves: Mapping[str, list[list[float]]]) -> dict[str, list[list[floa
     return {rule: [[x / 100 for x in run] for run in runs] for rule, runs in curves.items()}
 
 
-def _final(group: Group, first: Group, by: _Measure) -> dict[str, str]:
+def _final(group: Group, first: Group, by: Measure) -> dict[str, str]:
     runs = group.by_seed
     metrics = [run.metrics for run in runs.values()]
     n_seeds, average = len(runs), mean_of(metrics, by.metric)
@@ -119,23 +97,20 @@ def _final(group: Group, first: Group, by: _Measure) -> dict[str, str]:
     if group.summed and not runs:
         metrics, n_seeds = [group.summed.metrics], group.summed.repeats
         average, deviation = metrics[0][by.metric], metrics[0][f"{by.name}_sd"]
-    others = {
-        "test loss": number(mean_of(metrics, "test_loss"), "{:.3f}"),
-        "accuracy (%)": number(mean_of(metrics, "top1"), "{:.2f}"),
-    }
+    other = ACCURACY if by is LOSS else LOSS
     return {
         "rule": group.label,
         "seeds": str(n_seeds),
-        f"{by.name} ({by.unit})": by.written(average),
-        "sd": by.written(deviation),
-        "difference": by.written(difference, "+z"),
-        "95 % interval": "± " + by.written(width) if isfinite(width) else NONE,
-        by.other: others[by.other],
+        f"{by.name} ({by.unit})": _written(average, by),
+        "sd": _written(deviation, by),
+        "difference": _written(difference, by, "+z"),
+        "95 % interval": "± " + _written(width, by) if isfinite(width) else NONE,
+        f"{other.name} ({other.unit})": _written(mean_of(metrics, other.metric), other),
         "samples/s": number(mean_of(metrics, "samples_per_second"), "{:.0f}"),
     }
 
 
-def _difference(group: Group, first: Group, by: _Measure) -> tuple[float, float]:
+def _difference(group: Group, first: Group, by: Measure) -> tuple[float, float]:
     """The mean difference and half its interval, as far as there are any."""
     mine, firsts = (
         {seed: run.metrics.get(by.metric, nan) for seed, run in of.by_seed.items()}

@@ -94,7 +94,7 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
         found[name] = value
     model = config.get("model")
     if isinstance(model, dict):
-        found["model"] = model.get("target") or model.get("name")
+        found["model"] = model.get("target") or model.get("name") or found.get("model")
     return {
         name: value
         for name, value in found.items()

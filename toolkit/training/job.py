@@ -119,7 +119,7 @@ def prepare(
             f"the model's output for {config.batch} {form.samples} has shape"
             f" {list(stages.output.shape)}, and {form.n_classes} {form.answers} ask for"
             f" {list(expected)}: tell the model by model.arguments, such as"
-            f" +model.arguments.num_classes={form.n_classes}"
+            f" +model.arguments.{form.usual_argument}={form.n_classes}"
         )
     batch_size = config.batch * schedule.n_microbatches
     steps_per_epoch = len(samples.train(batch_size, config.seed, 0, device))

@@ -15,7 +15,7 @@ import torch
 from toolkit.runtime.interface import Runtime
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.loop import Position, Stretches
+from toolkit.training.loop import Position, Stretches, is_best
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
@@ -100,6 +100,7 @@ class Keeper(Stretches):
             than ``guard_factor`` times that of the first stretch.
         guard_factor: see ``guard``.
         signals: that end the run.
+        judged_by: what the best checkpoint is the best by.
         length: steps of the first stretch; later ones last about as long as a pause is to be away.
 
     Attributes:
@@ -114,6 +115,7 @@ class Keeper(Stretches):
     guard: str
     guard_factor: float
     signals: Signals
+    judged_by: str = "top1"
     length: int = 8
     unwritten: list[str] = field(default_factory=list)
     _saved_at: float = field(default_factory=time.monotonic)
@@ -160,7 +162,7 @@ class Keeper(Stretches):
         self._saved_at = time.monotonic()
         history = position.history
         new = position.step == 0 and bool(history)
-        best = new and history[-1].top1 >= max(epoch.top1 for epoch in history)
+        best = new and is_best(history, self.judged_by)
         try:
             self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:

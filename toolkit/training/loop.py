@@ -1,19 +1,22 @@
 """The training loop, and evaluation."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite, nan
+from math import isfinite, nan, prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.model import Form
 from toolkit.runtime.form import difference
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.result import StepResult
 from toolkit.training.data import Batches, SampleSet
 from toolkit.training.loss import cross_entropy
+
+_SCORES = 2**25  # at most, of a batch of the test: 128 MiB of 32 bits
 
 
 def _alone(values: Tensor) -> Tensor:
@@ -44,6 +47,10 @@ class Epoch:
     learning_rate: float
     samples_per_second: float
     ema_top1: float | None = None  # with the average of the weights, where one is kept
+
+    def told(self, judged_by: str) -> str:
+        """How good the model is by now, in short."""
+        return f"loss {self.test_loss:.3f}" if judged_by == "test_loss" else f"{self.top1:.2%}"
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,8 @@ def fit(
                 f"the training loss of epoch {epoch} is {train_loss}: lower optimizer.lr, or warm"
                 " up with lr.warmup_epochs"
             )
-        share = samples.test(max(batch_size, 256), device, runtime.rank, runtime.n_ranks)
+        n_tested = evaluated_at_once(samples.form, batch_size)
+        share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
         test = evaluate(runtime.module(), share, runtime.total)
         ema_top1 = None
         if averages := runtime.averages():
@@ -225,6 +233,18 @@ def fit(
         on_epoch(done)
         stretches.end(position)
     return position.history
+
+
+def evaluated_at_once(form: Form, batch_size: int) -> int:
+    """Samples of a batch of the test: many, but of large answers few, whose scores take memory."""
+    return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
+
+
+def is_best(history: Sequence[Epoch], judged_by: str) -> bool:
+    """Whether the last epoch is as good as any; by :attr:`Form.judged_by`."""
+    values = [getattr(epoch, judged_by) for epoch in history]
+    best: float = (min if judged_by == "test_loss" else max)(values)
+    return bool(values[-1] == best)
 
 
 def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:

@@ -74,7 +74,7 @@ class Folder:
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         n = len(self._train.images)
-        order, _ = shuffled(n, batch_size, seed, epoch)
+        order, _ = shuffled(n, batch_size, seed, epoch, self.form.samples)
         chosen = [*order.split(batch_size)][: n // batch_size]
         return self._train.batches(hash((seed, epoch)), chosen, batch_size, device)
 

@@ -72,7 +72,7 @@ class HeldBatches:
 
 
 def shuffled(
-    n: int, batch_size: int, seed: int, epoch: int, samples: str = "images"
+    n: int, batch_size: int, seed: int, epoch: int, samples: str
 ) -> tuple[Tensor, torch.Generator]:
     """The numbers of ``n`` samples in the order of an epoch, and what draws all else in it.
 

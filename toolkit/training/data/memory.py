@@ -45,15 +45,14 @@ class InMemory:
     ) -> None:
         self.damaged = tuple(damaged)
         self._n_train, self._n_test = len(train.labels), len(test.labels)
-        self._train = _Images(self, Placed(train.images, train.labels))
-        self._test = _Images(self, Placed(test.images, test.labels))
+        augment = _Augment(Normalise(mean, std), crop_padding, flip)
+        self._train = _Images(augment, Placed(train.images, train.labels))
+        self._test = _Images(augment, Placed(test.images, test.labels))
         channels, height, width = train.images.shape[1:]
         self.form = Images(channels, height, width, n_classes)
-        self.normalise = Normalise(mean, std)
-        self.crop_padding, self.flip = crop_padding, flip
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        order, generator = shuffled(self._n_train, batch_size, seed, epoch)
+        order, generator = shuffled(self._n_train, batch_size, seed, epoch, self.form.samples)
         return HeldBatches(self._train, order, batch_size, device, generator)
 
     def test(
@@ -61,6 +60,15 @@ class InMemory:
     ) -> Batches:
         order = torch.arange(self._n_test)[rank::n_ranks]
         return HeldBatches(self._test, order, batch_size, device, None)
+
+
+@dataclass(frozen=True)
+class _Augment:
+    """How images become what a model sees."""
+
+    normalise: Normalise
+    crop_padding: int
+    flip: bool
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         """How each of ``n`` images is augmented.
@@ -102,13 +110,13 @@ class InMemory:
 class _Images:
     """The training or the test images of a set."""
 
-    all: InMemory
+    augment: _Augment
     placed: Placed
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        return self.all.draw(n, generator)
+        return self.augment.draw(n, generator)
 
     def take(self, chosen: Tensor, drawn: Tensor, device: torch.device) -> Batch:
         pixels, labels = self.placed.on(device)
         there = send(torch.cat([chosen[None], drawn]), device)
-        return self.all.cut(pixels, there[0], there[1:]), labels[there[0]]
+        return self.augment.cut(pixels, there[0], there[1:]), labels[there[0]]

@@ -35,6 +35,6 @@ def rows_of(batch_size: int, n_parts: int, wanted: Wanted) -> Rows:
 def _check(size: int, n_parts: int) -> None:
     if size % n_parts:
         raise ValueError(
-            f"a batch of {size} images cannot be divided into {n_parts} micro-batches of equal"
+            f"a batch of {size} samples cannot be divided into {n_parts} micro-batches of equal"
             f" size: make it a multiple of {n_parts}"
         )

@@ -1,8 +1,10 @@
 """Text as tokens, cut into sequences."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,17 +46,19 @@ class Tokens:
                 raise ValueError(f"data.{name} is 1 or more: got {value}")
         # The last token is no input; and a training epoch begins up to one sequence later.
         self._n_train, self._n_test = (len(train) - length) // length, (len(test) - 1) // length
-        for what, n, tokens in (
-            ("training", self._n_train, train),
-            ("test", self._n_test, test),
+        for what, n, tokens, least in (
+            ("training", self._n_train, train, 2 * length),
+            ("test", self._n_test, test, length + 1),
         ):
             if n < 1:
                 raise ValueError(
-                    f"{len(tokens)} tokens of {what} text are too few for a sequence of"
-                    f" data.length={length}: give more text, or make it shorter"
+                    f"{len(tokens)} tokens of {what} text are too few for data.length={length},"
+                    f" which takes {least}: give more text, or make it shorter"
                 )
         self.form = Sequences(length, vocabulary)
-        self._train, self._test = _Text(train, self.form), _Text(test, self.form)
+        self._train = _Text("training", train, self.form)
+        self._test = _Text("test", test, self.form)
+        self._test.check(test)  # it is met after a whole epoch, and short
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         """The batches of one epoch; see :class:`SampleSet`."""
@@ -75,6 +79,7 @@ class Tokens:
 class _Text:
     """The training or the test text; a sample's number is the place at which it begins."""
 
+    name: str
     tokens: "np.ndarray[tuple[int], np.dtype[np.integer]]"
     form: Sequences
 
@@ -84,15 +89,19 @@ class _Text:
     def take(self, chosen: Tensor, drawn: Tensor, device: torch.device) -> Batch:
         places = chosen.numpy()[:, None] + np.arange(self.form.length + 1)
         taken = self.tokens[places].astype(np.int64)
-        vocabulary = self.form.vocabulary
-        known = (taken >= 0) & (taken < vocabulary)
-        if not known.all():
-            raise ValueError(
-                f"the text has a token {taken[~known][0]}, and data.vocabulary={vocabulary} knows"
-                f" 0 to {vocabulary - 1}: change it, or data.dtype"
-            )
+        self.check(taken)
         there = send(torch.from_numpy(taken), device)
-        return there[:, :-1], there[:, 1:]
+        return there[:, :-1].contiguous(), there[:, 1:].contiguous()
+
+    def check(self, tokens: "np.ndarray[Any, np.dtype[np.integer]]") -> None:
+        """Refuse tokens that the vocabulary does not have."""
+        vocabulary = self.form.vocabulary
+        for found in (tokens.min(), tokens.max()):
+            if not 0 <= found < vocabulary:
+                raise ValueError(
+                    f"the {self.name} text has a token {found}, and data.vocabulary={vocabulary}"
+                    f" knows 0 to {vocabulary - 1}: change it, or data.dtype"
+                )
 
 
 def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> Tokens:
@@ -138,7 +147,7 @@ def token_files(
         kind = np.dtype(dtype)
     except TypeError:
         kind = np.dtype(float)
-    if not np.issubdtype(kind, np.integer):
+    if kind.kind not in "iu":
         raise ValueError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
     train, test = (_mapped(Path(root).expanduser() / f"{name}.bin", kind) for name in _SPLITS)
     return Tokens(train, test, length, vocabulary)
@@ -159,7 +168,9 @@ def _of_python() -> bytes:
 
 def _texts(root: str) -> Sequence[Path]:
     path = Path(root).expanduser()
-    found = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    found = [path]
+    if path.is_dir():
+        found = sorted(text for text in path.rglob("*.txt") if not text.is_dir())
     if not found:
         raise ValueError(f"data.root={root} has no .txt files: give a file, or a folder with some")
     return found
@@ -176,7 +187,8 @@ def _mapped(
     path: Path, kind: "np.dtype[np.integer]"
 ) -> "np.ndarray[tuple[int], np.dtype[np.integer]]":
     try:
-        size = path.stat().st_size
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
     except OSError as error:
         raise ValueError(
             f"data.root: {path} cannot be read: {error.strerror}; a folder of tokens holds"

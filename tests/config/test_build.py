@@ -1,0 +1,71 @@
+"""From options to models: what they are called, and for which samples they are made."""
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from toolkit.config import analysed_form, build_model, model_name
+from toolkit.model import Images, Sequences
+
+NAMED = {"_target_": "toolkit.model.build", "name": "resnet8", "target": None, "arguments": {}}
+DECODER = {"_target_": "toolkit.model.gpt", "name": "gpt2", "target": None, "arguments": {}}
+HERE = "tests.config.test_build"
+OWN = NAMED | {"target": f"{HERE}.anything"}
+
+
+def anything(**told):
+    """A user's model that can be told whatever it is told."""
+    model = nn.Flatten()
+    model.told = told
+    return model
+
+
+def analysed(model, shape=None, classes=None):
+    return analysed_form(OmegaConf.create({"model": model, "shape": shape, "classes": classes}))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (NAMED, "resnet8"),
+        (DECODER, "gpt2"),
+        (OWN, f"{HERE}.anything"),
+        ({"_target_": f"{HERE}.anything"}, "anything"),
+    ],
+)
+def test_what_a_model_is_called(options, expected):
+    assert model_name(OmegaConf.create(options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((NAMED,), Images(3, 224, 224, 1000)),
+        ((NAMED, [1, 8, 16], 7), Images(1, 8, 16, 7)),
+        ((NAMED, [9]), Sequences(9, 50257)),
+        ((DECODER,), Sequences(1024, 50257)),
+        ((DECODER, None, 11), Sequences(1024, 11)),
+        ((DECODER, [64], 11), Sequences(64, 11)),
+        ((OWN,), Images(3, 224, 224, 1000)),
+        ((OWN, [64]), Sequences(64, 50257)),
+        (({"_target_": f"{HERE}.anything"},), Images(3, 224, 224, 1000)),
+    ],
+)
+def test_the_samples_of_an_analysis(options, expected):
+    assert analysed(*options) == expected
+
+
+def test_a_model_of_a_file_of_the_users_is_told_the_form():
+    options = OmegaConf.create({"_target_": f"{HERE}.anything", "depth": 3})
+    for form in (Images(3, 8, 8, 5), Sequences(6, 9)):
+        assert build_model(options, form).told == form.arguments | {"depth": 3}
+
+
+def test_a_named_decoder_is_made_in_the_length_of_the_data():
+    options = OmegaConf.create(DECODER | {"layers": 1, "width": 4, "heads": 2})
+    assert build_model(options, Sequences(6, 9))(torch.zeros(2, 6, dtype=torch.long)).shape == (
+        2,
+        6,
+        9,
+    )

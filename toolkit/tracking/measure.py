@@ -1,0 +1,28 @@
+"""By what trained models are judged."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that tells how good a model is.
+
+    Attributes:
+        metric: its name among an epoch's.
+        name: what it is called.
+        unit: in which it is given.
+        unit_of_differences: in which differences of it are.
+        decimals: with how many it is written.
+    """
+
+    metric: str
+    name: str
+    unit: str
+    unit_of_differences: str
+    decimals: int
+
+
+ACCURACY = Measure("top1", "accuracy", "%", "points", 2)
+LOSS = Measure("test_loss", "loss", "nats", "nats", 3)
+MEASURES = {measure.metric: measure for measure in (ACCURACY, LOSS)}
+"""By what :attr:`toolkit.model.Form.judged_by` calls them."""
