@@ -196,6 +196,7 @@ _ROWS = {
     "cifar10_long_4": _accuracy,
     "cifar10_narrow_8": _accuracy,
     "cifar10_narrow_4": _accuracy,
+    "imagenette_narrow_8": _accuracy,
     "text": _losses,
     "delays": _delays,
     "prediction": _delays,
