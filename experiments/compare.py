@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import entry_point, leads
 from toolkit.config.counts import check_counts
+from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.schedule import Schedule, labels
-from toolkit.tracking.measure import ACCURACY, LOSS, MEASURES, Measure
 
 if TYPE_CHECKING:
     from toolkit.tracking.compared import RuleRun
@@ -87,7 +87,7 @@ def main(config: DictConfig) -> None:
         },
     )
     called = labels({name: schedule.name for name, schedule in rules.items()})
-    by = MEASURES[samples.form.judged_by]
+    by = samples.form.measure
     drawn = {"accuracy": accuracy, "loss": loss}[by.name]
     curves = {
         label: [[epoch[by.metric] for epoch in run.epochs] for run in runs if run.rule == name]
@@ -165,7 +165,7 @@ def train_all(
                 epochs = job.run(on_epoch=curves.epoch, on_step=count)
                 final = asdict(epochs[-1])
                 tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
-            progress.note(f"last: {job.schedule.name} {epochs[-1].told(samples.form.judged_by)}")
+            progress.note(f"last: {job.schedule.name} {epochs[-1].told(samples.form.measure)}")
             rows = [asdict(epoch) for epoch in epochs]
             yield RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
 

@@ -79,7 +79,7 @@ def train(
         progress.run(f"{job.schedule.name}, seed {config.seed}")
 
         def report(epoch: Epoch) -> None:
-            progress.note(f"test {epoch.told(job.samples.form.judged_by)}")
+            progress.note(f"test {epoch.told(job.samples.form.measure)}")
             curves.epoch(epoch)
             ledger.put([as_row(epoch)])
 

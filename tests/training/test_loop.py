@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from toolkit.measure import ACCURACY, LOSS
 from toolkit.model import Images, Sequences, build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
@@ -60,11 +61,11 @@ def test_the_best_epoch_is_that_of_the_measure():
     epochs = [
         Epoch(k, 1.0, loss, top1, 1.0, 0.1, 1.0) for k, loss, top1 in ((0, 2, 0.5), (1, 1, 0.4))
     ]
-    assert is_best(epochs, "test_loss")
-    assert not is_best(epochs, "top1")
-    assert is_best(epochs[:1], "top1")
-    assert is_best([*epochs, epochs[0]], "top1")
-    assert (epochs[0].told("top1"), epochs[0].told("test_loss")) == ("50.00%", "loss 2.000")
+    assert is_best(epochs, LOSS)
+    assert not is_best(epochs, ACCURACY)
+    assert is_best(epochs[:1], ACCURACY)
+    assert is_best([*epochs, epochs[0]], ACCURACY)
+    assert (epochs[0].told(ACCURACY), epochs[0].told(LOSS)) == ("50.00%", "loss 2.000")
 
 
 def test_with_few_classes_every_answer_is_among_five():

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from toolkit.measure import ACCURACY, LOSS, Measure
+
 
 class Form(Protocol):
     """Samples of one form, and the answers to them.
@@ -14,7 +16,7 @@ class Form(Protocol):
         samples: what they are called.
         answers: what the answers are called.
         n_classes: how many there are to choose from.
-        judged_by: what tells how good a model is: ``top1`` or ``test_loss``.
+        measure: by what a model is judged.
         arguments: what a function that makes a model of this form is told.
         usual_argument: what other models call the number of classes.
     """
@@ -26,7 +28,7 @@ class Form(Protocol):
     @property
     def n_classes(self) -> int: ...
     @property
-    def judged_by(self) -> str: ...
+    def measure(self) -> Measure: ...
     @property
     def arguments(self) -> dict[str, Any]: ...
     @property
@@ -51,7 +53,7 @@ class Images:
     n_classes: int
     samples = "images"
     answers = "classes"
-    judged_by = "top1"
+    measure = ACCURACY
     usual_argument = "num_classes"
 
     @property
@@ -80,7 +82,7 @@ class Sequences:
     vocabulary: int
     samples = "sequences"
     answers = "tokens"
-    judged_by = "test_loss"
+    measure = LOSS
     usual_argument = "vocabulary"
 
     @property

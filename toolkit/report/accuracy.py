@@ -7,11 +7,11 @@ from statistics import mean
 from textwrap import fill
 from typing import Any
 
+from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.report.description import Block, Figure, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, mean_of, number
 from toolkit.tracking.delays import delay_means
-from toolkit.tracking.measure import ACCURACY, LOSS, Measure
 from toolkit.tracking.statistics import paired_by_seed, spread
 
 _CURVES = 7  # in one figure

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from toolkit.measure import ACCURACY, Measure
 from toolkit.runtime.interface import Runtime
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
@@ -100,7 +101,7 @@ class Keeper(Stretches):
             than ``guard_factor`` times that of the first stretch.
         guard_factor: see ``guard``.
         signals: that end the run.
-        judged_by: what the best checkpoint is the best by.
+        measure: by which a checkpoint is the best.
         length: steps of the first stretch; later ones last about as long as a pause is to be away.
 
     Attributes:
@@ -115,7 +116,7 @@ class Keeper(Stretches):
     guard: str
     guard_factor: float
     signals: Signals
-    judged_by: str = "top1"
+    measure: Measure = ACCURACY
     length: int = 8
     unwritten: list[str] = field(default_factory=list)
     _saved_at: float = field(default_factory=time.monotonic)
@@ -162,7 +163,7 @@ class Keeper(Stretches):
         self._saved_at = time.monotonic()
         history = position.history
         new = position.step == 0 and bool(history)
-        best = new and is_best(history, self.judged_by)
+        best = new and is_best(history, self.measure)
         try:
             self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:

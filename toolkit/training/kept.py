@@ -97,7 +97,7 @@ def run_kept(
                 guard=options.guard,
                 guard_factor=options.guard_factor,
                 signals=signals,
-                judged_by=job.samples.form.judged_by,
+                measure=job.samples.form.measure,
                 length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
             )
             if safe is not None and position is None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.measure import LOSS, Measure
 from toolkit.model import Form
 from toolkit.runtime.form import difference
 from toolkit.runtime.interface import Runtime
@@ -48,9 +49,9 @@ class Epoch:
     samples_per_second: float
     ema_top1: float | None = None  # with the average of the weights, where one is kept
 
-    def told(self, judged_by: str) -> str:
+    def told(self, by: Measure) -> str:
         """How good the model is by now, in short."""
-        return f"loss {self.test_loss:.3f}" if judged_by == "test_loss" else f"{self.top1:.2%}"
+        return f"loss {self.test_loss:.3f}" if by is LOSS else f"{self.top1:.2%}"
 
 
 @dataclass(frozen=True)
@@ -240,11 +241,10 @@ def evaluated_at_once(form: Form, batch_size: int) -> int:
     return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
 
 
-def is_best(history: Sequence[Epoch], judged_by: str) -> bool:
-    """Whether the last epoch is as good as any; by :attr:`Form.judged_by`."""
-    values = [getattr(epoch, judged_by) for epoch in history]
-    best: float = (min if judged_by == "test_loss" else max)(values)
-    return bool(values[-1] == best)
+def is_best(history: Sequence[Epoch], by: Measure) -> bool:
+    """Whether the last epoch is as good as any."""
+    values: list[float] = [getattr(epoch, by.metric) for epoch in history]
+    return values[-1] == (min if by.lower_is_better else max)(values)
 
 
 def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:

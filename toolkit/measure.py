@@ -13,6 +13,7 @@ class Measure:
         unit: in which it is given.
         unit_of_differences: in which differences of it are.
         decimals: with how many it is written.
+        lower_is_better: whether it is.
     """
 
     metric: str
@@ -20,9 +21,8 @@ class Measure:
     unit: str
     unit_of_differences: str
     decimals: int
+    lower_is_better: bool
 
 
-ACCURACY = Measure("top1", "accuracy", "%", "points", 2)
-LOSS = Measure("test_loss", "loss", "nats", "nats", 3)
-MEASURES = {measure.metric: measure for measure in (ACCURACY, LOSS)}
-"""By what :attr:`toolkit.model.Form.judged_by` calls them."""
+ACCURACY = Measure("top1", "accuracy", "%", "points", 2, lower_is_better=False)
+LOSS = Measure("test_loss", "loss", "nats", "nats", 3, lower_is_better=True)
