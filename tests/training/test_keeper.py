@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from toolkit.measure import ACCURACY, LOSS
 from toolkit.training import keeper as module
 from toolkit.training.keeper import DivergedError, Keeper, Often, Signals, StoppedError
 from toolkit.training.loop import Epoch, Position
@@ -40,7 +41,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def make(clock, tmp_path):
-    def make(often=None, signals=None, **options):
+    def make(often=None, signals=None, measure=ACCURACY, **options):
         often = often or Often()
         return Keeper(
             runtime=SimpleNamespace(rank=0, total=lambda values: values),
@@ -51,6 +52,7 @@ def make(clock, tmp_path):
             guard="stop",
             guard_factor=10.0,
             signals=signals or Signals(),
+            measure=measure,
             _saved_at=clock.now,
             **options,
         )
@@ -59,7 +61,8 @@ def make(clock, tmp_path):
 
 
 def epoch(number, top1):
-    return Epoch(number, 1.0, 1.0, top1, 1.0, 0.1, 1.0)
+    """Its loss is as high as its accuracy."""
+    return Epoch(number, 1.0, top1, top1, 1.0, 0.1, 1.0)
 
 
 def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
@@ -84,6 +87,11 @@ def test_the_best_is_that_of_the_highest_accuracy_the_latest_of_equals(make, clo
     found = train(make(), clock, [0.5, 0.4, 0.7, 0.7, 0.6])
     assert found.steps == [4, 8, 12, 16, 20]
     assert found.best == [4, 12, 16]
+
+
+def test_the_best_by_loss_is_that_of_the_lowest(make, clock):
+    found = train(make(measure=LOSS), clock, [0.5, 0.4, 0.7, 0.4, 0.6])
+    assert found.best == [4, 8, 16]
 
 
 @pytest.mark.parametrize(

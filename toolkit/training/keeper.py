@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from toolkit.measure import ACCURACY, Measure
+from toolkit.measure import Measure
 from toolkit.runtime.interface import Runtime
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
@@ -116,7 +116,7 @@ class Keeper(Stretches):
     guard: str
     guard_factor: float
     signals: Signals
-    measure: Measure = ACCURACY
+    measure: Measure
     length: int = 8
     unwritten: list[str] = field(default_factory=list)
     _saved_at: float = field(default_factory=time.monotonic)
