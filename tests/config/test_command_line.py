@@ -22,7 +22,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         # options that do not exist
         (["sed=1"], "there is no option sed: did you mean seed?"),
         (["optimizer.momentom=1"], "optimizer.momentom: did you mean optimizer.momentum?"),
-        (["optimizer.foo=1"], "no option optimizer.foo: optimizer has always_adapt, betas, "),
+        (["optimizer.foo=1"], "no option optimizer.foo: optimizer has adamw, always_adapt, "),
         (["qwerty=1"], "there is no option qwerty: --help lists the options"),
         (["dat.root=x"], "there is no option dat.root: did you mean data.root?"),
         (["data.root=x"], "data.root is not an option of this choice of data; --help GROUP=CHOICE"),
@@ -75,6 +75,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
         (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
         (["optimizer=lars", "optimizer.momentum=-1"], "optimizer cannot be made: Invalid momentum"),
+        (["optimizer=muon", "optimizer.momentum=1"], "optimizer cannot be made: momentum is 0 or"),
         (["label_smoothing=1"], "label_smoothing is 0 or more, and below 1: got 1.0"),
         (["profile=-1"], "profile is 0 or more training steps: got -1"),
         (["model.width=0"], "model.width is 1 or more: got 0"),
@@ -216,7 +217,7 @@ def test_choices_of_ones_own(own, tmp_path):
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
     shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
-    assert "adamw, lamb, lars, mine, nowhere, sgd" in shown
+    assert "adamw, lamb, lars, mine, muon, nadam, nowhere, sgd" in shown
 
 
 def test_mistakes_in_choices_of_ones_own(own):

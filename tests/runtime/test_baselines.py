@@ -17,13 +17,14 @@ from torch.nn import functional as F
 from tests.stages import cut
 from tests.thorough import more
 from toolkit.model import partition
-from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime import Recipe, SingleProcess, by_name
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.base import is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.pipelining import rank_orders
 from toolkit.runtime.processes.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.training import optimizers
 
 STEPS = 6
 RANKS = more((2,), (2, 4))
@@ -61,8 +62,14 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-3)
 
 
+@by_name
 def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+    """Weights that decay behind those that do not, in another order than the model's."""
+    groups = [
+        {"params": [p for name, p in parameters if vector == (p.dim() < 2)], "weight_decay": decay}
+        for vector, decay in ((True, 0.0), (False, 0.1))
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
 
 
 def falling(optimizer):
@@ -158,6 +165,9 @@ def _cases():
         options = {"recipe": Recipe(channels_last=True)}
         name = f"{make.runtime}-channels-last-2"
         cases[name] = Case(make, catalog.data_parallel(2, n_stages=3), options)
+        muon = partial(optimizers.muon, lr=0.01, adamw=["stem", "head"])
+        schedule = catalog.data_parallel(2, n_stages=3)
+        cases[f"{make.runtime}-muon-2"] = Case(make, schedule, optimizer=muon)
     cases["ddp-views-2"] = Case(DDP, catalog.data_parallel(2, n_stages=3), views, runs=(4, 2))
     folds = tuple(f"blocks.{block}.conv" for block in range(3))  # where views cross
     cases["zero-bubble-folds-4"] = Case(TorchPipelining, catalog.zero_bubble(4, 4), by=folds)

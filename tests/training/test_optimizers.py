@@ -1,4 +1,4 @@
-"""Optimizers for large batches: their first update by hand, and stages like the whole model."""
+"""Optimizers: their first update by hand, and stages like the whole model."""
 
 import sys
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.config.test_presets import composed
-from toolkit.model import partition
+from toolkit.model import gpt, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 from toolkit.training.job import _optimizer
@@ -60,7 +60,37 @@ def test_lamb_clips_if_told():
     torch.testing.assert_close(found, w - expected)
 
 
-@pytest.mark.parametrize("name", ["lars", "lamb"])
+def groups(make, model):
+    """The names that each group of the optimizer has."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    made = make([*model.named_parameters()])
+    return [[names[p] for p in group["params"]] for group in made.param_groups]
+
+
+def test_muon_leaves_the_outer_layers_to_adamw():
+    model = gpt(11, 5, layers=1, width=8, heads=2)
+    hidden, others = groups(chosen("muon"), model)
+    matrices = ["attend", "gather", "widen", "narrow"]
+    assert hidden == [f"block_0.{name}.weight" for name in matrices]
+    assert {"embed.tokens.weight", "embed.places", "head.weight"} <= {*others}
+    chosen_ones = groups(chosen("muon", "adamw=[narrow,head]"), model)[0]
+    assert chosen_ones == ["embed.places", "embed.tokens.weight", *hidden[:3]]
+
+
+def test_muon_of_vectors_alone_is_adamw():
+    (others,) = groups(chosen("muon"), nn.LayerNorm(3))
+    assert others == ["weight", "bias"]
+
+
+def test_nadam_decays_beside_its_update():
+    """Its first update is the sign of the gradient, of a size that Nesterov's momentum gives."""
+    w, g, found = one_update(chosen("nadam", "lr=0.1", "weight_decay=0.5", "eps=0"))
+    now, then = (0.99 * (1 - 0.5 * 0.96 ** (t * 4e-3)) for t in (1, 2))
+    update = (1 + then * (1 - 0.99) / (1 - now * then)) * g.sign()
+    torch.testing.assert_close(found, w * (1 - 0.1 * 0.5) - 0.1 * update)
+
+
+@pytest.mark.parametrize("name", ["lars", "lamb", "nadam", "muon"])
 def test_stages_are_updated_like_the_whole_model(name):
     make = chosen(name, "lr=0.05", "weight_decay=0.01")
     found = []

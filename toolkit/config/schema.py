@@ -131,6 +131,32 @@ class AdamW:
 
 
 @dataclass
+class NAdam:
+    _target_: str = "torch.optim.NAdam"
+    lr: float = 1e-3
+    betas: tuple[float, float] = option((0.99, 0.999), "the first of arXiv 2505.01099, for delays")
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = option(True, "weight decay as in AdamW")
+
+
+@dataclass
+class MuonOptimizer:
+    _target_: str = "toolkit.training.optimizers.muon"
+    lr: float = 1e-3
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = option(5, "of Newton and Schulz, towards an orthogonal update")
+    adamw: list[str] = option_list(
+        ["embed", "head", "fc"], "parts of the names of matrices that AdamW updates"
+    )
+    betas: tuple[float, float] = option((0.9, 0.95), "of AdamW")
+    eps: float = option(1e-8, "of AdamW")
+    weight_decay: float = 1e-2
+
+
+@dataclass
 class LARS:
     """timm's; arXiv 1708.03888."""
 
@@ -413,7 +439,14 @@ _SCHEMAS: dict[str, dict[str, type]] = {
         "text": Text,
         "tokens": TokenFiles,
     },
-    "optimizer": {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB},
+    "optimizer": {
+        "sgd": SGD,
+        "adamw": AdamW,
+        "nadam": NAdam,
+        "muon": MuonOptimizer,
+        "lars": LARS,
+        "lamb": LAMB,
+    },
     "lr": {"constant": ConstantRate, "step": StepRate, "cosine": CosineRate},
     "runtime": {
         "single_process": SingleProcessRuntime,

@@ -8,6 +8,7 @@ from toolkit.runtime.processes.world import World, join, leave
 from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.single_process import ORDERS, SingleProcess
+from toolkit.runtime.updater import by_name
 
 __all__ = [
     "ORDERS",
@@ -18,6 +19,7 @@ __all__ = [
     "SingleProcess",
     "StepResult",
     "World",
+    "by_name",
     "join",
     "launch",
     "leave",

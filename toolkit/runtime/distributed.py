@@ -45,7 +45,8 @@ class Distributed:
     Args:
         stages: the model, partitioned, on the device of the rank.
         schedule: for as many stages, on as many ranks as there are processes.
-        optimizer: makes the optimizer of a stage from the list of its parameters.
+        optimizer: makes the optimizer of a stage from the list of its parameters; one that wants
+            their names, too, is marked by :func:`toolkit.runtime.by_name`.
         loss: mean loss of a micro-batch, from outputs and targets.
         lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
         seed: of what the model draws at random in training, such as dropout.

@@ -38,7 +38,8 @@ class SingleProcess:
     Args:
         stages: the model, partitioned; its parameters are trained in place.
         schedule: for as many stages.
-        optimizer: makes the optimizer of a stage from the list of its parameters.
+        optimizer: makes the optimizer of a stage from the list of its parameters; one that wants
+            their names, too, is marked by :func:`toolkit.runtime.by_name`.
         loss: mean loss of a micro-batch, from outputs and targets.
         order: ``"grouped"``, nearly as fast as plain training; or ``"scheduled"``, which runs the
             schedule's program slot by slot and has the schedule's memory.

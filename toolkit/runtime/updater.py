@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,35 @@ from toolkit.runtime.tree import map_tensors
 Weights = dict[str, Tensor]
 """One version of a stage's trainable parameters, by name. Never changed in place once shared."""
 
-MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+MakeOptimizer = Callable[[list[Any]], Optimizer]
+"""Makes the optimizer of a stage from the list of its parameters or, :func:`by_name`, of pairs."""
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+Maker = TypeVar("Maker", bound=Callable[..., Optimizer])
+
+
+def by_name(make: Maker) -> Maker:
+    """Mark ``make`` as one that makes an optimizer from pairs of a name and a parameter.
+
+    So it can put them into groups::
+
+        @by_name
+        def optimizer(parameters):
+            decayed = [p for name, p in parameters if "norm" not in name]
+            others = [p for name, p in parameters if "norm" in name]
+            return AdamW([{"params": decayed}, {"params": others, "weight_decay": 0}])
+
+    Names are those of the whole model.
+    """
+    vars(make)["takes_names"] = True
+    return make
+
+
+def takes_names(make: Callable[..., Optimizer]) -> bool:
+    """Whether ``make``, or what it is a partial of, is marked :func:`by_name`."""
+    while isinstance(make, partial):
+        make = make.func
+    return getattr(make, "takes_names", False)
 
 
 class Sum:
@@ -82,7 +109,8 @@ class Updater:
         if not masters:
             return None, None
         make_optimizer, make_scheduler = self.makers
-        optimizer = make_optimizer(list(masters.values()))
+        given = masters.items() if takes_names(make_optimizer) else masters.values()
+        optimizer = make_optimizer([*given])
         _check_step(optimizer, "optimizer", "such as torch.optim.SGD or AdamW")
         if make_scheduler is None:
             return optimizer, None

@@ -21,6 +21,7 @@ from toolkit.runtime.interface import Runtime
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.recipe import Recipe, allow_tf32
+from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule
 from toolkit.training.data import SampleSet
 from toolkit.training.loop import Epoch, Position, Step, Stretches, fit
@@ -186,7 +187,8 @@ def _diagnostics(config: DictConfig) -> dict[str, int]:
 def _optimizer(config: DictConfig) -> Callable[..., Optimizer]:
     make: Callable[..., Optimizer] = instantiate(config, _partial_=True)
     try:
-        make([torch.zeros(1, requires_grad=True)])
+        parameter = torch.zeros(1, requires_grad=True)
+        make([("weight", parameter) if takes_names(make) else parameter])
     except (TypeError, ValueError) as error:
         raise ValueError(f"optimizer cannot be made: {error}") from error
     return make

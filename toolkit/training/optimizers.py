@@ -1,15 +1,18 @@
-"""Optimizers for large batches, from timm, which loads when one of them is made.
+"""Optimizers beside torch's: those for large batches, from timm, and Muon.
 
-Both adapt the rate of each parameter tensor to its norm, and look at no other: so an optimizer for
-each stage makes the updates of one for the whole model. LAMB's ``max_grad_norm`` is the exception.
+Each looks at one parameter tensor at a time, so an optimizer for each stage makes the updates of
+one for the whole model. LAMB's ``max_grad_norm`` is the exception. timm loads when it is needed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+from toolkit.runtime import by_name
+from toolkit.training.muon import Muon
 
 
 def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
@@ -33,6 +36,33 @@ def lamb(
         ValueError: timm is not installed.
     """
     return _timm("lamb").Lamb(params, betas=tuple(betas), max_grad_norm=max_grad_norm, **options)
+
+
+@by_name
+def muon(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    adamw: Collection[str] = ("embed", "head", "fc"),
+    betas: Iterable[float] = (0.9, 0.95),
+    **options: Any,
+) -> Optimizer:
+    """:class:`~toolkit.training.muon.Muon`, and AdamW for what is no matrix of a hidden layer.
+
+    Args:
+        parameters: with their names.
+        adamw: parts of the names of those that are matrices and yet AdamW's, as the first and the
+            last layer are to be.
+        betas: of AdamW.
+        options: those of Muon.
+    """
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in parameters:
+        outer = parameter.dim() < 2 or any(part in name for part in adamw)
+        groups[not outer].append(parameter)
+    return Muon(
+        [{"params": params, "orthogonal": hidden} for hidden, params in groups.items() if params],
+        betas=tuple(betas),
+        **options,
+    )
 
 
 def _timm(optimizer: str) -> ModuleType:

@@ -152,9 +152,10 @@ def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
 
 def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str, Any] | None:
     """The state of an optimizer, with each tensor like a parameter spread as that is."""
-    if state is None:
+    if state is None or updater.optimizer is None:
         return None
-    parameters = list(updater.masters.values())
+    groups = updater.optimizer.param_groups
+    parameters = [parameter for group in groups for parameter in group["params"]]
 
     def share(index: int, value: Any) -> Any:
         like = parameters[index]
