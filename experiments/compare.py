@@ -207,12 +207,6 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     }
 
 
-_COLUMNS = {  # of a measure: mean, spread, difference, half its interval
-    ACCURACY: ("accuracy", "accuracy_sd", "difference", "difference_95"),
-    LOSS: ("loss", "loss_sd", "loss_difference", "loss_difference_95"),
-}
-
-
 def compared(
     runs: list["RuleRun"], name: str, first: str, by: Measure, factor: float = 1
 ) -> dict[str, float]:
@@ -225,14 +219,14 @@ def compared(
     )
     difference = paired_by_seed(final, base)
     found = mean(final.values()), spread([*final.values()]), difference.mean, difference.half_width
-    return dict(zip(_COLUMNS[by], found, strict=True))
+    return dict(zip(by.columns, found, strict=True))
 
 
 def readable(row: dict[str, Any], label: str, by: Measure) -> dict[str, str]:
     """A row as the terminal shows it."""
     from toolkit.tracking import plus_minus
 
-    value, spread, difference, width = (row[name] for name in _COLUMNS[by])
+    value, spread, difference, width = (row[name] for name in by.columns)
     return {
         "rule": label,
         f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),

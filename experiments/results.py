@@ -14,6 +14,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.tracking import plus_minus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,31 +45,27 @@ def origin(found: dict[str, Any]) -> str:
     )
 
 
-def _accuracy(result: dict[str, Any]) -> list[dict[str, str]]:
-    return [
-        {
-            "rule": row["schedule"],
-            "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),
-            "paired difference from DP": plus_minus(row["difference"], row["difference_95"], "+"),
-            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
-        }
-        for row in result["metrics"]
-    ]
+def _accuracy(result: dict[str, Any], by: Measure = ACCURACY) -> list[dict[str, str]]:
+    rows = []
+    for row in result["metrics"]:
+        value, spread, difference, width = (row[name] for name in by.columns)
+        rows.append(
+            {
+                "rule": row["schedule"],
+                f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
+                "paired difference from DP": plus_minus(difference, width, "+", by.decimals),
+                "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+            }
+        )
+    return rows
 
 
 def _losses(result: dict[str, Any]) -> list[dict[str, str]]:
-    return [
-        {
-            "rule": row["schedule"],
-            "test loss (nats a token)": plus_minus(row["loss"], row["loss_sd"], decimals=3),
-            "paired difference from DP": plus_minus(
-                row["loss_difference"], row["loss_difference_95"], "+", 3
-            ),
-            "tokens right (%)": f"{row['accuracy']:.2f}",
-            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
-        }
-        for row in result["metrics"]
-    ]
+    """Of a language model: losses, and how many tokens were the likeliest."""
+    rows = _accuracy(result, LOSS)
+    for row, metric in zip(rows, result["metrics"], strict=True):
+        row["tokens right (%)"] = f"{metric['accuracy']:.2f}"
+    return rows
 
 
 def _digits(result: dict[str, Any]) -> list[dict[str, str]]:

@@ -14,6 +14,8 @@ class Measure:
         unit_of_differences: in which differences of it are.
         decimals: with how many it is written.
         lower_is_better: whether it is.
+        columns: in a comparison's result: the mean, its standard deviation, the difference from the
+            first rule, and half that one's interval.
     """
 
     metric: str
@@ -22,7 +24,24 @@ class Measure:
     unit_of_differences: str
     decimals: int
     lower_is_better: bool
+    columns: tuple[str, str, str, str]
 
 
-ACCURACY = Measure("top1", "accuracy", "%", "points", 2, lower_is_better=False)
-LOSS = Measure("test_loss", "loss", "nats", "nats", 3, lower_is_better=True)
+ACCURACY = Measure(
+    "top1",
+    "accuracy",
+    "%",
+    "points",
+    decimals=2,
+    lower_is_better=False,
+    columns=("accuracy", "accuracy_sd", "difference", "difference_95"),
+)
+LOSS = Measure(
+    "test_loss",
+    "loss",
+    "nats",
+    "nats",
+    decimals=3,
+    lower_is_better=True,
+    columns=("loss", "loss_sd", "loss_difference", "loss_difference_95"),
+)

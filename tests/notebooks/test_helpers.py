@@ -9,16 +9,17 @@ import pandas as pd
 import pytest
 import torch
 
+from toolkit.measure import LOSS
 from toolkit.notebook import (
     RESULTS,
     Live,
+    by_epoch,
     by_rank,
     counted_and_measured,
     delay_study,
     differences,
     own_curves,
     settings,
-    top1_by_epoch,
     train_rules,
     watched,
 )
@@ -92,12 +93,12 @@ def test_two_runs_of_one_seed_are_not_mixed():
     """Nor are they averaged: they may differ in any option."""
     one, other = (table(("DP", 3, [10, 20]), folder=name, rule="dp") for name in "ab")
     told = "several runs of DP with seed 3, in a, b: leave one of them"
-    for use in (differences, top1_by_epoch):
+    for use in (differences, by_epoch):
         with pytest.raises(ValueError, match=told):
             use(pd.concat([one, other]))
         with pytest.raises(ValueError, match="with seed 3: train each seed once"):
             use(pd.concat([one, other]).drop(columns="folder"))
-    assert top1_by_epoch(pd.concat([one, other[:0]])) == {"DP": [[0.1, 0.2]]}
+    assert by_epoch(pd.concat([one, other[:0]])) == {"DP": [[0.1, 0.2]]}
 
 
 def test_rules_of_a_comparison_that_share_a_name_are_told_apart():
@@ -106,7 +107,7 @@ def test_rules_of_a_comparison_that_share_a_name_are_told_apart():
         table(("DP", 0, [30]), folder="a", rule="dp"),
         table(("DP", 1, [50]), folder="b", rule="dp"),
     )
-    assert top1_by_epoch(pd.concat([*late, *rest])) == {
+    assert by_epoch(pd.concat([*late, *rest])) == {
         "CDP delay 2 (late_1)": [[0.1]],
         "CDP delay 2 (late_2)": [[0.2]],
         "DP": [[0.3], [0.5]],
@@ -117,7 +118,7 @@ def test_what_has_not_finished_does_not_count():
     whole = table(("DP", 0, [10, 20]), ("CDP-v1", 0, [10, 20]), state="finished")
     killed = table(("DP", 1, [90]), ("CDP-v1", 1, [90]), ("CDP-v2", 1, [90]), state="running")
     both = pd.concat([whole, killed])
-    assert top1_by_epoch(both) == {"DP": [[0.1, 0.2]], "CDP-v1": [[0.1, 0.2]]}
+    assert by_epoch(both) == {"DP": [[0.1, 0.2]], "CDP-v1": [[0.1, 0.2]]}
     assert list(differences(both)["runs"]) == [1, 1]
     with pytest.raises(ValueError, match="no runs of 'DP' that have finished: there are none"):
         differences(killed)
@@ -151,6 +152,26 @@ def test_own_curves_are_as_long_as_the_shortest():
     }
     with pytest.raises(ValueError, match="share no rule: DP, X were kept, and there are Y; train"):
         own_curves(kept, own[own["schedule"] == "Y"])
+
+
+def test_language_models_are_judged_by_their_loss():
+    epochs = learning_curves(RESULTS / "text")
+    found = differences(epochs, measure=LOSS)
+    result = json.loads((RESULTS / "text" / "result.json").read_text())
+    assert len(found) == len(result["metrics"])
+    for row in result["metrics"]:
+        told = found.loc[row["schedule"]]
+        assert told["test loss (nats)"] == f"{row['loss']:.3f} ± {row['loss_sd']:.3f}"
+        difference = f"{row['loss_difference']:+.3f} ± {row['loss_difference_95']:.3f}"
+        assert told["minus DP (nats)"] == difference
+    assert list(found["says"]) == ["", "higher", "higher", "higher"]
+    assert by_epoch(epochs, LOSS, last=True)["DP"] == [
+        [run["test_loss"].iloc[-1]] for _, run in epochs[epochs["rule"] == "dp"].groupby("seed")
+    ]
+    study = delay_study(RESULTS / "text", LOSS)
+    assert list(study["minus DP (nats)"]) == list(found["minus DP (nats)"])
+    with pytest.raises(ValueError, match="have no test loss: their table lacks test_loss"):
+        differences(epochs.drop(columns="test_loss"), measure=LOSS)
 
 
 def test_delays_of_the_kept_study():
@@ -199,7 +220,7 @@ def test_own_runs_beside_kept_ones():
     assert list(curves) == ["DP, kept", "CDP-v2, kept", "DP, own", "CDP-v2, own"]
     assert {len(run) for runs in curves.values() for run in runs} == {1}
     assert curves["DP, own"] == [[own["top1"][0] / 100]]
-    assert [len(runs) for runs in top1_by_epoch(kept).values()] == [5, 5, 5]
+    assert [len(runs) for runs in by_epoch(kept).values()] == [5, 5, 5]
 
 
 def test_the_counted_table():

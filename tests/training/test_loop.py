@@ -1,5 +1,6 @@
 """The loop and evaluation, on models whose answers are known."""
 
+from math import exp, log
 from types import SimpleNamespace
 
 import pytest
@@ -175,7 +176,7 @@ def test_weights_are_tested_in_the_place_of_the_models_own():
     assert evaluate(model, batches).top1 == 1
 
 
-def test_ema_top1_is_of_the_average():
+def test_averages_are_tested_beside_the_weights():
     images = synthetic(n_train=32, n_test=64, n_classes=4, image_size=8)
     runtime = runtime_for(images, 0.01, catalog.cyclic(4))
     zero = {name: torch.zeros_like(p) for name, p in runtime.module().named_parameters()}
@@ -186,6 +187,9 @@ def test_ema_top1_is_of_the_average():
     labels = torch.cat([labels for _, labels in images.test(64, CPU)])
     assert epoch.ema_top1 == pytest.approx(float((labels == 1).double().mean()))
     assert epoch.top1 != epoch.ema_top1
+    of_right = float((labels == 1).double().mean())
+    expected = of_right * (log(exp(1) + 3) - 1) + (1 - of_right) * log(exp(1) + 3)
+    assert epoch.ema_loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_rate_of_a_resumed_epoch_is_of_the_steps_since(monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs of the user's own beside kept ones: accuracy and paired differences."""
+"""Runs of the user's own beside kept ones: how well they train, and paired differences."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
+
+from toolkit.measure import ACCURACY, Measure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,31 +58,33 @@ def train_rules(
     return pd.DataFrame(rows)
 
 
-def top1_by_epoch(epochs: "pd.DataFrame", last: bool = False) -> Curves:
-    """Shares of test images that are right after each epoch: by rule, a list a run.
+def by_epoch(epochs: "pd.DataFrame", measure: Measure = ACCURACY, last: bool = False) -> Curves:
+    """How good the models were after each epoch: by rule, a list a run, as figures take them.
 
-    Runs that are known not to have finished are left out.
+    Accuracies are shares, losses in nats. Runs that are known not to have finished are left out.
 
     Args:
         epochs: a row an epoch, as of :func:`train_rules` or ``learning_curves``.
+        measure: by which models are judged; language models by ``LOSS``.
         last: of each run the last epoch only.
 
     Raises:
-        ValueError: several runs of a rule have one seed.
+        ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
     """
+    whole = 100 if measure is ACCURACY else 1
     return {
-        rule: [[top1 / 100 for top1 in (run[-1:] if last else run)] for run in by_seed.values()]
-        for rule, by_seed in _top1(epochs).items()
+        rule: [[value / whole for value in (run[-1:] if last else run)] for run in by_seed.values()]
+        for rule, by_seed in _values(epochs, measure).items()
     }
 
 
-def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame") -> Curves:
+def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Measure = ACCURACY) -> Curves:
     """Kept and own runs of the rules that both have, over as many epochs as all of them.
 
     Raises:
         ValueError: there is no such rule, or several runs of a rule have one seed.
     """
-    theirs, mine = top1_by_epoch(kept), top1_by_epoch(own)
+    theirs, mine = by_epoch(kept, measure), by_epoch(own, measure)
     shared = [rule for rule in theirs if rule in mine]
     if not shared:
         raise ValueError(
@@ -96,11 +100,13 @@ def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame") -> Curves:
     return {label: [run[:n_epochs] for run in runs] for label, runs in curves.items()}
 
 
-def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
-    """Accuracy after the last epoch, and its difference from ``baseline``, paired by seed.
+def differences(
+    epochs: "pd.DataFrame", baseline: str = "DP", measure: Measure = ACCURACY
+) -> "pd.DataFrame":
+    """The measure after the last epoch, and its difference from ``baseline``, paired by seed.
 
-    Differences are in points, with Student's 95 % interval. Runs that are known not to have
-    finished are left out.
+    Differences are in points or, of losses, in nats, with Student's 95 % interval. Runs that are
+    known not to have finished are left out.
 
     Raises:
         ValueError: there are no runs of the baseline, or a rule has none of its seeds; several
@@ -108,9 +114,9 @@ def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
     """
     import pandas as pd
 
-    from toolkit.tracking import paired_by_seed, plus_minus, spread
+    from toolkit.tracking import paired_by_seed, spread
 
-    found = _top1(epochs)
+    found = _values(epochs, measure)
     if baseline not in found:
         raise ValueError(
             f"there are no runs of {baseline!r} that have finished: there are {_listed(found)}"
@@ -129,20 +135,22 @@ def differences(epochs: "pd.DataFrame", baseline: str = "DP") -> "pd.DataFrame":
         low, high = difference.interval
         rows[rule] = {
             "runs": len(mine),
-            "test accuracy (%)": plus_minus(
-                sum(mine.values()) / len(mine), spread([*mine.values()])
+            **_told(
+                (sum(mine.values()) / len(mine), spread([*mine.values()])),
+                (difference.mean, difference.half_width),
+                baseline,
+                measure,
             ),
-            f"minus {baseline} (points)": plus_minus(difference.mean, difference.half_width, "+"),
             "says": _says(low, high) if rule != baseline else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def delay_study(folder: Path | str) -> "pd.DataFrame":
+def delay_study(folder: Path | str, measure: Measure = ACCURACY) -> "pd.DataFrame":
     """A comparison of delays, as its result tells.
 
-    Differences are from its first rule, in points, paired by seed, with a 95 % interval; cosines
-    are between delayed and fresh gradients, the smallest of all stages.
+    Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
+    delayed and fresh gradients, the smallest of all stages.
 
     Raises:
         ValueError: there is no result of a comparison in ``folder``.
@@ -150,7 +158,6 @@ def delay_study(folder: Path | str) -> "pd.DataFrame":
     import pandas as pd
 
     from toolkit.schedule import labels
-    from toolkit.tracking import plus_minus
 
     result = _comparison(Path(folder))
     called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
@@ -158,11 +165,11 @@ def delay_study(folder: Path | str) -> "pd.DataFrame":
     for row in result["metrics"]:
         looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
         cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
+        value, spread, difference, width = (row[name] for name in measure.columns)
         rows[called[row["rule"]]] = {
             "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            "test accuracy (%)": plus_minus(row["accuracy"], row["accuracy_sd"]),
-            "minus DP (points)": plus_minus(row["difference"], row["difference_95"], "+"),
+            **_told((value, spread), (difference, width), "DP", measure),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -181,12 +188,16 @@ def _comparison(folder: Path) -> dict[str, Any]:
     return result
 
 
-def _top1(epochs: "pd.DataFrame") -> dict[str, dict[int, list[float]]]:
-    """By rule and seed, the accuracies (per cent) after each epoch of the runs that have finished.
+def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, list[float]]]:
+    """By rule and seed, the measure after each epoch of the runs that have finished.
 
     Raises:
-        ValueError: several runs of a rule have one seed.
+        ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
     """
+    if measure.metric not in epochs:
+        raise ValueError(
+            f"these runs have no test {measure.name}: their table lacks {measure.metric}"
+        )
     if "state" in epochs:
         epochs = epochs[epochs["state"] == "finished"]
     if {"folder", "rule"} <= {*epochs}:
@@ -195,8 +206,22 @@ def _top1(epochs: "pd.DataFrame") -> dict[str, dict[int, list[float]]]:
     for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
         if run["epoch"].duplicated().any():
             raise ValueError(_ambiguous(str(rule), int(seed), run))
-        found.setdefault(str(rule), {})[int(seed)] = run.sort_values("epoch")["top1"].tolist()
+        values = run.sort_values("epoch")[measure.metric].tolist()
+        found.setdefault(str(rule), {})[int(seed)] = values
     return found
+
+
+def _told(
+    value: tuple[float, float], difference: tuple[float, float], baseline: str, measure: Measure
+) -> dict[str, str]:
+    """The cells of a value with its standard deviation, and of a difference with its interval."""
+    from toolkit.tracking import plus_minus
+
+    n = measure.decimals
+    return {
+        f"test {measure.name} ({measure.unit})": plus_minus(*value, decimals=n),
+        f"minus {baseline} ({measure.unit_of_differences})": plus_minus(*difference, "+", n),
+    }
 
 
 def _told_apart(epochs: "pd.DataFrame") -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.shorthands import spell_out
+from toolkit.measure import ACCURACY, LOSS
 from toolkit.messages import first_line
 from toolkit.tracking.reading import (
     LARGEST,
@@ -301,19 +302,14 @@ def _rules(options: Any) -> dict[str, Any]:
 def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """What a comparison says of a rule, all seeds together."""
     numbers = numbers_of(row)
-    n = whole_number(config.get("seeds")) or 1
+    metrics = {}
+    for by in (ACCURACY, LOSS):
+        names = by.metric, *(f"{by.name}_{part}" for part in ("sd", "difference", "difference_95"))
+        for name, column in zip(names, by.columns, strict=True):
+            metrics[name] = numbers.get(column, nan)
     return {
-        "metrics": {
-            "top1": numbers.get("accuracy", nan),
-            "accuracy_sd": numbers.get("accuracy_sd", nan),
-            "accuracy_difference": numbers.get("difference", nan),
-            "accuracy_difference_95": numbers.get("difference_95", nan),
-            "test_loss": numbers.get("loss", nan),
-            "loss_sd": numbers.get("loss_sd", nan),
-            "loss_difference": numbers.get("loss_difference", nan),
-            "loss_difference_95": numbers.get("loss_difference_95", nan),
-        },
-        "repeats": n,
+        "metrics": metrics,
+        "repeats": whole_number(config.get("seeds")) or 1,
         "message": "runs.csv has not been kept: means over seeds",
     }
 

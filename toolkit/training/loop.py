@@ -47,7 +47,8 @@ class Epoch:
     top5: float
     learning_rate: float
     samples_per_second: float
-    ema_top1: float | None = None  # with the average of the weights, where one is kept
+    ema_loss: float | None = None  # of the test, with the average of the weights if one is kept
+    ema_top1: float | None = None
 
     def told(self, by: Measure) -> str:
         """How good the model is by now, in short."""
@@ -122,9 +123,9 @@ _EPOCH = asdict(Epoch(0, *[0.0] * 6))
 
 
 def _average_of(epoch: Any) -> dict[str, float]:
-    """An accuracy that only some epochs have."""
-    has = isinstance(epoch, dict) and epoch.get("ema_top1") is not None
-    return {"ema_top1": 0.0} if has else {}
+    """What only some epochs have."""
+    names = ("ema_loss", "ema_top1")
+    return {n: 0.0 for n in names if isinstance(epoch, dict) and epoch.get(n) is not None}
 
 
 class Stretches:
@@ -215,9 +216,9 @@ def fit(
         n_tested = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
         test = evaluate(runtime.module(), share, runtime.total)
-        ema_top1 = None
+        ema = None
         if averages := runtime.averages():
-            ema_top1 = evaluate(runtime.module(), share, runtime.total, averages).top1
+            ema = evaluate(runtime.module(), share, runtime.total, averages)
         done = Epoch(
             epoch=epoch,
             train_loss=train_loss,
@@ -226,7 +227,8 @@ def fit(
             top5=test.top5,
             learning_rate=position.learning_rate,
             samples_per_second=(n_steps - begun_at) * batch_size / seconds,
-            ema_top1=ema_top1,
+            ema_loss=ema.loss if ema else None,
+            ema_top1=ema.top1 if ema else None,
         )
         history = [*position.history, done]
         position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0.0
