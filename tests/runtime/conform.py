@@ -120,7 +120,7 @@ def train(world, schedule: Schedule) -> Trained:
 
 def all_methods(sizes) -> tuple[dict[int, list[Trained]], dict[int, dict]]:
     """Every schedule of each of ``sizes``, on a part of the world; and :func:`in_tiers` of 4."""
-    world = join()
+    world = join(device="cpu")
     trained: dict[int, list[Trained]] = {}
     for size in sizes:
         part = world.part(size)
@@ -160,7 +160,7 @@ def by_itself(schedule: Schedule) -> tuple[dict, dict, dict]:
 
 def odd_jobs() -> dict[str, Any]:
     """What one schedule is enough to show, on 2 ranks."""
-    world = join()
+    world = join(device="cpu")
     found: dict[str, Any] = {}
     for schedule in (catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)):
         stages = models.cut_awkward(models.awkward(), schedule)

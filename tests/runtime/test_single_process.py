@@ -13,7 +13,7 @@ from tests.runtime.models import assert_same, cut, differ, make_batches, name_of
 from tests.runtime.reference import adamw, sgd, trajectory
 from tests.thorough import more
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import ORDERS, SingleProcess
 from toolkit.schedule import RandomDelay, catalog
 
 
@@ -359,8 +359,23 @@ def test_scheduled_needs_to_know_how_many_steps(model):
         list(runtime.run(iter(make_batches(3))))
 
 
-def test_refuses_more_steps_than_batches(model):
-    runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
+def test_a_run_that_is_left_can_be_gone_on_with(model):
+    batches = make_batches(3)
+    left, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped") for _ in "ab")
+    run = left.run(batches)
+    next(run)
+    run.close()
+    assert left.steps_done == left.state_dict()["steps_done"] == 1
+    list(left.run(batches[1:]))
+    list(whole.run(batches))
+    torch.testing.assert_close(
+        left.module().state_dict(), whole.module().state_dict(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_refuses_more_steps_than_batches(model, order):
+    runtime = runtime_for(model, catalog.cyclic(3), order)
     with pytest.raises(ValueError, match="there are 2 batches and more steps are to be run"):
         list(runtime.run(make_batches(3)[:2], n_steps=3))
 

@@ -79,6 +79,7 @@ def test_bytes_are_normalised_without_being_changed():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("n_parts", [1, 4])
 def test_a_gpu_gets_the_same_images_and_is_never_waited_for(n_parts):
     images = in_memory(crop_padding=2, flip=True)

@@ -221,6 +221,17 @@ def test_what_a_gpu_cannot_decode_is_decoded_where_it_is_read(root):
     assert found["grey.jpg"].shape == found["flat.png"].shape == (3, 30, 40)
 
 
+def test_a_process_hands_over_a_batch_as_one_file(root):
+    images = image_folder(root, 8, decode="gpu")._train.images
+    read = [(decoding.read_encoded(images, (0, k), CentralView(8)), ["x"]) for k in range(5)]
+    assert {image.data.dim() for image, _ in read} == {1, 3}  # bytes, and pixels
+    flat, shapes, rest = folder._packed(read)
+    assert all(image.data.numel() == 0 for image, _ in rest)
+    for (found, paths), (image, _) in zip(folder._unpacked(flat, shapes, rest), read, strict=True):
+        assert torch.equal(found.data, image.data)
+        assert (found[1:], paths) == (image[1:], ["x"])
+
+
 @pytest.mark.usefixtures("any_device")
 def test_parts_of_what_a_gpu_decodes(root):
     batch = image_folder(str(root), 16, 0, decode="gpu").train(6, 0, 0, CPU)

@@ -37,7 +37,7 @@ def train(runtime, batches):
 def on_ranks(folder):
     """Train half, save, and train the rest; and again from what was saved. What it comes to."""
     torch.set_num_threads(1)
-    folder, world, batches = Path(folder), join(), CASE.batches()
+    folder, world, batches = Path(folder), join(device="cpu"), CASE.batches()
     found = {}
     for make, arguments in ((Distributed, cyclic()), (FSDP, CASE.arguments())):
         runtime = make(*arguments)

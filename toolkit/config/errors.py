@@ -1,7 +1,6 @@
 """A user's mistake in one or two lines, with the nearest valid choice."""
 
 import re
-import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import schema
 from toolkit.config.help import choices, folders, groups
-from toolkit.messages import first_line, instead, last_line
+from toolkit.messages import first_line, instead, last_line, refused_by
 
 _TOOLKIT = Path(__file__).resolve().parents[1]
 _HYDRA = Path(hydra.__file__).resolve().parent
@@ -37,7 +36,8 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         if found := _NO_TARGET.match(str(error)):
             return f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)}"
         error = error.__cause__
-    if isinstance(error, ValueError | FloatingPointError) and _raised_in(error, _ours(conf)):
+    ours = _TOOLKIT, conf.resolve().parent / "experiments"
+    if isinstance(error, ValueError | FloatingPointError) and refused_by(error, *ours):
         return str(error)
     if type(error).__name__ == "JobFailedError":  # known by name: torch may not be loaded
         return str(error)
@@ -55,19 +55,9 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return _composition(error, experiment, conf)
     if isinstance(error, OmegaConfBaseException | HydraException):
         return first_line(error)
-    if isinstance(error, ValueError) and _raised_in(error, [_HYDRA]):
+    if isinstance(error, ValueError) and refused_by(error, _HYDRA):
         return _not_a_choice(arguments, conf)
     return None
-
-
-def _ours(conf: Path) -> list[Path]:
-    return [_TOOLKIT, conf.resolve().parent / "experiments"]
-
-
-def _raised_in(error: Exception, folders: list[Path]) -> bool:
-    """Whether the code in ``folders`` raised it itself, rather than a library that it calls."""
-    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    return any(raised.is_relative_to(folder) for folder in folders)
 
 
 def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[str]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from toolkit.messages import refused_by
 from toolkit.runtime import JobFailedError, RankError, launch
 
 _INTERVAL = 0.25  # seconds between two refreshes
@@ -53,7 +54,9 @@ class Live:
     def __exit__(self, kind: object, error: object, where: object) -> None:
         self._ended = time.monotonic()
         self.show()
-        if isinstance(error, ValueError | RankError | JobFailedError):
+        if isinstance(error, RankError | JobFailedError) or (
+            isinstance(error, ValueError) and refused_by(error)
+        ):
             in_a_sentence(error)
 
     def say(self, what: str, share: float) -> None:

@@ -1,19 +1,20 @@
 """What every runtime refuses."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from toolkit.model import Stages
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Batch
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:
     from toolkit.runtime.processes.world import World
+
+T = TypeVar("T")
 
 
 def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
@@ -35,22 +36,29 @@ def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> N
         )
 
 
-def check_world(world: "World", stages: Stages, schedule: Schedule) -> None:
-    """Refuse another number of ranks than the schedule has, and a model on another device."""
+def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> "World":
+    """``world``, or that of this job; refused with another number of ranks than the schedule has,
+    and on another device than the model."""
+    on = {tensor.device for tensor in stages.model.parameters()}
+    if world is None:
+        from toolkit.runtime.processes.world import join
+
+        on_cpu = all(device.type == "cpu" for device in on)
+        world = join(schedule.n_ranks, device="cpu" if on_cpu else "auto")
     if world.size != schedule.n_ranks:
         raise ValueError(
             f"the schedule has {schedule.n_ranks} ranks and the world {world.size}: give"
             f" world.part({schedule.n_ranks}), or a schedule for {world.size}"
         )
-    on = {tensor.device for tensor in stages.model.parameters()}
     if others := sorted(str(device) for device in on - {world.device}):
         raise ValueError(
             f"rank {world.rank} computes on {world.device} and the model is on"
             f" {', '.join(others)}: move it with model.to(world.device) before partition()"
         )
+    return world
 
 
-def next_batch(batches: Iterator[Batch], taken: int) -> Batch:
+def next_batch(batches: Iterator[T], taken: int) -> T:
     """The next of ``batches``, of which ``taken`` have been taken; refused if there is none."""
     try:
         return next(batches)
@@ -59,6 +67,16 @@ def next_batch(batches: Iterator[Batch], taken: int) -> Batch:
             f"there are {taken} batches and more steps are to be run: make n_steps {taken}, or"
             " leave it out"
         ) from None
+
+
+def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
+    """As many of ``batches`` as there are steps, refused if there are fewer; or all of them."""
+    source = iter(batches)
+    if n_steps is None:
+        yield from source
+        return
+    for taken in range(n_steps):
+        yield next_batch(source, taken)
 
 
 def divisible(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import hierarchy
-from toolkit.runtime.checks import check_fit, check_world, choose, scalar
+from toolkit.runtime.checks import check_fit, checked_world, choose, scalar
 from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
@@ -20,7 +20,7 @@ from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.links import Links
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
-from toolkit.runtime.processes.world import World, join
+from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
@@ -99,8 +99,7 @@ class Distributed:
             raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         if per_machine < 0:
             raise ValueError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
-        self.world = join(schedule.n_ranks) if world is None else world
-        check_world(self.world, stages, schedule)
+        self.world = checked_world(world, stages, schedule)
         self.stages = stages
         self.schedule = schedule
         self.steps_done = 0

@@ -5,7 +5,10 @@ not read in training; they advance once a step, by the mean over the step's micr
 equals averaging the workers' buffers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -56,26 +59,66 @@ class MicrobatchNorm(nn.Module):
         self.statistics: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return self._normalise(x)
-        return torch.cat([self._normalise(part) for part in x.chunk(self.group.size)])
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        tracks = self.dtype is not None
-        statistics = x.new_zeros(2, x.shape[1], dtype=self.dtype) if tracks else (None, None)
-        # With momentum 1 the running statistics become those of this micro-batch.
-        y = F.batch_norm(
-            x, statistics[0], statistics[1], self.weight, self.bias, True, 1.0, self.eps
-        )
-        if isinstance(statistics, Tensor) and not self.group.again:
-            # The backward keeps them, so they are never changed in place.
+        y, statistics = self._at_once(x) if torch.compiler.is_compiling() else self._in_turn(x)
+        if statistics is not None and not self.group.again:
             total = self.statistics
-            self.statistics = statistics.clone() if total is None else total.add_(statistics)
+            self.statistics = statistics if total is None else total + statistics
         return y
+
+    def _in_turn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """By torch's own batch norm, one micro-batch after another.
+
+        What they share is made, and its gradient summed, at once: on a GPU small operations cost
+        more to begin than to do.
+        """
+        n = self.group.size
+        tracks = self.dtype is not None
+        statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype) if tracks else None
+        nones = [None] * n
+        means, variances = (nones, nones) if statistics is None else statistics.unbind()
+        weights, biases = (nones if p is None else _copies(p, n) for p in (self.weight, self.bias))
+        # With momentum 1 the running statistics become those of this micro-batch.
+        parts = [
+            F.batch_norm(part, mean, variance, weight, bias, True, 1.0, self.eps)
+            for part, mean, variance, weight, bias in zip(
+                x.chunk(n), means, variances, weights, biases, strict=True
+            )
+        ]
+        y = parts[0] if n == 1 else torch.cat(parts)
+        return y, None if statistics is None else statistics.sum(1)
+
+    def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """By the formula, for a compiler, to which as many batch norms would be long code."""
+        parts = x.unflatten(0, (self.group.size, -1))
+        wide = parts.to(torch.promote_types(x.dtype, torch.float32))
+        dims = [1, *range(3, wide.dim())]
+        n_values = prod(wide.shape[dim] for dim in dims)
+        if n_values == 1:
+            raise ValueError("a batch norm takes more than one value of a channel: enlarge batch")
+        variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
+        y = (wide - mean) * torch.rsqrt(variance + self.eps)
+        of_channels = [-1, *[1] * (wide.dim() - 3)]
+        if self.weight is not None:
+            y = y * self.weight.view(of_channels) + self.bias.view(of_channels)
+        y = y.to(x.dtype).flatten(0, 1)
+        if self.dtype is None:
+            return y, None
+        n_values = prod(wide.shape[d] for d in dims)
+        if n_values == 1:
+            raise ValueError(
+                "a batch norm needs more than one value of a channel: enlarge the batch"
+            )
+        unbiased = variance * (n_values / (n_values - 1))
+        statistics = torch.stack([t.detach().sum(0).flatten() for t in (mean, unbiased)])
+        return y, statistics.to(self.dtype)
 
     def take_statistics(self) -> Tensor | None:
         statistics, self.statistics = self.statistics, None
         return statistics
+
+
+def _copies(parameter: Tensor, n: int) -> Sequence[Tensor]:
+    return parameter.expand(n, -1).unbind() if n > 1 else [parameter]
 
 
 def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
@@ -98,14 +141,16 @@ def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
 
 
 @torch.no_grad()
-def advance_running_statistics(norm: _BatchNorm, statistics: Tensor) -> None:
-    """Advance a batch norm's buffers by one step's mean ``statistics`` (see MicrobatchNorm)."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
-    norm.num_batches_tracked += 1
-    momentum = norm.momentum
-    if momentum is None:
-        momentum = 1 / float(norm.num_batches_tracked)
-    norm.running_mean.lerp_(statistics[0], momentum)
-    norm.running_var.lerp_(statistics[1], momentum)
+def advance_running_statistics(norms: Sequence[_BatchNorm], statistics: Sequence[Tensor]) -> None:
+    """Advance the buffers of ``norms`` by their ``statistics`` (see MicrobatchNorm), means."""
+    torch._foreach_add_([cast(Tensor, norm.num_batches_tracked) for norm in norms], 1)
+    buffers: dict[float, list[Tensor]] = {}
+    found: dict[float, list[Tensor]] = {}
+    for norm, (mean, variance) in zip(norms, statistics, strict=True):
+        kept = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        running_mean, running_var, counter = (cast(Tensor, tensor) for tensor in kept)
+        momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
+        buffers.setdefault(momentum, []).extend((running_mean, running_var))
+        found.setdefault(momentum, []).extend((mean, variance))
+    for momentum, advanced in buffers.items():
+        torch._foreach_lerp_(advanced, found[momentum], momentum)

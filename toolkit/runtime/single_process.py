@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, divisible, next_batch, scalar
+from toolkit.runtime.checks import check_fit, divisible, next_batch, scalar, take
 from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.grouped import Grouped, Loss
 from toolkit.runtime.interface import Batch
@@ -151,10 +151,11 @@ class SingleProcess:
             n_steps: how many of them to take; all unless given.
 
         Raises:
-            ValueError: a batch cannot be divided, or the number of batches is not known.
+            ValueError: a batch cannot be divided, there are fewer than n_steps, or their number is
+                not known.
         """
         if self.order == "grouped":
-            yield from self._run_grouped(iter(batches), n_steps)
+            yield from self._run_grouped(batches, n_steps)
             return
         if n_steps is None:
             if not isinstance(batches, Sized):
@@ -204,20 +205,18 @@ class SingleProcess:
     def _taken(self, batch: Batch) -> tuple[Values, Tensor]:
         """A batch that can be divided, on the device of the model if that is one."""
         inputs, targets = divisible(*batch, self.schedule.n_microbatches)
-        return tuple(x.to(self._device) for x in inputs), targets.to(self._device)
+        return tuple(x.to(self._device, non_blocking=True) for x in inputs), targets.to(
+            self._device, non_blocking=True
+        )
 
-    def _run_grouped(self, batches: Iterator[Batch], n_steps: int | None) -> Iterator[StepResult]:
-        while n_steps is None or n_steps > 0:
-            try:
-                inputs, targets = self._taken(next(batches))
-            except StopIteration:
-                return
+    def _run_grouped(self, batches: Iterable[Batch], n_steps: int | None) -> Iterator[StepResult]:
+        for batch in take(batches, n_steps):
+            inputs, targets = self._taken(batch)
             self._grouped.recipe.begin_step()
             step = self.steps_done
             delays: tuple[StageDelay, ...] = ()
             if self._diagnostics and step % self._diagnostics == 0:
                 delays = diagnose(self._grouped, step, self._versions, inputs, targets)
-            result = self._grouped.step(step, self._versions, inputs, targets)
-            yield replace(result, delays=delays)
+            results = [self._grouped.step(step, self._versions, inputs, targets)]
             self.steps_done += 1
-            n_steps = None if n_steps is None else n_steps - 1
+            yield replace(results.pop(), delays=delays)  # kept by whoever takes it, and not here

@@ -71,7 +71,9 @@ class Source:
                 f" {_words(shape)} and the first ones {_words(self._shape)}; use drop_last=True,"
                 " or a run each"
             )
-        return tuple(x.to(self._device) for x in inputs), targets.to(self._device)
+        return tuple(x.to(self._device, non_blocking=True) for x in inputs), targets.to(
+            self._device, non_blocking=True
+        )
 
 
 def _words(shape: Shape) -> str:

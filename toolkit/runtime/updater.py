@@ -4,7 +4,7 @@ import copy
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -61,11 +61,11 @@ class Sum:
         self.tensors: dict[str, Tensor] = {}
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            if name in self.tensors:
-                self.tensors[name].add_(tensor)
-            else:
-                self.tensors[name] = tensor
+        both = [name for name in tensors if name in self.tensors]
+        if both:
+            mine, theirs = ([of[name] for name in both] for of in (self.tensors, tensors))
+            torch._foreach_add_(mine, theirs)
+        self.tensors = tensors | self.tensors
 
 
 class Updater:
@@ -190,9 +190,9 @@ class Updater:
         if self.average is not None:
             self.average.begin(self.newest())
         self.unused = [name for name in self.masters if name not in total.tensors]
+        if keep_old:
+            self._renew()
         for name, master in self.masters.items():
-            if keep_old:
-                master.data = master.data.clone()
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
             if not self._prepare_gradient(total, squared_norm):
@@ -204,10 +204,20 @@ class Updater:
             self.average.update(self.newest())
         if self.scheduler is not None:
             self.scheduler.step()
-        for name in total.tensors.keys() - self.masters.keys():
-            norm = self.stage.get_submodule(name)
-            assert isinstance(norm, _BatchNorm)
-            advance_running_statistics(norm, total.tensors[name] / n_microbatches)
+        if names := [name for name in total.tensors if name not in self.masters]:
+            norms = [cast(_BatchNorm, self.stage.get_submodule(name)) for name in names]
+            summed = [total.tensors[name] for name in names]
+            advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
+
+    @torch.no_grad()
+    def _renew(self) -> None:
+        """Give the weights memory of their own, and leave to others what they had."""
+        old = [*self.newest().values()]
+        new = [torch.empty_like(tensor) for tensor in old]
+        if new:
+            torch._foreach_copy_(new, old)
+        for master, tensor in zip(self.masters.values(), new, strict=True):
+            master.data = tensor
 
     def apply(self) -> None:
         """One optimizer step with the gradients that the parameters have."""

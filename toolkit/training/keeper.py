@@ -14,6 +14,7 @@ import torch
 
 from toolkit.measure import Measure
 from toolkit.runtime.interface import Runtime
+from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.loop import Position, Stretches, is_best
@@ -178,7 +179,7 @@ class Keeper(Stretches):
             return
         path = self.checkpoints.folder.parent / "model.pt"
         try:
-            write_bytes(path, serialised(model.state_dict()))
+            write_bytes(path, serialised(map_tensors(torch.Tensor.cpu, model.state_dict())))
         except OSError as error:
             self._not_written(f"{_WEIGHTS}, {path}", error)
 

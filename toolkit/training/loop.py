@@ -195,6 +195,7 @@ def fit(
                 losses.append(result.losses)
                 on_step(Step(step, n_steps, result, next_rate, batch_size))
                 next_rate = runtime.learning_rates[0]
+                del result  # and what it keeps, before the next step
             loss, n = _sum(losses, runtime)
             if position.steps_done == 0:
                 first, of = _sum(losses[:1], runtime)

@@ -2,17 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, check_world, divisible, scalar
+from toolkit.runtime.checks import check_fit, checked_world, divisible, scalar, take
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch, Divisible
-from toolkit.runtime.processes.world import World, join
+from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import check_state, joined, part_of
@@ -48,12 +48,11 @@ class Baseline(ABC):
         check_fit(stages, schedule, optimizer)
         self.stages = stages
         self.schedule = schedule
-        self.world = join(schedule.n_ranks) if world is None else world
+        self.world = checked_world(world, stages, schedule)
         self.steps_done = 0
         self._loss = scalar(loss)
         self._updaters: Sequence[Updater] = ()
         self._everyone = range(self.world.size)
-        check_world(self.world, stages, schedule)
         self._begin_alike()
 
     @property
@@ -167,9 +166,9 @@ class Baseline(ABC):
             n_steps: how many of them to take; all unless given.
 
         Raises:
-            ValueError: a batch cannot be divided.
+            ValueError: a batch cannot be divided, or there are fewer than n_steps.
         """
-        for inputs, targets in islice(self._shares(batches), n_steps):
+        for inputs, targets in take(self._shares(batches), n_steps):
             step = self.steps_done
             self.world.watch.at(f"step {step}", step, self._everyone)
             result = self._train(step, inputs, targets)
@@ -187,7 +186,10 @@ class Baseline(ABC):
                 (mine,) = reads
                 inputs = tuple(tensor.chunk(n)[mine] for tensor in inputs)
                 targets = targets.chunk(n)[mine]
-            yield tuple(tensor.to(device) for tensor in inputs), targets.to(device)
+            yield (
+                tuple(tensor.to(device, non_blocking=True) for tensor in inputs),
+                targets.to(device, non_blocking=True),
+            )
 
     def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
         return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())

@@ -60,7 +60,7 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
         batch: samples of a micro-batch.
         timeout: seconds after which a rank that does not answer ends the job.
     """
-    world = join(n_ranks(n), timeout=timeout)
+    world = join(n_ranks(n), device="cpu", timeout=timeout)
     rows = []
     for setting, make in SETTINGS.items():
         for rule in RULES:

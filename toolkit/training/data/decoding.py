@@ -88,6 +88,10 @@ def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
 
     if not files:
         return []
+    if device.type == "cuda":
+        # The decoder writes from a stream of its own, which does not wait until others have done
+        # with the memory that it is given.
+        torch.cuda.current_stream(device).synchronize()
     with warnings.catch_warnings():  # torchvision 0.29 announces that its decoders will go
         warnings.simplefilter("ignore", DeprecationWarning)
         return decode_jpeg(files, ImageReadMode.RGB, device)

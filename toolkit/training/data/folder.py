@@ -126,7 +126,7 @@ class _Split:
         self.source, self.skipped, self.on_gpu = source, skipped, on_gpu
         self.images = source.images
         if on_gpu:
-            self.readers = Readers(_Files(source), num_workers, prefetch_factor, list)
+            self.readers = Readers(_Files(source), num_workers, prefetch_factor, _packed)
         else:
             self.readers = Readers(_Decoded(source), num_workers, prefetch_factor, _together)
 
@@ -140,7 +140,8 @@ class _Split:
     def read(self, seed: int, chosen: list[Tensor], device: torch.device) -> Iterator[Batch]:
         """Bytes ``[n, 3, size, size]`` and classes ``[n]``, on ``device``."""
         if self.on_gpu:
-            for batch in self.readers.read(seed, chosen, pinned=False):
+            for packed in self.readers.read(seed, chosen, pinned=False):
+                batch = _unpacked(*packed)
                 for _, paths in batch:
                     self.skipped.add(paths)
                 seen, labels = zip(*self._seen([image for image, _ in batch], device), strict=True)
@@ -185,6 +186,24 @@ class _Decoded(Dataset[tuple[tuple[Tensor, int], list[str]]]):
 
     def __getitem__(self, key: Key) -> tuple[tuple[Tensor, int], list[str]]:
         return self.source.decoded(key, torch.device("cpu"))
+
+
+_Read = list[tuple[Encoded, list[str]]]
+
+
+def _packed(batch: _Read) -> tuple[Tensor, list[torch.Size], _Read]:
+    """The bytes of all images in one tensor: each that a process hands over is an open file."""
+    data = [image.data for image, _ in batch]
+    rest = [(image._replace(data=data[0][:0].clone()), paths) for image, paths in batch]
+    return torch.cat([x.flatten() for x in data]), [x.shape for x in data], rest
+
+
+def _unpacked(flat: Tensor, shapes: list[torch.Size], rest: _Read) -> _Read:
+    parts = flat.split([shape.numel() for shape in shapes])
+    return [
+        (image._replace(data=part.view(shape)), paths)
+        for part, shape, (image, paths) in zip(parts, shapes, rest, strict=True)
+    ]
 
 
 def _together(

@@ -1,0 +1,114 @@
+"""Micro-batches are normalised apart, in two ways that agree, by few operations."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.stages import cut
+from toolkit.runtime import SingleProcess
+from toolkit.runtime.norm import Group, MicrobatchNorm
+from toolkit.schedule import catalog
+
+N = 3
+
+
+def normalised(way, norm, x, again=False):
+    """The output, its gradients, and the statistics."""
+    module = MicrobatchNorm(norm, Group(N, again))
+    x = x.clone().requires_grad_()
+    y, statistics = getattr(module, way)(x)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    leaves = [x, *norm.parameters()]
+    return y, statistics, *torch.autograd.grad((y * weights).sum(), leaves)
+
+
+def made(kind, **options):
+    torch.manual_seed(0)
+    norm = kind(4, **options)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm
+
+
+SHAPES = {
+    nn.BatchNorm1d: (N * 5, 4),
+    nn.BatchNorm2d: (N * 2, 4, 3, 5),
+    nn.BatchNorm3d: (3, 4, 2, 2, 2),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize(
+    "options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str
+)
+def test_both_ways_agree_with_a_norm_of_each(kind, options):
+    norm = made(kind, **options).double()
+    x = 3 + 2 * torch.randn(SHAPES[kind], dtype=torch.float64)
+    in_turn, at_once = (normalised(way, norm, x) for way in ("_in_turn", "_at_once"))
+    torch.testing.assert_close(at_once, in_turn, rtol=1e-10, atol=1e-12)
+    parts = x.chunk(N)
+    expected = [F.batch_norm(p, None, None, norm.weight, norm.bias, True, 0.0) for p in parts]
+    torch.testing.assert_close(in_turn[0], torch.cat(expected), rtol=1e-12, atol=1e-12)
+    if norm.track_running_stats:
+        channels = [p.transpose(0, 1).flatten(1) for p in parts]
+        found = [sum(c.mean(1) for c in channels), sum(c.var(1) for c in channels)]
+        torch.testing.assert_close(in_turn[1], torch.stack(found), rtol=1e-10, atol=0)
+    else:
+        assert in_turn[1] is at_once[1] is None
+
+
+def test_sixteen_bits_are_summed_in_more():
+    norm = made(nn.BatchNorm2d)
+    x = (8 + torch.randn(N * 8, 4, 5, 5)).bfloat16()
+    in_turn, at_once = (normalised(way, norm, x) for way in ("_in_turn", "_at_once"))
+    assert at_once[0].dtype == in_turn[0].dtype == torch.bfloat16
+    torch.testing.assert_close(at_once[0], in_turn[0], rtol=0.01, atol=0.02)
+    assert at_once[1].dtype == torch.float32
+    torch.testing.assert_close(at_once[1], in_turn[1], rtol=1e-4, atol=1e-4)
+
+
+def test_one_value_of_a_channel_is_refused_in_both_ways():
+    for way in ("_in_turn", "_at_once"):
+        with pytest.raises(ValueError, match=r"more than 1 value per|more than one value of a"):
+            normalised(way, made(nn.BatchNorm1d), torch.randn(N, 4))
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.operations[function.overloadpacket.__name__] += 1
+        return function(*arguments, **(options or {}))
+
+
+def operations(n_norms, n_microbatches):
+    """Those of a training step of as many norms."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(n_norms)), nn.Linear(4, 3))
+    schedule = catalog.data_parallel(n_microbatches, n_stages=1)
+    stages = cut(model, 1, torch.zeros(2, 4))
+    sgd = partial(torch.optim.SGD, lr=0.1, foreach=True)
+    runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, "grouped")
+    batch = torch.randn(4 * n_microbatches, 4), torch.zeros(4 * n_microbatches, dtype=torch.long)
+    runtime.step(*batch)
+    with Counted() as counted:
+        runtime.step(*batch)
+    return counted.operations
+
+
+def test_a_norm_of_many_microbatches_takes_few_operations():
+    """Beside its two of torch's own a micro-batch: views, and one memory of no size."""
+    few, many = (operations(5, n) - operations(4, n) for n in (2, 8))
+    own = ("native_batch_norm", "native_batch_norm_backward")
+    assert [many[name] for name in own] == [8, 8]
+    views = ("detach", "alias", "empty", "unbind", "select", "split", "slice", "as_strided")
+    launched = sum(count for name, count in many.items() if name not in (*own, *views))
+    assert launched <= 20
+    assert launched == sum(count for name, count in few.items() if name not in (*own, *views))
