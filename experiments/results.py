@@ -195,6 +195,8 @@ _ROWS = {
     "cifar10_narrow_4": _accuracy,
     "imagenette_narrow_8": _accuracy,
     "text": _losses,
+    "text_low": _losses,
+    "text_muon": _losses,
     "delays": _delays,
     "prediction": _delays,
     "prediction_narrow_8": _accuracy,
