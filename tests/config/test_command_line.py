@@ -195,6 +195,16 @@ def test_help_lists_groups_and_options(name):
     assert {"seed=7", "stages=4", "epochs=10", "data.root=null", "optimizer.lr=0.1"} <= set(lines)
 
 
+def test_help_tells_what_options_of_groups_mean():
+    shown = run("train", "--help", "optimizer=muon", "save.keep=3").out
+    assert re.search(r"optimizer.ns_steps=5 +of Newton and Schulz", shown)
+    assert re.search(r"save.keep=3 +the latest; the best stays", shown)
+    assert re.search(r"schedule.chains=in_order +or rotated", shown)
+    assert re.search(
+        r"bench.stages=4 +parts into which", run("bench", "--help", "bench=grouped").out
+    )
+
+
 @pytest.fixture
 def own(tmp_path):
     """A folder with two optimizers and an experiment of a user's own, as options name it."""

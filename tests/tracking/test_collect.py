@@ -279,3 +279,10 @@ def test_seeds_of_a_comparison_begin_with_its_own(tmp_path):
     status = {"state": "running", "message": None}
     folders.job(tmp_path / "a", options | {"seed": 3, "seeds": 2}, name="compare", status=status)
     assert [run.seed for run in read_runs([tmp_path])] == [3, 4]
+
+
+def test_a_long_delay_makes_no_large_schedule():
+    options = {"_target_": "toolkit.schedule.catalog.cyclic", "n": 64, "n_stages": 64}
+    assert rebuild_schedule(options | {"delay": 250}).max_staleness == 250
+    with pytest.raises(ValueError, match="not those of a schedule that has run"):
+        rebuild_schedule(options | {"n": 10**6})

@@ -6,6 +6,7 @@ from math import isnan, nan
 import pytest
 
 from toolkit.tracking.ledger import Ledger
+from toolkit.tracking.reading import read_csv
 
 
 def rows(*numbers, of=1.0):
@@ -48,6 +49,20 @@ def test_a_new_run_begins_anew_and_a_resumed_one_goes_on(path):
     new = Ledger(path, ["step", "stage"])
     new.put(rows(0))
     assert on_disk(path) == told(rows(0))
+
+
+def test_columns_may_come_and_go(path):
+    """As where a run is resumed without the average of the weights, or with one."""
+    Ledger(path, ["step"]).put([{"step": 0, "x": 1.0, "ema": 2.0}])
+    ledger = Ledger(path, ["step"], resume=True)
+    for step in (1, 2):
+        ledger.put([{"step": step, "x": 1.0}])
+    ledger.put([{"step": 3, "new": 5.0, "x": 1.0}])
+    ledger.put([{"step": 4, "x": 1.0, "new": 5.0}])
+    assert path.read_text().split() == [
+        "step,x,ema,new", "0,1.0,2.0,", "1,1.0,,", "2,1.0,,", "3,1.0,,5.0", "4,1.0,,5.0",
+    ]  # fmt: skip
+    assert len(read_csv(path)) == 5
 
 
 def test_half_a_row_is_left_out(path):

@@ -94,15 +94,16 @@ def _option(key: str, config: DictConfig, description: str) -> str:
 def _values(config: DictConfig, described: dict[str, str]) -> Iterator[str]:
     for key, value in OmegaConf.to_container(config).items():  # type: ignore[union-attr]
         if key not in described and isinstance(value, dict):
-            yield from _flat(str(key), value)
+            yield from _flat(str(key), value, config[key])
 
 
-def _flat(prefix: str, values: dict) -> Iterator[str]:
+def _flat(prefix: str, values: dict, config: DictConfig) -> Iterator[str]:
+    told = schema.helps(OmegaConf.get_type(config))
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(f"{prefix}.{key}", value)
+            yield from _flat(f"{prefix}.{key}", value, config[key])
         elif key != "_target_" and not str(value).startswith("${"):
-            yield f"{prefix}.{key}={_plain(value)}"
+            yield f"{f'{prefix}.{key}={_plain(value)}':<30} {told.get(key, '')}".rstrip()
 
 
 def _plain(value: object) -> str:

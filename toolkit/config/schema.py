@@ -5,7 +5,7 @@ misspelt option or a value of the wrong type fails when the configuration is com
 """
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -41,41 +41,42 @@ from toolkit.config.tasks import (
 class ScheduleFile:
     """What every schedule has."""
 
-    file: str | None = None  # a CSV file of rank orders, instead of a named method
+    file: str | None = option(None, "a CSV file of rank orders, instead of a named method")
 
 
 @dataclass
-class DataParallel(ScheduleFile):
+class Workers(ScheduleFile):
+    """What the methods have whose workers each have the model."""
+
+    _target_: str = MISSING
+    n: int = MISSING
+    n_stages: int = MISSING
+    placement: str = option("per_microbatch", "the rank of an op: one, per_stage, ...")
+    state: str = option("replicated", "or sharded: ZeRO")
+
+
+@dataclass
+class Rule(Workers):
+    accumulate: int = option(1, "micro-batches that each of the n workers runs in a step")
+    predict: bool = option(False, "read what late weights let expect of the newest")
+
+
+@dataclass
+class DataParallel(Rule):
     _target_: str = "toolkit.schedule.catalog.data_parallel"
-    n: int = MISSING
-    n_stages: int = MISSING
-    placement: str = "per_microbatch"
-    state: str = "replicated"
-    delay: Any = 0  # steps; a list of them, one a stage; a matrix; or options of a RandomDelay
-    accumulate: int = 1  # micro-batches that each of the n workers runs in a step
-    predict: bool = False  # what late weights let expect of the newest is read instead of them
+    delay: Any = option(0, "steps; a list, one a stage; a matrix; or options of a RandomDelay")
 
 
 @dataclass
-class Cyclic(ScheduleFile):
+class Cyclic(Rule):
     _target_: str = "toolkit.schedule.catalog.cyclic"
-    n: int = MISSING
-    n_stages: int = MISSING
-    delay: Any = "freshest"  # or as above
-    placement: str = "per_microbatch"
-    state: str = "replicated"
-    chains: str = "in_order"  # or rotated: the same bytes and updates on every rank
-    accumulate: int = 1
-    predict: bool = False
+    delay: Any = option("freshest", "or steps, a list of them, a matrix, options of a RandomDelay")
+    chains: str = option("in_order", "or rotated: the same bytes and updates on every rank")
 
 
 @dataclass
-class Published(ScheduleFile):
+class Published(Workers):
     _target_: str = "toolkit.schedule.catalog.published"
-    n: int = MISSING
-    n_stages: int = MISSING
-    placement: str = "per_microbatch"
-    state: str = "replicated"
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Pipeline(ScheduleFile):
 @dataclass
 class Unflushed(Pipeline):
     _target_: str = "toolkit.schedule.catalog.pipedream_2bw"
-    predict: bool = False
+    predict: bool = option(False, "read what late weights let expect of the newest")
 
 
 @dataclass
@@ -192,27 +193,27 @@ class LAMB:
 @dataclass
 class ConstantRate:
     _target_: str = "toolkit.training.lr.Constant"
-    warmup_epochs: float = 0.0
-    reference_batch: int | None = None
+    warmup_epochs: float = option(0.0, "epochs in which the rate rises to optimizer.lr")
+    reference_batch: int | None = option(None, "samples a step that optimizer.lr is meant for")
 
 
 @dataclass
 class StepRate(ConstantRate):
     _target_: str = "toolkit.training.lr.Step"
-    every_epochs: int = 30
-    gamma: float = 0.1
+    every_epochs: int = option(30, "epochs from one fall of the rate to the next")
+    gamma: float = option(0.1, "factor of each fall")
 
 
 @dataclass
 class CosineRate(ConstantRate):
     _target_: str = "toolkit.training.lr.Cosine"
-    final: float = 0.0
+    final: float = option(0.0, "share of optimizer.lr at the end")
 
 
 @dataclass
 class SingleProcessRuntime:
     _target_: str = "toolkit.runtime.SingleProcess"
-    order: str = "grouped"
+    order: str = option("grouped", "fast; or scheduled: slot by slot, as the program says")
 
 
 @dataclass
@@ -220,35 +221,41 @@ class Ranks:
     """What every runtime has that takes a process a rank."""
 
     _target_: str = MISSING
-    backend: str = "auto"  # nccl or gloo
-    timeout: float = 120.0  # seconds after which a rank that does not answer ends the job
-    interface: str | None = None  # network interface of this machine's messages, such as eth1
+    backend: str = option("auto", "nccl or gloo")
+    timeout: float = option(120.0, "seconds after which a rank that does not answer ends the job")
+    interface: str | None = option(
+        None, "network interface of this machine's messages, such as eth1"
+    )
 
 
 @dataclass
 class DistributedRuntime(Ranks):
     _target_: str = "toolkit.runtime.Distributed"
-    record: int = 6  # training steps of which messages, memory and time are measured
-    overlap: bool = True  # messages and updates go on beside computing
-    chunk_mb: float = 1.0  # largest part of a message that is sent at once
-    compression: str = "none"  # fp16 or bf16: messages of gradients and weights
-    per_machine: int = 0  # ranks a machine: all-reduces within each first; 0: the backend's own
-    pacing: bool = False  # spread what is sent over the step; the smaller the chunks, the more even
+    record: int = option(6, "training steps of which messages, memory and time are measured")
+    overlap: bool = option(True, "messages and updates go on beside computing")
+    chunk_mb: float = option(1.0, "largest part of a message that is sent at once")
+    compression: str = option("none", "fp16 or bf16: messages of gradients and weights")
+    per_machine: int = option(
+        0, "ranks a machine: all-reduces within each first; 0: the backend's own"
+    )
+    pacing: bool = option(
+        False, "spread what is sent over the step; the smaller the chunks, the more even"
+    )
 
 
 @dataclass
 class DDPRuntime(Ranks):
     _target_: str = "toolkit.runtime.baselines.DDP"
     compression: str = "none"
-    bucket_mb: float = 25.0
-    bucket_view: bool = False
+    bucket_mb: float = option(25.0, "of gradients that are averaged at once")
+    bucket_view: bool = option(False, "gradients are views of the buckets")
 
 
 @dataclass
 class FSDPRuntime(Ranks):
     _target_: str = "toolkit.runtime.baselines.FSDP"
-    reshard: bool = True  # ZeRO-3; false: ZeRO-2
-    cpu_offload: bool = False
+    reshard: bool = option(True, "ZeRO-3; false: ZeRO-2")
+    cpu_offload: bool = option(False, "shares are kept in the memory of the CPU")
 
 
 @dataclass
@@ -272,14 +279,16 @@ def _tracking_mode() -> str:
 class Tracking:
     """Where training is tracked with W&B."""
 
-    mode: str = field(default_factory=_tracking_mode)  # offline, online or disabled
+    mode: str = field(
+        default_factory=_tracking_mode, metadata={"help": "offline, online or disabled"}
+    )
     project: str = "cdp-toolkit"
-    entity: str | None = None  # user or team; null: the default one of the account
-    group: str | None = None  # null: the folder of a sweep or a comparison
-    name: str | None = None  # null: the schedule and the seed
+    entity: str | None = option(None, "user or team; null: the default one of the account")
+    group: str | None = option(None, "null: the folder of a sweep or a comparison")
+    name: str | None = option(None, "null: the schedule and the seed")
     tags: list[str] = field(default_factory=list)
-    every: int = 10  # training steps from one logged point to the next
-    checkpoints: bool = False  # also upload the last and the best one, and model.pt
+    every: int = option(10, "training steps from one logged point to the next")
+    checkpoints: bool = option(False, "also upload the last and the best one, and model.pt")
 
 
 @dataclass
@@ -316,11 +325,13 @@ class Training:
 class Save:
     """When checkpoints are saved, in the output directory; null: not for that reason."""
 
-    steps: int | None = None  # training steps from one to the next
-    epochs: int | None = 1
-    minutes: float | None = None
-    keep: int = 2  # the latest; the best stays beside them
-    sharded: bool = False  # every rank writes and reads its share, in a folder that all ranks see
+    steps: int | None = option(None, "training steps from one to the next")
+    epochs: int | None = option(1, "epochs from one to the next")
+    minutes: float | None = option(None, "minutes from one to the next")
+    keep: int = option(2, "the latest; the best stays beside them")
+    sharded: bool = option(
+        False, "every rank writes and reads its share, in a folder that all ranks see"
+    )
 
 
 @dataclass
@@ -488,7 +499,12 @@ def experiments() -> list[str]:
 
 def descriptions(experiment: str) -> dict[str, str]:
     """The top-level options of an experiment, and what each means."""
-    found = fields(_SCHEMAS["experiment"][experiment])
+    return helps(_SCHEMAS["experiment"][experiment])
+
+
+def helps(kind: type | None) -> dict[str, str]:
+    """What the options of a schema mean, of those that tell; none of what is no schema."""
+    found = fields(kind) if is_dataclass(kind) else ()
     return {f.name: f.metadata["help"] for f in found if "help" in f.metadata}
 
 

@@ -12,8 +12,8 @@ from toolkit.config.options import option
 class OwnModel:
     """A model of the user's own, in the place of a named one."""
 
-    target: str | None = None  # package.module.function
-    arguments: dict[str, Any] = field(default_factory=dict)  # of that function
+    target: str | None = option(None, "package.module.function")
+    arguments: dict[str, Any] = field(default_factory=dict, metadata={"help": "of that function"})
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Model(OwnModel):
 @dataclass
 class Gpt(OwnModel):
     _target_: str = "toolkit.model.gpt"
-    name: str = MISSING  # by which it is called
+    name: str = option(MISSING, "by which it is called")
     layers: int = option(4, "blocks of attention and a perceptron")
     width: int = option(128, "numbers that stand for a token; a multiple of heads")
     heads: int = option(4, "of attention")

@@ -29,6 +29,7 @@ class Ledger:
     ) -> None:
         self.path, self.keys, self.here = path, tuple(keys), here
         self._rows: dict[tuple[int, ...], Row] = {}
+        self._columns: dict[str, None] = {}  # in order
         self._whole = False  # whether the file has these rows
         if resume:
             self._take(_read(path))
@@ -38,17 +39,19 @@ class Ledger:
         return [self._rows[key] for key in sorted(self._rows)]
 
     def put(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take in rows that have the same columns as all others."""
-        known = len(self._rows)
+        """Take in rows; they may lack columns, and have some of their own."""
+        known, columns = len(self._rows), len(self._columns)
         self._take(rows)
         if not rows or not self.here:
             return
         try:
-            if self._whole and len(self._rows) == known + len(rows):
+            appended = (len(self._rows), len(self._columns)) == (known + len(rows), columns)
+            if self._whole and appended:
                 with self.path.open("a", newline="") as file:
-                    csv.DictWriter(file, [*rows[0]]).writerows(rows)
+                    csv.DictWriter(file, self._columns).writerows(rows)
             else:
-                write_csv(self.path, self.rows())
+                whole = [{name: row.get(name) for name in self._columns} for row in self.rows()]
+                write_csv(self.path, whole)
             self._whole = True
         except OSError:
             self._whole = False
@@ -56,6 +59,7 @@ class Ledger:
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
             self._rows[tuple(row[key] for key in self.keys)] = dict(row)
+            self._columns |= dict.fromkeys(row)
 
 
 def _read(path: Path) -> list[Row]:

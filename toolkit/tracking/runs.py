@@ -141,8 +141,9 @@ def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
     name = target.removeprefix(_CATALOG) if isinstance(target, str) else ""
     if not isinstance(target, str) or not target.startswith(_CATALOG) or not name.isidentifier():
         raise ValueError(f"{target!r} is not a schedule of the catalogue")
-    sizes = [n for n in options.values() if isinstance(n, int) and n > 0]
-    if "${" in str(options) or prod(sizes) > _MOST_OPS:
+    sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
+    n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
+    if "${" in str(options) or n_ops > _MOST_OPS:
         raise ValueError("its options are not those of a schedule that has run")
     try:
         return build_schedule(OmegaConf.create(dict(options)))
