@@ -197,6 +197,7 @@ _ROWS = {
     "text": _losses,
     "text_low": _losses,
     "text_muon": _losses,
+    "text_nadam": _losses,
     "delays": _delays,
     "prediction": _delays,
     "prediction_narrow_8": _accuracy,
