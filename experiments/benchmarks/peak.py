@@ -29,7 +29,10 @@ _GIB = 2**30
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a model, number of workers and rule; sizes in GiB, at rest excluded."""
+    """A row a model, number of workers and rule; sizes in GiB, at rest excluded.
+
+    *asked for*: without what the allocator adds to fill its blocks.
+    """
     if device.type != "cuda":
         raise ValueError(
             f"a GPU's peak is measured on a GPU: got device={device}; what ranks hold on a CPU is"
@@ -50,7 +53,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             catalog.cyclic(n, 1, "one"),
             catalog.cyclic(n, "freshest", "one"),
         ):
-            measured = held(name, schedule, images, config.image_size)
+            measured, asked_for = held(name, schedule, images, config.image_size)
             predicted = foreseen(name, schedule, images, config.image_size)
             by_curve = shifted.get(schedule.name, float(curve.shifted(n)[1].max()))
             rows.append(
@@ -61,6 +64,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                     "measured": round(measured / _GIB, 3),
                     "program": round(predicted / _GIB, 3),
                     "/ program": round(measured / predicted, 3),
+                    "asked for": round(asked_for / _GIB, 3),
+                    "asked for / program": round(asked_for / predicted, 3),
                     "curve": round(by_curve / _GIB, 3),
                     "/ curve": round(measured / by_curve, 3),
                 }
@@ -68,8 +73,12 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> float:
-    """Bytes that the allocator's peak is above what stays between training steps."""
+def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> tuple[float, float]:
+    """Bytes that the allocator's peak is above what stays between training steps.
+
+    Returns:
+        those that it gave, and those that it was asked for.
+    """
     model = build(name, _CLASSES, image_size).to(images.device)
     stages = partition(model, schedule.n_stages, images)
     runtime = SingleProcess(
@@ -83,11 +92,16 @@ def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> floa
     targets = torch.zeros(len(inputs), dtype=torch.long, device=images.device)
     runtime.step(inputs, targets)
     gc.collect()
-    at_rest = torch.cuda.memory_allocated(images.device)
+    at_rest = torch.cuda.memory_stats(images.device)
     torch.cuda.reset_peak_memory_stats(images.device)
     for result in runtime.run([(inputs, targets)] * _STEPS):
         del result
-    return torch.cuda.max_memory_allocated(images.device) - at_rest
+    found = torch.cuda.memory_stats(images.device)
+    gave, asked_for = (
+        found[f"{which}_bytes.all.peak"] - at_rest[f"{which}_bytes.all.current"]
+        for which in ("allocated", "requested")
+    )
+    return gave, asked_for
 
 
 def foreseen(name: str, schedule: Schedule, images: Tensor, image_size: int) -> float:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from toolkit.measure import ACCURACY, LOSS
 from toolkit.model import Images, Sequences, build, partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import Recipe, SingleProcess
 from toolkit.schedule import catalog
 from toolkit.training import evaluate, fit, loop
 from toolkit.training.data import synthetic
@@ -174,6 +174,18 @@ def test_weights_are_tested_in_the_place_of_the_models_own():
     batches = [(torch.eye(2), torch.tensor([0, 1]))]
     assert evaluate(model, batches, weights={"weight": torch.eye(2).flip(0)}).top1 == 0
     assert evaluate(model, batches).top1 == 1
+
+
+def test_tests_compute_in_the_precision_of_training():
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1 + 2**-12]])
+    batches = [(torch.ones(1, 2), torch.tensor([0]))]
+    in_full = evaluate(model, batches)
+    in_16_bits = evaluate(model, batches, recipe=Recipe(precision="bf16"))
+    assert in_full.top1 == 0
+    assert in_16_bits.top1 == 1  # both scores are 1, and the first of them counts
+    assert in_16_bits.loss == pytest.approx(log(2), rel=1e-6)
+    assert in_full.loss > in_16_bits.loss
 
 
 def test_averages_are_tested_beside_the_weights():

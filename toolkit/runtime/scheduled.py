@@ -18,7 +18,7 @@ from toolkit.schedule.replay import replay
 
 
 class Scheduled:
-    """Interprets verified programs."""
+    """Interprets the programs of a schedule, which lowering has made."""
 
     def __init__(self, workers: Sequence[StageWorker], schedule: Schedule, loss: Loss) -> None:
         self.workers = dict(enumerate(workers))

@@ -67,6 +67,7 @@ class Job:
             on_step=on_step,
             position=position,
             stretches=stretches,
+            recipe=_recipe(self.config),
         )
 
     def measurements(self) -> Measurements | None:

@@ -13,6 +13,7 @@ from toolkit.measure import LOSS, Measure
 from toolkit.model import Form
 from toolkit.runtime.form import difference
 from toolkit.runtime.interface import Runtime
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.training.data import Batches, SampleSet
 from toolkit.training.loss import cross_entropy
@@ -154,6 +155,7 @@ def fit(
     on_step: Callable[[Step], None] = lambda step: None,
     position: Position | None = None,
     stretches: Stretches | None = None,
+    recipe: Recipe = PLAIN,
 ) -> list[Epoch]:
     """Train for ``epochs`` and evaluate after each.
 
@@ -167,6 +169,7 @@ def fit(
         on_step: called after each step.
         position: where to go on; the runtime is as it was there.
         stretches: where to pause.
+        recipe: in whose precision the tests compute, as the runtime does.
 
     Raises:
         FloatingPointError: the training loss is no longer finite.
@@ -216,10 +219,10 @@ def fit(
             )
         n_tested = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
-        test = evaluate(runtime.module(), share, runtime.total)
+        test = evaluate(runtime.module(), share, runtime.total, recipe=recipe)
         ema = None
         if averages := runtime.averages():
-            ema = evaluate(runtime.module(), share, runtime.total, averages)
+            ema = evaluate(runtime.module(), share, runtime.total, averages, recipe)
         done = Epoch(
             epoch=epoch,
             train_loss=train_loss,
@@ -263,6 +266,7 @@ def evaluate(
     batches: Batches,
     total: Callable[[Tensor], Tensor] = _alone,
     weights: Mapping[str, Tensor] | None = None,
+    recipe: Recipe = PLAIN,
 ) -> Evaluation:
     """Test ``model`` on ``batches``; its mode is afterwards what it was.
 
@@ -271,13 +275,16 @@ def evaluate(
         batches: test samples.
         total: sums over all ranks, where each tests a share.
         weights: by name, in the place of the model's own.
+        recipe: in whose precision it computes.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     sums: list[Tensor] = []  # of each batch: losses, first, among the first five; on its device
     n_answers = 0
     for inputs, targets in batches:
-        outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
+        with recipe.autocast(inputs.device):
+            outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         first = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
         loss = cross_entropy(outputs, targets, reduction="sum")
         found = loss, first[..., 0].sum(), first.sum()
