@@ -11,6 +11,8 @@ from toolkit.report.words import NONE
 from toolkit.tracking import paired_difference
 from toolkit.tracking.runs import read_runs
 
+FOLDER = {"_target_": "toolkit.training.data.image_folder"}
+
 
 def built(path):
     return build_report(read_runs([path]), "Title")
@@ -196,6 +198,38 @@ def test_settings_are_compared_within_themselves(tmp_path):
         assert v2["difference"] == "-10.00"
     (alone,) = table(report, "Accuracy", "other options: accuracy")
     assert (alone["rule"], alone["difference"]) == ("CDP-v1", NONE)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ({"num_workers": 1}, {"num_workers": 8, "prefetch_factor": 4}),
+        ({"root": "/here/flowers"}, {"root": "/there/flowers/"}),
+    ],
+)
+def test_what_changes_no_training_is_no_other_setting(tmp_path, ways):
+    """Rules whose data were read otherwise, or elsewhere, are compared, and seeds are averaged."""
+    jobs = [("dp", 0, ways[0]), ("dp", 1, ways[1]), ("cdp_v2", 0, ways[1]), ("cdp_v2", 1, ways[0])]
+    for number, (rule, seed, way) in enumerate(jobs):
+        folders.train(tmp_path / str(number), rule, seed, data=FOLDER | way)
+    rows = table(built(tmp_path), "Accuracy", "resnet8 on image_folder: accuracy")
+    assert [(row["rule"], row["seeds"]) for row in rows] == [("DP", "2"), ("CDP-v2", "2")]
+
+
+def test_other_data_are_another_setting(tmp_path):
+    for number, name in enumerate(("flowers", "pets")):
+        folders.train(tmp_path / str(number), data=FOLDER | {"root": f"/here/{name}"})
+    rows = table(built(tmp_path), "Accuracy", "resnet8 on image_folder: accuracy")
+    assert [row["rule"] for row in rows] == ["DP, root flowers", "DP, root pets"]
+
+
+def test_runtimes_are_told_apart(tmp_path):
+    """They train alike, and differ in what they take for it."""
+    for number, name in enumerate(("SingleProcess", "Distributed")):
+        runtime = {"_target_": f"toolkit.runtime.{name}"}
+        folders.train(tmp_path / str(number), runtime=runtime)
+    rows = table(built(tmp_path), "Accuracy", "resnet8 on digits: accuracy")
+    assert [row["rule"] for row in rows] == ["DP, runtime SingleProcess", "DP, runtime Distributed"]
 
 
 def test_a_sweep_of_options_is_one_comparison(tmp_path):

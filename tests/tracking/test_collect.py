@@ -40,6 +40,15 @@ def test_a_sweep_is_a_row_a_job(tmp_path):
     assert first.command == "python experiments/train.py"
 
 
+def test_lists_are_json_and_a_group_without_options_is_none(tmp_path):
+    for name, nodes, arguments in (("a", [1, 2], {}), ("b", [3], {"depth": 2}), ("c", [3], {})):
+        data = {"_target_": "own.data", "nodes": nodes, "arguments": arguments, "at": {"x": [1]}}
+        folders.train(tmp_path / name, data=data)
+    found = collect(tmp_path)
+    assert found["data.nodes"].tolist() == ["[1, 2]", "[3]", "[3]"]
+    assert not [name for name in found if name.startswith(("data.arguments", "data.at"))]
+
+
 def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
     for number in (10, 9, 1):
         folders.train(tmp_path / str(number), seed=number)

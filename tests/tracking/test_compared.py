@@ -58,6 +58,8 @@ def test_other_options_are_refused(folder, change, told):
         {"seeds": 5, "seed": 1},
         {"threads": 4, "tracking": {"mode": "disabled"}, "device": "cpu", "resume": "F"},
         {"data": {"root": "/elsewhere"}},
+        {"data": {"num_workers": 8, "prefetch_factor": 4}, "workers": 2, "diagnostics": 5},
+        {"runtime": {"_target_": "toolkit.runtime.Distributed"}},
         {"rules": {"dp": RULES["dp"]}},
         {"rules": RULES | {"new": {"delay": 1}}},
     ],

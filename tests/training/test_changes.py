@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from omegaconf import MISSING, OmegaConf
 
 from toolkit.training.changes import changed_options
@@ -39,6 +40,11 @@ def test_an_option_that_there_was_not_yet_has_its_usual_value():
     other = OmegaConf.merge(usual, {"sub": {"late": 2}, "top": True})
     assert changed_options("sub: {kept: []}", other) == "sub.late=2 (was None), top=True (was None)"
     assert changed_options("sub: {late: 2, kept: []}", usual) == "sub.late=1 (was 2)"
+
+
+@pytest.mark.parametrize("before", [None, 3, "[1, 2]", "a: [", "${a}: }"])
+def test_of_options_that_are_unknown_nothing_is_told(before):
+    assert changed_options(before, OmegaConf.create({"a": 1})) == ""
 
 
 def test_some_options_change_nothing():

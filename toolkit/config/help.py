@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import schema
+from toolkit.options import flat, without
 
 _OWN = ("--config-dir", "-cd")
 
@@ -92,18 +94,12 @@ def _option(key: str, config: DictConfig, description: str) -> str:
 
 
 def _values(config: DictConfig, described: dict[str, str]) -> Iterator[str]:
-    for key, value in OmegaConf.to_container(config).items():  # type: ignore[union-attr]
-        if key not in described and isinstance(value, dict):
-            yield from _flat(str(key), value, config[key])
-
-
-def _flat(prefix: str, values: dict, config: DictConfig) -> Iterator[str]:
-    told = schema.helps(OmegaConf.get_type(config))
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}.{key}", value, config[key])
-        elif key != "_target_" and not str(value).startswith("${"):
-            yield f"{f'{prefix}.{key}={_plain(value)}':<30} {told.get(key, '')}".rstrip()
+    options: Any = OmegaConf.to_container(config)
+    for name, value in without(flat(options), described).items():
+        group, _, last = name.rpartition(".")
+        if group and last != "_target_" and not str(value).startswith("${"):
+            told = schema.helps(OmegaConf.get_type(OmegaConf.select(config, group)))
+            yield f"{f'{name}={_plain(value)}':<30} {told.get(last, '')}".rstrip()
 
 
 def _plain(value: object) -> str:

@@ -3,16 +3,15 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from toolkit.tracking.collect import differing, flat_options
+from toolkit.options import INDIFFERENT, differing, flat, without
+from toolkit.tracking.collect import flat_options
 from toolkit.tracking.runs import Run, rebuild_schedule
 
-# Options that change nothing of what is trained.
-_INDIFFERENT = (
-    *("seed", "seeds", "rules", "resume", "save", "profile", "threads", "device", "workers"),
-    *("tracking", "diagnostics", "guard", "guard_factor"),
-)
+# Runs are paired by their seeds, under rules; what one runtime or another takes is reported, too.
+_FREE = (INDIFFERENT | {"seed", "schedule"}) - {"runtime"}
 _MOST_OPTIONS = 3  # in a name
 
 
@@ -118,14 +117,18 @@ def _short(option: str) -> str:
 
 def _options(run: Run) -> dict[str, Any]:
     """The options that matter, but for the schedule's."""
-    flat = flat_options(run.config)
-    top = {name: name.partition(".")[0] for name in flat}
-    return {n: v for n, v in flat.items() if top[n] not in (*_INDIFFERENT, "schedule")}
+    return _mattering(flat_options(run.config))
 
 
 def _setting(run: Run) -> str:
-    rest = {n: v for n, v in run.config.items() if n not in ("schedule", *_INDIFFERENT)}
-    return json.dumps(rest, sort_keys=True, default=str)
+    return json.dumps(_mattering(flat(run.config)), sort_keys=True, default=str)
+
+
+def _mattering(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the folder of the data its name: elsewhere they are the same, and of another name not."""
+    found = without(options, _FREE)
+    root = found.get("data.root")
+    return found | {"data.root": Path(root).name} if isinstance(root, str) else found
 
 
 def _task(run: Run) -> str:

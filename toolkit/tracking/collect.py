@@ -1,11 +1,12 @@
 """Runs as tidy tables: a row a run, or a row an epoch."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.options import AROUND, differing, flat, without
 from toolkit.tracking.runs import Run, read_runs
 
 if TYPE_CHECKING:
@@ -24,12 +25,10 @@ PRINCIPAL = (
 )
 """Options that are columns whether or not the runs differ in them."""
 
-# What a column of its own has, or another option tells.
-_NOT_TRAINING = "tracking."  # options that change nothing of what is trained
-_NOT_OPTIONS = (
-    *("seed", "seeds", "schedule", "rules", "resume", "device", "workers", "model.name"),
+_TOLD = {  # by a column of its own, or by another option
+    *("seed", "schedule", "device", "workers", "model.name"),
     *("schedule.n", "schedule.n_stages", "schedule.n_microbatches"),
-)
+}
 
 
 def collect(*folders: str | Path) -> "pd.DataFrame":
@@ -85,41 +84,17 @@ def epochs_frame(runs: Sequence[Run]) -> "pd.DataFrame":
 def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Options by their dotted names; a group that a ``_target_`` chooses has its name as a value.
 
-    Lists and empty groups are JSON. The model is called by its name.
+    Lists are JSON. The model is called by its name.
     """
     found: dict[str, Any] = {}
-    for name, value in _leaves(config, ""):
+    for name, value in without(flat(config), AROUND).items():
         if name.endswith("._target_"):
             name, value = name.removesuffix("._target_"), str(value).rpartition(".")[2]
-        found[name] = value
+        found[name] = json.dumps(value, default=str) if isinstance(value, list) else value
     model = config.get("model")
     if isinstance(model, dict):
         found["model"] = model.get("target") or model.get("name") or found.get("model")
-    return {
-        name: value
-        for name, value in found.items()
-        if name not in _NOT_OPTIONS and not name.startswith(_NOT_TRAINING)
-    }
-
-
-def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The options of which there are two values or more."""
-    values: dict[str, set[str]] = {}
-    for run in options:
-        for name, value in run.items():
-            values.setdefault(name, set()).add(repr(value))
-    return [name for name, seen in values.items() if len(seen) > 1]
-
-
-def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value and name != "rules":
-            yield from _leaves(value, f"{name}.")
-        elif isinstance(value, dict | list):
-            yield name, json.dumps(value, default=str)
-        else:
-            yield name, value
+    return {name: value for name, value in found.items() if name not in _TOLD}
 
 
 def _what(run: Run) -> dict[str, Any]:

@@ -15,12 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from toolkit.files import write_csv, write_text
+from toolkit.options import INDIFFERENT
 from toolkit.tracking.reading import read_csv
-from toolkit.training.changes import INDIFFERENT, changed_options
+from toolkit.training.changes import changed_options
 
 OPTIONS = "runs.yaml"
-# What one resume may have otherwise than the other, and still compare like with like.
-_FREE = {*INDIFFERENT, "seed", "seeds", "data.root"} - {"epochs"}
+# Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.
+_FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from toolkit.messages import first_line
+from toolkit.options import AROUND, without
 from toolkit.tracking.journal import JOURNAL, Journal
 from toolkit.tracking.provenance import provenance, redacted
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MODES = ("offline", "online", "disabled")
-_NOT_TRAINING = ("tracking", "rules", "seeds", "resume")  # options
 _INTERRUPTED = 130
 
 _said: set[str] = set()
@@ -116,7 +116,7 @@ def track(
         return
     journal = Journal(folder / JOURNAL if alone else None, resume=resume)
     source = provenance(config, device, 0)
-    content = {k: v for k, v in source.pop("config").items() if k not in _NOT_TRAINING}
+    content = without(source.pop("config"), AROUND)
     tracker = _begin(
         folder,
         journal,
