@@ -43,13 +43,18 @@ class Transfer:
     def wait(self) -> None:
         """Wait until it has ended. Only once: gloo does not answer a second time.
 
+        On a GPU the current stream waits, and who asks has to wait for that.
+
         Raises:
             RuntimeError: of the backend.
         """
         for phase in self._phases:
             for work in phase():
                 assert work is not None
-                work.wait(_FOR_EVER)
+                if self.flat.is_cuda:  # with a time limit NCCL would look once a millisecond
+                    work.wait()
+                else:
+                    work.wait(_FOR_EVER)
 
 
 class Links:
