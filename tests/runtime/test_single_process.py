@@ -108,14 +108,16 @@ def test_a_wrong_rule_differs(model, order):
     batches = make_batches(3)
     rules = [catalog.data_parallel(3), catalog.cyclic(3, 1), catalog.cyclic(3)]
     rules.append(replace(rules[-1], predict=True))
-    stages = cut(model, rules[0])
+    at = stage_of(cut(model, rules[0]))
+    ends = [
+        trajectory(model, at, rule.staleness, batches, sgd, predict=rule.predict)[-1]
+        for rule in rules
+    ]
     for rule in rules:
         runtime = runtime_for(copy.deepcopy(model), rule, order)
         list(runtime.run(batches))
-        for other in rules:
-            arguments = model, stage_of(stages), other.staleness, batches, sgd
-            expected = trajectory(*arguments, predict=other.predict)[-1]
-            assert differ(runtime.module().state_dict(), expected) == (other is not rule)
+        for other, end in zip(rules, ends, strict=True):
+            assert differ(runtime.module().state_dict(), end) == (other is not rule)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
