@@ -59,7 +59,8 @@ class MicrobatchNorm(nn.Module):
         self.statistics: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y, statistics = self._at_once(x) if torch.compiler.is_compiling() else self._in_turn(x)
+        fused = x.is_cuda and torch.compiler.is_compiling()
+        y, statistics = self._at_once(x) if fused else self._in_turn(x)
         if statistics is not None and not self.group.again:
             total = self.statistics
             self.statistics = statistics if total is None else total + statistics
@@ -88,7 +89,10 @@ class MicrobatchNorm(nn.Module):
         return y, None if statistics is None else statistics.sum(1)
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """By the formula, for a compiler, to which as many batch norms would be long code."""
+        """By the formula, for a GPU's compiler, to which as many batch norms would be long code.
+
+        A CPU's takes half as long over it, too, but makes code half as fast.
+        """
         parts = x.unflatten(0, (self.group.size, -1))
         wide = parts.to(torch.promote_types(x.dtype, torch.float32))
         dims = [1, *range(3, wide.dim())]
