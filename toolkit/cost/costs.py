@@ -67,6 +67,11 @@ class StageCost:
         """A sum of gradients, and of statistics with it."""
         return self.parameter_bytes + self.statistics_bytes
 
+    @property
+    def update_bytes(self) -> float:
+        """What an update moves: weights, gradient and momentum in, weights and momentum out."""
+        return 5 * self.parameter_bytes
+
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Forward and backward: as measured, else by the roofline of ``hardware``."""
         if self.forward_seconds is not None and self.backward_seconds is not None:

@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, inf, isfinite, log2
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
 from toolkit.messages import instead
 from toolkit.model.analysis import Work
 from toolkit.repository import conf
+from toolkit.schedule import Action
+from toolkit.schedule.program import rounds
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,11 @@ class Hardware:
 
     def all_reduce(self, n_bytes: float, n_ranks: int) -> float:
         """Seconds of a ring all-reduce: 2(n-1) rounds of 1/n of the bytes."""
-        rounds = 2 * (n_ranks - 1)
-        return rounds * self.message(n_bytes / n_ranks)
+        return rounds(Action.ALL_REDUCE, n_ranks) * self.message(n_bytes / n_ranks)
 
     def tree(self, n_bytes: float, n_ranks: int) -> float:
         """Seconds of a broadcast, or of a reduction to one rank, over a binomial tree."""
-        return ceil(log2(n_ranks)) * self.message(n_bytes) if n_ranks > 1 else 0.0
+        return rounds(Action.BROADCAST, n_ranks) * self.message(n_bytes)
 
 
 def check_hardware(hardware: Hardware) -> None:

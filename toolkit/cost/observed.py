@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from math import ceil, inf, log2
+from math import inf
 from statistics import median
 
 from toolkit.cost.costs import Costs, StageCost
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
+from toolkit.schedule import Action
+from toolkit.schedule.program import rounds
 
 
 def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
@@ -42,9 +44,9 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         for span in met
     ]
     updates = [
-        (s.end - s.start) / (5 * costs[s.stage].parameter_bytes)
+        (s.end - s.start) / costs[s.stage].update_bytes
         for s in timeline.spans
-        if s.lane == UPDATE and costs[s.stage].parameter_bytes
+        if s.lane == UPDATE and costs[s.stage].update_bytes
     ]
     links = Hardware(
         name="as observed",
@@ -58,4 +60,5 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
 
 def _rounds(name: str, n_ranks: int) -> int:
     """Messages of a collective that wait for each other."""
-    return max(1, 2 * (n_ranks - 1)) if name == "all-reduce" else max(1, ceil(log2(n_ranks)))
+    action = Action[name.upper().replace("-", "_")]
+    return max(1, rounds(action, n_ranks))

@@ -218,11 +218,10 @@ class _Simulation:
         return ready
 
     def _update(self, rank: int, i: Instruction) -> None:
-        """Reads weights, gradients and momentum, writes weights and momentum."""
         step = i.step or 0
         key = (rank, i.stage, i.step)
         start = max(self.updated[rank], self.weights[key], self.sums[key])
-        moved = 5 * self.costs[i.stage].parameter_bytes
+        moved = self.costs[i.stage].update_bytes
         seconds = moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)

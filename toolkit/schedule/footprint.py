@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from toolkit.schedule.program import Action, Buffer, Instruction, Program, Traffic, traffic_of
+from toolkit.schedule.program import (
+    Action,
+    Buffer,
+    Instruction,
+    Program,
+    Traffic,
+    rounds,
+    traffic_of,
+)
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import settled_steps, steady_slots
 
@@ -100,9 +108,8 @@ def _rounds(program: Program) -> int:
         if i.action == Action.RECV:
             depth[at] = max(depth[at], depth[i.peers[0], i.stage] + 1)
         elif i.action != Action.SEND and i.action != Action.FREE and rank == i.peers[0]:
-            n = len(i.peers)
-            rounds = 2 * (n - 1) if i.action == Action.ALL_REDUCE else (n - 1).bit_length()
-            reached = max(depth[peer, i.stage] for peer in i.peers) + rounds
+            before = max(depth[peer, i.stage] for peer in i.peers)
+            reached = before + rounds(i.action, len(i.peers))
             depth.update({(peer, i.stage): reached for peer in i.peers})
         most = max(most, depth[at])
     return most

@@ -255,13 +255,19 @@ def _together(found: Sequence[Traffic]) -> Traffic:
     return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
 
 
+def rounds(action: Action, n_ranks: int) -> int:
+    """Messages of a collective that wait for each other: of a ring, or of a binomial tree."""
+    return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()
+
+
 def traffic_of(i: Instruction, rank: int) -> Traffic:
     """What ``rank`` sends by an instruction that moves weights or gradients."""
     if i.action == Action.SEND:
         return _MESSAGE
     n = len(i.peers)
     if i.action == Action.ALL_REDUCE:
-        return Traffic(2 * (n - 1), Fraction(2 * (n - 1), n))
+        messages = rounds(i.action, n)
+        return Traffic(messages, Fraction(messages, n))
     if i.action == Action.BROADCAST:
         messages = _tree_children(i.peers.index(rank), n)
     elif i.action == Action.REDUCE:
