@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick, schedules
-from toolkit.schedule import Action, Buffer, Program, catalog
+from toolkit.schedule import Action, Buffer, Instruction, Kind, Op, Program, catalog
 
 MESSAGES = (Action.SEND, Action.RECV)
 
@@ -263,3 +263,31 @@ def test_shown_without_its_instructions():
     assert repr(program) == (
         f"Program('GPipe', n_steps=2, first_step=1, ranks=2, instructions={n})"
     )
+
+
+@pytest.mark.parametrize(
+    ("instruction", "label"),
+    [
+        (Instruction(0, Action.FORWARD, 3, 12, 0, 0), "3F12"),
+        (Instruction(0, Action.BACKWARD, 3, 1, 0, 0), "3B1"),
+        (Instruction(0, Action.BACKWARD_INPUT, 3, 1, 0, 0), "3I1"),
+        (Instruction(0, Action.BACKWARD_WEIGHT, 3, 1, 1, 0, Buffer.PREDICTION), "3W1"),
+        (Instruction(0, Action.UPDATE, 3, None, 0, 1), "update 3"),
+        (Instruction(0, Action.PREDICT, 3, None, 2, 1, Buffer.PREDICTION), "predict 3"),
+        (Instruction(0, Action.SEND, 3, 1, 0, None, Buffer.ACTIVATION_GRADIENT, (1,)),
+         "activation gradient"),
+        (Instruction(0, Action.RECV, 3, None, 0, 1, Buffer.WEIGHTS, (1,)), "weights"),
+        (Instruction(0, Action.ALL_REDUCE, 3, None, 0, None, Buffer.GRADIENT, (0, 1)),
+         "all-reduce"),
+        (Instruction(0, Action.BROADCAST, 3, None, 0, 1, Buffer.WEIGHTS, (0, 1)), "broadcast"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_timelines_call_an_instruction(instruction, label):
+    assert instruction.label == label
+
+
+def test_the_op_of_an_instruction():
+    found = Instruction(5, Action.BACKWARD_WEIGHT, 3, 1, 0, 0).op
+    assert found == Op(Kind.BACKWARD_WEIGHT, 3, 1)
+    assert str(found) == "3W1"

@@ -58,7 +58,9 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
     return tuple(timed), links
 
 
+_COLLECTIVES = {action.label: action for action in Action if action.communicates}
+
+
 def _rounds(name: str, n_ranks: int) -> int:
     """Messages of a collective that wait for each other."""
-    action = Action[name.upper().replace("-", "_")]
-    return max(1, rounds(action, n_ranks))
+    return max(1, rounds(_COLLECTIVES[name], n_ranks))

@@ -116,6 +116,7 @@ class _Simulation:
         self.spans: list[Span] = []
         self.changes: list[Change] = []
         self.steps: dict[int, float] = {}
+        self.names: dict[tuple, str] = {op: str(op) for op in program.schedule.timing.starts}
         self.handlers = {action: self._compute for action in Action if action.computes} | {
             Action.UPDATE: self._update,
             Action.PREDICT: self._predict,
@@ -181,8 +182,7 @@ class _Simulation:
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
-        name = f"{stage}{'FBIW'[action]}{i.microbatch}"
-        slot = self.program.slot(i)
+        name, slot = self.names[i[1:4]], self.program.slot(i)
         self.spans.append(Span(rank, COMPUTE, start, end, name, *key, slot=slot))
         if action == Action.FORWARD:
             self.boundaries[Buffer.ACTIVATION, *key] = end
@@ -229,10 +229,8 @@ class _Simulation:
         self.in_use_until[key] = end
         self.steps[step] = max(self.steps.get(step, 0.0), end)
         if seconds > 0:
-            name = f"update {i.stage}"
-            what = (i.stage, None, i.step)
-            slot = self.program.slot(i)
-            self.spans.append(Span(rank, UPDATE, start, end, name, *what, slot=slot))
+            what = (i.label, i.stage, None, i.step)
+            self.spans.append(Span(rank, UPDATE, start, end, *what, slot=self.program.slot(i)))
 
     def _predict(self, rank: int, i: Instruction) -> None:
         """Reads two versions and writes one, before the ops go on."""
@@ -243,7 +241,7 @@ class _Simulation:
         self.computed[rank] = end
         self._hold_weights(start, rank, i.stage, i.version, i.step)
         if end > start:
-            what = (f"predict {i.stage}", i.stage, None, i.step)
+            what = (i.label, i.stage, None, i.step)
             self.spans.append(Span(rank, COMPUTE, start, end, *what, slot=self.program.slot(i)))
 
     def _hold_weights(self, when: float, rank: int, stage: int, *which: int | None) -> None:
@@ -283,7 +281,7 @@ class _Simulation:
         ports = [self.sending[rank], self.receiving[peer]]
         start = reserve(ports, ready, seconds)
         self.arrival = end = start + seconds
-        what = (_NAMES[i.buffer], i.stage, i.microbatch, i.step, n_bytes)
+        what = (i.label, i.stage, i.microbatch, i.step, n_bytes)
         slot = self.program.slot(i)
         self.spans.append(Span(rank, SEND, start, end, *what, peer, slot))
         self.spans.append(Span(peer, RECEIVE, start, end, *what, rank, slot))
@@ -316,7 +314,7 @@ class _Simulation:
         ports = [port[peer] for port in (self.sending, self.receiving) for peer in i.peers]
         start = reserve(ports, ready, seconds)
         end = start + seconds
-        name = i.action.name.lower().replace("_", "-")
+        name = i.label
         for peer in i.peers:
             self.met[peer] = start
             units = float(traffic_of(i, peer).units)
@@ -344,6 +342,3 @@ class _Simulation:
             self.changes.append(Change(when, rank, ACTIVATIONS, -held))
             if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
                 self.changes.append(Change(when, rank, INPUTS, -inputs))
-
-
-_NAMES: dict[Buffer | None, str] = {b: b.name.lower().replace("_", " ") for b in Buffer}

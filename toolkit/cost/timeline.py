@@ -8,12 +8,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from toolkit.schedule import Kind
+
 if TYPE_CHECKING:
     import pandas as pd
 
 COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
 LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
-COMPUTED = ("F", "B", "I", "W", "p")  # kinds of op, as their names have them, and predictions
+COMPUTED = (*(kind.letter for kind in Kind), "p")  # ops as their names have them, and predictions
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
 INPUTS, OPTIMIZER = "stage inputs", "optimizer"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)

@@ -9,6 +9,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from toolkit.schedule.op import Kind, Op
+
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
@@ -37,6 +39,11 @@ class Action(IntEnum):
     def communicates(self) -> bool:
         return Action.SEND <= self <= Action.BROADCAST
 
+    @cached_property
+    def label(self) -> str:
+        """Its name in words: ``backward input``, ``all-reduce``."""
+        return self.name.lower().replace("_", "-" if self.communicates else " ")
+
 
 class Buffer(IntEnum):
     """What is sent, received, reduced, predicted or freed.
@@ -53,6 +60,11 @@ class Buffer(IntEnum):
     GRADIENT = 2
     WEIGHTS = 3
     PREDICTION = 4
+
+    @cached_property
+    def label(self) -> str:
+        """Its name in words."""
+        return self.name.lower().replace("_", " ")
 
 
 WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
@@ -91,10 +103,26 @@ class Instruction(NamedTuple):
         assert self.version is not None
         return (self.stage, self.version), (self.stage, self.version - 1)
 
+    @property
+    def op(self) -> Op:
+        """The op that it is, where it computes."""
+        return Op(Kind(self.action), self.stage, self.microbatch or 0)
+
+    @property
+    def label(self) -> str:
+        """What timelines call it: an op or another work of a stage, what is sent, a collective."""
+        if self.buffer is not None and self.action in _MESSAGES:
+            return self.buffer.label
+        if self.action.computes:
+            return str(self.op)
+        if self.action.communicates:
+            return self.action.label
+        return f"{self.action.label} {self.stage}"
+
     def __str__(self) -> str:
         words = [self.action.name]
         if self.buffer is not None:
-            words.append(self.buffer.name.lower().replace("_", " "))
+            words.append(self.buffer.label)
         words.append(f"stage {self.stage}")
         for name in ("microbatch", "step", "version"):
             if (value := getattr(self, name)) is not None:
@@ -116,6 +144,7 @@ class Traffic(NamedTuple):
 _ACTIVATION, _WEIGHTS = Buffer.ACTIVATION, Buffer.WEIGHTS
 _UPDATE, _PREDICT, _FREE = Action.UPDATE, Action.PREDICT, Action.FREE
 _RECV, _BROADCAST = Action.RECV, Action.BROADCAST
+_MESSAGES = (Action.SEND, Action.RECV)
 _NOTHING, _MESSAGE = Traffic(0, Fraction(0)), Traffic(1, Fraction(1))
 _SENDING = (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 

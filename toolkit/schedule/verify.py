@@ -65,7 +65,7 @@ def _op(program: Program, i: Instruction) -> tuple[Op, int] | None:
         return None
     step = max(0, i.step - program.first_step)
     if i.action.computes:
-        return Op(Kind(i.action), i.stage, i.microbatch or 0), step
+        return i.op, step
     forward = i.buffer == Buffer.ACTIVATION and i.action != Action.FREE
     microbatch = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
     return Op(Kind.FORWARD if forward else Kind.BACKWARD, i.stage, microbatch), step
@@ -268,6 +268,6 @@ def _left(why: str, schedule: Schedule, mark: tuple[Op, int] | None = None) -> V
 
 def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:
     if key not in boundaries:
-        what = key[0].name.lower().replace("_", " ")
+        what = key[0].label
         raise _RefusedError(f"the {what} of stage {key[1]}, micro-batch {key[2]} is not there")
     boundaries.remove(key)

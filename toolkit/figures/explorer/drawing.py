@@ -131,7 +131,7 @@ def _grid(program: Program, rows: Sequence[int], scale: _Scale, frame: Frame) ->
             if i.action.computes:
                 stale = delays[i.step or 0][i.stage][i.microbatch or 0] > 0
                 cell = _cell(i, i.tick / tick, stale, hover[rank, k], scale)
-                by_row[_row(program, rank, i)].append((i.tick, _label(i), cell))
+                by_row[_row(program, rank, i)].append((i.tick, i.label, cell))
     what = "micro-batch" if program.schedule.layout.name == "one" else "rank"
     groups = []
     for k, (row, cells) in enumerate(by_row.items()):
@@ -148,10 +148,6 @@ def _grid(program: Program, rows: Sequence[int], scale: _Scale, frame: Frame) ->
     size = number(scale.font)
     content = lines + "".join(groups)
     return drawing(content, width, height, label, class_="cdp-grid", role="group", font_size=size)
-
-
-def _label(i: Instruction) -> str:
-    return f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
 
 
 def _cell(i: Instruction, slot: float, stale: bool, hover: str, scale: _Scale) -> str:

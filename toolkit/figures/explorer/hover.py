@@ -64,9 +64,9 @@ class _Rank:
 
 def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -> str:
     schedule = program.schedule
-    op = Op(Kind(i.action), i.stage, i.microbatch or 0)
+    op = i.op
     key = (i.stage, i.microbatch, i.step)
-    head = f"{op} of step {i.step}: {op.kind.name.lower().replace('_', ' ')} of stage {i.stage}"
+    head = f"{op} of step {i.step}: {i.action.label} of stage {i.stage}"
     head += f" on micro-batch {i.microbatch}; rank {rank}, slot {_slot(i.tick, tick)}"
 
     late = schedule.delays(i.step or 0)[i.stage][i.microbatch or 0]
@@ -80,9 +80,8 @@ def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -
         waits.append(_input(needed, i, seen))
     before = seen.before[i]
     if before is not None and schedule.layout.name != "one":
-        done = Op(Kind(before.action), before.stage, before.microbatch or 0)
         own = "" if before.step == i.step else f" of step {before.step}"
-        waits.append(f"{done}{own}, before it on this rank")
+        waits.append(f"{before.op}{own}, before it on this rank")
 
     end = i.tick + tick
     gone = seen.freed.get(key)

@@ -90,30 +90,27 @@ def _spans(
     i = event.instruction
     start, end = message or (event.start, event.end)
     n_bytes, peer = 0.0, None
-    if i.action.computes:
-        lane, name = COMPUTE, f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
-    elif i.action == Action.PREDICT:
-        lane, name = COMPUTE, f"predict {i.stage}"
+    if i.action.computes or i.action == Action.PREDICT:
+        lane = COMPUTE
     elif i.action == Action.UPDATE:
-        lane, name = UPDATE, f"update {i.stage}"
+        lane = UPDATE
     elif i.action.communicates:
-        lane, name, n_bytes, peer = _message(rank, event)
+        lane, n_bytes, peer = _message(rank, event)
     else:
         return
     slot = event.tick // schedule.timing.ticks_per_slot
-    yield Span(rank, lane, start, end, name, i.stage, i.microbatch, i.step, n_bytes, peer, slot)
+    what = (i.label, i.stage, i.microbatch, i.step, n_bytes)
+    yield Span(rank, lane, start, end, *what, peer, slot)
 
 
-def _message(rank: int, event: Event) -> tuple[str, str, float, int | None]:
-    """Lane, name, bytes through the rank's port, and peer."""
+def _message(rank: int, event: Event) -> tuple[str, float, int | None]:
+    """Lane, bytes through the rank's port, and peer."""
     i = event.instruction
-    assert i.buffer is not None
     if i.action in (Action.SEND, Action.RECV):
         lane = SEND if i.action == Action.SEND else RECEIVE
-        return lane, i.buffer.name.lower().replace("_", " "), event.bytes, i.peers[0]
-    name = i.action.name.lower().replace("_", "-")
+        return lane, event.bytes, i.peers[0]
     sent = float(traffic_of(i, rank).units * event.bytes)
-    return (SEND, name, sent, None) if sent else (RECEIVE, name, event.bytes, None)
+    return (SEND, sent, None) if sent else (RECEIVE, event.bytes, None)
 
 
 def _changes(record: Record, origin: float) -> Iterator[Change]:
