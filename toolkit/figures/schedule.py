@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from toolkit.figures.rows import align
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, style
 from toolkit.schedule import Action, Program, Schedule
+from toolkit.schedule.grid import row_of, rows
 
 _FILL = {
     Action.FORWARD: SKY,
@@ -66,12 +67,12 @@ def schedules(
     """
     shown = _checked([shown] if isinstance(shown, Schedule | str) else shown)
     programs = [schedule.lower(n_steps) for schedule in shown]
-    rows = [_rows(program) for program in programs]
+    shapes = [rows(schedule) for schedule in shown]
     alive = [_alive(program) for program in programs]
     others = [schedule.lower(n_steps) for schedule in beside]
     n_slots = max(program.n_slots for program in [*programs, *others])
     highest = max(map(max, [*alive, *map(_alive, others)]))
-    most = max(n for _, n in rows)
+    most = max(n for _, n in shapes)
     height = min(_TALLEST, max(_GRID, _ROW * most))
     with style():
         size = (_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)
@@ -83,7 +84,7 @@ def schedules(
         for program, grid in zip(programs, grids, strict=True):
             _draw_grid(grid, program, scale)
             grid.set_title(program.schedule.name)
-        align(grids, rows)
+        align(grids, shapes)
         for totals, memory in zip(alive, memories, strict=True):
             _draw_memory(memory, totals)
             memory.set_ylim(0, 1.2 * highest)
@@ -115,17 +116,6 @@ def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
     return [*patches, Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")]
 
 
-def _is_one(program: Program) -> bool:
-    return program.schedule.layout.name == "one"
-
-
-def _rows(program: Program) -> tuple[str, int]:
-    """What a row is, and how many there are."""
-    if _is_one(program):
-        return "micro-batch", program.schedule.n_microbatches
-    return "rank", len(program.ranks)
-
-
 def _alive(program: Program) -> list[float]:
     """All ranks' activations in each slot, in micro-batches."""
     slots = zip(*program.activations(), strict=True)
@@ -133,14 +123,14 @@ def _alive(program: Program) -> list[float]:
 
 
 def _cells(program: Program) -> Iterator[_Cell]:
-    one, tick = _is_one(program), program.schedule.timing.ticks_per_slot
+    tick = program.schedule.timing.ticks_per_slot
     delays = {step: program.schedule.delays(step) for step in program.steps}
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
             if i.action.computes:
                 step, microbatch = i.step or 0, i.microbatch or 0
                 stale = delays[step][i.stage][microbatch] > 0
-                row = microbatch if one else rank
+                row = row_of(program.schedule, rank, microbatch)
                 yield _Cell(i.tick / tick, row, i.action, i.stage, step, stale)
 
 

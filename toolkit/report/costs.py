@@ -55,6 +55,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     """The schedules' grids, their peaks, and what ranks were seen to hold."""
     from toolkit.figures import schedules as draw
     from toolkit.schedule import steady_state
+    from toolkit.schedule.grid import rows
 
     for label, why in found.refused.items():
         yield Text(f"The schedule of {label} is left out: {why}.")
@@ -62,7 +63,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     if not schedules:
         yield Text("No run tells of a schedule.")
         return
-    drawn = [name for name, schedule in schedules.items() if _rows(schedule) <= _ROWS][:_GRIDS]
+    drawn = [name for name, schedule in schedules.items() if rows(schedule)[1] <= _ROWS][:_GRIDS]
     peaks = {
         name: steady_state(schedule).peak_activations / schedule.n_stages
         for name, schedule in schedules.items()
@@ -119,11 +120,6 @@ def communication_blocks(groups: Sequence[Group], found: Found) -> Iterator[Bloc
     if measured:
         yield Table(measured, "Messages as measured, in the steps that were recorded.")
     yield from _timelines(groups)
-
-
-def _rows(schedule: "Schedule") -> int:
-    """Rows of its grid."""
-    return schedule.n_microbatches if schedule.layout.name == "one" else schedule.n_ranks
 
 
 def _held(name: str, schedule: "Schedule", peak: float) -> dict[str, str]:

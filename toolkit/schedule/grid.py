@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 _IDLE = "."
 
 
+def rows(schedule: "Schedule") -> tuple[str, int]:
+    """What a row is, and how many there are."""
+    if schedule.one_device:
+        return "micro-batch", schedule.n_microbatches
+    return "rank", schedule.n_ranks
+
+
+def row_of(schedule: "Schedule", rank: int, microbatch: int) -> int:
+    """The row that shows ``rank`` at work on ``microbatch``."""
+    return microbatch if schedule.one_device else rank
+
+
 def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None = None) -> str:
     """The grid of ``n_steps`` training steps; ``mark=(op, step)`` puts that op in brackets.
 
@@ -21,29 +33,28 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
     """
     timing = schedule.timing
     tick = timing.ticks_per_slot
-    cells: dict[tuple[int, int], dict[int, str]] = {}
+    cells: dict[int, dict[int, str]] = {}
     last = 0
     for step in range(n_steps):
         for op, start in timing.starts.items():
             at = start + step * timing.period
             rank = schedule.layout.rank(op.stage, op.microbatch, step)
-            row = (rank, op.microbatch if schedule.layout.name == "one" else 0)
             text = str(op) + "'" * (step % 2)
             if (op, step) == mark:
                 text = f"[{text}]"
-            columns = cells.setdefault(row, {})
+            columns = cells.setdefault(row_of(schedule, rank, op.microbatch), {})
             columns[at] = f"{columns[at]}/{text}" if at in columns else text
             for further in range(at + 1, at + tick):
                 columns.setdefault(further, "-")
             last = max(last, at + tick)
 
-    rows = sorted(cells)
-    several = len({rank for rank, _ in rows}) < len(rows)
-    labels = [f"rank {rank}" + (f" mb {mb}" if several else "") for rank, mb in rows]
+    shared = schedule.one_device and schedule.n_microbatches > 1
+    numbers = sorted(cells)
+    labels = [f"rank 0 mb {row}" if shared else f"rank {row}" for row in numbers]
     head = ["slot", *(str(at // tick) if at % tick == 0 else "" for at in range(last))]
     body = [
         [label, *(cells[row].get(at, _IDLE) for at in range(last))]
-        for label, row in zip(labels, rows, strict=True)
+        for label, row in zip(labels, numbers, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     lines = (

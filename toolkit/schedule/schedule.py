@@ -113,6 +113,11 @@ class Schedule:
         return self.layout.n_ranks
 
     @property
+    def one_device(self) -> bool:
+        """Whether a single device runs everything, several ops at once where they are so timed."""
+        return self.layout.name == "one"
+
+    @property
     def period(self) -> float:
         """Slots between the starts of consecutive training steps."""
         return self.timing.period / self.timing.ticks_per_slot
@@ -286,7 +291,7 @@ class Schedule:
 
     def _check_ranks(self) -> None:
         """No two ops at once on a rank, but for the single device, which runs them all."""
-        if self.layout.name == "one":
+        if self.one_device:
             return
         tick, period = self.timing.ticks_per_slot, self.timing.period
         for rank, (taken, lap) in self._busy().items():

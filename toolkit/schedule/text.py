@@ -90,7 +90,7 @@ def write_csv(schedule: "Schedule") -> str:
                 f"the CSV format is for pipelines, where a stage has one rank: stage {j} of"
                 f" {schedule.name} has {len(schedule.layout.ranks(j))}; place it per_stage"
             )
-    if schedule.timing.ticks_per_slot != 1 or schedule.layout.name == "one":
+    if schedule.timing.ticks_per_slot != 1 or schedule.one_device:
         raise ValueError(
             f"the CSV format has one op a slot and rank: {schedule.name} runs on one device or has"
             " ops between slots; place it per_stage, and start every op at a whole slot"

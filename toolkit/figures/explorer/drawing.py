@@ -10,7 +10,8 @@ from toolkit.figures.explorer.analysis import Analysis, analyse
 from toolkit.figures.explorer.choice import Choice
 from toolkit.figures.explorer.hover import texts
 from toolkit.figures.explorer.svg import drawing, element, number, steps, text
-from toolkit.schedule import Action, Instruction, Program
+from toolkit.schedule import Action, Instruction, Program, Schedule
+from toolkit.schedule.grid import row_of, rows
 
 _CLASS = {
     Action.FORWARD: "f",
@@ -79,8 +80,8 @@ def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
     """
     analysis = analyse(choice, n_steps)
     program = analysis.drawn
-    rows = _rows(program)
-    row = 22.0 if len(rows) <= 12 else 16.0 if len(rows) <= 32 else 12.0
+    _, n_rows = rows(program.schedule)
+    row = 22.0 if n_rows <= 12 else 16.0 if n_rows <= 32 else 12.0
     wide = 0.85 if program.schedule.n_stages <= 10 else 0.66
     scale = _Scale(frame.slot, row, min(12.0, row - 4, frame.slot * wide))
     width = _GUTTER + (frame.slots + 1) * scale.slot
@@ -90,8 +91,8 @@ def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
             '<div class="cdp-scroll" role="group" tabindex="0"',
             f' aria-label="{escape(analysis.schedule.name)}: grid, activations and traffic">',
             f'<div class="cdp-plot" {plot}>',
-            _row_names(program, rows, scale),
-            _grid(program, rows, scale, frame),
+            _row_names(program.schedule, n_rows, scale),
+            _grid(program, scale, frame),
             f'</div><div class="cdp-plot cdp-charts" {plot}>',
             _chart_names(),
             _charts(analysis, scale, frame),
@@ -100,50 +101,41 @@ def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
     )
 
 
-def _row(program: Program, rank: int, i: Instruction) -> int:
-    """A rank's; of one device, a micro-batch's."""
-    return (i.microbatch or 0) if program.schedule.layout.name == "one" else rank
-
-
-def _rows(program: Program) -> list[int]:
-    if program.schedule.layout.name == "one":
-        return [*range(program.schedule.n_microbatches)]
-    return [*range(len(program.ranks))]
-
-
-def _row_names(program: Program, rows: Sequence[int], scale: _Scale) -> str:
-    what = "mb" if program.schedule.layout.name == "one" else "rank"
+def _row_names(schedule: Schedule, n_rows: int, scale: _Scale) -> str:
+    what = "mb" if schedule.one_device else "rank"
     size = min(11.0, scale.row - 2)
     names = "".join(
-        text(f"{what} {row}", _GUTTER - 6, (k + 0.5) * scale.row + size * 0.35, font_size=size)
-        for k, row in enumerate(rows)
+        text(f"{what} {row}", _GUTTER - 6, (row + 0.5) * scale.row + size * 0.35, font_size=size)
+        for row in range(n_rows)
     )
-    height = len(rows) * scale.row
+    height = n_rows * scale.row
     return drawing(names, _GUTTER, height, "rows", class_="cdp-names", aria_hidden="true")
 
 
-def _grid(program: Program, rows: Sequence[int], scale: _Scale, frame: Frame) -> str:
+def _grid(program: Program, scale: _Scale, frame: Frame) -> str:
     tick, hover = program.schedule.timing.ticks_per_slot, texts(program)
+    what, n_rows = rows(program.schedule)
     delays = {step: program.schedule.delays(step) for step in program.steps}
-    by_row: dict[int, list[tuple[int, str, str]]] = {row: [] for row in rows}
+    by_row: list[list[tuple[int, str, str]]] = [[] for _ in range(n_rows)]
     for rank, instructions in enumerate(program.ranks):
         for k, i in enumerate(instructions):
             if i.action.computes:
-                stale = delays[i.step or 0][i.stage][i.microbatch or 0] > 0
+                microbatch = i.microbatch or 0
+                stale = delays[i.step or 0][i.stage][microbatch] > 0
                 cell = _cell(i, i.tick / tick, stale, hover[rank, k], scale)
-                by_row[_row(program, rank, i)].append((i.tick, i.label, cell))
-    what = "micro-batch" if program.schedule.layout.name == "one" else "rank"
+                row = row_of(program.schedule, rank, microbatch)
+                by_row[row].append((i.tick, i.label, cell))
     groups = []
-    for k, (row, cells) in enumerate(by_row.items()):
+    for row, cells in enumerate(by_row):
         cells.sort(key=lambda cell: cell[0])
         said = f"{what} {row}: {' '.join(label for _, label, _ in cells)}"
         groups.append(
             f'<g class="cdp-row" tabindex="0" role="group" aria-label="{said}"'
-            f' transform="translate(0 {number(k * scale.row)})">'
+            f' transform="translate(0 {number(row * scale.row)})">'
             f"{''.join(cell for _, _, cell in cells)}</g>"
         )
     label = f"{program.schedule.name}: ops of {len(program.steps)} training steps"
-    width, height = (frame.slots + 1) * scale.slot, len(rows) * scale.row
+    width, height = (frame.slots + 1) * scale.slot, n_rows * scale.row
     lines = _step_lines(program, scale, height)
     size = number(scale.font)
     content = lines + "".join(groups)

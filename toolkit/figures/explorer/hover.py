@@ -79,7 +79,7 @@ def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -
     for needed in dependencies(op, schedule.timing.starts, schedule.n_stages):
         waits.append(_input(needed, i, seen))
     before = seen.before[i]
-    if before is not None and schedule.layout.name != "one":
+    if before is not None and not schedule.one_device:
         own = "" if before.step == i.step else f" of step {before.step}"
         waits.append(f"{before.op}{own}, before it on this rank")
 
