@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
-from tests.thorough import thorough
+from tests.thorough import more, thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
+from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.schedule import Schedule, catalog
 
 SCHEDULES = [
@@ -270,12 +271,14 @@ def test_an_infinite_gradient_is_left_out():
     assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
 
 
+@pytest.mark.parametrize("norm", more(["_in_turn"], ["_in_turn", "_at_once"]))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
-def test_compiled_stages_train_alike(monkeypatch):
+def test_compiled_stages_train_alike(monkeypatch, norm):
     """And torch, which gives up on code that it has compiled a few times, compiles every stage."""
     schedule = catalog.cyclic(4)
     calls = _without_code(monkeypatch)
     expected, _ = trained(schedule, Recipe())
+    monkeypatch.setattr(MicrobatchNorm, "_in_turn", getattr(MicrobatchNorm, norm))  # as on a GPU
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         found, _ = trained(schedule, Recipe(compile="default"))
     assert_same(found, expected)
