@@ -107,11 +107,6 @@ class MicrobatchNorm(nn.Module):
         y = y.to(x.dtype).flatten(0, 1)
         if self.dtype is None:
             return y, None
-        n_values = prod(wide.shape[d] for d in dims)
-        if n_values == 1:
-            raise ValueError(
-                "a batch norm needs more than one value of a channel: enlarge the batch"
-            )
         unbiased = variance * (n_values / (n_values - 1))
         statistics = torch.stack([t.detach().sum(0).flatten() for t in (mean, unbiased)])
         return y, statistics.to(self.dtype)
