@@ -19,6 +19,7 @@ from benchmarks.timing import alternate, ratios
 from toolkit.config.counts import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime.meters.operations import operations
 from toolkit.runtime.recipe import allow_tf32
 from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic
@@ -32,6 +33,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     A step's images are on the device already; those of a loop of ``steps`` steps are read,
     augmented and moved there, and the loop's losses are collected. On a GPU, which works while the
     next step is begun, ``steps`` steps are timed at once.
+
+    *operations*: what torch is told to do in a step, where it is not compiled. Where they are
+    small, a GPU's time goes by them.
     """
     check_counts(
         config, "image_size", "microbatches", "stages", "batch", "rounds", "steps", of="bench."
@@ -76,10 +80,14 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         loops[f"{grouped.schedule.name} grouped, loop"] = partial(
             loop, lambda batches, grouped=grouped: (result.loss for result in grouped.run(batches))
         )
-    return [
+    rows = [
         *_rows(alternate(steps, config.rounds, device, _WARM_UP), n_images, n_timed),
         *_rows(alternate(loops, config.rounds, device), n_images, config.steps),
     ]
+    if config.compile == "none":
+        for row, trained in zip(rows, (plain, cyclic), strict=False):
+            row["operations"] = operations(partial(trained.step, inputs, targets)).total()
+    return rows
 
 
 class _Plain:
@@ -122,6 +130,7 @@ def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[
                 "ratio": round(middle, 3),
                 "ratio_min": round(low, 3),
                 "ratio_max": round(high, 3),
+                "operations": None,
             }
         )
     return rows

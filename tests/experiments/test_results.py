@@ -205,6 +205,7 @@ def test_bench_grouped(tmp_path):
         "CDP-v2 grouped, loop",
     ]
     found = result["metrics"]
+    assert found[0]["operations"] < found[1]["operations"] < 3 * found[0]["operations"]
     for k, beside in ((0, 1), (2, 3), (2, 4)):
         plain, grouped = found[k], found[beside]
         assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
