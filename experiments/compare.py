@@ -81,6 +81,7 @@ def main(config: DictConfig) -> None:
         folder / "result.json",
         {
             "metrics": rows,
+            "judged_by": samples.form.measure.name,
             "notes": list(dict.fromkeys([*notes, *(note for run in runs for note in run.notes)])),
             "delays": delay_means(delays, ["rule", "stage"]),
             "provenance": provenance(config, device, seconds),

@@ -140,6 +140,7 @@ def train(
     result = {
         "schedule": job.schedule.name,
         "metrics": epochs[-1],
+        "judged_by": job.samples.form.measure.name,
         "notes": [*notes, *tracker.notes],
         "damaged": damaged,
         "delays": delay_means(looks, ["stage"]),

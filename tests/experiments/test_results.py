@@ -56,6 +56,7 @@ def test_train(trained):
     folder, result = trained
     assert result["schedule"] == "CDP-v2"
     assert_provenance(result["provenance"], "train", *TINY)
+    assert result["judged_by"] == "accuracy"
     assert result["provenance"]["seed"] == 3
     assert result["provenance"]["config"]["model"]["name"] == "resnet8"
     epochs = rows(folder / "epochs.csv")
@@ -235,6 +236,7 @@ def test_decoders_are_compared_by_their_loss(tmp_path):
     assert "loss: of the last epoch, mean and standard deviation over 2 seeds" in finished.out
     assert "vs DP: paired by seed, in nats, with" in finished.out
     assert "accuracy" not in finished.out
+    assert json.loads((tmp_path / "result.json").read_text())["judged_by"] == "loss"
     base, *others = rows(tmp_path / "comparison.csv")
     ended = [row for row in rows(tmp_path / "runs.csv") if row["epoch"] == "1"]
     for row in (base, *others):

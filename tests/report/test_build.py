@@ -6,6 +6,7 @@ from math import sqrt
 import pytest
 
 from tests.report import folders
+from toolkit.files import write_json
 from toolkit.report import SECTIONS, Command, Figure, Page, Table, Text, build_report
 from toolkit.report.words import NONE
 from toolkit.tracking import paired_difference
@@ -87,6 +88,15 @@ def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
     (figure,) = blocks(report, "Accuracy", Figure)
     assert "DP 91.0 %, CDP-v1 82.0 %, CDP-v2 91.0 %" in figure.alt
     assert len(figure.figure.axes[0].lines) == 3
+
+
+def test_data_of_ones_own_are_judged_as_their_result_tells(tmp_path):
+    result = folders.train(tmp_path / "0", data={"_target_": "mine.tokens"})
+    write_json(tmp_path / "0" / "result.json", result | {"judged_by": "loss"})
+    (row,) = table(built(tmp_path), "Accuracy", "loss after the last epoch")
+    assert row["loss (nats)"] == "0.100"
+    write_json(tmp_path / "0" / "result.json", result | {"judged_by": "taste"})
+    assert table(built(tmp_path), "Accuracy", "accuracy after the last epoch")
 
 
 @pytest.mark.parametrize("data", ["text", "token_files"])

@@ -20,15 +20,6 @@ _SIZE = (4.5, 2.7)  # inches; legible on a phone
 _MEASURED = ("stage", "delay", "cosine", "gradient", "fresh_gradient", "moved", "weights")
 
 
-_TEXTS = ("toolkit.training.data.text", "toolkit.training.data.token_files")
-
-
-def _measure_of(group: Group) -> Measure:
-    """Accuracy; of language models the loss."""
-    data = group.config.get("data")
-    return LOSS if isinstance(data, dict) and data.get("_target_") in _TEXTS else ACCURACY
-
-
 def _written(value: float, by: Measure, sign: str = "") -> str:
     return number(value, f"{{:{sign}.{by.decimals}f}}")
 
@@ -46,7 +37,7 @@ def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
 def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
     from toolkit.figures import accuracy, loss
 
-    by = _measure_of(groups[0])
+    by = groups[0].runs[0].judged_by
     curves = {group.label: found for group in groups if (found := _curves(group, by))}
     labels = [*curves]
     for k in range(0, len(labels), _CURVES):

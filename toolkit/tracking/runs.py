@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.shorthands import spell_out
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.messages import first_line
 from toolkit.tracking.reading import (
     LARGEST,
@@ -35,6 +35,7 @@ _OWN = "report"  # the experiment that reads runs, and is none
 _CATALOG = "toolkit.schedule.catalog."
 _MOST_SEEDS = 10_000  # of a comparison; more are a damaged option
 _MOST_OPS = 1_000_000  # of a schedule
+_TEXTS = ("toolkit.training.data.text", "toolkit.training.data.token_files")
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # as of the environment, which is nobody else's
 _NOT_ENDED = {
     "finished": "",
@@ -58,6 +59,7 @@ class Run:
         schedule: the schedule's name.
         seed: of weights and data.
         config: its own options, those of a single training also where it is one of a comparison.
+        judged_by: what tells how good its model is.
         metrics: of the last epoch; accuracies in per cent.
         epochs: the metrics of every epoch.
         delays: what the delay did to the gradients, a row a stage.
@@ -75,6 +77,7 @@ class Run:
     schedule: str | None = None
     seed: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+    judged_by: Measure = ACCURACY
     metrics: Numbers = field(default_factory=dict)
     epochs: Sequence[Numbers] = ()
     delays: Sequence[Numbers] = ()
@@ -203,13 +206,28 @@ def _runs_of(folder: Path) -> list[Run]:
     if kind == _OWN:
         return []
     told = source if isinstance(source, dict) else {}
-    base = Run(folder, kind, state, message, lacking, rule=choice, config=config, provenance=told)
+    by = _judged_by(result, config)
+    base = Run(
+        *(folder, kind, state, message, lacking),
+        rule=choice,
+        config=config,
+        judged_by=by,
+        provenance=told,
+    )
     try:
         if kind == "compare" and state != "damaged":
             return _compared(base, result)
         return [_trained(base, result)]
     except DamagedError as error:
         return [replace(base, state="damaged", message=str(error))]
+
+
+def _judged_by(result: Mapping[str, Any], config: Mapping[str, Any]) -> Measure:
+    """As its result tells; of a run without one, as its data lets expect."""
+    data = config.get("data")
+    text = isinstance(data, dict) and data.get("_target_") in _TEXTS
+    by_name = {measure.name: measure for measure in (ACCURACY, LOSS)}
+    return by_name.get(str(result.get("judged_by")), LOSS if text else ACCURACY)
 
 
 def _status(folder: Path, state: str, message: str) -> tuple[str, str]:
