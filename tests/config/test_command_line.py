@@ -75,6 +75,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
         (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
         (["optimizer=lars", "optimizer.momentum=-1"], "optimizer cannot be made: Invalid momentum"),
+        (["optimizer=muon", "optimizer.adamw=fc"], "adamw=fc: optimizer.adamw is a list, such as"),
         (["optimizer=muon", "optimizer.momentum=1"], "optimizer cannot be made: momentum is 0 or"),
         (["label_smoothing=1"], "label_smoothing is 0 or more, and below 1: got 1.0"),
         (["profile=-1"], "profile is 0 or more training steps: got -1"),

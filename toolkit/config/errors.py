@@ -95,12 +95,15 @@ _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _EXISTS = re.compile(r"An item is already at '([^']+)'")
 _SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
-_TYPE = re.compile(r"could not be converted to (\w+)|is not a valid (bool)|is (not Optional)")
+_TYPE = re.compile(
+    r"could not be converted to (\w+)|is not a valid (bool)|is (not Optional)|is not a (ListConfig)"
+)
 _EXPECTED = {
     "Integer": "a whole number",
     "Float": "a number",
     "bool": "true or false",
     "not Optional": "never null",
+    "ListConfig": "a list, such as [a,b]",
 }
 
 
