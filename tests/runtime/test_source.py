@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
+from toolkit.runtime.checks import moved
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.source import Source
 
@@ -235,3 +236,17 @@ def test_any_rank_gets_its_slices(data):
         assert_microbatch(feed, step, m, batches.batches[step - first], n_parts)
     feed.skip_to(first + n_steps)
     assert batches.loaded == [(step - first, m) for step in wanted for m in wanted[step]]
+
+
+class Moving:
+    """A tensor that tells how it was asked to move."""
+
+    def to(self, device, non_blocking):
+        return device, non_blocking
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("cpu", False), ("cuda", True), (None, False)])
+def test_only_a_gpu_copies_while_the_cpu_goes_on(name, ahead):
+    device = None if name is None else torch.device(name)
+    asked = (device, ahead)
+    assert moved((Moving(), Moving()), Moving(), device) == ((asked, asked), asked)

@@ -1,8 +1,9 @@
-"""What every runtime refuses."""
+"""What every runtime refuses, and how it takes its batches."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import Tensor
 
 from toolkit.model import Stages
@@ -93,6 +94,16 @@ def divisible(
             f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
         )
     return inputs, targets
+
+
+def moved(inputs: Values, targets: Tensor, device: torch.device | None) -> tuple[Values, Tensor]:
+    """A batch on ``device``, if that is one.
+
+    A GPU copies pinned memory while the CPU goes on; a CPU could not tell when a copy is whole.
+    """
+    ahead = device is not None and device.type == "cuda"
+    *there, answers = (tensor.to(device, non_blocking=ahead) for tensor in (*inputs, targets))
+    return tuple(there), answers
 
 
 def scalar(loss: Loss) -> Loss:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, divisible, next_batch, scalar, take
+from toolkit.runtime.checks import check_fit, divisible, moved, next_batch, scalar, take
 from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.grouped import Grouped, Loss
 from toolkit.runtime.interface import Batch
@@ -204,10 +204,7 @@ class SingleProcess:
 
     def _taken(self, batch: Batch) -> tuple[Values, Tensor]:
         """A batch that can be divided, on the device of the model if that is one."""
-        inputs, targets = divisible(*batch, self.schedule.n_microbatches)
-        return tuple(x.to(self._device, non_blocking=True) for x in inputs), targets.to(
-            self._device, non_blocking=True
-        )
+        return moved(*divisible(*batch, self.schedule.n_microbatches), self._device)
 
     def _run_grouped(self, batches: Iterable[Batch], n_steps: int | None) -> Iterator[StepResult]:
         for batch in take(batches, n_steps):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from toolkit.runtime.checks import divisible, next_batch
+from toolkit.runtime.checks import divisible, moved, next_batch
 from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.stage import Values
 
@@ -71,9 +71,7 @@ class Source:
                 f" {_words(shape)} and the first ones {_words(self._shape)}; use drop_last=True,"
                 " or a run each"
             )
-        return tuple(x.to(self._device, non_blocking=True) for x in inputs), targets.to(
-            self._device, non_blocking=True
-        )
+        return moved(inputs, targets, self._device)
 
 
 def _words(shape: Shape) -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, checked_world, divisible, scalar, take
+from toolkit.runtime.checks import check_fit, checked_world, divisible, moved, scalar, take
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.processes.world import World
@@ -186,10 +186,7 @@ class Baseline(ABC):
                 (mine,) = reads
                 inputs = tuple(tensor.chunk(n)[mine] for tensor in inputs)
                 targets = targets.chunk(n)[mine]
-            yield (
-                tuple(tensor.to(device, non_blocking=True) for tensor in inputs),
-                targets.to(device, non_blocking=True),
-            )
+            yield moved(inputs, targets, device)
 
     def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
         return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())
