@@ -10,11 +10,11 @@ import os
 import shlex
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -22,6 +22,11 @@ from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.status import fail
+
+if TYPE_CHECKING:
+    from toolkit.runtime.meters.measurements import Measurements
+    from toolkit.training import Epoch, Step
+    from toolkit.training.kept import Outcome
 
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
@@ -55,40 +60,10 @@ def train(
     config: DictConfig, job: Any, folder: Path, tracker: Any, start: float
 ) -> tuple[Ended, dict[str, Any]]:
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
-    from toolkit.files import table, write_csv, write_json
-    from toolkit.tracking import (
-        Curves,
-        Ledger,
-        Progress,
-        delay_means,
-        describe,
-        provenance,
-        track_schedule,
-    )
-    from toolkit.training import Epoch, Step, StoppedError, run_kept
-    from toolkit.training.profiling import WARM_UP, Profile
+    from toolkit.files import write_json
+    from toolkit.training import StoppedError, run_kept
 
-    curves = Curves(tracker, config.tracking.every)
-    track_schedule(tracker, job.schedule)
-    resumed = bool(config.resume) or restarted()
-    seen = {"resume": resumed, "here": leads()}
-    ledger = Ledger(folder / "epochs.csv", ["epoch"], **seen)
-    delays = Ledger(folder / "delays.csv", ["step", "stage"], **seen)
-    profile = Profile(config.profile, folder / "profile.json", here=leads())
-    with Progress(config.epochs, shown=leads()) as progress, profile:
-        progress.run(f"{job.schedule.name}, seed {config.seed}")
-
-        def report(epoch: Epoch) -> None:
-            progress.note(f"test {epoch.told(job.samples.form.measure)}")
-            curves.epoch(epoch)
-            ledger.put([as_row(epoch)])
-
-        def count(step: Step) -> None:
-            progress.trained(step)
-            curves.trained(step)
-            delays.put([asdict(delay) for delay in step.result.delays])
-            profile.step()
-
+    with Records(config, job, folder, tracker) as records:
         # Ranks that were started again go on, if there is where from.
         again = None if restarted() else False
         try:
@@ -96,76 +71,168 @@ def train(
                 job,
                 folder,
                 resume=True if config.resume else again,
-                on_epoch=report,
-                on_step=count,
-                on_note=progress.line if leads() else lambda note: None,
+                on_epoch=records.epoch,
+                on_step=records.step,
+                on_note=records.line,
             )
         except StoppedError as stopped:
             tracker.end(f"stopped by {stopped}", STOPPED)
             track_weights(config, folder, tracker)
-            if leads():
-                progress.line(
-                    f"stopped by {stopped}"
-                    + (f"; {go_on(folder)}" if stopped.saved else "; nothing is saved")
-                )
+            saved = f"; {go_on(folder)}" if stopped.saved else "; nothing is saved"
+            records.line(f"stopped by {stopped}{saved}")
             return Ended(STOPPED), {}
-    job, epochs = outcome.job, [as_row(epoch) for epoch in outcome.epochs]
-    measured = job.measurements()
-    objective = epochs[-1]["top1"]
+    measured = outcome.job.measurements()
+    objective = outcome.epochs[-1].top1
     if not leads():
         return Ended(objective=objective), {}
-    seconds = time.perf_counter() - start
-    looks = delays.rows()
-    damaged = [*getattr(job.samples, "damaged", ())]
+    notes = remarks(outcome)
+    write_tables(outcome, measured, records, notes)
+    track_weights(config, folder, tracker)
+    result = result_of(config, outcome, measured, records, notes, time.perf_counter() - start)
+    n_notes = len(notes)
+    with noted(notes, folder):
+        write_json(folder / "result.json", result)
+    whole = len(notes) == n_notes
+    tell(config, result, measured, records)
+    for note in notes:
+        print(f"\nnote: {note}")
+    print(f"\nwritten to {folder}" if whole else "\nthe result is not written")
+    return Ended(0 if whole else 1, objective), result
+
+
+class Records:
+    """What a run shows, tracks and writes while it trains; a context.
+
+    Args:
+        config: of the run.
+        job: about to be trained.
+        folder: of the run, where its tables go.
+        tracker: of the run.
+    """
+
+    def __init__(self, config: DictConfig, job: Any, folder: Path, tracker: Any) -> None:
+        from toolkit.tracking import Curves, Ledger, Progress, track_schedule
+        from toolkit.training.profiling import Profile
+
+        track_schedule(tracker, job.schedule)
+        kept = {"resume": bool(config.resume) or restarted(), "here": leads()}
+        self.folder, self.tracker = folder, tracker
+        self.measure = job.samples.form.measure
+        self.curves = Curves(tracker, config.tracking.every)
+        self.epochs = Ledger(folder / "epochs.csv", ["epoch"], **kept)
+        self.delays = Ledger(folder / "delays.csv", ["step", "stage"], **kept)
+        self.profile = Profile(config.profile, folder / "profile.json", here=leads())
+        self._progress = Progress(config.epochs, shown=leads())
+        self._progress.run(f"{job.schedule.name}, seed {config.seed}")
+        self._open = ExitStack()
+
+    def __enter__(self) -> "Records":
+        self._open.enter_context(self._progress)
+        self._open.enter_context(self.profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def epoch(self, epoch: "Epoch") -> None:
+        """An epoch is done."""
+        self._progress.note(f"test {epoch.told(self.measure)}")
+        self.curves.epoch(epoch)
+        self.epochs.put([as_row(epoch)])
+
+    def step(self, step: "Step") -> None:
+        """A training step is done."""
+        self._progress.trained(step)
+        self.curves.trained(step)
+        self.delays.put([asdict(delay) for delay in step.result.delays])
+        self.profile.step()
+
+    def line(self, text: str) -> None:
+        """Something to tell while it goes on."""
+        if leads():
+            self._progress.line(text)
+
+
+def remarks(outcome: "Outcome") -> list[str]:
+    """What is to be said of a run that has ended."""
     notes = list(outcome.notes)
     if outcome.resumed_at:
         rest = "seconds are of the steps since"
-        if outcome.resumed_at == job.runtime.steps_done:
+        if outcome.resumed_at == outcome.job.runtime.steps_done:
             rest = "there was nothing left to train"
         notes.append(f"resumed at step {outcome.resumed_at}: {rest}")
-    if damaged:
+    if damaged := damaged_in(outcome):
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
+    return notes
+
+
+def damaged_in(outcome: "Outcome") -> list[Any]:
+    """The images that could not be read."""
+    return [*getattr(outcome.job.samples, "damaged", ())]
+
+
+def write_tables(
+    outcome: "Outcome", measured: "Measurements | None", records: Records, notes: list[str]
+) -> None:
+    """Tables and figures of the whole run; what cannot be written is noted."""
+    from toolkit.files import write_csv
+
+    folder, looks = records.folder, records.delays.rows()
     with noted(notes, folder):
-        write_csv(folder / "epochs.csv", epochs)
-    curves.whole(outcome.epochs)
-    track_weights(config, folder, tracker)
+        write_csv(folder / "epochs.csv", [as_row(epoch) for epoch in outcome.epochs])
+    records.curves.whole(outcome.epochs)
     if looks:
         with noted(notes, folder):
             write_csv(folder / "delays.csv", looks)
     if measured:
         with noted(notes, folder):
-            write_measured(measured, folder, tracker)
-    tracker.summary({f"final/{name}": value for name, value in epochs[-1].items()})
+            write_measured(measured, folder, records.tracker)
+
+
+def result_of(
+    config: DictConfig,
+    outcome: "Outcome",
+    measured: "Measurements | None",
+    records: Records,
+    notes: list[str],
+    seconds: float,
+) -> dict[str, Any]:
+    """What ``result.json`` holds; its last metrics and notes are tracked, too."""
+    from toolkit.tracking import delay_means, describe, provenance
+
+    job, tracker, final = outcome.job, records.tracker, as_row(outcome.epochs[-1])
+    tracker.summary({f"final/{name}": value for name, value in final.items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
-    result = {
+    return {
         "schedule": job.schedule.name,
-        "metrics": epochs[-1],
-        "judged_by": job.samples.form.measure.name,
+        "metrics": final,
+        "judged_by": records.measure.name,
         "notes": [*notes, *tracker.notes],
-        "damaged": damaged,
-        "delays": delay_means(looks, ["stage"]),
+        "damaged": damaged_in(outcome),
+        "delays": delay_means(records.delays.rows(), ["stage"]),
         "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
         "provenance": provenance(config, describe(job.device), seconds),
     }
-    n_notes = len(notes)
-    with noted(notes, folder):
-        write_json(folder / "result.json", result)
-    whole = len(notes) == n_notes
-    print(table([{"schedule": job.schedule.name, "seed": config.seed} | epochs[-1]]))
+
+
+def tell(
+    config: DictConfig, result: dict[str, Any], measured: "Measurements | None", records: Records
+) -> None:
+    """Print what came of a run."""
+    from toolkit.files import table
+    from toolkit.training.profiling import WARM_UP
+
+    print(table([{"schedule": result["schedule"], "seed": config.seed} | result["metrics"]]))
     if measured:
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
-        print(table([readable(row) for row in measured.by_rank()]))
-    if looks:
+        print(table([readable(row) for row in result["ranks"]]))
+    if result["delays"]:
         print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
-        print(table(delay_means(looks, ["stage"])))
-    if profile.written:
-        print(f"\nprofile: {profile.path} (for ui.perfetto.dev or chrome://tracing)")
+        print(table(result["delays"]))
+    if records.profile.written:
+        print(f"\nprofile: {records.profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif config.profile:
         print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
-    for note in notes:
-        print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}" if whole else "\nthe result is not written")
-    return Ended(0 if whole else 1, objective), result
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Configuration: typed options, their values in conf/, and the command line."""
 
 from toolkit.config.build import analysed_form, build_model, build_schedule, model_name
-from toolkit.config.cli import STOPPED, Ended, entry_point
+from toolkit.config.cli import entry_point
 from toolkit.config.ranks import leads
+from toolkit.config.run import STOPPED, Ended
 
 __all__ = [
     "STOPPED",

@@ -1,0 +1,118 @@
+"""A run of an experiment, alone or in a sweep, with its status in its folder."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from toolkit.config import ranks, sweeps
+from toolkit.config import status as states
+from toolkit.config.shorthands import spell_out
+from toolkit.config.status import Status, write_status
+
+FAILED = 1
+USAGE = 2
+STOPPED = 75
+"""The exit status of a run or a sweep that a signal has ended, and that can be resumed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an experiment has ended.
+
+    Attributes:
+        status: of the process.
+        objective: of a sweep that looks for the best options.
+    """
+
+    status: int = 0
+    objective: float | None = None
+
+
+Experiment = Callable[[DictConfig], Ended | int | None]
+Explained = Callable[[Exception], str | None]
+"""What makes a user's mistake a line or two; None for anything else."""
+
+
+def run(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
+    """Run ``function``; in a sweep, what goes wrong is told in the run's folder."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return _run_of_sweep(function, config, explained)
+    return _run(function, config, explained)
+
+
+def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
+    """A run, with its status in its folder."""
+    hydra_config = HydraConfig.get()
+    folder = Path(hydra_config.runtime.output_dir)
+    options = list(hydra_config.overrides.task)
+
+    def tell(state: str, message: str | None = None, objective: float | None = None) -> None:
+        if ranks.leads():
+            write_status(folder, Status(state, options, message, objective))
+
+    tell(states.RUNNING)
+    try:
+        _settle(config)
+        returned = function(config)
+    except KeyboardInterrupt:
+        tell(states.STOPPED)
+        raise
+    except Exception as error:
+        tell(states.FAILED, explained(error) or f"{type(error).__name__}: {error}")
+        raise
+    ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
+    state = {0: states.FINISHED, STOPPED: states.STOPPED}.get(ended.status, states.FAILED)
+    message = f"it ended with status {ended.status}" if state == states.FAILED else None
+    tell(state, message, ended.objective)
+    return ended
+
+
+def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
+    """A run that finished before is passed over, one with a checkpoint goes on from there.
+
+    What goes wrong in one is told in its folder, and the others go on.
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
+            options = list(HydraConfig.get().overrides.task)
+            if before := sweeps.finished_before(folder, options):
+                print(f"run {folder.name} has finished before")
+                return Ended(objective=before.objective)
+            if "resume" in config and sweeps.has_checkpoint(folder):
+                config.resume = str(folder)
+        ended = _run(function, config, explained)
+    except Exception as error:
+        if (message := explained(error)) is not None:
+            ranks.refuse(message)
+            return Ended(USAGE)
+        if ranks.leads():
+            (folder / "error.txt").write_text(traceback.format_exc())
+            print(f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return Ended(FAILED)
+    if ended.status == STOPPED:
+        raise KeyboardInterrupt  # the other runs are not to begin
+    return ended
+
+
+def _settle(config: DictConfig) -> None:
+    """Shorthands spelt out, and what holds for the whole process set."""
+    spell_out(config)
+    OmegaConf.resolve(config)
+    if not 0 <= config.get("seed", 0) < 2**63:
+        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
+    if config.get("threads") is not None:
+        if config.threads < 1:
+            raise ValueError(f"threads is 1 or more: got {config.threads}")
+        import torch
+
+        torch.set_num_threads(config.threads)
