@@ -1,6 +1,7 @@
 """Checkpoints that all ranks write, each its share, and that any number of ranks read."""
 
 import hashlib
+import io
 import os
 import pickle
 import warnings
@@ -19,7 +20,7 @@ from toolkit.runtime.processes.launch import launch
 from toolkit.schedule import catalog
 from toolkit.training.checkpoint import DamagedCheckpointError
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.sharded import read_sharded, write_sharded
+from toolkit.training.sharded import _Unpickler, read_sharded, write_sharded
 
 CASE = CASES["fsdp-plain-2"]
 SCHEDULE = catalog.cyclic(2, 1, state="sharded", n_stages=3)
@@ -180,6 +181,12 @@ def test_runs_no_code(written):
     with pytest.raises(DamagedCheckpointError, match="is not in the form"):
         read_sharded(written, [0], None)
     assert not (written / "evil").exists()
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_reads_paths_that_another_python_has_written(module):
+    pickled = f"c{module}\nPosixPath\n(Vhere\ntR.".encode()
+    assert _Unpickler(io.BytesIO(pickled)).load() == Path("here")
 
 
 def test_what_something_else_has_written_is_refused(tmp_path):

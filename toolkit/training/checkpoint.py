@@ -33,14 +33,14 @@ def write(path: Path, state: Mapping[str, Any]) -> None:
     write_bytes(path, _MAGIC, digest, payload)
 
 
-def serialised(state: Mapping[str, Any]) -> memoryview:
+def serialised(state: Mapping[str, Any]) -> bytes:
     """What torch.save makes of ``state``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    return buffer.getbuffer()
+    return buffer.getvalue()
 
 
-def write_bytes(path: Path, *parts: bytes | memoryview) -> None:
+def write_bytes(path: Path, *parts: bytes) -> None:
     """Write a file that is never seen half written.
 
     Raises:

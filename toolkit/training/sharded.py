@@ -6,6 +6,7 @@ is no tensor under ``rest/RANK``, and SHA256SUMS, in the form of ``sha256sum``, 
 
 import errno
 import io
+import pathlib
 import pickle
 import shutil
 import warnings
@@ -29,6 +30,7 @@ from toolkit.training.sums import check_sums, sums, write_sums
 
 _PLACE = "the tensor of"
 _REST = "rest/"
+_PATHS = ("pathlib", "pathlib._local")  # where Python 3.13 has them
 
 
 def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
@@ -190,12 +192,13 @@ class _Reader(dcp.FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module in _PATHS and name in ("PosixPath", "WindowsPath"):
+            return getattr(pathlib, name)
         described = (
             module == "torch.distributed.checkpoint.metadata"
             or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
             or (module, name) == ("torch.serialization", "_get_layout")
             or (module, name) == ("torch", "Size")
-            or (module == "pathlib" and name in ("PosixPath", "WindowsPath"))
             or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
         )
         if not described:
