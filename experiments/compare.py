@@ -16,6 +16,7 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import isnan, nan
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,8 @@ def main(config: DictConfig) -> None:
         return
 
     runs = asked_for(config, kept)
+    called = labels({name: schedule.name for name, schedule in rules.items()})
+    notes += diverged(runs, called)
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     delays = [row for run in runs for row in run.named(run.delays)]
     write_csv(folder / "comparison.csv", rows)
@@ -87,7 +90,6 @@ def main(config: DictConfig) -> None:
             "provenance": provenance(config, device, seconds),
         },
     )
-    called = labels({name: schedule.name for name, schedule in rules.items()})
     by = samples.form.measure
     drawn = {"accuracy": accuracy, "loss": loss}[by.name]
     curves = {
@@ -101,6 +103,8 @@ def main(config: DictConfig) -> None:
     print(f"\n{table([readable(row, called[row['rule']], by) for row in rows])}\n")
     if delays:
         print(f"{table(delay_means(delays, ['rule', 'stage']))}\n")
+    for note in diverged(runs, called):
+        print(f"note: {note}")
     print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds, by=by))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
     if line := where_tracked([run.where for run in runs if run.where], folder):
@@ -163,12 +167,17 @@ def train_all(
                     curves.trained(step)
                     delays.extend(asdict(delay) for delay in step.result.delays)
 
-                epochs = job.run(on_epoch=curves.epoch, on_step=count)
+                epochs = job.run_to_end(on_epoch=curves.epoch, on_step=count)
                 final = asdict(epochs[-1])
                 tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
-            progress.note(f"last: {job.schedule.name} {epochs[-1].told(samples.form.measure)}")
             rows = [asdict(epoch) for epoch in epochs]
-            yield RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
+            run = RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
+            last = epochs[-1].told(samples.form.measure)
+            if run.diverged_in is not None:
+                last = "diverged"
+                progress.skip(config.epochs - run.diverged_in - 1)
+            progress.note(f"last: {job.schedule.name} {last}")
+            yield run
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
@@ -198,6 +207,7 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     return {
         "rule": name,
         "schedule": schedule.name,
+        "diverged": sum(run.rule == name and run.diverged_in is not None for run in runs),
         **compared(runs, name, first, ACCURACY, 100),
         **compared(runs, name, first, LOSS),
         "staleness_mean": schedule.mean_staleness,
@@ -211,7 +221,10 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
 def compared(
     runs: list["RuleRun"], name: str, first: str, by: Measure, factor: float = 1
 ) -> dict[str, float]:
-    """What the last epochs came to, and by how much that differs from ``first``."""
+    """What the last epochs came to, and by how much that differs from ``first``.
+
+    Runs that have diverged are left out.
+    """
     from toolkit.tracking import paired_by_seed, spread
 
     final, base = (
@@ -219,8 +232,22 @@ def compared(
         for rule in (name, first)
     )
     difference = paired_by_seed(final, base)
-    found = mean(final.values()), spread([*final.values()]), difference.mean, difference.half_width
+    known = [value for value in final.values() if not isnan(value)]
+    found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
     return dict(zip(by.columns, found, strict=True))
+
+
+def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:
+    """A note on each rule by which a loss has diverged."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        if run.diverged_in is not None:
+            found.setdefault(run.rule, []).append(f"seed {run.seed} in epoch {run.diverged_in}")
+    return [
+        f"{called[rule]}: the loss diverged ({', '.join(told)}), which counts in no mean; lower"
+        " optimizer.lr, or warm up with lr.warmup_epochs"
+        for rule, told in found.items()
+    ]
 
 
 def readable(row: dict[str, Any], label: str, by: Measure) -> dict[str, str]:

@@ -152,7 +152,7 @@ def test_compare(tmp_path):
     for row, written in zip(result["metrics"], table, strict=True):
         last = [r for r in runs if r["rule"] == row["rule"] and r["epoch"] == "1"]
         assert row["accuracy"] == pytest.approx(50 * sum(float(r["top1"]) for r in last))
-        assert written == {key: str(value) for key, value in row.items()}
+        assert written == {k: "nan" if v is None else str(v) for k, v in row.items()}
     assert_figures(tmp_path, "accuracy", "schedules")
 
 

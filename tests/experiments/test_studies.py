@@ -11,7 +11,8 @@ from tests.experiments.test_results import complete, rows
 from tests.thorough import thorough
 from toolkit.notebook import settings
 from toolkit.tracking.compared import RuleRun, keep_runs
-from toolkit.training import Epoch
+from toolkit.tracking.runs import read_runs
+from toolkit.training import Epoch, job, loop
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -136,6 +137,36 @@ def test_a_comparison_that_was_broken_off_goes_on_after_the_runs_that_have_ended
     assert whole["metrics"][0].keys() == again["metrics"][0].keys()
 
 
+def test_a_comparison_outlives_runs_that_diverge(tmp_path, monkeypatch):
+    """Late weights lose their way with seed 1, after an epoch; it is not tried again."""
+
+    def fit(runtime, samples, *, epochs, seed, **options):
+        lost = seed == 1 and runtime.schedule.max_staleness
+        found = loop.fit(runtime, samples, epochs=1 if lost else epochs, seed=seed, **options)
+        if lost:
+            raise FloatingPointError("the training loss is nan")
+        return found
+
+    monkeypatch.setattr(job, "fit", fit)
+    options = (*TINY, "~rules.cdp_v2", "epochs=3", "seeds=3")
+    found = complete("compare", tmp_path, *options)
+    (note,) = found["notes"]
+    assert note.startswith("CDP-v1: the loss diverged (seed 1 in epoch 1), which counts in no mean")
+    of_rule = [row for row in rows(tmp_path / "runs.csv") if row["rule"] == "cdp_v1"]
+    assert [row["train_loss"] == "nan" for row in of_rule] == [False] * 4 + [True] * 2 + [False] * 3
+    fresh, late = found["metrics"]
+    assert (fresh["diverged"], late["diverged"]) == (0, 1)
+    ends = [100 * float(row["top1"]) for row in (of_rule[2], of_rule[8])]
+    assert late["accuracy"] == pytest.approx(sum(ends) / 2)
+    states = [run.state for run in read_runs([tmp_path])]
+    assert states == ["finished", "finished", "finished", "failed", "finished", "finished"]
+
+    monkeypatch.undo()
+    again = complete("compare", tmp_path, f"resume={tmp_path}")
+    assert again["notes"] == ["resumed: 6 runs had ended before, and take no seconds", note]
+    assert again["metrics"] == found["metrics"]
+
+
 @pytest.fixture
 def compared(tmp_path):
     """A comparison of two rules that are equally good, whose runs ended in another order."""
@@ -153,7 +184,8 @@ def compared(tmp_path):
 
 def test_a_comparison_pairs_runs_by_their_seeds(compared):
     found = complete("compare", compared, f"resume={compared}")
-    assert [row["difference_95"] for row in found["metrics"]] == [0, 0]
+    assert [row["difference"] for row in found["metrics"]] == [0, 0]
+    assert [row["difference_95"] for row in found["metrics"]] == [None, None]  # no spread
     assert found["notes"] == ["resumed: 6 runs had ended before, and take no seconds"]
 
 

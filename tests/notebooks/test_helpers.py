@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from math import nan
 from types import SimpleNamespace
 
 import pandas as pd
@@ -28,6 +29,7 @@ from toolkit.runtime import JobFailedError
 from toolkit.runtime.meters.comparison import MeasuredRow
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.schedule.comparison import compare
+from toolkit.tracking import plus_minus
 from toolkit.tracking.collect import learning_curves
 
 
@@ -67,7 +69,8 @@ def test_differences_are_those_of_the_kept_result():
     result = json.loads((RESULTS / "cifar10_narrow_8" / "result.json").read_text())
     for row in result["metrics"]:
         told = found.loc[row["schedule"]]
-        assert told["minus DP (points)"] == f"{row['difference']:+.2f} ± {row['difference_95']:.2f}"
+        expected = plus_minus(row["difference"], row["difference_95"], "+")
+        assert told["minus DP (points)"] == expected
         assert told["test accuracy (%)"] == f"{row['accuracy']:.2f} ± {row['accuracy_sd']:.2f}"
     says = ["", "lower", "lower", "no difference shown"]
     assert list(found["says"]) == says
@@ -76,7 +79,7 @@ def test_differences_are_those_of_the_kept_result():
     ):
         differences(epochs, "SGD")
     one = differences(epochs[epochs["seed"] == 0])
-    assert one.loc["CDP-v1", "says"] == "one run: nothing"
+    assert one.loc["CDP-v1", "says"] == "no spread: nothing"
 
 
 def table(*runs, **more):
@@ -126,9 +129,18 @@ def test_what_has_not_finished_does_not_count():
 
 def test_differences_pair_by_seed():
     found = differences(table(("DP", 1, [80]), ("DP", 0, [90]), ("X", 0, [91]), ("X", 1, [81])))
-    assert found.loc["X", "minus DP (points)"] == "+1.00 ± 0.00"
+    assert found.loc["X", "minus DP (points)"] == "+1.00"
+    assert found.loc["X", "says"] == "no spread: nothing"
     with pytest.raises(ValueError, match="X has no run with a seed of DP: it has 2, 3, and DP 0;"):
         differences(table(("DP", 0, [90]), ("X", 2, [91]), ("X", 3, [91])))
+
+
+def test_runs_that_have_diverged_do_not_count():
+    runs = ("DP", 0, [80]), ("DP", 1, [90]), ("X", 0, [nan]), ("X", 1, [81]), ("Y", 0, [nan])
+    found = differences(table(*runs))
+    assert list(found["runs"]) == [2, 1, 0]
+    assert list(found["test accuracy (%)"]) == ["85.00 ± 7.07", "81.00", "-"]
+    assert list(found["minus DP (points)"]) == ["+0.00", "-9.00", "-"]
 
 
 def test_differences_are_of_as_many_epochs():
@@ -162,8 +174,8 @@ def test_language_models_are_judged_by_their_loss():
     for row in result["metrics"]:
         told = found.loc[row["schedule"]]
         assert told["test loss (nats)"] == f"{row['loss']:.3f} ± {row['loss_sd']:.3f}"
-        difference = f"{row['loss_difference']:+.3f} ± {row['loss_difference_95']:.3f}"
-        assert told["minus DP (nats)"] == difference
+        difference = row["loss_difference"], row["loss_difference_95"]
+        assert told["minus DP (nats)"] == plus_minus(*difference, "+", 3)
     assert list(found["says"]) == ["", "higher", "higher", "higher"]
     assert by_epoch(epochs, LOSS, last=True)["DP"] == [
         [run["test_loss"].iloc[-1]] for _, run in epochs[epochs["rule"] == "dp"].groupby("seed")
@@ -190,9 +202,9 @@ def test_rules_of_a_study_that_share_a_name_are_told_apart(tmp_path):
     assert list(found.index)[1:3] == ["CDP-v1 (cdp_v1)", "CDP-v1 (cdp_v2)"]
 
 
-@pytest.mark.parametrize("name", ["nothing", "memory_resnet50"])
+@pytest.mark.parametrize("name", ["nothing", "memory_resnet50", "communication"])
 def test_a_study_is_a_comparison_that_has_ended(name):
-    with pytest.raises(ValueError, match=f"{name} has no result of a comparison: give the output"):
+    with pytest.raises(ValueError, match=f"{name} has no result of a comparison that tells its"):
         delay_study(RESULTS / name)
 
 

@@ -91,8 +91,8 @@ def test_a_comparison_under_way_tells_what_has_ended(tmp_path):
     lines = (tmp_path / "a" / "runs.csv").read_text().splitlines()
     (tmp_path / "a" / "runs.csv").write_text("\n".join(lines[:4]) + "\n")  # dp; half of cdp_v1
     found = collect(tmp_path)
-    assert found.state.tolist() == ["finished", "failed", "failed", "failed"]
-    assert found.message.tolist() == ["", "x", "x", "x"]
+    assert found.state.tolist() == ["finished", "failed", "unfinished", "unfinished"]
+    assert found.message.tolist() == ["", "x", *["it has not begun"] * 2]
     assert found.top1.tolist()[0] == pytest.approx(90)
     assert found.top1[1:].isna().all()
 

@@ -1,6 +1,7 @@
 """A comparison that goes on has the runs of before, and trains as they were trained."""
 
 import re
+from math import nan
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,7 +17,7 @@ def options(**more):
 
 
 def ended(rule, seed, top1=0.5, epochs=2):
-    rows = [{"epoch": k, "top1": top1, "ema_top1": None} for k in range(epochs)]
+    rows = [{"epoch": k, "train_loss": 1.0, "top1": top1, "ema_top1": None} for k in range(epochs)]
     return RuleRun(rule, seed, rows, [{"step": 0, "stage": 1, "delay": 1.0, "cosine": None}])
 
 
@@ -87,6 +88,13 @@ def test_runs_that_are_not_asked_for_are_kept(folder):
 def test_a_run_that_was_broken_off_has_not_ended(tmp_path):
     keep_runs(tmp_path, options(), [ended("dp", 0), ended("dp", 1, epochs=1)])
     assert ended_before(tmp_path, options()) == [ended("dp", 0)]
+
+
+def test_a_run_that_has_diverged_has_ended(tmp_path):
+    whole, lost = ended("dp", 0), ended("dp", 1)
+    lost.epochs[1] |= {"train_loss": nan, "top1": nan}
+    keep_runs(tmp_path, options(), [whole, lost])
+    assert [run.diverged_in for run in ended_before(tmp_path, options())] == [None, 1]
 
 
 @pytest.mark.parametrize("content", [None, "", "[1]", "a: [", "rules: 3"])

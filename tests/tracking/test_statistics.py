@@ -36,9 +36,12 @@ def test_interval_is_that_of_the_paired_t_test(stats, pairs):
     assert found.mean == pytest.approx(np.mean(np.subtract(values, baseline)), abs=1e-9)
 
 
-def test_equal_differences_have_no_width():
-    found = paired_difference([2.0, 3.0, 5.0], [1.0, 2.0, 4.0])
-    assert (found.mean, found.half_width) == (1, 0)
+@pytest.mark.parametrize("by", [1.0, 0.1, 0.0])
+def test_equal_differences_show_no_spread(by):
+    """They claim no certainty: counts of few images are equal by chance."""
+    found = paired_difference([2.0 + by, 3.0 + by, 5.3 + by], [2.0, 3.0, 5.3])
+    assert found.mean == pytest.approx(by)
+    assert math.isnan(found.half_width)
 
 
 def test_a_single_pair_has_no_interval():
@@ -55,8 +58,15 @@ def test_refuses_what_does_not_pair(values, baseline):
 
 def test_runs_pair_by_their_seeds_in_whatever_order_they_come():
     baseline = {0: 90.0, 1: 80.0, 2: 70.0}
-    found = paired_by_seed({2: 71.0, 7: 5.0, 0: 91.0, 1: 81.0}, baseline)
-    assert (found.mean, found.half_width) == (1, 0)
+    found = paired_by_seed({2: 71.0, 7: 5.0, 0: 92.0, 1: 81.0}, baseline)
+    assert found == paired_difference([1.0, 2.0, 1.0], [0.0, 0.0, 0.0])
+
+
+def test_a_run_that_has_diverged_makes_no_pair():
+    baseline = {0: 90.0, 1: 80.0, 2: math.nan, 3: 70.0}
+    found = paired_by_seed({0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0}, baseline)
+    assert found == paired_difference([91.0, 73.0], [90.0, 70.0])
+    assert math.isnan(paired_by_seed({0: 91.0}, {0: math.nan}).mean)
 
 
 @pytest.mark.parametrize(("values", "told"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])

@@ -1,6 +1,7 @@
 """Accuracy, or loss, over epochs."""
 
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
 from statistics import mean
 
 from matplotlib.figure import Figure
@@ -16,7 +17,8 @@ def accuracy(curves: Curves) -> Figure:
     """Test accuracy over epochs: the mean of each rule's runs, and the band that they span.
 
     Args:
-        curves: by rule, one sequence a run: accuracy (a share) after each epoch.
+        curves: by rule, one sequence a run: accuracy (a share) after each epoch; NaN where a run
+            has diverged, which is left out from there on.
 
     Raises:
         ValueError: there is no rule, a rule has no runs, or they differ in their epochs.
@@ -36,6 +38,11 @@ def loss(curves: Curves) -> Figure:
     return _over_epochs(curves, "test loss (nats)")
 
 
+def _known(values: Sequence[float]) -> Sequence[float]:
+    """Those of runs that have not diverged; one NaN where all have."""
+    return [value for value in values if not isnan(value)] or [nan]
+
+
 def _over_epochs(curves: Curves, what: str) -> Figure:
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
@@ -50,7 +57,7 @@ def _over_epochs(curves: Curves, what: str) -> Figure:
         figure = Figure(figsize=(5.2, 2.6), layout="constrained")
         axes = figure.subplots()
         for k, (rule, runs) in enumerate(curves.items()):
-            by_epoch = [*zip(*runs, strict=True)]
+            by_epoch = [_known(values) for values in zip(*runs, strict=True)]
             epochs = range(1, len(by_epoch) + 1)
             colour = SERIES[k % len(SERIES)]
             low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]

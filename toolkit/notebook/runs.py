@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import isnan, nan
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +23,8 @@ def train_rules(
 ) -> "pd.DataFrame":
     """Train under each rule with each seed: a row an epoch, accuracies in per cent.
 
-    Schedules that share a name are told apart by their rules.
+    Schedules that share a name are told apart by their rules. Where a loss has diverged, the rest
+    of the run is epochs of NaN.
 
     Args:
         config: of ``compare``.
@@ -51,7 +54,7 @@ def train_rules(
         single = {**config, "schedule": config.rules[name], "seed": seed}
         job = prepare(OmegaConf.create(single), images)
         on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
-        for epoch in job.run():
+        for epoch in job.run_to_end():
             numbers = per_cent(numbers_of(asdict(epoch))) | {"epoch": epoch.epoch}
             rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)
@@ -106,7 +109,7 @@ def differences(
     """The measure after the last epoch, and its difference from ``baseline``, paired by seed.
 
     Differences are in points or, of losses, in nats, with Student's 95 % interval. Runs that are
-    known not to have finished are left out.
+    known not to have finished, or whose loss has diverged, are left out.
 
     Raises:
         ValueError: there are no runs of the baseline, or a rule has none of its seeds; several
@@ -126,6 +129,7 @@ def differences(
     rows = {}
     for rule, by_seed in found.items():
         mine = {seed: run[-1] for seed, run in by_seed.items() if seed in base}
+        known = [value for value in mine.values() if not isnan(value)]
         if not mine:
             raise ValueError(
                 f"{rule} has no run with a seed of {baseline}: it has {_listed(by_seed)}, and"
@@ -134,9 +138,9 @@ def differences(
         difference = paired_by_seed(mine, base)
         low, high = difference.interval
         rows[rule] = {
-            "runs": len(mine),
+            "runs": len(known),
             **_told(
-                (sum(mine.values()) / len(mine), spread([*mine.values()])),
+                (mean(known or [nan]), spread(known)),
                 (difference.mean, difference.half_width),
                 baseline,
                 measure,
@@ -159,8 +163,9 @@ def delay_study(folder: Path | str, measure: Measure = ACCURACY) -> "pd.DataFram
 
     from toolkit.schedule import labels
 
-    result = _comparison(Path(folder))
+    result = _comparison(Path(folder), measure)
     called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
+    baseline = called[result["metrics"][0]["rule"]]
     rows = {}
     for row in result["metrics"]:
         looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
@@ -169,21 +174,23 @@ def delay_study(folder: Path | str, measure: Measure = ACCURACY) -> "pd.DataFram
         rows[called[row["rule"]]] = {
             "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            **_told((value, spread), (difference, width), "DP", measure),
+            **_told((value, spread), (difference, width), baseline, measure),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _comparison(folder: Path) -> dict[str, Any]:
-    """The result that a comparison has written."""
+def _comparison(folder: Path, measure: Measure) -> dict[str, Any]:
+    """The result that a comparison has written, judged by ``measure``."""
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     except (OSError, ValueError):
         result = {}
-    if not all("rule" in row for row in result.get("metrics", [{}])):
+    if not all(
+        {"rule", "schedule", *measure.columns} <= {*row} for row in result.get("metrics", [{}])
+    ):
         raise ValueError(
-            f"{folder} has no result of a comparison: give the output folder of one that has"
-            " ended, as of experiments/compare.py study=delays"
+            f"{folder} has no result of a comparison that tells its {measure.name}: give the output"
+            " folder of one that has ended, as of experiments/compare.py study=delays"
         )
     return result
 
@@ -264,7 +271,7 @@ def _listed(names: Iterable[object]) -> str:
 
 def _says(low: float, high: float) -> str:
     if low != low:
-        return "one run: nothing"
+        return "no spread: nothing"
     if high < 0:
         return "lower"
     return "higher" if low > 0 else "no difference shown"

@@ -148,7 +148,9 @@ def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> 
     """
     found = paired_difference([100 * share for share in late], [100 * share for share in base])
     least = 100 * binomial_half_width(mean([*late, *base]), n_tested)
-    return replace(found, half_width=least) if found.half_width < least else found
+    if len(late) == 1:
+        return found
+    return found if found.half_width >= least else replace(found, half_width=least)
 
 
 class _Run:

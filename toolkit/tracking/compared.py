@@ -5,7 +5,7 @@ Runs are in ``runs.csv`` and ``delays.csv``; the options that they were trained 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,14 @@ from toolkit.files import write_csv, write_text
 from toolkit.options import INDIFFERENT
 from toolkit.tracking.reading import read_csv
 from toolkit.training.changes import changed_options
+from toolkit.training.loop import Epoch
 
 OPTIONS = "runs.yaml"
 # Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}
+
+# Of epochs after the loss has diverged these are NaN; averages are of runs that keep any.
+_LOST = {f.name for f in fields(Epoch)} - {"ema_loss", "ema_top1"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class RuleRun:
     delays: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
     where: str = ""
+
+    @property
+    def diverged_in(self) -> int | None:
+        """The epoch in which its loss diverged; None where it did not."""
+        return next((e["epoch"] for e in self.epochs if isnan(e["train_loss"])), None)
 
     def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """``rows`` of this run, with what they are of."""
@@ -89,7 +98,9 @@ def _read(folder: Path) -> list[RuleRun]:
     for name, kept in (("runs.csv", "epochs"), ("delays.csv", "delays")):
         for row in read_csv(folder / name, words=("rule",)):
             key = row.pop("rule"), int(row.pop("seed"))
-            known = {k: None if isnan(value) else value for k, value in row.items()}
+            known = {
+                k: None if isnan(value) and k not in _LOST else value for k, value in row.items()
+            }
             whole = {k: int(row[k]) for k in ("epoch", "step", "stage") if k in row}
             run = found.setdefault(key, RuleRun(*key, [], []))
             getattr(run, kept).append(known | whole)

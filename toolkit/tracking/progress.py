@@ -81,6 +81,11 @@ class Progress:
             self._refreshed = now
             self._bar.refresh()
 
+    def skip(self, n: int) -> None:
+        """``n`` epochs are not to come."""
+        self._epochs += n
+        self._bar.update(n)
+
     def line(self, text: str) -> None:
         """A line by itself, above the bar."""
         self._bar.write(text, file=sys.stderr)

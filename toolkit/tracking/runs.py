@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import isfinite, nan, prod
+from math import isfinite, isnan, nan, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -298,17 +298,25 @@ def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
     first, seeds = whole_number(rest.get("seed")) or 0, whole_number(base.config.get("seeds")) or 0
     planned = range(first, first + min(seeds, _MOST_SEEDS))
     keys = dict.fromkeys([(rule, seed) for seed in planned for rule in rules] + [*epochs])
-    found = []
+    found, begun = [], False
     for rule, seed in keys:
         rows_of = epochs.get((rule, seed), [])
         whole = base.state == "finished" or len(rows_of) == whole_number(rest.get("epochs"))
         single = run(rule, seed=seed, epochs=rows_of)
         single = replace(single, config={**single.config, "seed": seed})
-        if rows_of and whole:
+        lost = next((row["epoch"] for row in rows_of if isnan(row.get("train_loss", 0.0))), None)
+        if lost is not None:
+            message = f"its loss diverged in epoch {lost:.0f}"
+            single = replace(single, state="failed", message=message)
+        elif rows_of and whole:
             message = base.message if base.state == "finished" else ""
             single = replace(single, state="finished", metrics=dict(rows_of[-1]), message=message)
         elif base.state == "finished":
             single = replace(single, state="unfinished", message="runs.csv does not have it")
+        elif begun:  # one at a time
+            single = replace(single, state="unfinished", message="it has not begun")
+        else:
+            begun = True
         found.append(single)
     return found or [base]
 

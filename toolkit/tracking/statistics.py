@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from statistics import mean, stdev
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, and half the width of its 95 % interval (NaN for a single value)."""
+    """A mean, and half the width of its 95 % interval.
+
+    That is NaN where values show no spread: a single one, or all equal, as counts of few can be.
+    """
 
     mean: float
     half_width: float
@@ -20,16 +23,18 @@ class Estimate:
 
 def spread(values: Sequence[float]) -> float:
     """The standard deviation of the sample; NaN for a single value."""
-    return stdev(values) if len(values) > 1 else float("nan")
+    return stdev(values) if len(values) > 1 else nan
 
 
-def plus_minus(value: float, width: float | None, sign: str = "", decimals: int = 2) -> str:
-    """``value ± width``; the value alone where nothing is known of its width.
+def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:
+    """``value ± width``; the value alone where no width is known, a dash where neither is.
 
     Args:
         sign: ``+``, for a difference.
     """
-    known = width is not None and not isnan(width)
+    if value is None or isnan(value):
+        return "-"
+    known = width and not isnan(width)
     return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if known else "")
 
 
@@ -48,8 +53,8 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
 
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     n = len(differences)
-    if n == 1:
-        return Estimate(differences[0], float("nan"))
+    if max(differences) - min(differences) <= 1e-9 * max(map(abs, [*values, *baseline])):
+        return Estimate(differences[0], nan)
     return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)
 
 
@@ -68,10 +73,10 @@ def binomial_half_width(share: float, n: int) -> float:
 
 
 def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
-    """:func:`paired_difference` over the seeds that both have.
+    """:func:`paired_difference` over the seeds that both have; NaN where no pair is of numbers.
 
     Args:
-        values: by seed, in any order.
+        values: by seed, in any order; NaN of a run that has diverged, whose seed does not count.
         baseline: likewise.
 
     Raises:
@@ -84,4 +89,7 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
             f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
             " with the same seeds"
         )
+    shared = [seed for seed in shared if not isnan(values[seed] - baseline[seed])]
+    if not shared:
+        return Estimate(nan, nan)
     return paired_difference([values[s] for s in shared], [baseline[s] for s in shared])

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from math import nan
 from typing import Any
 
 import torch
@@ -69,6 +70,27 @@ class Job:
             stretches=stretches,
             recipe=_recipe(self.config),
         )
+
+    def run_to_end(
+        self,
+        on_epoch: Callable[[Epoch], None] = lambda epoch: None,
+        on_step: Callable[[Step], None] = lambda step: None,
+    ) -> list[Epoch]:
+        """As :meth:`run`, but a loss that diverges ends it with epochs of NaN, as many as are left.
+
+        Those are not passed to ``on_epoch``.
+        """
+        epochs: list[Epoch] = []
+
+        def count(epoch: Epoch) -> None:
+            epochs.append(epoch)
+            on_epoch(epoch)
+
+        try:
+            return self.run(count, on_step)
+        except FloatingPointError:
+            rest = range(len(epochs), self.config.epochs)
+            return epochs + [Epoch(number, *[nan] * 6) for number in rest]
 
     def measurements(self) -> Measurements | None:
         """What all ranks have measured, if anything. Every rank calls it."""
