@@ -50,11 +50,6 @@ def main(config: DictConfig) -> None:
         raise ValueError(
             "there are no rules to compare: leave one, or add +schedule@rules.NAME=..."
         )
-    for name, rule in config.rules.items():
-        if not isinstance(rule, DictConfig):
-            raise ValueError(
-                f"rules.{name}={rule} is no schedule: add one by +schedule@rules.{name}={rule}"
-            )
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)

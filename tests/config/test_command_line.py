@@ -59,7 +59,8 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["epochs=0"], "epochs is 1 or more: got 0"),
         (["batch=-1"], "batch is 1 or more: got -1"),
         (["workers=0"], "microbatches is 1 or more: got 0"),
-        (["threads=0"], "threads is 1 or more: got 0"),
+        (["threads=0"], "threads is from 1 to "),
+        (["threads=100000"], "here: got 100000"),
         (
             ["workers=3", "microbatches=5"],
             "workers=3 and microbatches=5: workers sets microbatches, so leave one of them out",
@@ -73,6 +74,9 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["partition=[fc]"], "4 stages need 3 names of modules"),
         (["runtime.order=fast"], "unknown order 'fast': choose one of grouped, scheduled"),
         (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
+        (["lr=step", "lr.gamma=-1"], "lr.gamma is above 0: got -1"),
+        (["lr=cosine", "lr.final=-5"], "lr.final is 0 or more: got -5"),
+        (["optimizer=adamw", "optimizer.betas=[0.9]"], "optimizer cannot be made: "),
         (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
         (["optimizer=lars", "optimizer.momentum=-1"], "optimizer cannot be made: Invalid momentum"),
         (["optimizer=muon", "optimizer.adamw=fc"], "adamw=fc: optimizer.adamw is a list, such as"),
@@ -85,6 +89,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["data.n_test=0"], "data.n_test is 1 or more: got 0"),
         (["data.n_classes=-2"], "data.n_classes is 1 or more: got -2"),
         (["device=gpu"], "device=gpu cannot be used: Expected one of"),
+        (["device=meta"], "device=meta cannot train: it is auto, cpu, cuda or cuda:1"),
         (["schedule.placement=foo"], "unknown placement 'foo': choose one of"),
         (["schedule.delay=late"], "unknown delay 'late': give 'freshest', a whole number of steps"),
         (["schedule.delay=[1,1]"], "a list of delays has one for each stage, here 4: got 2"),
@@ -99,6 +104,10 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (
             ["schedule=gpipe", "schedule.accumulate=2"],
             "schedule.accumulate is not an option of this choice of schedule",
+        ),
+        (
+            ["schedule.file=x.csv", "workers=4", "stages=2"],
+            "workers=4 stages=2: schedule.file=x.csv has its own stages and micro-batches",
         ),
         (
             ["schedule.file=x.csv", "schedule.accumulate=2"],
@@ -163,12 +172,24 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
     [
         ("compare", ["sed=1"], "there is no option sed: did you mean seed?"),
         ("compare", ["schedule=dp"], "compare cannot take schedule=... here; --help lists what"),
-        ("compare", ["rules.dpp.delay=1"], "did you mean rules.NAME.delay?"),
+        (
+            "compare",
+            ["rules.dpp.delay=1"],
+            "there is no option rules.dpp.delay: it is of a rule, or",
+        ),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
-        ("compare", ["+rules.mine=dp"], "rules.mine=dp is no schedule: add one by +schedule@rules"),
+        (
+            "compare",
+            ["+rules.mine=dp"],
+            "dp is no schedule but the name of one: to add it, choose it in its group, as in"
+            " +schedule@rules.dp=dp",
+        ),
         ("communication", ["measured=true", "width=0"], "width is 1 or more: got 0"),
         ("bench", ["bench=foo"], "bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz"),
         ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
+        ("train", ["save.kep=3"], "there is no option save.kep: did you mean save.keep?"),
+        ("compare", ["rules.dp.dealy=2"], "no option rules.dp.dealy: did you mean rules.dp.delay?"),
+        ("simulate", ["+also.g=gpipe"], "gpipe is no schedule but the name of one: to add it"),
         ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
         ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
     ],
@@ -213,6 +234,7 @@ def own(tmp_path):
         "optimizer/mine": "_target_: torch.optim.RMSprop\nlr: 0.001\n",
         "optimizer/nowhere": "_target_: nowhere.SGD\nlr: 0.1\n",
         "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
+        "experiment/eight": "# @package _global_\nworkers: 8\n",
     }
     for name, text in files.items():
         path = tmp_path / "own" / f"{name}.yaml"
@@ -226,6 +248,8 @@ def test_choices_of_ones_own(own, tmp_path):
     assert finished.status == 0
     config = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
+    again = run("train", f"resume={tmp_path}/run", "epochs=2")
+    assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
     assert "adamw, lamb, lars, mine, muon, nadam, nowhere, sgd" in shown
@@ -235,6 +259,8 @@ def test_mistakes_in_choices_of_ones_own(own):
     assert refused("train", own, "optimizer=mien").startswith(
         "optimizer=mien is unknown: did you mean mine? choose one of adamw, lamb, lars, mine,"
     )
+    message = refused("train", own, "experiment=eight", "microbatches=2")
+    assert message.startswith("microbatches=2, and a preset has workers=8, which sets")
     message = refused("train", own, "optimizer=nowhere", *TINY)
     assert message.startswith("_target_: nowhere.SGD cannot be imported: ")
 

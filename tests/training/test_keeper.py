@@ -89,6 +89,12 @@ def test_the_best_is_that_of_the_highest_accuracy_the_latest_of_equals(make, clo
     assert found.best == [4, 12, 16]
 
 
+@pytest.mark.parametrize("often", [Often(epochs=2), Often(steps=6, epochs=None)])
+def test_the_best_is_saved_whenever_it_comes(make, clock, often):
+    found = train(make(often), clock, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95])
+    assert found.best == [4, 24]
+
+
 def test_the_best_by_loss_is_that_of_the_lowest(make, clock):
     found = train(make(measure=LOSS), clock, [0.5, 0.4, 0.7, 0.4, 0.6])
     assert found.best == [4, 8, 16]
@@ -98,18 +104,19 @@ def test_the_best_by_loss_is_that_of_the_lowest(make, clock):
     ("often", "steps"),
     [
         (Often(epochs=1), [4, 8, 12]),
-        (Often(epochs=2), [8]),
+        (Often(epochs=2), [4, 8]),
         (Often(epochs=None), []),
-        (Often(steps=3, epochs=None), [3, 6, 9, 12]),
+        (Often(steps=3, epochs=None), [3, 4, 6, 9, 12]),
         (Often(steps=3), [3, 4, 6, 8, 9, 12]),
         # every step takes 30 s, and minutes count from one checkpoint to the next
         (Often(epochs=None, minutes=1), [2, 4, 6, 8, 10, 12]),
         (Often(epochs=None, minutes=2), [4, 8, 12]),
-        (Often(epochs=None, minutes=2.5), [5, 10]),
+        (Often(epochs=None, minutes=2.5), [4, 9]),
         (Often(epochs=1, minutes=1.5), [3, 4, 7, 8, 11, 12]),
     ],
 )
 def test_saves_when_it_is_due(make, clock, often, steps):
+    """The first epoch is the best."""
     keeper = make(often, length=1)
     assert train(keeper, clock, [0.1] * 3, seconds=30.0).steps == steps
 

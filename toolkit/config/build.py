@@ -30,6 +30,11 @@ def build_schedule(config: DictConfig) -> Schedule:
     Raises:
         ValueError: an impossible schedule, or a file that holds none.
     """
+    if not OmegaConf.is_dict(config):
+        raise ValueError(
+            f"{config} is no schedule but the name of one: to add it, choose it in its group, as in"
+            f" +schedule@rules.{config}={config} (of simulate, +schedule@also.{config}={config})"
+        )
     options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     file = options.pop("file", None)
     late = {}

@@ -23,6 +23,7 @@ from toolkit.config.shorthands import check_given
 from toolkit.config.sweeps import Sweep
 
 _INTERRUPTED = 130
+_VERBOSE = "HYDRA_FULL_ERROR"
 
 
 def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], None]]:
@@ -43,14 +44,14 @@ class _CommandLine:
     def __init__(self, name: str, conf: Path, function: Experiment) -> None:
         self._name, self._conf, self._function = name, conf, function
         self._arguments = sys.argv[1:]
-        self._verbose = "HYDRA_FULL_ERROR" in os.environ
+        self._verbose = _VERBOSE in os.environ
         self._status = 0
         self._put_back = remembered([])
 
     def carry_out(self) -> None:
         """Run what it asks for, or print help; ends the process unless all has gone well."""
         schema.register()
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of Hydra's printer
+        os.environ[_VERBOSE] = "1"  # errors reach us instead of Hydra's printer
         Sweep.folder, Sweep.options = None, ()
         if not ranks.leads():
             sys.argv += ranks.elsewhere()
@@ -90,12 +91,16 @@ class _CommandLine:
     def _job(self, config: DictConfig) -> float | None:
         """One run; of a sweep for the best options, its objective."""
         try:
+            if not self._verbose:
+                os.environ.pop(_VERBOSE, None)  # what the run starts is not to have it
             ended = run(self._function, config, self._explained)
         except Exception as error:
             if isinstance(error, ValueError):
                 self._put_back()
             self._refuse(error)
             return None
+        finally:
+            os.environ[_VERBOSE] = "1"
         self._status = max(self._status, ended.status)
         return ended.objective
 

@@ -56,7 +56,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, OmegaConfBaseException | HydraException):
         return first_line(error)
     if isinstance(error, ValueError) and refused_by(error, _HYDRA):
-        return _not_a_choice(arguments, conf)
+        return _not_a_choice(arguments, conf) or first_line(error)
     return None
 
 
@@ -125,8 +125,11 @@ def _composition(error: ConfigCompositionException, experiment: str, conf: Path)
 
 
 def _no_option(key: str, experiment: str, conf: Path) -> str:
-    known = schema.options(experiment)
+    rule = ".".join(key.split(".")[:2])  # where it is of one
+    known = [option.replace("rules.NAME", rule) for option in schema.options(experiment)]
     group, _, name = key.rpartition(".")
+    if group and key in known and group.startswith("rules."):
+        return f"there is no option {key}: it is of a rule, or of a schedule, that there is not"
     if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
     if key == "sweep":

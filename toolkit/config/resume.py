@@ -58,7 +58,19 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     replaced |= {key.partition("@")[2] for key in given if "@" in key}  # a rule that was left out
     kept = [o for o in before if _key(o) not in replaced and not _of_another(o, given, before)]
     rest = [argument for argument in arguments if _key(argument) not in ("hydra.run.dir",)]
-    return [*kept, *rest, f"hydra.run.dir={folder}"]
+    return [*_own_folder(Path(folder), given), *kept, *rest, f"hydra.run.dir={folder}"]
+
+
+def _own_folder(folder: Path, given: Mapping[str, str]) -> list[str]:
+    """Where a run had choices of its user's own from, unless that is given anew."""
+    if given.keys() & {"--config-dir", "-cd"}:
+        return []
+    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
+        found = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text())
+        for source in found["hydra"]["runtime"]["config_sources"]:
+            if source["provider"] == "command-line":
+                return [f"--config-dir={source['path']}"]
+    return []
 
 
 def _of_another(option: str, given: Mapping[str, str], before: Sequence[str]) -> bool:

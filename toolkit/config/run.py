@@ -9,11 +9,11 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from toolkit.config import ranks, sweeps
 from toolkit.config import status as states
-from toolkit.config.shorthands import spell_out
+from toolkit.config.shorthands import settle
 from toolkit.config.status import Status, write_status
 
 FAILED = 1
@@ -59,7 +59,7 @@ def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ende
 
     tell(states.RUNNING)
     try:
-        _settle(config)
+        settle(config, options)
         returned = function(config)
     except KeyboardInterrupt:
         tell(states.STOPPED)
@@ -102,17 +102,3 @@ def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained
     if ended.status == STOPPED:
         raise KeyboardInterrupt  # the other runs are not to begin
     return ended
-
-
-def _settle(config: DictConfig) -> None:
-    """Shorthands spelt out, and what holds for the whole process set."""
-    spell_out(config)
-    OmegaConf.resolve(config)
-    if not 0 <= config.get("seed", 0) < 2**63:
-        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
-    if config.get("threads") is not None:
-        if config.threads < 1:
-            raise ValueError(f"threads is 1 or more: got {config.threads}")
-        import torch
-
-        torch.set_num_threads(config.threads)

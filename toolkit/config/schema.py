@@ -237,7 +237,10 @@ class Training:
 
 @dataclass
 class Save:
-    """When checkpoints are saved, in the output directory; null: not for that reason."""
+    """When checkpoints are saved, in the output directory; null: not for that reason.
+
+    After an epoch that is the best so far, too, unless all are null.
+    """
 
     steps: int | None = option(None, "training steps from one to the next")
     epochs: int | None = option(1, "epochs from one to the next")
@@ -254,7 +257,7 @@ class Train(Training):
     save: Save = field(default_factory=Save)
     resume: str | None = option(None, "output directory of a run, to go on where it was saved")
     guard: str = option("stop", "if the loss diverges: off, stop, or rollback and go on with DP")
-    guard_factor: float = option(10.0, "loss, by that of the first steps, that counts as diverged")
+    guard_factor: float = option(10.0, "loss, by that of the first step, that counts as diverged")
     seed: int = option(0, "of weights, order of the data, augmentation and dropout")
     profile: int = option(0, "training steps that torch.profiler traces, in profile.json")
 
@@ -424,7 +427,11 @@ def helps(kind: type | None) -> dict[str, str]:
 
 def options(experiment: str) -> list[str]:
     """Every option that some choice of groups gives an experiment, dotted."""
-    found = [f.name for f in fields(_SCHEMAS["experiment"][experiment])]
+    own = fields(_SCHEMAS["experiment"][experiment])
+    found = [f.name for f in own]
+    for option_ in own:
+        if is_dataclass(kind := option_.default_factory):
+            found += [f"{option_.name}.{f.name}" for f in fields(kind)]
     for group, schemas in _SCHEMAS.items():
         rule = group == "schedule" and "rules" in found
         if group in found or rule:

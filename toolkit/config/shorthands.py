@@ -1,7 +1,14 @@
-"""Options that stand for others."""
+"""Options that stand for others, and those that hold for the whole process."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_SAME = ("workers", "microbatches")
+_OF_A_FILE = (*_SAME, "stages")
+_THREADS = 16  # for each processor; far more end the process
 
 
 def spell_out(config: Any) -> None:
@@ -14,14 +21,55 @@ def spell_out(config: Any) -> None:
         config["microbatches"] = config["workers"]
 
 
+def settle(config: DictConfig, given: Sequence[str]) -> None:
+    """Spell out and resolve options, and have torch use the threads that they give it.
+
+    Args:
+        config: of an experiment; changed in place.
+        given: on the command line, which presets must not overrule.
+
+    Raises:
+        ValueError: the seed, the threads or the workers cannot be.
+    """
+    workers = config.get("workers")
+    told = [option for option in given if _key(option) == "microbatches"]
+    if told and workers is not None:
+        raise ValueError(
+            f"{told[0]}, and a preset has workers={workers}, which sets microbatches: give workers"
+            " instead"
+        )
+    spell_out(config)
+    OmegaConf.resolve(config)
+    if not 0 <= config.get("seed", 0) < 2**63:
+        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
+    threads, most = config.get("threads"), _THREADS * (os.cpu_count() or 1)
+    if threads is not None:
+        if not 1 <= threads <= most:
+            raise ValueError(f"threads is from 1 to {most} here: got {threads}")
+        import torch
+
+        torch.set_num_threads(threads)
+
+
 def check_given(arguments: Sequence[str]) -> None:
     """Refuse a command line that says the same thing twice.
 
     Raises:
-        ValueError: it gives ``workers`` and ``microbatches``.
+        ValueError: it gives ``workers`` and ``microbatches``, or one of them, or ``stages``, with a
+            file that has its own.
     """
-    both = [a for a in arguments if a.partition("=")[0] in ("workers", "microbatches")]
-    if len({argument.partition("=")[0] for argument in both}) == 2:
+    options = {_key(argument): argument for argument in arguments}
+    if all(name in options for name in _SAME):
+        both = " and ".join(options[name] for name in options if name in _SAME)
+        raise ValueError(f"{both}: workers sets microbatches, so leave one of them out")
+    file = options.get("schedule.file", "=null")
+    if file.partition("=")[2] != "null" and (
+        sizes := [options[n] for n in _OF_A_FILE if n in options]
+    ):
         raise ValueError(
-            f"{' and '.join(both)}: workers sets microbatches, so leave one of them out"
+            f"{' '.join(sizes)}: {file} has its own stages and micro-batches, so leave that out"
         )
+
+
+def _key(argument: str) -> str:
+    return argument.partition("=")[0]

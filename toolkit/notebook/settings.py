@@ -1,11 +1,11 @@
 """Options of an experiment and kept results, from whichever folder a notebook runs in."""
 
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from toolkit.config import schema
 from toolkit.config.errors import explain
-from toolkit.config.shorthands import check_given, spell_out
+from toolkit.config.shorthands import check_given, settle
 from toolkit.messages import instead
 from toolkit.repository import ROOT, conf
 
@@ -31,8 +31,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
         check_given(options)
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(experiment, list(options))
-        spell_out(config)
-        OmegaConf.resolve(config)
+        settle(config, options)
     except Exception as error:
         message = explain(error, experiment, folder, list(options))
         if message is None:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.config.build import build_model, build_schedule
 from toolkit.config.counts import check_counts
+from toolkit.messages import first_line
 from toolkit.model import partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.interface import Runtime
@@ -119,7 +120,8 @@ def prepare(
     """Build what ``config`` describes: equal seeds give equal weights and batches.
 
     Args:
-        config: as ``experiments/train.py`` composes it.
+        config: as ``experiments/train.py`` composes it; it is told the sizes of a schedule that
+            has its own.
         samples: what is trained and tested on, if it is loaded already.
         schedule: in the place of the one that ``config`` describes.
 
@@ -129,6 +131,7 @@ def prepare(
     """
     check_counts(config, "stages", "microbatches", "batch", "epochs")
     schedule = build_schedule(config.schedule) if schedule is None else schedule
+    config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
     options, world = _meet(config, schedule)
     device = world.device if world else pick_device(config.device)
     samples = instantiate(config.data) if samples is None else samples
@@ -212,8 +215,8 @@ def _optimizer(config: DictConfig) -> Callable[..., Optimizer]:
     try:
         parameter = torch.zeros(1, requires_grad=True)
         make([("weight", parameter) if takes_names(make) else parameter])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"optimizer cannot be made: {error}") from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"optimizer cannot be made: {first_line(error)}") from error
     return make
 
 
@@ -231,4 +234,6 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"device={name} cannot be used: {reason}; try device=auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")
     return device

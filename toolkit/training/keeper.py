@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
@@ -17,7 +17,7 @@ from toolkit.runtime.interface import Runtime
 from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.loop import Position, Stretches, is_best
+from toolkit.training.loop import Epoch, Position, Stretches, is_best
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
@@ -99,7 +99,7 @@ class Keeper(Stretches):
         often: when.
         extra: what else belongs into a checkpoint.
         guard: ``off``, or to raise :class:`DivergedError` where the loss is not finite or more
-            than ``guard_factor`` times that of the first stretch.
+            than ``guard_factor`` times that of the first step.
         guard_factor: see ``guard``.
         signals: that end the run.
         measure: by which a checkpoint is the best.
@@ -210,4 +210,11 @@ class Keeper(Stretches):
             (often.steps is not None and position.steps_done % often.steps == 0)
             or (of_epochs and position.epoch % (often.epochs or 1) == 0)
             or (often.minutes is not None and since >= 60 * often.minutes)
+            or (position.step == 0 and self._never_so_good(position.history))
+        )
+
+    def _never_so_good(self, history: Sequence[Epoch]) -> bool:
+        """Whether the last epoch, and no other, is the best."""
+        return bool(history) and not any(
+            is_best([history[-1], other], self.measure) for other in history[:-1]
         )

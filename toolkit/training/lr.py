@@ -50,6 +50,8 @@ class Step(Constant):
         super().__post_init__()
         if self.every_epochs < 1:
             raise ValueError(f"lr.every_epochs is 1 or more: got {self.every_epochs}")
+        if self.gamma <= 0:
+            raise ValueError(f"lr.gamma is above 0: got {self.gamma}")
 
     def decay(self, epoch: float, epochs: int) -> float:
         return self.gamma ** (int(epoch) // self.every_epochs)
@@ -60,6 +62,11 @@ class Cosine(Constant):
     """Half a cosine from the full rate, after warm-up, to ``final`` times it."""
 
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.final < 0:
+            raise ValueError(f"lr.final is 0 or more: got {self.final}")
 
     def decay(self, epoch: float, epochs: int) -> float:
         span = epochs - self.warmup_epochs
