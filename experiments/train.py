@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.status import fail
+from toolkit.units import MB
 
 if TYPE_CHECKING:
     from toolkit.runtime.meters.measurements import Measurements
@@ -294,10 +295,10 @@ def readable(row: dict[str, Any]) -> dict[str, Any]:
     """A rank's row as the terminal shows it."""
     return {
         "rank": row["rank"],
-        "peak activations (MB)": round(row["peak_activations"] / 1e6, 3),
-        "peak weights (MB)": round(row["peak_weights"] / 1e6, 3),
+        "peak activations (MB)": round(row["peak_activations"] / MB, 3),
+        "peak weights (MB)": round(row["peak_weights"] / MB, 3),
         "messages sent": row["messages_sent"],
-        "MB sent": round(row["bytes_sent"] / 1e6, 3),
+        "MB sent": round(row["bytes_sent"] / MB, 3),
     }
 
 
