@@ -199,10 +199,10 @@ def result_of(
     seconds: float,
 ) -> dict[str, Any]:
     """What ``result.json`` holds; its last metrics and notes are tracked, too."""
-    from toolkit.tracking import delay_means, describe, provenance
+    from toolkit.tracking import delay_means, describe, keys, provenance
 
     job, tracker, final = outcome.job, records.tracker, as_row(outcome.epochs[-1])
-    tracker.summary({f"final/{name}": value for name, value in final.items()})
+    tracker.summary({keys.final(name): value for name, value in final.items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     return {
         "schedule": job.schedule.name,
