@@ -126,7 +126,7 @@ def train_all(
     config: DictConfig, samples: "SampleSet", folder: Path, done: set[tuple[str, int]]
 ) -> Iterator["RuleRun"]:
     """Each rule with each seed, but for those that are done."""
-    from toolkit.tracking import Curves, Progress, describe, track, track_schedule
+    from toolkit.tracking import Curves, Progress, describe, keys, track, track_schedule
     from toolkit.tracking.compared import RuleRun
     from toolkit.tracking.runs import group_of
     from toolkit.training import Step, prepare
@@ -164,7 +164,7 @@ def train_all(
 
                 epochs = job.run_to_end(on_epoch=curves.epoch, on_step=count)
                 final = asdict(epochs[-1])
-                tracker.summary({f"final/{k}": v for k, v in final.items() if v is not None})
+                tracker.summary({keys.final(k): v for k, v in final.items() if v is not None})
             rows = [asdict(epoch) for epoch in epochs]
             run = RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
             last = epochs[-1].told(samples.form.measure)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts, counts
+from toolkit.units import GIB
 
 
 @entry_point("memory", Path(__file__).parents[1] / "conf")
@@ -72,7 +73,7 @@ def main(config: DictConfig) -> None:
         folder / "result.json",
         {"metrics": records, "provenance": provenance(config, where, time.perf_counter() - start)},
     )
-    print(f"\n{name}: one micro-batch of {config.batch} keeps {shown.peak / 2**30:.2f} GiB\n")
+    print(f"\n{name}: one micro-batch of {config.batch} keeps {shown.peak / GIB:.2f} GiB\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
     print(table(rows))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts
+from toolkit.units import GIB, MB
 
 _FIRST = "schedule"  # what the schedule is called beside those in also
 
@@ -94,10 +95,10 @@ def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
         "ms a step": round(timeline.step_time * 1e3, 3),
         "samples/s": round(samples / timeline.step_time, 1),
         "idle": f"{timeline.idle_share:.1%}",
-        "GiB, fullest rank": round(peaks[fullest] / 2**30, 3),
-        "of it activations": round((held[ACTIVATIONS] + held[INPUTS]) / 2**30, 3),
+        "GiB, fullest rank": round(peaks[fullest] / GIB, 3),
+        "of it activations": round((held[ACTIVATIONS] + held[INPUTS]) / GIB, 3),
         "fits": "yes" if fits else "no",
-        "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / 1e6, 2),
+        "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / MB, 2),
     }
 
 

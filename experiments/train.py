@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.status import fail
+from toolkit.units import MB
 
 if TYPE_CHECKING:
     from toolkit.runtime.meters.measurements import Measurements
@@ -198,10 +199,10 @@ def result_of(
     seconds: float,
 ) -> dict[str, Any]:
     """What ``result.json`` holds; its last metrics and notes are tracked, too."""
-    from toolkit.tracking import delay_means, describe, provenance
+    from toolkit.tracking import delay_means, describe, keys, provenance
 
     job, tracker, final = outcome.job, records.tracker, as_row(outcome.epochs[-1])
-    tracker.summary({f"final/{name}": value for name, value in final.items()})
+    tracker.summary({keys.final(name): value for name, value in final.items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     return {
         "schedule": job.schedule.name,
@@ -294,10 +295,10 @@ def readable(row: dict[str, Any]) -> dict[str, Any]:
     """A rank's row as the terminal shows it."""
     return {
         "rank": row["rank"],
-        "peak activations (MB)": round(row["peak_activations"] / 1e6, 3),
-        "peak weights (MB)": round(row["peak_weights"] / 1e6, 3),
+        "peak activations (MB)": round(row["peak_activations"] / MB, 3),
+        "peak weights (MB)": round(row["peak_weights"] / MB, 3),
         "messages sent": row["messages_sent"],
-        "MB sent": round(row["bytes_sent"] / 1e6, 3),
+        "MB sent": round(row["bytes_sent"] / MB, 3),
     }
 
 

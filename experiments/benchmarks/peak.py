@@ -22,10 +22,10 @@ from toolkit.cost.timeline import WEIGHTS
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import Schedule, catalog
+from toolkit.units import GIB
 
 _STEPS = 3
 _CLASSES = 1000
-_GIB = 2**30
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -61,12 +61,12 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                     "model": name,
                     "workers": n,
                     "rule": schedule.name,
-                    "measured": round(measured / _GIB, 3),
-                    "program": round(predicted / _GIB, 3),
+                    "measured": round(measured / GIB, 3),
+                    "program": round(predicted / GIB, 3),
                     "/ program": round(measured / predicted, 3),
-                    "asked for": round(asked_for / _GIB, 3),
+                    "asked for": round(asked_for / GIB, 3),
                     "asked for / program": round(asked_for / predicted, 3),
-                    "curve": round(by_curve / _GIB, 3),
+                    "curve": round(by_curve / GIB, 3),
                     "/ curve": round(measured / by_curve, 3),
                 }
             )

@@ -2,14 +2,17 @@
 
 import builtins
 import json
+import re
 import socket
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from tests.report import folders
+from toolkit.cost import UNIT, simulate, unit_costs
+from toolkit.measure import ACCURACY, LOSS
 from toolkit.report import (
     SECTIONS,
     Command,
@@ -18,16 +21,16 @@ from toolkit.report import (
     Table,
     Text,
     build_report,
-    keys,
     publish,
 )
 from toolkit.report import publish as publish_function
 from toolkit.report.publish import wandb_report, wandb_workspace
+from toolkit.schedule import catalog
+from toolkit.tracking import Tracker, track_measured, track_schedule
 from toolkit.tracking.runs import group_of, read_runs
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
 KEY = "0123456789" * 4
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -80,15 +83,53 @@ def test_a_comparison_of_a_sweep_has_the_group_that_its_runs_were_tracked_in(tmp
     assert '["s/0"]' in json.dumps(spec)
 
 
-def test_the_logged_keys_are_the_trackers():
+@pytest.mark.parametrize(
+    ("judged_by", "bars"),
+    [
+        ([], ["top1"]),
+        ([ACCURACY, ACCURACY], ["top1"]),
+        ([LOSS], ["test_loss"]),
+        ([LOSS, ACCURACY], ["test_loss", "top1"]),
+    ],
+)
+def test_bars_are_of_what_the_runs_are_judged_by(runs, judged_by, bars):
+    judged = [replace(run, judged_by=by) for run, by in zip(runs, judged_by, strict=False)]
+    other = replace(runs[0], kind="memory")
+    report = Report("T", [Section(name, []) for name in SECTIONS])
+    told = json.dumps(spec_of(report, [*judged, other]))
+    for metric in ("top1", "test_loss"):
+        assert (f'"final/{metric}"' in told) == (metric in bars)
+    space = wandb_workspace(report, judged, "me", "cdp")._to_model()
+    sections = space.spec.section.panel_bank_config.sections
+    (panels,) = (section.panels for section in sections if section.name == "Accuracy")
+    assert len(panels) == 6 + len(bars)
+
+
+def test_what_panels_show_is_logged():
     """Panels of what nobody logs would be empty."""
-    tracked = (ROOT / "toolkit" / "tracking" / "tracked.py").read_text()
-    tables = (keys.ACTIVATIONS, keys.TRAFFIC, keys.MEASURED_MEMORY, keys.MEASURED_RANKS)
-    for key in (keys.GRID, keys.TIMELINE, *tables, *keys.SPEED, "train/loss"):
-        assert f'"{key}"' in tracked
-    assert 'f"epoch/{name}"' in tracked
-    assert 'f"delay/{name}_stage_{' in tracked
-    assert 'f"final/{name}"' in (ROOT / "experiments" / "train.py").read_text()
+    logged = Logged()
+    schedule = catalog.cyclic(2)
+    track_schedule(logged, schedule)
+    track_measured(logged, simulate(schedule.lower(1), unit_costs(2), UNIT), None, [{}])
+    spec = spec_of(Report("T", [Section(name, []) for name in SECTIONS]), [])
+    shown = re.findall(r'"((?:schedule|measured)/\w+)"', json.dumps(spec))
+    assert set(shown) == logged.keys - {"measured/messages"}
+
+
+class Logged(Tracker):
+    """Keeps the names of images and tables."""
+
+    on = True
+
+    def __init__(self):
+        super().__init__()
+        self.keys = set()
+
+    def figure(self, key, figure):
+        self.keys.add(key)
+
+    def table(self, key, rows):
+        self.keys.add(key)
 
 
 def test_text_is_no_markup():
@@ -105,7 +146,7 @@ def test_text_is_no_markup():
 
 def test_the_workspace_has_the_same_panels():
     report = Report("Runs = <1>", [Section(name, []) for name in SECTIONS])
-    space = wandb_workspace(report, "me", "cdp")._to_model()
+    space = wandb_workspace(report, [], "me", "cdp")._to_model()
     assert space.display_name == "Runs    1"  # no symbols
     sections = space.spec.section.panel_bank_config.sections
     named = {section.name: len(section.panels) for section in sections}

@@ -1,7 +1,6 @@
 """What happened when, on which rank: predicted by the simulator or measured by a runtime."""
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -141,14 +140,6 @@ class Timeline:
             if change.rank == rank and change.time <= when:
                 held[change.kind] += change.bytes
         return held
-
-    def bytes_by_link(self) -> dict[tuple[int, int], float]:
-        """Bytes sent from rank to rank by point-to-point messages."""
-        links: defaultdict[tuple[int, int], float] = defaultdict(float)
-        for span in self.spans:
-            if span.lane == SEND and span.peer is not None:
-                links[span.rank, span.peer] += span.bytes
-        return dict(links)
 
     def bytes_sent(self) -> tuple[float, ...]:
         """Bytes that each rank sent, collectives included."""

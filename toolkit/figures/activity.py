@@ -6,15 +6,8 @@ from matplotlib.figure import Figure
 
 from toolkit.figures.rows import align
 from toolkit.figures.style import style
-from toolkit.figures.timeline import (
-    RATES,
-    TIMES,
-    add_keys,
-    bytes_sent_by_bin,
-    draw_ranks,
-    draw_traffic,
-    unit_for,
-)
+from toolkit.figures.timeline import add_keys, bytes_sent_by_bin, draw_ranks, draw_traffic
+from toolkit.units import RATES, TIMES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline

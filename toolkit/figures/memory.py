@@ -8,11 +8,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from toolkit.figures.style import BLACK, SERIES, style
+from toolkit.units import GIB
 
 if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
-
-_GIB = 2**30
 
 
 def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "") -> Figure:
@@ -28,18 +27,18 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         axes = figure.subplots()
         period = curve.edges[-1]
         axes.stairs(
-            curve.levels / _GIB, curve.edges / period, color=BLACK, label="together", baseline=None
+            curve.levels / GIB, curve.edges / period, color=BLACK, label="together", baseline=None
         )
         for k, n in enumerate(workers):
             times, total = curve.shifted(n)
             edges = np.append(times, period) / period
             label = f"N = {n}, shifted: {-curve.reduction(n):.1%}"
             colour = SERIES[k % len(SERIES)]
-            axes.stairs(total / n / _GIB, edges, color=colour, label=label, baseline=None)
-        mean = curve.mean / _GIB
+            axes.stairs(total / n / GIB, edges, color=colour, label=label, baseline=None)
+        mean = curve.mean / GIB
         axes.axhline(mean, color=BLACK, linewidth=0.8, linestyle=":", zorder=3, label="mean")
         axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1.45 * curve.peak / _GIB)
+        axes.set_ylim(0, 1.45 * curve.peak / GIB)
         axes.set_xlabel("time (training steps)")
         axes.set_ylabel("activations a worker (GiB)")
         axes.legend(loc="upper center", ncols=2, columnspacing=1)

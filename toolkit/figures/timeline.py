@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from toolkit.figures.rows import align
 from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW, style
+from toolkit.units import RATES, SIZES, TIMES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline
@@ -53,7 +54,7 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
         end = max(timeline.end for timeline in shown)
         unit, name = unit_for(end, TIMES)
         fullest = max(t.peak_memory(rank) for t in shown for rank in range(t.n_ranks))
-        memory_unit, memory_name = unit_for(fullest, _BYTES)
+        memory_unit, memory_name = unit_for(fullest, SIZES)
         fastest = max((bytes_sent_by_bin(t) * _BINS / t.end).max() for t in shown)
         traffic_unit, traffic_name = unit_for(fastest, RATES)
         rows[2, 0].set_xlim(0, end / unit)
@@ -84,16 +85,6 @@ def add_keys(figure: Figure, shown: "Sequence[Timeline]", most: int) -> None:
     handles = [Patch(color=colour, label=label) for label, colour in {**keys, **_LANES}.items()]
     ncols = len(handles) if len(handles) <= most else 3
     figure.legend(handles=handles, loc="outside lower center", ncols=ncols, columnspacing=1)
-
-
-TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
-
-
-def unit_for(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit of which there are two, or the last."""
-    return next((unit for unit in units if largest >= 2 * unit[0]), units[-1])
 
 
 def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:

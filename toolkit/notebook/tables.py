@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from toolkit.units import MB
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -98,7 +100,7 @@ def by_rank(found: "Measurements") -> "pd.DataFrame":
 
 
 def _megabytes(value: float | None) -> str:
-    return f"{(value or 0) / 1e6:.3f}"
+    return f"{(value or 0) / MB:.3f}"
 
 
 def _fraction(value: Fraction | int) -> str:

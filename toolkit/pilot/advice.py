@@ -6,6 +6,7 @@ from shlex import quote
 
 from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
+from toolkit.units import GIB
 
 WORTH = 0.05
 """The least share of a training step that is worth stale weights."""
@@ -249,4 +250,4 @@ def _points(trained: TrainingFindings) -> str:
 
 def _gib(found: Pilot, rule: RuleFindings) -> str:
     peak, memory = found.tightest(rule)
-    return f"{peak / 2**30:.2f} of {memory / 2**30:.2f} GiB"
+    return f"{peak / GIB:.2f} of {memory / GIB:.2f} GiB"

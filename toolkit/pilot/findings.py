@@ -11,11 +11,10 @@ from toolkit.cost import Costs, Hardware
 from toolkit.files import table
 from toolkit.pilot.predict import Prediction, predict, schedule_of
 from toolkit.tracking import Estimate
+from toolkit.units import TIMES, digits, size, unit_for
 
 if TYPE_CHECKING:
     from toolkit.pilot.advice import Advice
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -192,17 +191,17 @@ class Pilot:
         for found in self.rules:
             row = {
                 "rule": found.rule,
-                "activations of all workers (measured)": _mib(found.activations),
+                "activations of all workers (measured)": _size(found.activations),
             }
             if found.cuda_peak is not None:
-                row["CUDA peak (measured)"] = _mib(found.cuda_peak)
+                row["CUDA peak (measured)"] = _size(found.cuda_peak)
             row |= {
                 "step in one process (measured)": _time(found.seconds),
                 "by that of DP": _range(found.ratio),
                 "step on your machines (predicted)": _time(found.predicted.seconds),
                 "by that of DP, predicted": _range(found.predicted.ratio),
                 "of which messages": f"{found.waiting:.0%}",
-                "fullest device (predicted)": _mib(self.tightest(found)[0]),
+                "fullest device (predicted)": _size(self.tightest(found)[0]),
             }
             if self.limited:
                 row["fits"] = "yes" if self.fits(found) else "no"
@@ -232,7 +231,7 @@ class Pilot:
         compute = "was measured here" if self.compute == "measured" else "its roofline has"
         n_devices = len(self.rules[0].predicted.memories)
         memories = [self.hardware.memory_of(rank) for rank in range(n_devices)]
-        room = " to ".join(_mib(memory) for memory in sorted({min(memories), max(memories)}))
+        room = " to ".join(_size(memory) for memory in sorted({min(memories), max(memories)}))
         room = f", {room} a device" if self.limited else ", memory not given"
         lines = [
             f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
@@ -291,13 +290,10 @@ def _range(ratio: tuple[float, float, float]) -> str:
     return f"{middle:.2f} ({least:.2f} to {most:.2f})"
 
 
-def _mib(n_bytes: float) -> str:
-    if n_bytes == inf:
-        return "not limited"
-    if n_bytes >= 1024 * _MIB:
-        return f"{n_bytes / _MIB / 1024:.1f} GiB"
-    return f"{n_bytes / _MIB:.{0 if n_bytes >= 100 * _MIB else 1}f} MiB"
+def _size(n_bytes: float) -> str:
+    return "not limited" if n_bytes == inf else size(n_bytes)
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 2 else f"{1000 * seconds:.3g} ms"
+    unit, name = unit_for(seconds, TIMES[:2])
+    return f"{seconds:.2f} s" if name == "s" else f"{digits(seconds / unit)} ms"

@@ -17,8 +17,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from toolkit.report import keys
+from toolkit.measure import ACCURACY, LOSS
 from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
+from toolkit.tracking import keys
 from toolkit.tracking.journal import JOURNAL
 from toolkit.tracking.runs import Run, group_of
 
@@ -51,7 +52,7 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
         _reach(server)
         try:
             made = wandb_report(report, runs, entity, project)
-            space = wandb_workspace(report, entity, project)
+            space = wandb_workspace(report, runs, entity, project)
             return str(made.save().url), str(space.save().url)
         except Exception as error:  # whatever the client, its service or the server may raise
             why = " ".join(str(error).split()) or type(error).__name__
@@ -70,7 +71,7 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
     for section in report.sections:
         blocks.append(wr.H1(text=section.title))
         blocks += [_block(block) for block in section.blocks]
-        if panels := _panels(section.title):
+        if panels := _panels(section.title, runs):
             blocks.append(wr.PanelGrid(runsets=_run_sets(runs), panels=panels))
     return wr.Report(
         entity=entity,
@@ -82,22 +83,22 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
     )
 
 
-def wandb_workspace(report: Report, entity: str, project: str) -> Any:
+def wandb_workspace(report: Report, runs: Sequence[Run], entity: str, project: str) -> Any:
     """A workspace whose sections have the report's panels; nothing is sent."""
     ws = _workspaces()
 
     sections = [
         ws.Section(name=section.title, panels=panels, is_open=True)
         for section in report.sections
-        if (panels := _panels(section.title))
+        if (panels := _panels(section.title, runs))
     ]
     # A workspace's name has no symbols.
     name = "".join(" " if category(c)[0] in "SC" else c for c in report.title).strip() or "Runs"
     return ws.Workspace(entity=entity, project=project, name=name, sections=sections)
 
 
-def _panels(section: str) -> list[Any]:
-    """What was logged that belongs to a section."""
+def _panels(section: str, runs: Sequence[Run]) -> list[Any]:
+    """What was logged that belongs to a section; bars are of what the runs are judged by."""
     wr = _reports()
 
     def curve(key: str) -> Any:
@@ -106,15 +107,20 @@ def _panels(section: str) -> list[Any]:
     def image(key: str) -> Any:
         return wr.MediaBrowser(title=key, media_keys=[key])
 
+    def bars(key: str) -> Any:
+        return wr.BarPlot(title=key, metrics=[key])
+
     def table(key: str) -> Any:
         return wr.WeavePanelSummaryTable(table_name=key)
 
+    judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
     panels = {
         "Accuracy": lambda: [
-            *map(curve, keys.ACCURACY),
-            wr.BarPlot(title=keys.FINAL, metrics=[keys.FINAL]),
-            wr.LinePlot(title="delay", x=keys.STEP, metric_regex=keys.DELAYS),
-            *map(curve, keys.SPEED),
+            *map(curve, (keys.of_epoch(by.metric) for by in (ACCURACY, LOSS))),
+            curve(keys.TRAIN_LOSS),
+            *(bars(keys.final(by.metric)) for by in judges),
+            wr.LinePlot(title="delay", x=keys.STEP, metric_regex=keys.of_delay("cosine", ".*")),
+            *map(curve, (keys.LEARNING_RATE, keys.SPEED)),
         ],
         "Memory": lambda: [
             image(keys.GRID),

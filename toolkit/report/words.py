@@ -5,6 +5,8 @@ from math import isnan, nan
 from statistics import mean
 from typing import Any
 
+from toolkit.units import MB
+
 NONE = "\N{EN DASH}"
 
 
@@ -29,4 +31,4 @@ def mean_of(rows: Iterable[Mapping[str, float]], name: str) -> float:
 
 def per_million(row: Mapping[str, float], name: str, form: str = "{:.3f}") -> str:
     """Bytes as megabytes."""
-    return number(row.get(name, nan) / 1e6, form)
+    return number(row.get(name, nan) / MB, form)

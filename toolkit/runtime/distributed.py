@@ -31,6 +31,7 @@ from toolkit.runtime.state import check_state, form_of, joined, part_of
 from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
+from toolkit.units import MB
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
@@ -112,7 +113,7 @@ class Distributed:
         self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
         self._layouts: dict[Shape, Layouts] = {}
         self._compressed = COMPRESSIONS[compression]
-        self._chunk_bytes = max(1, round(chunk_mb * 1e6))
+        self._chunk_bytes = max(1, round(chunk_mb * MB))
         self._overlap = overlap
         self._paced = pacing
         self._per_machine = per_machine

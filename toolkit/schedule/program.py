@@ -219,10 +219,6 @@ class Program:
             peaks.append(max(accumulate(gained, initial=held)))
         return tuple(peaks)
 
-    def peak_total_activations(self) -> int:
-        """The most stage-activations that all ranks together hold in a slot."""
-        return max(map(sum, zip(*self.activations(), strict=True)))
-
     def traffic(self, slots: range | None = None) -> tuple[tuple[Traffic, ...], ...]:
         """Weights and gradients sent: ``[slot][rank]``, for ``slots``, or else 0 .. n_slots.
 

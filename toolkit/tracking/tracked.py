@@ -6,6 +6,7 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from toolkit.tracking import keys
 from toolkit.tracking.speed import Speed
 from toolkit.tracking.tracker import Tracker, one_line
 
@@ -42,18 +43,18 @@ class Curves:
         values: dict[str, Any] = {}
         due = self._steps % self._every == 0
         if due:
-            values["train/lr"] = step.learning_rate
+            values[keys.LEARNING_RATE] = step.learning_rate
             if len(step.result.losses):
-                values["train/loss"] = float(step.result.loss)
+                values[keys.TRAIN_LOSS] = float(step.result.loss)
         now = time.monotonic()
         self._speed.trained(step, now)
         if due and (rate := self._speed.rate(now)):
-            values["train/samples_per_second"] = rate
+            values[keys.SPEED] = rate
             self._speed.restart(now)
         for delay in step.result.delays:
             for name, value in asdict(delay).items():
                 if name not in ("step", "stage") and isfinite(value):
-                    values[f"delay/{name}_stage_{delay.stage}"] = value
+                    values[keys.of_delay(name, delay.stage)] = value
         if values:
             self._tracker.log(values, self._steps)
 
@@ -69,7 +70,7 @@ class Curves:
 
     def _log(self, epoch: "Epoch", step: int) -> None:
         found = {k: v for k, v in asdict(epoch).items() if v is not None}
-        values = {f"epoch/{name}": value for name, value in found.items() if name != "epoch"}
+        values = {keys.of_epoch(name): value for name, value in found.items() if name != "epoch"}
         self._tracker.log({"epoch": epoch.epoch, **values}, step)
 
 
@@ -90,14 +91,14 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
         tracker.note(f"the schedule is not tracked: {one_line(error)}")
         return
     tracker.table(
-        "schedule/activations_by_slot",
+        keys.ACTIVATIONS,
         [
             {"slot": slot, "all ranks": sum(held), "fullest rank": max(held)}
             for slot, held in enumerate(steady.activations)
         ],
     )
     tracker.table(
-        "schedule/traffic_by_slot",
+        keys.TRAFFIC,
         [
             {
                 "slot": slot,
@@ -111,7 +112,7 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     if size <= _MOST_DRAWN:
         from toolkit.figures import schedules
 
-        tracker.figure("schedule/grid", schedules([schedule]))
+        tracker.figure(keys.GRID, schedules([schedule]))
 
 
 def track_measured(
@@ -126,7 +127,7 @@ def track_measured(
         for s in timeline.spans
         if s.lane == "send"
     ]
-    tracker.figure("measured/timeline", figure)
-    tracker.table("measured/memory", memory)
-    tracker.table("measured/messages", sent)
-    tracker.table("measured/ranks", ranks)
+    tracker.figure(keys.TIMELINE, figure)
+    tracker.table(keys.MEASURED_MEMORY, memory)
+    tracker.table(keys.MEASURED_MESSAGES, sent)
+    tracker.table(keys.MEASURED_RANKS, ranks)

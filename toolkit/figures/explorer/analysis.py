@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.figures.explorer.choice import Choice
 from toolkit.schedule import Program, Schedule, SteadyState, steady_state
 from toolkit.schedule.steady import steps_to_time
+from toolkit.units import duration
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline
@@ -92,7 +93,7 @@ class Analysis:
         """The key numbers; times are seconds, or slots."""
         schedule, sent = self.schedule, self.steady.units_by_slot
         slots = "slots, half a backward 0.5" if schedule.splits_backward else "slots"
-        time = (f"{timeline.step_time:.4g}", slots) if in_slots else seconds(timeline.step_time)
+        time = (f"{timeline.step_time:.4g}", slots) if in_slots else duration(timeline.step_time)
         return [
             Number("ranks", str(schedule.n_ranks), "", "devices"),
             Number("peak activations", _text(self.peak), *_ALIVE),
@@ -132,14 +133,6 @@ def predict(analysis: Analysis, costs: "Sequence[StageCost]", hardware: "Hardwar
 
     program = analysis.predicted if hardware == UNIT else analysis.settled
     return simulate(program, costs, hardware)
-
-
-def seconds(value: float) -> tuple[str, str]:
-    """Seconds as a number and a unit that suits it."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if value >= unit:
-            return f"{value / unit:.3g}", name
-    return f"{value * 1e9:.3g}", "ns"
 
 
 def _text(value: Fraction | float) -> str:

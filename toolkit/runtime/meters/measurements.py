@@ -34,11 +34,6 @@ class Measurements:
     schedule: Schedule
     records: Sequence[Record]
 
-    @property
-    def device_peaks(self) -> list[int | None]:
-        """The most bytes that CUDA had allocated on each rank; None on the CPU."""
-        return [record.device_peak for record in self.records]
-
     def sent(self, *buffers: Buffer) -> tuple[tuple[Sent, ...], ...]:
         """What each rank sent of ``buffers``: ``[slot][rank]``.
 
