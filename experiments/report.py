@@ -25,6 +25,10 @@ _MOST_NAMED = 10
 def main(config: DictConfig) -> None:
     if config.publish not in (None, "wandb"):
         raise ValueError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")
+    if config.publish and not (config.entity and config.project):
+        raise ValueError(
+            "publish=wandb needs entity=... and project=..., where the runs are tracked"
+        )
     folders = expanded(config.runs)
 
     from toolkit import __version__
@@ -46,10 +50,6 @@ def main(config: DictConfig) -> None:
         print(f"  {run.state}: {run.folder}: {run.message}")
     print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
     if config.publish == "wandb":
-        if not config.entity or not config.project:
-            raise ValueError(
-                "publish=wandb needs entity=... and project=..., where the runs are tracked"
-            )
         page, workspace = publish(report, runs, config.entity, config.project)
         print(f"report: {page}\nworkspace: {workspace}")
 

@@ -153,6 +153,18 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
             run_kept(prepare(configured(*options)), tmp_path, resume=True)
 
 
+def test_other_orders_in_the_same_file_are_told(tmp_path):
+    file = tmp_path / "mine.csv"
+    options = f"schedule.file={file}", "save.steps=3"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    stopped(tmp_path, 3, *options)
+    job = prepare(configured(*options))
+    assert (job.config.stages, job.config.microbatches) == (2, 2)
+    file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    outcome = run_kept(prepare(configured(*options, "epochs=1")), tmp_path, resume=True)
+    assert outcome.notes == [f"{file} has other orders than those of the checkpoint"]
+
+
 def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
     stopped(tmp_path, 3)
     options = ("epochs=2", "optimizer.lr=0.5", "schedule=dp", "save.keep=3", "threads=1")

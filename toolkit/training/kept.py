@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
@@ -93,7 +93,11 @@ def run_kept(
                 saves=not (often.never and safe is None),
                 checkpoints=checkpoints,
                 often=often,
-                extra={"config": OmegaConf.to_yaml(job.config), "rolled_back": rolled_back},
+                extra={
+                    "config": OmegaConf.to_yaml(job.config),
+                    "orders": _orders(job.config),
+                    "rolled_back": rolled_back,
+                },
                 guard=options.guard,
                 guard_factor=options.guard_factor,
                 signals=signals,
@@ -209,7 +213,15 @@ def _read(
         note(f"{text}; the one before it was used")
     if told := changed_options(state.get("config"), job.config):
         note(f"resumed with other options than those of the checkpoint: {told}")
+    if (orders := _orders(job.config)) and state.get("orders") not in (None, orders):
+        note(f"{job.config.schedule.file} has other orders than those of the checkpoint")
     return state
+
+
+def _orders(config: DictConfig) -> str | None:
+    """The rank orders of a schedule that is read from a file."""
+    file = config.schedule.get("file")
+    return Path(file).read_text() if file else None
 
 
 def _stand(job: Job, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
