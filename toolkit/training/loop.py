@@ -179,37 +179,13 @@ def fit(
     stretches = stretches or Stretches()
     for epoch in range(position.epoch, epochs):
         batches = samples.train(batch_size, seed, epoch, device)
-        n_steps = len(batches)
-        next_rate = runtime.learning_rates[0]
-        if position.step and position.step >= n_steps:
+        if position.step and position.step >= len(batches):
             raise ValueError(
                 f"the run was saved after step {position.step} of an epoch, which now has"
-                f" {n_steps}: resume it with the data and batch of before"
+                f" {len(batches)}: resume it with the data and batch of before"
             )
-        if position.step == 0:
-            position.learning_rate = next_rate
         start, begun_at = time.perf_counter(), position.step
-        while position.step < n_steps:
-            left = n_steps - position.step
-            stretch = min(left, stretches.steps(position, left))
-            losses = []
-            part = batches.between(position.step, position.step + stretch)
-            for step, result in enumerate(runtime.run(part), start=position.step + 1):
-                losses.append(result.losses)
-                on_step(Step(step, n_steps, result, next_rate, batch_size))
-                next_rate = runtime.learning_rates[0]
-                del result  # and what it keeps, before the next step
-            loss, n = _sum(losses, runtime)
-            if position.steps_done == 0:
-                first, of = _sum(losses[:1], runtime)
-                position.first_loss = first / of
-            position.step += stretch
-            position.steps_done += stretch
-            position.loss, position.n_losses = position.loss + loss, position.n_losses + n
-            position.stretch_loss = loss / n
-            stretches.check(position)
-            if position.step < n_steps:
-                stretches.end(position)
+        _train(runtime, batches, batch_size, position, stretches, on_step)
         seconds = time.perf_counter() - start
         train_loss = position.loss / position.n_losses
         if not isfinite(train_loss):
@@ -230,16 +206,51 @@ def fit(
             top1=test.top1,
             top5=test.top5,
             learning_rate=position.learning_rate,
-            samples_per_second=(n_steps - begun_at) * batch_size / seconds,
+            samples_per_second=(len(batches) - begun_at) * batch_size / seconds,
             ema_loss=ema.loss if ema else None,
             ema_top1=ema.top1 if ema else None,
         )
-        history = [*position.history, done]
+        position.history = [*position.history, done]
         position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0.0
-        position.history = history
         on_epoch(done)
         stretches.end(position)
     return position.history
+
+
+def _train(
+    runtime: Runtime,
+    batches: Batches,
+    batch_size: int,
+    position: Position,
+    stretches: Stretches,
+    on_step: Callable[[Step], None],
+) -> None:
+    """Train on what is left of an epoch, stretch by stretch; ``position`` goes along."""
+    n_steps = len(batches)
+    next_rate = runtime.learning_rates[0]
+    if position.step == 0:
+        position.learning_rate = next_rate
+    while position.step < n_steps:
+        left = n_steps - position.step
+        stretch = min(left, stretches.steps(position, left))
+        losses = []
+        part = batches.between(position.step, position.step + stretch)
+        for step, result in enumerate(runtime.run(part), start=position.step + 1):
+            losses.append(result.losses)
+            on_step(Step(step, n_steps, result, next_rate, batch_size))
+            next_rate = runtime.learning_rates[0]
+            del result  # and what it keeps, before the next step
+        loss, n = _sum(losses, runtime)
+        if position.steps_done == 0:
+            first, of = _sum(losses[:1], runtime)
+            position.first_loss = first / of
+        position.step += stretch
+        position.steps_done += stretch
+        position.loss, position.n_losses = position.loss + loss, position.n_losses + n
+        position.stretch_loss = loss / n
+        stretches.check(position)
+        if position.step < n_steps:
+            stretches.end(position)
 
 
 def evaluated_at_once(form: Form, batch_size: int) -> int:
