@@ -219,11 +219,14 @@ def test_what_is_no_comparison_is_not_trained():
 def test_own_runs_beside_kept_ones():
     small = ("data=synthetic", "data.image_size=8", "data.n_train=128", "data.n_test=50")
     late = ("rules.cdp_v1.delay=2", "+schedule@rules.late=cdp_v1", "rules.late.delay=2")
-    config = settings("compare", "experiment=digits", *late, "epochs=1", "ema=0.5", *small)
+    own_seed = "seed=3", "seeds=1"
+    config = settings(
+        "compare", "experiment=digits", *late, "epochs=1", "ema=0.5", *small, *own_seed
+    )
     said = []
-    own = train_rules(config, [0], on_epoch=lambda what, share: said.append((what, share)))
+    own = train_rules(config, on_epoch=lambda what, share: said.append((what, share)))
     names = ["DP", "CDP delay 2 (cdp_v1)", "CDP-v2", "CDP delay 2 (late)"]
-    assert said == [*((f"{name}, seed 0", k / 4) for k, name in enumerate(names)), ("4 runs", 1.0)]
+    assert said == [*((f"{name}, seed 3", k / 4) for k, name in enumerate(names)), ("4 runs", 1.0)]
     assert list(own["schedule"]) == names
     for name in ("top1", "top5", "ema_top1"):
         assert ((own[name] > 1) & (own[name] <= 100)).all()

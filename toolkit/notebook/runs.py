@@ -19,7 +19,9 @@ Curves = dict[str, list[list[float]]]
 
 
 def train_rules(
-    config: DictConfig, seeds: Iterable[int], on_epoch: Any = lambda what, share: None
+    config: DictConfig,
+    seeds: Iterable[int] | None = None,
+    on_epoch: Any = lambda what, share: None,
 ) -> "pd.DataFrame":
     """Train under each rule with each seed: a row an epoch, accuracies in per cent.
 
@@ -28,7 +30,7 @@ def train_rules(
 
     Args:
         config: of ``compare``.
-        seeds: of weights and batches; the same for every rule.
+        seeds: of weights and batches, the same for every rule; those of ``config`` unless given.
         on_epoch: called with what is under way, and the share of it that is done.
 
     Raises:
@@ -44,6 +46,8 @@ def train_rules(
 
     if "rules" not in config:
         raise ValueError('rules are those of compare: give settings("compare", ...)')
+    if seeds is None:
+        seeds = range(config.seed, config.seed + config.seeds)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
         raise ValueError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
     images = instantiate(config.data)
