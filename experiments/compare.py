@@ -39,11 +39,7 @@ def main(config: DictConfig) -> None:
     from hydra.utils import instantiate
 
     from toolkit.config import build_schedule
-    from toolkit.figures import accuracy, loss, save, schedules
-    from toolkit.files import table, write_csv, write_json
-    from toolkit.tracking import delay_means, describe, provenance
     from toolkit.tracking.compared import asked_for, ended_before, keep_runs
-    from toolkit.training import pick_device
 
     check_counts(config, "seeds")
     if not config.rules:
@@ -64,41 +60,53 @@ def main(config: DictConfig) -> None:
         kept.append(run)
         if leads():  # what has ended is kept, whatever befalls the others
             keep_runs(folder, config, kept)
-    seconds = time.perf_counter() - start
-    if not leads():
-        return
+    if leads():
+        seconds = time.perf_counter() - start
+        conclude(config, rules, asked_for(config, kept), samples.form.measure, notes, seconds)
 
-    runs = asked_for(config, kept)
+
+def conclude(
+    config: DictConfig,
+    rules: dict[str, Schedule],
+    runs: list["RuleRun"],
+    by: Measure,
+    notes: list[str],
+    seconds: float,
+) -> None:
+    """Write and print what came of all runs."""
+    from toolkit.figures import save, schedules
+    from toolkit.figures.accuracy import over_epochs
+    from toolkit.files import table, write_csv, write_json
+    from toolkit.tracking import delay_means, describe, provenance
+    from toolkit.training import pick_device
+
+    folder = Path(HydraConfig.get().runtime.output_dir)
     called = labels({name: schedule.name for name, schedule in rules.items()})
-    notes += diverged(runs, called)
+    lost = diverged(runs, called)
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
-    delays = [row for run in runs for row in run.named(run.delays)]
+    delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
+    result = {
+        "metrics": rows,
+        "judged_by": by.name,
+        "notes": list(dict.fromkeys([*notes, *lost, *(n for run in runs for n in run.notes)])),
+        "delays": delays,
+        "provenance": provenance(config, describe(pick_device(config.device)), seconds),
+    }
     write_csv(folder / "comparison.csv", rows)
-    device = describe(pick_device(config.device))
-    write_json(
-        folder / "result.json",
-        {
-            "metrics": rows,
-            "judged_by": samples.form.measure.name,
-            "notes": list(dict.fromkeys([*notes, *(note for run in runs for note in run.notes)])),
-            "delays": delay_means(delays, ["rule", "stage"]),
-            "provenance": provenance(config, device, seconds),
-        },
-    )
-    by = samples.form.measure
-    drawn = {"accuracy": accuracy, "loss": loss}[by.name]
+    write_json(folder / "result.json", result)
     curves = {
-        label: [[epoch[by.metric] for epoch in run.epochs] for run in runs if run.rule == name]
+        label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in runs_of]
         for name, label in called.items()
+        if (runs_of := [run for run in runs if run.rule == name])
     }
     figures = [
-        *save(drawn(curves), folder / by.name),
+        *save(over_epochs(curves, by), folder / by.name),
         *save(schedules(list(rules.values())), folder / "schedules"),
     ]
     print(f"\n{table([readable(row, called[row['rule']], by) for row in rows])}\n")
     if delays:
-        print(f"{table(delay_means(delays, ['rule', 'stage']))}\n")
-    for note in diverged(runs, called):
+        print(f"{table(delays)}\n")
+    for note in lost:
         print(f"note: {note}")
     print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds, by=by))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
@@ -203,7 +211,7 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
         "rule": name,
         "schedule": schedule.name,
         "diverged": sum(run.rule == name and run.diverged_in is not None for run in runs),
-        **compared(runs, name, first, ACCURACY, 100),
+        **compared(runs, name, first, ACCURACY),
         **compared(runs, name, first, LOSS),
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
@@ -213,9 +221,7 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     }
 
 
-def compared(
-    runs: list["RuleRun"], name: str, first: str, by: Measure, factor: float = 1
-) -> dict[str, float]:
+def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[str, float]:
     """What the last epochs came to, and by how much that differs from ``first``.
 
     Runs that have diverged are left out.
@@ -223,7 +229,7 @@ def compared(
     from toolkit.tracking import paired_by_seed, spread
 
     final, base = (
-        {run.seed: factor * run.epochs[-1][by.metric] for run in runs if run.rule == rule}
+        {run.seed: by.factor * run.epochs[-1][by.metric] for run in runs if run.rule == rule}
         for rule in (name, first)
     )
     difference = paired_by_seed(final, base)

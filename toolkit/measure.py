@@ -14,6 +14,7 @@ class Measure:
         unit_of_differences: in which differences of it are.
         decimals: with how many it is written.
         lower_is_better: whether it is.
+        factor: by which the metric is multiplied to be in ``unit``.
         columns: in a comparison's result: the mean, its standard deviation, the difference from the
             first rule, and half that one's interval.
     """
@@ -24,6 +25,7 @@ class Measure:
     unit_of_differences: str
     decimals: int
     lower_is_better: bool
+    factor: float
     columns: tuple[str, str, str, str]
 
 
@@ -34,6 +36,7 @@ ACCURACY = Measure(
     "points",
     decimals=2,
     lower_is_better=False,
+    factor=100,
     columns=("accuracy", "accuracy_sd", "difference", "difference_95"),
 )
 LOSS = Measure(
@@ -43,5 +46,6 @@ LOSS = Measure(
     "nats",
     decimals=3,
     lower_is_better=True,
+    factor=1,
     columns=("loss", "loss_sd", "loss_difference", "loss_difference_95"),
 )

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from toolkit.figures.style import MARKERS, SERIES, style
+from toolkit.measure import ACCURACY, LOSS, Measure
 
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """By rule, one sequence a run: a value after each epoch."""
@@ -23,19 +24,16 @@ def accuracy(curves: Curves) -> Figure:
     Raises:
         ValueError: there is no rule, a rule has no runs, or they differ in their epochs.
     """
-    shares = {
-        rule: [[100 * value for value in values] for values in runs]
+    shown = {
+        rule: [[ACCURACY.factor * value for value in values] for values in runs]
         for rule, runs in curves.items()
     }
-    figure = _over_epochs(shares, "test accuracy (%)")
-    (axes,) = figure.axes
-    axes.set_ylim(top=min(101, axes.get_ylim()[1]))
-    return figure
+    return over_epochs(shown, ACCURACY)
 
 
 def loss(curves: Curves) -> Figure:
     """Test loss (nats) over epochs, drawn as :func:`accuracy` is."""
-    return _over_epochs(curves, "test loss (nats)")
+    return over_epochs(curves, LOSS)
 
 
 def _known(values: Sequence[float]) -> Sequence[float]:
@@ -43,7 +41,8 @@ def _known(values: Sequence[float]) -> Sequence[float]:
     return [value for value in values if not isnan(value)] or [nan]
 
 
-def _over_epochs(curves: Curves, what: str) -> Figure:
+def over_epochs(curves: Curves, by: Measure) -> Figure:
+    """What models are judged by over epochs, in its unit, drawn as :func:`accuracy` is."""
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
         raise ValueError(f"there are no runs of {without} to draw")
@@ -66,7 +65,9 @@ def _over_epochs(curves: Curves, what: str) -> Figure:
             line.set_marker(MARKERS[k % len(MARKERS)])
             line.set_linestyle("-" if k < len(SERIES) else "--")
         axes.set_xlabel("epoch")
-        axes.set_ylabel(what)
+        axes.set_ylabel(f"test {by.name} ({by.unit})")
+        if by is ACCURACY:
+            axes.set_ylim(top=min(101, axes.get_ylim()[1]))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, not over the lines
         return figure

@@ -78,9 +78,11 @@ def by_epoch(epochs: "pd.DataFrame", measure: Measure = ACCURACY, last: bool = F
     Raises:
         ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
     """
-    whole = 100 if measure is ACCURACY else 1
     return {
-        rule: [[value / whole for value in (run[-1:] if last else run)] for run in by_seed.values()]
+        rule: [
+            [value / measure.factor for value in (run[-1:] if last else run)]
+            for run in by_seed.values()
+        ]
         for rule, by_seed in _values(epochs, measure).items()
     }
 

@@ -35,7 +35,7 @@ def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
-    from toolkit.figures import accuracy, loss
+    from toolkit.figures.accuracy import over_epochs
 
     by = groups[0].runs[0].judged_by
     curves = {group.label: found for group in groups if (found := _curves(group, by))}
@@ -47,7 +47,7 @@ def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
             for rule in shown
         )
         drawn = {fill(rule, _LEGEND): curves[rule] for rule in shown}
-        figure = loss(drawn) if by is LOSS else accuracy(_shares(drawn))
+        figure = over_epochs(drawn, by)
         figure.set_size_inches(_SIZE)
         yield Figure(
             figure,
@@ -73,10 +73,6 @@ def _curves(group: Group, by: Measure) -> list[list[float]]:
         return []
     length = Counter(map(len, whole)).most_common(1)[0][0]
     return [curve for curve in whole if len(curve) == length]
-
-
-def _shares(curves: Mapping[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    return {rule: [[x / 100 for x in run] for run in runs] for rule, runs in curves.items()}
 
 
 def _final(group: Group, first: Group, by: Measure) -> dict[str, str]:
