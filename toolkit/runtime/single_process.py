@@ -1,6 +1,5 @@
 """Every micro-batch of every rank in one process."""
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
@@ -8,23 +7,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, divisible, moved, next_batch, scalar, take
+from toolkit.runtime.checks import divisible, moved, next_batch, scalar, take
 from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.grouped import Grouped, Loss
-from toolkit.runtime.interface import Batch
+from toolkit.runtime.interface import Batch, Runtime
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
 from toolkit.runtime.stage import StageWorker, Values
-from toolkit.runtime.state import check_state, joined, load_model, loaded, part_of
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights, join_averages
+from toolkit.runtime.state import load_model, loaded, part_of
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
 
 ORDERS = ("grouped", "scheduled")
 _WINDOW = 64  # training steps lowered at once in order "scheduled"
 
 
-class SingleProcess:
+class SingleProcess(Runtime):
     """Trains stages by a schedule, all of it in this process.
 
     The trajectory is a function of the schedule's staleness, of whether it predicts, of the seed,
@@ -76,16 +75,14 @@ class SingleProcess:
                 "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
                 f" {diagnostics} with order={order}"
             )
-        check_fit(stages, schedule, optimizer)
+        super().__init__(stages, schedule, optimizer)
         recipe.check(schedule, whole_step=order == "grouped")
-        self.stages = stages
-        self.schedule = schedule
         self.order = order
-        self.steps_done = 0
         self._workers = [
             StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
         ]
+        self._updaters = self._workers
         self._versions: list[dict[int, Weights]] = [{0: w.newest()} for w in self._workers]
         computed = recipe.computed(scalar(loss))
         self._diagnostics = diagnostics
@@ -99,46 +96,6 @@ class SingleProcess:
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
         return self.stages.model
-
-    def averages(self) -> Weights:
-        """The average of each trained parameter, by its name; empty if none is kept."""
-        return join_averages(self._workers)
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
-        rates = (worker.learning_rate for worker in self._workers)
-        return [rate for rate in rates if rate is not None]
-
-    @property
-    def world(self) -> None:
-        """There is one process."""
-
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def n_ranks(self) -> int:
-        return 1
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' ``values``: themselves."""
-        return values
-
-    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
-        """One training step, to its last update.
-
-        Args:
-            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, on any device;
-                micro-batch m is slice m.
-            targets: ``[n_microbatches * b, ...]``.
-
-        Raises:
-            ValueError: the batch cannot be divided into micro-batches of equal size.
-        """
-        (result,) = self.run([(inputs, targets)])
-        return result
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
         """Train on each batch; yield each step's result. Exhaust it: only then are all updates in.
@@ -172,31 +129,12 @@ class SingleProcess:
             )
             self.steps_done += window
 
-    @property
-    def own(self) -> range:
-        """The stages that are updated here: all."""
-        return range(len(self.stages))
-
     def part(self) -> dict[str, Any]:
-        """What this process adds to :meth:`state_dict`: all, as it is until the next step."""
         versions = dict(enumerate(self._versions))
         return part_of(self.steps_done, self.stages, self._workers, versions, self.own, leads=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, but for the data: a copy."""
-        return joined([copy.deepcopy(self.part())])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, by whichever runtime.
-
-        Raises:
-            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
-                formed otherwise than this runtime's.
-        """
-        form = self.module().state_dict()
-        check_state(state, self.schedule, self._workers, form, self.own)
+    def _load(self, state: Mapping[str, Any]) -> None:
         load_model(state, self.stages, self._workers, self.own)
-        self.steps_done = state["steps_done"]
         for j, worker in enumerate(self._workers):
             self._versions[j] = loaded(state, j, worker)
             worker.load(state["stages"][j])

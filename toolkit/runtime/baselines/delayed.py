@@ -18,7 +18,7 @@ from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
 from toolkit.runtime.state import load_model, loaded
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights, join_averages
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
 from toolkit.schedule import Schedule
 
 
@@ -77,12 +77,10 @@ class DelayedAllReduce(Baseline):
         self._under_way: list[list[_Message]] | None = None
 
     def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._update(keep_old=True)
         return self.stages.model
 
     def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`; rank 0 stands for all."""
         self._update(keep_old=True)
         return self._part(self.own if self.rank == 0 else ())
 
@@ -99,9 +97,8 @@ class DelayedAllReduce(Baseline):
             self._read[j] = versions[max(0, state["steps_done"] - 1)]
 
     def averages(self) -> Weights:
-        """The average of each trained parameter, by its name; empty if none is kept."""
         self._update(keep_old=True)
-        return join_averages(self._workers)
+        return super().averages()
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
         """As :meth:`Baseline.run`; the last update comes in at the end."""
@@ -128,7 +125,6 @@ class DelayedAllReduce(Baseline):
         (loss / self.n_ranks * self._scale).backward()
         sending.finish()
         self._update(keep_old=False)
-        self._updaters = self._workers
         self._read = [worker.newest() for worker in self._workers]
         self._under_way = messages
         return self._result(step, values[0], loss)

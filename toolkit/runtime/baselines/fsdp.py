@@ -91,7 +91,6 @@ class FSDP(Synchronous):
 
     @torch.no_grad()
     def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._released.restore()
         for stage, whole in zip(self._chain.stages, self._whole, strict=True):
             assert isinstance(stage, FSDPModule)
@@ -103,7 +102,6 @@ class FSDP(Synchronous):
         return super().module()
 
     def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`: its share of every stage."""
         self._average_running_statistics()
         part = self._part(self.own)
         frozen = {
@@ -115,7 +113,6 @@ class FSDP(Synchronous):
         return part | {"fixed": part["fixed"] | frozen}
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Baseline.state_dict`."""
         with self.world.watch.waiting("the shares of all ranks", self._everyone):
             return joined([map_tensors(_whole, self.part())])
 

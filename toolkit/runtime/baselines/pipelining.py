@@ -97,7 +97,6 @@ class TorchPipelining(Baseline):
 
     @torch.no_grad()
     def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._released.restore()
         for stage, owner in zip(self.stages, self._owners, strict=True):
             with self.world.watch.waiting(f"the weights of rank {owner}", [owner]):
@@ -107,14 +106,13 @@ class TorchPipelining(Baseline):
 
     @property
     def own(self) -> list[int]:
-        """The stages that this rank updates."""
         return self._own
 
     def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`."""
         return self._part(self._own)
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        self._released.restore()
         load_model(state, self.stages, self._workers, self._own)
         for j, (worker, found) in enumerate(zip(self._workers, state["stages"], strict=True)):
             if j in self._own or found["optimizer"] is None:

@@ -61,12 +61,10 @@ class Synchronous(Baseline):
         raise NotImplementedError
 
     def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
         self._average_running_statistics()
         return self.stages.model
 
     def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`; rank 0 stands for all."""
         self._average_running_statistics()
         return self._part(self.own if self.rank == 0 else ())
 
