@@ -15,7 +15,7 @@ from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.holdings import Holdings
-from toolkit.runtime.interface import Batch, Runtime
+from toolkit.runtime.interface import Runtime
 from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.links import Links
 from toolkit.runtime.meters.measurements import Measurements
@@ -24,7 +24,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Shape, Source
+from toolkit.runtime.source import Batch, Shape
 from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import part_of
@@ -134,7 +134,7 @@ class Distributed(Runtime):
 
         Args:
             batches: global ``(inputs, targets)`` as in :meth:`step`, all of the same size. Of
-                batches that are :class:`~toolkit.runtime.interface.Divisible` a rank loads only
+                batches that are :class:`~toolkit.runtime.source.Divisible` a rank loads only
                 what it reads.
             n_steps: how many of them to take; all unless given.
 
@@ -149,9 +149,11 @@ class Distributed(Runtime):
         if n_steps == 0:
             return
         schedule, begin = self.schedule, self.steps_done
-        source = Source(batches, schedule.n_microbatches, self._reads, begin, self.world.device)
+        source = self._source(batches)
+        source.alike = True
+        source.look()
         layouts = self._find_layouts(source.shape)
-        feed = Feed(source, begin, source.parts)
+        feed = Feed(source, begin, self._reads)
         window = max(1, _WINDOW // len(schedule.timing.starts))
         links = Links(
             self.world,
@@ -238,7 +240,7 @@ class Distributed(Runtime):
         )
 
     def _reads(self, step: int) -> list[int]:
-        """The micro-batches whose inputs or targets this rank reads at ``step``."""
+        """Those whose inputs or targets its first or last stage takes."""
         ends = (0, self.schedule.n_stages - 1)
         return [
             m

@@ -2,8 +2,8 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,25 +11,12 @@ from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Batch, Source
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
 from toolkit.schedule import Schedule
-
-Batch = tuple[Tensor | Values, Tensor]
-
-
-@runtime_checkable
-class Divisible(Protocol):
-    """Batches of which a process can load a part."""
-
-    def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[Batch]:
-        """The same batches; of batch k, only the ``wanted(k)`` of its ``n_parts`` equal parts.
-
-        Batches of which nothing is wanted are left out.
-        """
-        ...
 
 
 class Runtime(ABC):
@@ -57,6 +44,8 @@ class Runtime(ABC):
         self.steps_done = 0
         self._form = form_of(stages)
         self._updaters: Sequence[Updater] = ()  # of each stage
+        devices = {parameter.device for parameter in stages.model.parameters()}
+        self._device = devices.pop() if len(devices) == 1 else None
 
     @property
     def rank(self) -> int:
@@ -106,12 +95,21 @@ class Runtime(ABC):
 
         Args:
             batches: ``(inputs, targets)`` as in :meth:`step`. Of batches that are
-                :class:`Divisible` a rank loads only what it reads.
+                :class:`~toolkit.runtime.source.Divisible` a rank loads only what it reads.
             n_steps: how many of them to take; all unless given.
 
         Raises:
             ValueError: a batch cannot be divided, or there are fewer than n_steps.
         """
+
+    def _reads(self, step: int) -> Sequence[int]:
+        """The micro-batches that this rank reads at ``step``, ascending: all, unless it says."""
+        return range(self.schedule.n_microbatches)
+
+    def _source(self, batches: Iterable[Batch]) -> Source:
+        """What this rank reads of ``batches``, the first of which is of the next step."""
+        n = self.schedule.n_microbatches
+        return Source(batches, n, self._reads, self.steps_done, self._device)
 
     @abstractmethod
     def module(self) -> nn.Module:

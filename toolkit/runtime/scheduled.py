@@ -7,7 +7,7 @@ placement runs without starting processes.
 import copy
 from collections.abc import Iterator, Sequence
 
-from toolkit.runtime.feed import Feed, NextBatch
+from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.result import StepResult
@@ -27,17 +27,15 @@ class Scheduled:
         self.updaters = {(schedule.owners[j], j): worker for j, worker in enumerate(workers)}
 
     def run(
-        self, program: Program, versions: list[dict[int, Weights]], next_batch: NextBatch
+        self, program: Program, versions: list[dict[int, Weights]], feed: Feed
     ) -> Iterator[StepResult]:
         """Execute ``program``; ``versions[stage]`` follows the newest weights."""
-        microbatches = range(self.schedule.n_microbatches)
-        feed = Feed(next_batch, program.first_step, lambda step: microbatches)
         run = _Run(self._ranks(program, versions, feed))
         for rank, i in replay(program):
             run.execute(rank, i)
             if i.action != Action.FORWARD or i.step is None:
                 continue
-            if feed.n_finished(i.step) == len(microbatches):
+            if feed.n_finished(i.step) == self.schedule.n_microbatches:
                 yield feed.result(i.step)
 
     def forget_replicas(self) -> None:

@@ -4,17 +4,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import divisible, moved, next_batch, scalar, take
+from toolkit.runtime.checks import scalar
 from toolkit.runtime.diagnostics import StageDelay, diagnose
+from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Grouped, Loss
-from toolkit.runtime.interface import Batch, Runtime
+from toolkit.runtime.interface import Runtime
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.stage import StageWorker, Values
+from toolkit.runtime.source import Batch, take
+from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
@@ -90,8 +92,6 @@ class SingleProcess(Runtime):
             self._workers, schedule, computed, recipe, keep_last=diagnostics > 0
         )
         self._scheduled = Scheduled(self._workers, schedule, computed)
-        devices = {parameter.device for parameter in stages.model.parameters()}
-        self._device = devices.pop() if len(devices) == 1 else None
 
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
@@ -118,15 +118,11 @@ class SingleProcess(Runtime):
             if not isinstance(batches, Sized):
                 raise ValueError('order="scheduled" looks ahead: give n_steps to run()')
             n_steps = len(batches)
-        source, begin = iter(batches), self.steps_done
+        feed = Feed(self._source(batches), self.steps_done, self._reads)
         for done in range(0, n_steps, _WINDOW):
             window = min(_WINDOW, n_steps - done)
             program = self.schedule.lower(window, self.steps_done)
-            yield from self._scheduled.run(
-                program,
-                self._versions,
-                lambda step: self._taken(next_batch(source, step - begin)),
-            )
+            yield from self._scheduled.run(program, self._versions, feed)
             self.steps_done += window
 
     def part(self) -> dict[str, Any]:
@@ -140,13 +136,10 @@ class SingleProcess(Runtime):
             worker.load(state["stages"][j])
         self._scheduled.forget_replicas()
 
-    def _taken(self, batch: Batch) -> tuple[Values, Tensor]:
-        """A batch that can be divided, on the device of the model if that is one."""
-        return moved(*divisible(*batch, self.schedule.n_microbatches), self._device)
-
     def _run_grouped(self, batches: Iterable[Batch], n_steps: int | None) -> Iterator[StepResult]:
-        for batch in take(batches, n_steps):
-            inputs, targets = self._taken(batch)
+        for share in take(self._source(batches), n_steps):
+            assert share is not None  # all is read
+            inputs, targets = share
             self._grouped.recipe.begin_step()
             step = self.steps_done
             delays: tuple[StageDelay, ...] = ()

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import checked_world, divisible, moved, scalar, take
+from toolkit.runtime.checks import checked_world, scalar
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Batch, Divisible, Runtime
+from toolkit.runtime.interface import Runtime
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Batch, take
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, Weights
@@ -67,9 +68,7 @@ class Baseline(Runtime):
         """The weights of stage ``j`` that are still read."""
         return {self.steps_done: self._updaters[j].newest()}
 
-    @property
-    def _reads(self) -> Sequence[int]:
-        """The micro-batches that this rank reads: its own, or all."""
+    def _reads(self, step: int) -> Sequence[int]:
         return [self.rank]
 
     @abstractmethod
@@ -77,25 +76,13 @@ class Baseline(Runtime):
         """Training step ``step``, on what this rank reads of its batch."""
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        for inputs, targets in take(self._shares(batches), n_steps):
+        for share in take(self._source(batches), n_steps):
+            assert share is not None  # every rank reads something
             step = self.steps_done
             self.world.watch.at(f"step {step}", step, self._everyone)
-            result = self._train(step, inputs, targets)
+            result = self._train(step, *share)
             self.steps_done += 1
             yield result
-
-    def _shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Values, Tensor]]:
-        """Of each batch what this rank reads, on its device."""
-        n, reads, device = self.schedule.n_microbatches, self._reads, self.world.device
-        if isinstance(batches, Divisible):
-            batches, n = batches.parts(n, lambda k: reads), len(reads)
-        for batch in batches:
-            inputs, targets = divisible(*batch, n)
-            if n > len(reads):
-                (mine,) = reads
-                inputs = tuple(tensor.chunk(n)[mine] for tensor in inputs)
-                targets = targets.chunk(n)[mine]
-            yield moved(inputs, targets, device)
 
     def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
         return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())

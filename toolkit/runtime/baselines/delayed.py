@@ -11,11 +11,11 @@ from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Batch
 from toolkit.runtime.layout import COMPRESSIONS
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Batch
 from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights

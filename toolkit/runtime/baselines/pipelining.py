@@ -120,8 +120,7 @@ class TorchPipelining(Baseline):
             else:
                 worker.load(found | {"optimizer": found["optimizer"] | {"state": {}}})
 
-    @property
-    def _reads(self) -> Sequence[int]:
+    def _reads(self, step: int) -> Sequence[int]:
         return range(self.schedule.n_microbatches)
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
