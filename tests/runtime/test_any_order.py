@@ -24,7 +24,7 @@ class InAnyOrder(Scheduled):
         self.__dict__ |= scheduled.__dict__
         self.chance = random.Random(seed)
 
-    def run(self, program, versions, feed):
+    def execute(self, program, versions, feed):
         self.feed = feed
         self.orders = program.ranks
         self.ranks = self._ranks(program, versions, self.feed)
@@ -115,7 +115,7 @@ def test_any_order_trains_alike(schedule):
         stages = models.cut(models.residual(), schedule)
         runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, "scheduled")
         if seed is not None:
-            runtime._scheduled = InAnyOrder(runtime._scheduled, seed)
+            runtime._engine = InAnyOrder(runtime._engine, seed)
         losses = [result.losses for result in runtime.run(batches)]
         return runtime.module().state_dict() | dict(enumerate(losses))
 

@@ -1,28 +1,25 @@
 """Every micro-batch of every rank in one process."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from toolkit.model import Stages
 from toolkit.runtime.checks import scalar
-from toolkit.runtime.diagnostics import StageDelay, diagnose
-from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Grouped, Loss
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.source import Batch, take
+from toolkit.runtime.source import Batch
 from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
 
 ORDERS = ("grouped", "scheduled")
-_WINDOW = 64  # training steps lowered at once in order "scheduled"
 
 
 class SingleProcess(Runtime):
@@ -79,7 +76,6 @@ class SingleProcess(Runtime):
             )
         super().__init__(stages, schedule, optimizer)
         recipe.check(schedule, whole_step=order == "grouped")
-        self.order = order
         self._workers = [
             StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
@@ -87,11 +83,13 @@ class SingleProcess(Runtime):
         self._updaters = self._workers
         self._versions: list[dict[int, Weights]] = [{0: w.newest()} for w in self._workers]
         computed = recipe.computed(scalar(loss))
-        self._diagnostics = diagnostics
-        self._grouped = Grouped(
-            self._workers, schedule, computed, recipe, keep_last=diagnostics > 0
+        given = self._workers, schedule, computed
+        self._make_engine: Callable[[], Grouped | Scheduled] = (
+            partial(Grouped, *given, diagnostics)
+            if order == "grouped"
+            else partial(Scheduled, *given)
         )
-        self._scheduled = Scheduled(self._workers, schedule, computed)
+        self._engine = self._make_engine()
 
     def module(self) -> nn.Module:
         """The whole model; it holds the newest weights."""
@@ -111,19 +109,13 @@ class SingleProcess(Runtime):
             ValueError: a batch cannot be divided, there are fewer than n_steps, or their number is
                 not known.
         """
-        if self.order == "grouped":
-            yield from self._run_grouped(batches, n_steps)
-            return
-        if n_steps is None:
+        if n_steps is None and isinstance(self._engine, Scheduled):
             if not isinstance(batches, Sized):
                 raise ValueError('order="scheduled" looks ahead: give n_steps to run()')
             n_steps = len(batches)
-        feed = Feed(self._source(batches), self.steps_done, self._reads)
-        for done in range(0, n_steps, _WINDOW):
-            window = min(_WINDOW, n_steps - done)
-            program = self.schedule.lower(window, self.steps_done)
-            yield from self._scheduled.run(program, self._versions, feed)
-            self.steps_done += window
+        source = self._source(batches)
+        steps = self._engine.run(source, self._versions, self.steps_done, n_steps)
+        yield from map(self._count, steps)
 
     def part(self) -> dict[str, Any]:
         versions = dict(enumerate(self._versions))
@@ -134,17 +126,8 @@ class SingleProcess(Runtime):
         for j, worker in enumerate(self._workers):
             self._versions[j] = loaded(state, j, worker)
             worker.load(state["stages"][j])
-        self._scheduled.forget_replicas()
+        self._engine = self._make_engine()  # without what it keeps of the weights before
 
-    def _run_grouped(self, batches: Iterable[Batch], n_steps: int | None) -> Iterator[StepResult]:
-        for share in take(self._source(batches), n_steps):
-            assert share is not None  # all is read
-            inputs, targets = share
-            self._grouped.recipe.begin_step()
-            step = self.steps_done
-            delays: tuple[StageDelay, ...] = ()
-            if self._diagnostics and step % self._diagnostics == 0:
-                delays = diagnose(self._grouped, step, self._versions, inputs, targets)
-            results = [self._grouped.step(step, self._versions, inputs, targets)]
-            self.steps_done += 1
-            yield replace(results.pop(), delays=delays)  # kept by whoever takes it, and not here
+    def _count(self, result: StepResult) -> StepResult:
+        self.steps_done = result.step + 1
+        return result
