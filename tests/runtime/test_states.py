@@ -30,11 +30,11 @@ def make(case, kind=None):
 @contextlib.contextmanager
 def no_gather(runtime):
     """Within, the whole model is not brought together."""
-    runtime.module = None
+    runtime._module = None
     try:
         yield
     finally:
-        del runtime.module
+        del runtime._module
 
 
 def rank_0_first(states):

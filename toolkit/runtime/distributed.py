@@ -1,6 +1,6 @@
 """One rank of a schedule's program, on torch.distributed: a process for each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
@@ -15,7 +15,7 @@ from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.holdings import Holdings
-from toolkit.runtime.interface import Runtime
+from toolkit.runtime.interface import Runtime, Steps
 from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.links import Links
 from toolkit.runtime.meters.measurements import Measurements
@@ -23,8 +23,7 @@ from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Batch, Shape
+from toolkit.runtime.source import Shape, Source
 from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import part_of
@@ -74,6 +73,8 @@ class Distributed(Runtime):
     """
 
     world: World
+    _overlaps = True
+    _way_out = "start the ranks again"  # for messages are still under way
 
     def __init__(
         self,
@@ -127,32 +128,13 @@ class Distributed(Runtime):
     def learning_rates(self) -> list[float]:
         return self._rates
 
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """Train on each batch; yield each step's result as soon as this rank has done its share.
-
-        Consecutive steps overlap as the schedule has them. Every rank has to exhaust it.
-
-        Args:
-            batches: global ``(inputs, targets)`` as in :meth:`step`, all of the same size. Of
-                batches that are :class:`~toolkit.runtime.source.Divisible` a rank loads only
-                what it reads.
-            n_steps: how many of them to take; all unless given.
-
-        Raises:
-            ValueError: a batch cannot be divided or is of another size than the first, or the
-                number of batches is not known.
-        """
-        if n_steps is None:
-            if not isinstance(batches, Sized):
-                raise ValueError("the ranks look ahead: give n_steps to run()")
-            n_steps = len(batches)
-        if n_steps == 0:
-            return
-        schedule, begin = self.schedule, self.steps_done
-        source = self._source(batches)
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        assert n_steps is not None, "it looks ahead"
         source.alike = True
-        source.look()
-        layouts = self._find_layouts(source.shape)
+        return self._train(source, n_steps, self._find_layouts(source.shape))
+
+    def _train(self, source: Source, n_steps: int, layouts: Layouts) -> Steps:
+        schedule, begin = self.schedule, self.steps_done
         feed = Feed(source, begin, self._reads)
         window = max(1, _WINDOW // len(schedule.timing.starts))
         links = Links(
@@ -171,23 +153,21 @@ class Distributed(Runtime):
         feed.skip_to(self.steps_done)
         self._rates = self._read_rates()
 
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it.
-
-        Until the next :meth:`run` it takes the memory of the whole model.
-        """
+    def _module(self) -> nn.Module:
+        """Until the next :meth:`run` it takes the memory of the whole model."""
         self._holdings.collect()
         return self.stages.model
 
-    def averages(self) -> Weights:
+    def _averages(self) -> Weights:
         return self._holdings.averages()
 
     def measurements(self) -> Measurements:
         """What all ranks have measured. Every rank calls it.
 
         Raises:
-            ValueError: nothing was recorded.
+            ValueError: nothing was recorded, or a run was not exhausted.
         """
+        self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise ValueError(
                 "nothing was measured: make Distributed with record=STEPS, and let it train"
@@ -198,11 +178,15 @@ class Distributed(Runtime):
     def own(self) -> list[int]:
         return self._holdings.updated
 
-    def part(self) -> dict[str, Any]:
+    def _part(self) -> dict[str, Any]:
         known = self._holdings.versions
         own = [j for j in self.own if self.schedule.owners[j] == self.rank]
         leads = self.rank == 0
         return part_of(self.steps_done, self.stages, self._workers, known, own, leads=leads)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._check_ended()
+        super().load_state_dict(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._holdings.load(state)
@@ -210,7 +194,7 @@ class Distributed(Runtime):
             self._workers[j].load(state["stages"][j])
         self._rates = self._read_rates()
 
-    def _run(self, program: Program, feed: Feed, links: Links) -> Iterator[StepResult]:
+    def _run(self, program: Program, feed: Feed, links: Links) -> Steps:
         self.world.make_groups(*_who_meets(program, self._per_machine))
         held = self._holdings.share(links, program.first_step)
         turn = Stagger(program, self.world)

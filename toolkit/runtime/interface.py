@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
 from toolkit.schedule import Schedule
+
+Steps = Generator[StepResult, None, None]
 
 
 class Runtime(ABC):
@@ -36,6 +38,8 @@ class Runtime(ABC):
     """
 
     world: World | None = None
+    _overlaps = False  # whether updates are all in only when a run has come to its end
+    _way_out = "load a state"
 
     def __init__(self, stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
         check_fit(stages, schedule, optimizer)
@@ -43,6 +47,7 @@ class Runtime(ABC):
         self.schedule = schedule
         self.steps_done = 0
         self._form = form_of(stages)
+        self._unfinished: Steps | None = None
         self._updaters: Sequence[Updater] = ()  # of each stage
         devices = {parameter.device for parameter in stages.model.parameters()}
         self._device = devices.pop() if len(devices) == 1 else None
@@ -87,20 +92,51 @@ class Runtime(ABC):
         (result,) = self.run([(inputs, targets)])
         return result
 
-    @abstractmethod
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
         """Train on each global batch; yield each step's result, of this rank's micro-batches.
 
-        Exhaust it, on every rank: only then are all updates in.
+        Where steps overlap (order "scheduled", :class:`~toolkit.runtime.Distributed`) a result
+        can precede its step's last update. There every rank has to exhaust a run before it asks
+        for anything that has weights in it, or runs again; elsewhere one may leave it.
 
         Args:
-            batches: ``(inputs, targets)`` as in :meth:`step`. Of batches that are
+            batches: ``(inputs, targets)`` as in :meth:`step`; those of a run of ``Distributed``
+                are all of the same size. Of batches that are
                 :class:`~toolkit.runtime.source.Divisible` a rank loads only what it reads.
             n_steps: how many of them to take; all unless given.
 
         Raises:
-            ValueError: a batch cannot be divided, or there are fewer than n_steps.
+            ValueError: a batch cannot be divided, there are fewer than n_steps or, where steps
+                overlap, their number is not known or the run before was not exhausted.
         """
+        self._check_ended()
+        source = self._source(batches)
+        if not self._overlaps:
+            yield from self._steps(source, n_steps)
+            return
+        if n_steps is None:
+            if not isinstance(batches, Sized):
+                raise ValueError("steps overlap, so that run() looks ahead: give n_steps to it")
+            n_steps = len(batches)
+        if n_steps < 1:
+            return
+        source.look()
+        steps = self._steps(source, n_steps)
+        self._unfinished = steps  # and so it stays where this is left, or there is an error
+        yield from steps
+        if self._unfinished is steps:
+            self._unfinished = None
+
+    @abstractmethod
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        """Train on ``n_steps`` of the batches, or all. Where steps overlap the number is known."""
+
+    def _check_ended(self) -> None:
+        if self._unfinished is not None:
+            raise ValueError(
+                "the last run() has not come to its end, and updates are missing: exhaust it, or"
+                f" {self._way_out}"
+            )
 
     def _reads(self, step: int) -> Sequence[int]:
         """The micro-batches that this rank reads at ``step``, ascending: all, unless it says."""
@@ -111,24 +147,36 @@ class Runtime(ABC):
         n = self.schedule.n_microbatches
         return Source(batches, n, self._reads, self.steps_done, self._device)
 
-    @abstractmethod
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
+        self._check_ended()
+        return self._module()
+
+    @abstractmethod
+    def _module(self) -> nn.Module: ...
 
     def averages(self) -> Weights:
         """The average of each trained parameter, by its name; empty if none is kept.
 
         On every rank; every rank calls it.
         """
+        self._check_ended()
+        return self._averages()
+
+    def _averages(self) -> Weights:
         return join_averages(self._updaters)
 
-    @abstractmethod
     def part(self) -> dict[str, Any]:
         """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
 
         Tensors are the runtime's own, which the next step may change; those of which each rank has
         a share are DTensors.
         """
+        self._check_ended()
+        return self._part()
+
+    @abstractmethod
+    def _part(self) -> dict[str, Any]: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on, but for the data; a copy, on every rank.
@@ -143,7 +191,8 @@ class Runtime(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
 
-        Weights and optimizer states of other stages than :attr:`own` may be meta tensors.
+        Weights and optimizer states of other stages than :attr:`own` may be meta tensors. A run
+        that was not exhausted is at its end.
 
         Raises:
             ValueError: the state is of other stages, lacks weights that the schedule reads, or is
@@ -157,6 +206,9 @@ class Runtime(ABC):
             check()
         else:
             self.world.agree(check)
+        if self._unfinished is not None:
+            self._unfinished.close()
+            self._unfinished = None
         self._load(state)
         self.steps_done = state["steps_done"]
 

@@ -1,6 +1,6 @@
 """Every micro-batch of every rank in one process."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch import nn
 from toolkit.model import Stages
 from toolkit.runtime.checks import scalar
 from toolkit.runtime.grouped import Grouped, Loss
-from toolkit.runtime.interface import Runtime
+from toolkit.runtime.interface import Runtime, Steps
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.source import Batch
+from toolkit.runtime.source import Source
 from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
@@ -76,6 +76,7 @@ class SingleProcess(Runtime):
             )
         super().__init__(stages, schedule, optimizer)
         recipe.check(schedule, whole_step=order == "grouped")
+        self._overlaps = order == "scheduled"
         self._workers = [
             StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
@@ -91,33 +92,16 @@ class SingleProcess(Runtime):
         )
         self._engine = self._make_engine()
 
-    def module(self) -> nn.Module:
-        """The whole model; it holds the newest weights."""
+    def _module(self) -> nn.Module:
         return self.stages.model
 
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """Train on each batch; yield each step's result. Exhaust it: only then are all updates in.
-
-        In order "scheduled" consecutive steps overlap as the schedule has them, so a result can
-        precede its step's last update, and the number of batches must be known.
-
-        Args:
-            batches: ``(inputs, targets)`` as in :meth:`step`.
-            n_steps: how many of them to take; all unless given.
-
-        Raises:
-            ValueError: a batch cannot be divided, there are fewer than n_steps, or their number is
-                not known.
-        """
-        if n_steps is None and isinstance(self._engine, Scheduled):
-            if not isinstance(batches, Sized):
-                raise ValueError('order="scheduled" looks ahead: give n_steps to run()')
-            n_steps = len(batches)
-        source = self._source(batches)
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        for worker in self._workers:
+            worker.take_statistics()  # of a step that ended by an error
         steps = self._engine.run(source, self._versions, self.steps_done, n_steps)
         yield from map(self._count, steps)
 
-    def part(self) -> dict[str, Any]:
+    def _part(self) -> dict[str, Any]:
         versions = dict(enumerate(self._versions))
         return part_of(self.steps_done, self.stages, self._workers, versions, self.own, leads=True)
 

@@ -1,7 +1,7 @@
 """What the baselines have in common."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from toolkit.model import Stages
 from toolkit.runtime.checks import checked_world, scalar
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Runtime
+from toolkit.runtime.interface import Runtime, Steps
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Batch, take
+from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, Weights
@@ -53,7 +53,7 @@ class Baseline(Runtime):
         self._everyone = range(self.world.size)
         self._begin_alike()
 
-    def _part(self, stages: Collection[int]) -> dict[str, Any]:
+    def _part_of(self, stages: Collection[int]) -> dict[str, Any]:
         """The part of a rank that stands for ``stages``."""
         return part_of(
             self.steps_done,
@@ -75,8 +75,8 @@ class Baseline(Runtime):
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         """Training step ``step``, on what this rank reads of its batch."""
 
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        for share in take(self._source(batches), n_steps):
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        for share in take(source, n_steps):
             assert share is not None  # every rank reads something
             step = self.steps_done
             self.world.watch.at(f"step {step}", step, self._everyone)

@@ -90,7 +90,7 @@ class FSDP(Synchronous):
         return model
 
     @torch.no_grad()
-    def module(self) -> nn.Module:
+    def _module(self) -> nn.Module:
         self._released.restore()
         for stage, whole in zip(self._chain.stages, self._whole, strict=True):
             assert isinstance(stage, FSDPModule)
@@ -99,11 +99,11 @@ class FSDP(Synchronous):
             for name, parameter in stage.named_parameters():
                 whole[name].copy_(parameter)
             stage.reshard()
-        return super().module()
+        return super()._module()
 
-    def part(self) -> dict[str, Any]:
+    def _part(self) -> dict[str, Any]:
         self._average_running_statistics()
-        part = self._part(self.own)
+        part = self._part_of(self.own)
         frozen = {
             name: parameter.data
             for stage in self._chain.stages

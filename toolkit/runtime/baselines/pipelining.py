@@ -96,7 +96,7 @@ class TorchPipelining(Baseline):
         self._size = 0
 
     @torch.no_grad()
-    def module(self) -> nn.Module:
+    def _module(self) -> nn.Module:
         self._released.restore()
         for stage, owner in zip(self.stages, self._owners, strict=True):
             with self.world.watch.waiting(f"the weights of rank {owner}", [owner]):
@@ -108,8 +108,8 @@ class TorchPipelining(Baseline):
     def own(self) -> list[int]:
         return self._own
 
-    def part(self) -> dict[str, Any]:
-        return self._part(self._own)
+    def _part(self) -> dict[str, Any]:
+        return self._part_of(self._own)
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._released.restore()
