@@ -12,7 +12,6 @@ from tests.runtime import models
 from tests.schedule.meetings import COLLECTIVES, METHODS, occasion, other_ends
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.dataflow import Dataflow, in_background
-from toolkit.runtime.feed import Feed
 from toolkit.runtime.scheduled import Scheduled
 from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer
@@ -25,9 +24,8 @@ class InAnyOrder(Scheduled):
         self.__dict__ |= scheduled.__dict__
         self.chance = random.Random(seed)
 
-    def run(self, program, versions, next_batch):
-        steps, microbatches = program.steps, range(self.schedule.n_microbatches)
-        self.feed = Feed(next_batch, program.first_step, lambda step: microbatches)
+    def execute(self, program, versions, feed):
+        self.feed = feed
         self.orders = program.ranks
         self.ranks = self._ranks(program, versions, self.feed)
         self.flows = [Dataflow(order, r, ordered=False) for r, order in enumerate(self.orders)]
@@ -41,7 +39,7 @@ class InAnyOrder(Scheduled):
         self.opened = [0] * len(self.orders)
         while any(flow.n_left for flow in self.flows):
             assert any(self._advance(rank) for rank in self._shuffled(range(len(self.orders))))
-        yield from map(self.feed.result, steps)
+        yield from map(self.feed.result, program.steps)
 
     def _shuffled(self, some):
         return self.chance.sample([*some], len(some))
@@ -117,7 +115,7 @@ def test_any_order_trains_alike(schedule):
         stages = models.cut(models.residual(), schedule)
         runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, "scheduled")
         if seed is not None:
-            runtime._scheduled = InAnyOrder(runtime._scheduled, seed)
+            runtime._engine = InAnyOrder(runtime._engine, seed)
         losses = [result.losses for result in runtime.run(batches)]
         return runtime.module().state_dict() | dict(enumerate(losses))
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -89,6 +90,7 @@ class Case:
     frozen: bool = False
     optimizer: object = sgd
     lr_scheduler: object = None
+    left: bool = False  # runs before their end
 
     def stages(self):
         torch.manual_seed(0)
@@ -114,11 +116,17 @@ class Case:
     def arguments(self):
         return (self.stages(), self.schedule, self.optimizer, F.cross_entropy)
 
+    def run(self, runtime, batches, n_steps):
+        if not self.left:
+            return runtime.run(batches, n_steps)
+        first, last = (itertools.islice(runtime.run(batches), 1) for _ in range(2))
+        return itertools.chain(first, runtime.run(batches, n_steps - 2), last)
+
     def follow(self, runtime):
         """After each run: the state, the results' micro-batches, losses and outputs, the rates."""
         found, batches = [], iter(self.batches())
         for n_steps in self.runs:
-            results = list(runtime.run(batches, n_steps))
+            results = list(self.run(runtime, batches, n_steps))
             state = copy.deepcopy(runtime.module().eval().state_dict())
             kept = [(r.step, r.microbatches, r.losses, r.outputs) for r in results]
             found.append((state, kept, runtime.learning_rates))
@@ -168,6 +176,8 @@ def _cases():
         muon = partial(optimizers.muon, lr=0.01, adamw=["stem", "head"])
         schedule = catalog.data_parallel(2, n_stages=3)
         cases[f"{make.runtime}-muon-2"] = Case(make, schedule, optimizer=muon)
+    left = every(2, {"left": {"left": True, "runs": (2, 4)}})
+    cases |= {name: case for name, case in left.items() if "bubble" not in name}
     cases["ddp-views-2"] = Case(DDP, catalog.data_parallel(2, n_stages=3), views, runs=(4, 2))
     folds = tuple(f"blocks.{block}.conv" for block in range(3))  # where views cross
     cases["zero-bubble-folds-4"] = Case(TorchPipelining, catalog.zero_bubble(4, 4), by=folds)

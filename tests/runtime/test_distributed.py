@@ -123,7 +123,7 @@ def test_refuses_what_does_not_fit(odd_jobs):
     expected = (
         "the schedule has 3 ranks and the world 2: give world.part(3), or a schedule for 2",
         "nothing was measured: make Distributed with record=STEPS",
-        "the ranks look ahead: give n_steps to run()",
+        "steps overlap, so that run() looks ahead: give n_steps to it",
         "make it a multiple of 2",
         "this is not the state of a runtime: it lacks",
     )

@@ -191,11 +191,26 @@ def _ahead(world, state):
 
 
 def _abandon(world):
-    """Leave a run in the middle; the threads that are left."""
+    """Leave a run in the middle; the threads that are left, and what is refused afterwards."""
     runtime = _small_runtime(world, catalog.cyclic(2, 1), pacing=True)
+    state = runtime.state_dict()
     for _ in runtime.run(small_batches(5)):
         break
-    return _threads()
+    refused = []
+    for attempt in (
+        runtime.module,
+        runtime.averages,
+        runtime.part,
+        runtime.state_dict,
+        runtime.measurements,
+        lambda: runtime.step(*small_batches(1)[0]),
+        lambda: list(runtime.run(small_batches(5))),
+        lambda: runtime.load_state_dict(state),
+    ):
+        with pytest.raises(ValueError, match="the last run") as error:
+            attempt()
+        refused.append(str(error.value))
+    return _threads(), refused
 
 
 def _fail(world):
@@ -358,7 +373,16 @@ def test_a_sharded_state_is_fetched_two_slots_ahead(found):
 
 
 def test_an_abandoned_run_ends_its_threads(found):
-    assert [found[rank]["abandoned"] for rank in (0, 1)] == [[], []]
+    assert [found[rank]["abandoned"][0] for rank in (0, 1)] == [[], []]
+
+
+def test_an_abandoned_run_is_not_gone_on_with(found):
+    """By no means: some of its messages would be taken for those of the next."""
+    for rank in (0, 1):
+        assert found[rank]["abandoned"][1] == 8 * [
+            "the last run() has not come to its end, and updates are missing: exhaust it, or start"
+            " the ranks again"
+        ]
 
 
 def test_an_error_of_the_loss_surfaces(ended):

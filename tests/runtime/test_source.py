@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
-from toolkit.runtime.checks import moved
 from toolkit.runtime.feed import Feed
-from toolkit.runtime.source import Source
+from toolkit.runtime.source import Source, moved
 
 CPU = torch.device("cpu")
 
@@ -43,7 +42,15 @@ class Parts:
 
 def feed_of(batches, wanted, n_microbatches=3, first_step=0, device=CPU):
     source = Source(batches, n_microbatches, wanted, first_step, device)
-    return source, Feed(source, first_step, source.parts)
+    return source, Feed(source, first_step, wanted)
+
+
+def looked(batches, wanted, first_step=0, device=CPU, n_microbatches=3):
+    """A source that refuses batches that are not alike, and has looked at the first."""
+    source = Source(batches, n_microbatches, wanted, first_step, device)
+    source.alike = True
+    source.look()
+    return source
 
 
 def assert_microbatch(feed, step, m, batch, n_microbatches=3):
@@ -57,28 +64,61 @@ def assert_microbatch(feed, step, m, batch, n_microbatches=3):
 
 
 def test_whole_batches_are_given_as_they_are():
-    """Everything is read of batches that cannot be divided, whatever is wanted."""
+    """Where all of them is read, and copied where some of it."""
     batches = make_batches(2)
-    source = Source(iter(batches), 3, lambda step: [1], 4, CPU)
-    assert [*source.parts(4)] == [0, 1, 2]
+    source = looked(iter(batches), lambda step: [0, 1, 2])
     assert source.shape == (((2, 2), torch.float32),)
-    for step, (inputs, targets) in enumerate(batches, start=4):
-        (found,), labels = source(step)
-        assert torch.equal(found, inputs)
-        assert torch.equal(labels, targets)
+    for (inputs, targets), ((found,), labels) in zip(batches, source, strict=True):
+        assert found is inputs
+        assert labels is targets
+
+
+def test_of_whole_batches_too_only_what_is_wanted_is_given():
+    """And of each step one batch is taken, wanted or not."""
+    wanted = {4: [1], 5: [], 6: [0, 2]}
+    batches = make_batches(3)
+    source = looked(iter(batches), wanted.__getitem__, 4)
+    assert source.shape == (((2, 2), torch.float32),)
+    (inputs,), targets = next(source)
+    assert torch.equal(inputs, batches[0][0][2:4])
+    assert targets.tolist() == [2, 3]
+    assert inputs.data_ptr() == batches[0][0][2:4].data_ptr()
+    assert next(source) is None
+    (inputs,), targets = next(source)
+    assert targets.tolist() == [200, 201, 204, 205]
+    assert inputs[:, 0].tolist() == [2000, 2002, 2008, 2010]
+
+
+class Sized(torch.Tensor):
+    """Notes how many of its rows go to a device."""
+
+    rows: list = []  # noqa: RUF012
+
+    def to(self, *args, **kwargs):
+        Sized.rows.append(len(self))
+        return super().to(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("wanted", "rows"), [([], []), ([1], [2, 2]), ([0, 2], [4, 4])])
+def test_only_what_is_wanted_goes_to_the_device(wanted, rows):
+    batch = tuple(tensor.as_subclass(Sized) for tensor in make_batches(1)[0])
+    Sized.rows = []
+    looked([batch], lambda step: wanted, device=torch.device("meta"))
+    assert Sized.rows == rows
 
 
 def test_only_what_is_wanted_is_loaded():
     """Steps are counted from the first of the source, batches from 0."""
     wanted = {5: [0, 2], 6: [], 7: [1]}
     batches = Parts(make_batches(3))
-    source = Source(batches, 3, wanted.__getitem__, 5, CPU)
+    source = looked(batches, wanted.__getitem__, 5)
     assert source.shape == (((2, 2), torch.float32),)
     assert batches.loaded == [(0, 0), (0, 2)]
-    (inputs,), targets = source(5)
+    (inputs,), targets = next(source)
     assert targets.tolist() == [0, 1, 4, 5]
     assert inputs[:, 0].tolist() == [0, 2, 8, 10]
-    (inputs,), targets = source(7)
+    assert next(source) is None
+    (inputs,), targets = next(source)
     assert targets.tolist() == [202, 203]
     assert batches.loaded == [(0, 0), (0, 2), (2, 1)]
     assert batches.asked == [3]
@@ -86,24 +126,30 @@ def test_only_what_is_wanted_is_loaded():
 
 def test_a_rank_that_reads_nothing():
     batches = Parts(make_batches(3))
-    source = Source(batches, 3, lambda step: [], 0, CPU)
+    source = looked(batches, lambda step: [])
     assert source.shape is None
     assert batches.loaded == []
 
 
 def test_a_rank_that_reads_nothing_at_first():
     batches = Parts(make_batches(2))
-    source = Source(batches, 3, lambda step: [2] if step else [], 0, CPU)
+    source = looked(batches, lambda step: [2] if step else [])
     assert source.shape is None
-    assert source(1)[1].tolist() == [104, 105]
+    assert next(source) is None
+    assert next(source)[1].tolist() == [104, 105]
     assert source.shape == (((2, 2), torch.float32),)
 
 
 def test_several_inputs_and_their_types():
     inputs = torch.zeros(6, 4), torch.zeros(6, 3, 2, dtype=torch.int64)
-    source = Source([(inputs, torch.zeros(6))], 2, lambda step: [], 0, CPU)
+    source = looked([(inputs, torch.zeros(6))], lambda step: [1], n_microbatches=2)
     assert source.shape == (((3, 4), torch.float32), ((3, 3, 2), torch.int64))
-    assert [x.shape for x in source(0)[0]] == [(6, 4), (6, 3, 2)]
+    assert [x.shape for x in next(source)[0]] == [(3, 4), (3, 3, 2)]
+
+
+def test_there_is_no_first_batch():
+    with pytest.raises(ValueError, match="there are 0 batches and more steps are to be run"):
+        looked([], lambda step: [0])
 
 
 @pytest.mark.parametrize("divisible", [False, True])
@@ -111,9 +157,9 @@ def test_batches_are_moved_to_the_device(divisible):
     """Every step's, the first one's too."""
     meta = torch.device("meta")
     batches = Parts(make_batches(2)) if divisible else make_batches(2)
-    source = Source(batches, 3, lambda step: [0], 0, meta)
-    for step in range(2):
-        (inputs,), targets = source(step)
+    source = looked(batches, lambda step: [0], device=meta)
+    for _ in range(2):
+        (inputs,), targets = next(source)
         assert inputs.device == targets.device == meta
 
 
@@ -129,15 +175,16 @@ def test_batches_are_moved_to_the_device(divisible):
 @pytest.mark.parametrize("divisible", [False, True])
 def test_batches_that_are_not_alike_are_refused(other, seen, divisible):
     batches = [*make_batches(2), *other]
-    source = Source(Parts(batches) if divisible else batches, 3, lambda step: [1], 7, CPU)
-    source(7)
-    source(8)
+    source = looked(Parts(batches) if divisible else batches, lambda step: [1], 7)
+    next(source)
+    next(source)
     message = (
         rf"^the batches of one run are alike: the micro-batches of step 9 are {seen}"
         r" and the first ones \[2, 2\] of torch.float32; use drop_last=True, or a run each$"
     )
     with pytest.raises(ValueError, match=message):
-        source(9)
+        next(source)
+    assert len([*Source(batches, 3, lambda step: [1], 7, CPU)]) == 3  # unless they need not be
 
 
 @pytest.mark.parametrize(
@@ -152,11 +199,11 @@ def test_batches_that_are_not_alike_are_refused(other, seen, divisible):
 )
 def test_what_cannot_be_divided_is_refused(batch):
     with pytest.raises(ValueError, match="a batch is divided into 3 micro-batches of equal size"):
-        Source([batch], 3, lambda step: [0], 0, CPU)
-    source = Source([*make_batches(1), batch], 3, lambda step: [0], 0, CPU)
-    source(0)
+        looked([batch], lambda step: [])
+    source = looked([*make_batches(1), batch], lambda step: [0])
+    next(source)
     with pytest.raises(ValueError, match="a batch is divided into 3 micro-batches of equal size"):
-        source(1)
+        next(source)
 
 
 # Feeds
@@ -164,7 +211,7 @@ def test_what_cannot_be_divided_is_refused(batch):
 
 def test_micro_batches_are_slices():
     batches = make_batches(2)
-    _, feed = feed_of(batches, lambda step: [0])
+    _, feed = feed_of(batches, lambda step: range(3))
     for step, batch in enumerate(batches):
         for m in range(3):
             assert_microbatch(feed, step, m, batch)
@@ -172,10 +219,14 @@ def test_micro_batches_are_slices():
 
 def test_steps_may_overlap():
     """A later step's is asked for while an earlier one's is still wanted."""
-    batches = Parts(make_batches(3))
-    _, feed = feed_of(batches, lambda step: [0, 2])
-    for step, m in ((2, 0), (0, 2), (1, 0), (0, 0), (2, 2)):
-        assert_microbatch(feed, step, m, batches.batches[step])
+    whole = make_batches(3)
+    batches = Parts(whole)
+    for some in (whole, batches):
+        _, feed = feed_of(some, lambda step: [0, 2])
+        for step, m in ((2, 0), (0, 2), (1, 0), (0, 0), (2, 2)):
+            assert_microbatch(feed, step, m, whole[step])
+        with pytest.raises(KeyError):
+            feed.inputs(0, 1)
     assert batches.loaded == [(k, m) for k in range(3) for m in (0, 2)]
 
 

@@ -1,5 +1,6 @@
 """States go from any runtime to any other that follows the same update rule."""
 
+import contextlib
 import copy
 
 import pytest
@@ -26,6 +27,16 @@ def make(case, kind=None):
     return (kind or case.make)(*case.arguments(), lr_scheduler=case.lr_scheduler, **options)
 
 
+@contextlib.contextmanager
+def no_gather(runtime):
+    """Within, the whole model is not brought together."""
+    runtime._module = None
+    try:
+        yield
+    finally:
+        del runtime._module
+
+
 def rank_0_first(states):
     """On a rank: the state in the middle by case, the weights of a run that goes on from one that
     ``states`` has, and what was refused."""
@@ -38,7 +49,8 @@ def rank_0_first(states):
         middle = first.state_dict()
         train(first, batches[MIDDLE:])
         second = make(case)
-        second.load_state_dict(states[name])
+        with no_gather(second):
+            second.load_state_dict(states[name])
         train(second, batches[MIDDLE:])
         refused = None
         try:

@@ -32,7 +32,7 @@ def test_smoothed_loss_by_hand():
     torch.manual_seed(0)
     outputs, targets = torch.randn(4, 5), torch.tensor([0, 4, 2, 1])
     job, _ = losses(0.25)
-    found = job.runtime._grouped.loss(outputs, targets)
+    found = job.runtime._engine.loss(outputs, targets)
     uniform = -F.log_softmax(outputs, 1).mean()
     torch.testing.assert_close(found, 0.75 * F.cross_entropy(outputs, targets) + 0.25 * uniform)
 

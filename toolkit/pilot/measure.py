@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, repeat
 from math import isfinite, nan
 from statistics import mean, quantiles
 
@@ -50,7 +50,8 @@ def held(
     device = batch[0].device
     workers = dict(enumerate(StageWorker(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
     versions = {j: {0: worker.newest()} for j, worker in workers.items()}
-    feed = Feed(lambda step: ((batch[0],), batch[1]), 0, lambda _: range(schedule.n_microbatches))
+    share = (batch[0],), batch[1]
+    feed = Feed(repeat(share), 0, lambda _: range(schedule.n_microbatches))
     meter = Meter(0, device, 0.0)
     watching = meter.activations.watch
     rank = Rank(schedule, workers, workers, versions, loss, feed, watching)

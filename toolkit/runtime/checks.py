@@ -1,21 +1,17 @@
-"""What every runtime refuses, and how it takes its batches."""
+"""What every runtime refuses."""
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from toolkit.model import Stages
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:
     from toolkit.runtime.processes.world import World
-
-T = TypeVar("T")
 
 
 def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
@@ -57,53 +53,6 @@ def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> 
             f" {', '.join(others)}: move it with model.to(world.device) before partition()"
         )
     return world
-
-
-def next_batch(batches: Iterator[T], taken: int) -> T:
-    """The next of ``batches``, of which ``taken`` have been taken; refused if there is none."""
-    try:
-        return next(batches)
-    except StopIteration:
-        raise ValueError(
-            f"there are {taken} batches and more steps are to be run: make n_steps {taken}, or"
-            " leave it out"
-        ) from None
-
-
-def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
-    """As many of ``batches`` as there are steps, refused if there are fewer; or all of them."""
-    source = iter(batches)
-    if n_steps is None:
-        yield from source
-        return
-    for taken in range(n_steps):
-        yield next_batch(source, taken)
-
-
-def divisible(
-    inputs: Tensor | Values, targets: Tensor, n_microbatches: int
-) -> tuple[Values, Tensor]:
-    """The batch, refused if it cannot be divided into micro-batches of equal size."""
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    n = n_microbatches
-    sizes = {len(tensor) for tensor in (*inputs, targets)}
-    if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
-        raise ValueError(
-            f"a batch is divided into {n} micro-batches of equal size, inputs and targets"
-            f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
-            f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
-        )
-    return inputs, targets
-
-
-def moved(inputs: Values, targets: Tensor, device: torch.device | None) -> tuple[Values, Tensor]:
-    """A batch on ``device``, if that is one.
-
-    A GPU copies pinned memory while the CPU goes on; a CPU could not tell when a copy is whole.
-    """
-    ahead = device is not None and device.type == "cuda"
-    *there, answers = (tensor.to(device, non_blocking=ahead) for tensor in (*inputs, targets))
-    return tuple(there), answers
 
 
 def scalar(loss: Loss) -> Loss:

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from toolkit.runtime.grouped import Grouped
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import Weights
+
+if TYPE_CHECKING:
+    from toolkit.runtime.grouped import Grouped
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class StageDelay:
 
 
 def diagnose(
-    grouped: Grouped,
+    grouped: "Grouped",
     step: int,
     versions: Sequence[Mapping[int, Weights]],
     inputs: Values,

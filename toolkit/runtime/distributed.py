@@ -1,21 +1,21 @@
 """One rank of a schedule's program, on torch.distributed: a process for each."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Mapping
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import hierarchy
-from toolkit.runtime.checks import check_fit, checked_world, choose, scalar
+from toolkit.runtime.checks import checked_world, choose, scalar
 from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.holdings import Holdings
-from toolkit.runtime.interface import Batch
+from toolkit.runtime.interface import Runtime, Steps
 from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.links import Links
 from toolkit.runtime.meters.measurements import Measurements
@@ -23,12 +23,10 @@ from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Shape, Source
-from toolkit.runtime.stage import StageWorker, Values
+from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.stagger import Stagger
-from toolkit.runtime.state import check_state, form_of, joined, part_of
-from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
 from toolkit.units import MB
@@ -36,7 +34,7 @@ from toolkit.units import MB
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
 
-class Distributed:
+class Distributed(Runtime):
     """Trains stages by a schedule, one process a rank.
 
     Every rank makes it with the same arguments, and calls the same methods in the same order;
@@ -75,6 +73,10 @@ class Distributed:
         ValueError: stages, schedule and ranks do not fit, or an option has no such value.
     """
 
+    world: World
+    _overlaps = True
+    _way_out = "start the ranks again"  # for messages are still under way
+
     def __init__(
         self,
         stages: Stages,
@@ -93,7 +95,7 @@ class Distributed:
         pacing: bool = False,
         per_machine: int = 0,
     ) -> None:
-        check_fit(stages, schedule, optimizer)
+        super().__init__(stages, schedule, optimizer)
         recipe.check(schedule, whole_step=False)
         choose("compression", compression, COMPRESSIONS)
         if not 0 < chunk_mb < inf:
@@ -101,15 +103,13 @@ class Distributed:
         if per_machine < 0:
             raise ValueError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
         self.world = checked_world(world, stages, schedule)
-        self.stages = stages
-        self.schedule = schedule
-        self.steps_done = 0
         self._recipe = recipe
         self._loss = recipe.computed(scalar(loss))
         self._workers = [
             StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
         ]
+        self._updaters = self._workers
         self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
         self._layouts: dict[Shape, Layouts] = {}
         self._compressed = COMPRESSIONS[compression]
@@ -117,7 +117,6 @@ class Distributed:
         self._overlap = overlap
         self._paced = pacing
         self._per_machine = per_machine
-        self._form = form_of(stages)
         self._holdings = Holdings(self.world, stages, self.schedule, self._workers)
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
@@ -127,64 +126,17 @@ class Distributed:
         self._rates = self._read_rates()
 
     @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def n_ranks(self) -> int:
-        return self.world.size
-
-    @property
     def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
         return self._rates
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
-        return self.world.total(values)
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        assert n_steps is not None, "it looks ahead"
+        source.alike = True
+        return self._train(source, n_steps, self._find_layouts(source.shape))
 
-    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
-        """One training step, to its last update.
-
-        Args:
-            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, the same on every
-                rank; micro-batch m is slice m.
-            targets: ``[n_microbatches * b, ...]``.
-
-        Returns:
-            the results of this rank's micro-batches.
-
-        Raises:
-            ValueError: the batch cannot be divided into micro-batches of equal size.
-        """
-        (result,) = self.run([(inputs, targets)])
-        return result
-
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """Train on each batch; yield each step's result as soon as this rank has done its share.
-
-        Consecutive steps overlap as the schedule has them. Every rank has to exhaust it.
-
-        Args:
-            batches: global ``(inputs, targets)`` as in :meth:`step`, all of the same size. Of
-                batches that are :class:`~toolkit.runtime.interface.Divisible` a rank loads only
-                what it reads.
-            n_steps: how many of them to take; all unless given.
-
-        Raises:
-            ValueError: a batch cannot be divided or is of another size than the first, or the
-                number of batches is not known.
-        """
-        if n_steps is None:
-            if not isinstance(batches, Sized):
-                raise ValueError("the ranks look ahead: give n_steps to run()")
-            n_steps = len(batches)
-        if n_steps == 0:
-            return
+    def _train(self, source: Source, n_steps: int, layouts: Layouts) -> Steps:
         schedule, begin = self.schedule, self.steps_done
-        source = Source(batches, schedule.n_microbatches, self._reads, begin, self.world.device)
-        layouts = self._find_layouts(source.shape)
-        feed = Feed(source, begin, source.parts)
+        feed = Feed(source, begin, self._reads)
         window = max(1, _WINDOW // len(schedule.timing.starts))
         links = Links(
             self.world,
@@ -202,27 +154,21 @@ class Distributed:
         feed.skip_to(self.steps_done)
         self._rates = self._read_rates()
 
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it.
-
-        Until the next :meth:`run` it takes the memory of the whole model.
-        """
+    def _module(self) -> nn.Module:
+        """Until the next :meth:`run` it takes the memory of the whole model."""
         self._holdings.collect()
         return self.stages.model
 
-    def averages(self) -> Weights:
-        """The average of each trained parameter, by its name; empty if none is kept.
-
-        On every rank; every rank calls it.
-        """
+    def _averages(self) -> Weights:
         return self._holdings.averages()
 
     def measurements(self) -> Measurements:
         """What all ranks have measured. Every rank calls it.
 
         Raises:
-            ValueError: nothing was recorded.
+            ValueError: nothing was recorded, or a run was not exhausted.
         """
+        self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise ValueError(
                 "nothing was measured: make Distributed with record=STEPS, and let it train"
@@ -231,42 +177,25 @@ class Distributed:
 
     @property
     def own(self) -> list[int]:
-        """The stages that this rank updates."""
         return self._holdings.updated
 
-    def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`."""
+    def _part(self) -> dict[str, Any]:
         known = self._holdings.versions
         own = [j for j in self.own if self.schedule.owners[j] == self.rank]
         leads = self.rank == 0
         return part_of(self.steps_done, self.stages, self._workers, known, own, leads=leads)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, but for the data; on every rank.
-
-        Every rank calls it. A :class:`SingleProcess` can go on from it, and the other way round.
-        """
-        return joined(self.world.gather(map_tensors(Tensor.cpu, self.part())))
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
+        self._check_ended()
+        super().load_state_dict(state)
 
-        Weights and optimizer states of stages that this rank does not update may be meta tensors.
-
-        Raises:
-            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
-                formed otherwise than this runtime's.
-        """
-        self.world.agree(
-            lambda: check_state(state, self.schedule, self._workers, self._form, self.own)
-        )
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._holdings.load(state)
-        self.steps_done = state["steps_done"]
         for j in self.own:
             self._workers[j].load(state["stages"][j])
         self._rates = self._read_rates()
 
-    def _run(self, program: Program, feed: Feed, links: Links) -> Iterator[StepResult]:
+    def _run(self, program: Program, feed: Feed, links: Links) -> Steps:
         self.world.make_groups(*_who_meets(program, self._per_machine))
         held = self._holdings.share(links, program.first_step)
         turn = Stagger(program, self.world)
@@ -296,7 +225,7 @@ class Distributed:
         )
 
     def _reads(self, step: int) -> list[int]:
-        """The micro-batches whose inputs or targets this rank reads at ``step``."""
+        """Those whose inputs or targets its first or last stage takes."""
         ends = (0, self.schedule.n_stages - 1)
         return [
             m

@@ -1,15 +1,14 @@
 """The micro-batches that a process runs, step by step, and the results that come of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Share, next_batch
 from toolkit.runtime.stage import Values
-
-NextBatch = Callable[[int], tuple[Values, Tensor]]
 
 
 @dataclass
@@ -28,16 +27,16 @@ class Feed:
     """Cuts batches into micro-batches when the first of them is wanted, in order of their steps.
 
     Args:
-        next_batch: the inputs and targets of the next step, which it is told.
+        source: what is read of each step's batch.
         first_step: of which the first batch is.
-        parts: the micro-batches of which a step's batch consists, in order.
+        parts: the micro-batches of which that consists, in order.
     """
 
     def __init__(
-        self, next_batch: NextBatch, first_step: int, parts: Callable[[int], Sequence[int]]
+        self, source: Iterator[Share], first_step: int, parts: Callable[[int], Sequence[int]]
     ) -> None:
-        self._next_batch = next_batch
-        self._next_step = first_step
+        self._source = source
+        self._first_step = self._next_step = first_step
         self._parts = parts
         self._steps: dict[int, _Step] = {}
         self._results: dict[int, _Results] = {}
@@ -79,9 +78,9 @@ class Feed:
 
     def _take(self) -> None:
         step, self._next_step = self._next_step, self._next_step + 1
-        parts = self._parts(step)
-        if parts:
-            inputs, targets = self._next_batch(step)
+        share = next_batch(self._source, step - self._first_step)
+        if share is not None:
+            (inputs, targets), parts = share, self._parts(step)
             chunks = zip(*(tensor.chunk(len(parts)) for tensor in inputs), strict=True)
             self._steps[step] = _Step(
                 dict(zip(parts, chunks, strict=True)),

@@ -3,13 +3,15 @@
 At each stage, the micro-batches that read the same weight version run as one batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from toolkit.runtime.recipe import PLAIN, Recipe
+from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import StageWorker, Values, gradients, leaves, predicted
 from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Schedule
@@ -19,22 +21,43 @@ Groups = list[tuple[int, ...]]
 
 
 class Grouped:
-    """Runs one training step after another; keeps the versions that later steps read."""
+    """Runs one training step after another; keeps the versions that later steps read.
+
+    Args:
+        workers: of each stage.
+        schedule: for as many.
+        loss: mean loss of a micro-batch.
+        diagnostics: steps between two looks at what the delay does to the gradients; 0: none.
+    """
 
     def __init__(
         self,
         workers: Sequence[StageWorker],
         schedule: Schedule,
         loss: Loss,
-        recipe: Recipe = PLAIN,
-        *,
-        keep_last: bool = False,
+        diagnostics: int = 0,
     ) -> None:
         self.workers = workers
         self.schedule = schedule
         self.loss = loss
-        self.recipe = recipe
-        self.keep_last = keep_last  # the version before the newest, whether or not it is read
+        self.recipe = workers[0].recipe
+        self.diagnostics = diagnostics
+
+    def run(
+        self, source: Source, versions: list[dict[int, Weights]], step: int, n_steps: int | None
+    ) -> Iterator[StepResult]:
+        """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
+
+        Each step's updates are in before its result is there.
+        """
+        for t, share in enumerate(take(source, n_steps), start=step):
+            assert share is not None  # all is read
+            self.recipe.begin_step()
+            delays: tuple[StageDelay, ...] = ()
+            if self.diagnostics and t % self.diagnostics == 0:
+                delays = diagnose(self, t, versions, *share)
+            results = [self.step(t, versions, *share)]
+            yield replace(results.pop(), delays=delays)  # kept by whoever takes it, and not here
 
     def step(
         self, step: int, versions: list[dict[int, Weights]], inputs: Values, targets: Tensor
@@ -111,7 +134,7 @@ class Grouped:
         norm: Tensor | None,
     ) -> None:
         oldest = self.schedule.oldest_version(worker.index, step + 1)
-        oldest = min(oldest, step) if self.keep_last else oldest
+        oldest = min(oldest, step) if self.diagnostics else oldest  # which look at the last
         n_microbatches = self.schedule.n_microbatches
         worker.update(total, n_microbatches, keep_old=oldest <= step, squared_norm=norm)
         versions[step + 1] = worker.newest()

@@ -1,74 +1,170 @@
 """What the training loop asks of a runtime, whichever it is."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
 
 from torch import Tensor, nn
 
+from toolkit.model import Stages
+from toolkit.runtime.checks import check_fit
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Batch, Source
 from toolkit.runtime.stage import Values
-from toolkit.runtime.updater import Weights
+from toolkit.runtime.state import check_state, form_of, joined
+from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
+from toolkit.schedule import Schedule
 
-Batch = tuple[Tensor | Values, Tensor]
-
-
-@runtime_checkable
-class Divisible(Protocol):
-    """Batches of which a process can load a part."""
-
-    def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[Batch]:
-        """The same batches; of batch k, only the ``wanted(k)`` of its ``n_parts`` equal parts.
-
-        Batches of which nothing is wanted are left out.
-        """
-        ...
+Steps = Generator[StepResult, None, None]
 
 
-class Runtime(Protocol):
-    """Trains a model on global batches, as one of ``n_ranks`` processes that all call it alike."""
+class Runtime(ABC):
+    """Trains a model on global batches, as one of ``n_ranks`` processes that all call it alike.
 
-    steps_done: int
+    Args:
+        stages: the model, partitioned.
+        schedule: for as many stages.
+        optimizer: makes the optimizer of a stage from the list of its parameters.
+
+    Attributes:
+        world: the processes that train together; None where there is one.
+        steps_done: training steps until now.
+
+    Raises:
+        ValueError: stages, schedule and optimizer do not fit.
+    """
+
+    world: World | None = None
+    _overlaps = False  # whether updates are all in only when a run has come to its end
+    _way_out = "load a state"
+
+    def __init__(self, stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
+        check_fit(stages, schedule, optimizer)
+        self.stages = stages
+        self.schedule = schedule
+        self.steps_done = 0
+        self._form = form_of(stages)
+        self._unfinished: Steps | None = None
+        self._updaters: Sequence[Updater] = ()  # of each stage
+        devices = {parameter.device for parameter in stages.model.parameters()}
+        self._device = devices.pop() if len(devices) == 1 else None
 
     @property
-    def world(self) -> World | None:
-        """The processes that train together; None where there is one."""
-        ...
+    def rank(self) -> int:
+        return 0 if self.world is None else self.world.rank
 
     @property
-    def rank(self) -> int: ...
+    def n_ranks(self) -> int:
+        return 1 if self.world is None else self.world.size
 
     @property
-    def n_ranks(self) -> int: ...
+    def own(self) -> Collection[int]:
+        """The stages whose updates this rank makes: all, unless it says otherwise."""
+        return range(len(self.stages))
 
     @property
     def learning_rates(self) -> list[float]:
         """The learning rate of each stage's next update."""
-        ...
+        rates = (updater.learning_rate for updater in self._updaters)
+        return [rate for rate in rates if rate is not None]
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
+        return values if self.world is None else self.world.total(values)
+
+    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
+        """One training step, to its last update.
+
+        Args:
+            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, the same on every
+                rank and on any device; micro-batch m is slice m.
+            targets: ``[n_microbatches * b, ...]``.
+
+        Returns:
+            the results of this rank's micro-batches.
+
+        Raises:
+            ValueError: the batch cannot be divided into micro-batches of equal size.
+        """
+        (result,) = self.run([(inputs, targets)])
+        return result
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """Train on each global batch; yield each step's result, of this rank's micro-batches."""
-        ...
+        """Train on each global batch; yield each step's result, of this rank's micro-batches.
+
+        Where steps overlap (order "scheduled", :class:`~toolkit.runtime.Distributed`) a result
+        can precede its step's last update. There every rank has to exhaust a run before it asks
+        for anything that has weights in it, or runs again; elsewhere one may leave it.
+
+        Args:
+            batches: ``(inputs, targets)`` as in :meth:`step`; those of a run of ``Distributed``
+                are all of the same size. Of batches that are
+                :class:`~toolkit.runtime.source.Divisible` a rank loads only what it reads.
+            n_steps: how many of them to take; all unless given.
+
+        Raises:
+            ValueError: a batch cannot be divided, there are fewer than n_steps or, where steps
+                overlap, their number is not known or the run before was not exhausted.
+        """
+        self._check_ended()
+        source = self._source(batches)
+        if not self._overlaps:
+            yield from self._steps(source, n_steps)
+            return
+        if n_steps is None:
+            if not isinstance(batches, Sized):
+                raise ValueError("steps overlap, so that run() looks ahead: give n_steps to it")
+            n_steps = len(batches)
+        if n_steps < 1:
+            return
+        source.look()
+        steps = self._steps(source, n_steps)
+        self._unfinished = steps  # and so it stays where this is left, or there is an error
+        yield from steps
+        if self._unfinished is steps:
+            self._unfinished = None
+
+    @abstractmethod
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        """Train on ``n_steps`` of the batches, or all. Where steps overlap the number is known."""
+
+    def _check_ended(self) -> None:
+        if self._unfinished is not None:
+            raise ValueError(
+                "the last run() has not come to its end, and updates are missing: exhaust it, or"
+                f" {self._way_out}"
+            )
+
+    def _reads(self, step: int) -> Sequence[int]:
+        """The micro-batches that this rank reads at ``step``, ascending: all, unless it says."""
+        return range(self.schedule.n_microbatches)
+
+    def _source(self, batches: Iterable[Batch]) -> Source:
+        """What this rank reads of ``batches``, the first of which is of the next step."""
+        n = self.schedule.n_microbatches
+        return Source(batches, n, self._reads, self.steps_done, self._device)
 
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it."""
-        ...
+        self._check_ended()
+        return self._module()
+
+    @abstractmethod
+    def _module(self) -> nn.Module: ...
 
     def averages(self) -> Weights:
         """The average of each trained parameter, by its name; empty if none is kept.
 
         On every rank; every rank calls it.
         """
-        ...
+        self._check_ended()
+        return self._averages()
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
-        ...
-
-    @property
-    def own(self) -> Collection[int]:
-        """The stages whose updates this rank makes."""
-        ...
+    def _averages(self) -> Weights:
+        return join_averages(self._updaters)
 
     def part(self) -> dict[str, Any]:
         """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
@@ -76,22 +172,46 @@ class Runtime(Protocol):
         Tensors are the runtime's own, which the next step may change; those of which each rank has
         a share are DTensors.
         """
-        ...
+        self._check_ended()
+        return self._part()
+
+    @abstractmethod
+    def _part(self) -> dict[str, Any]: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the rest of the run depends on, but for the data; a copy, on every rank.
 
         Every rank calls it. Any runtime that follows the same update rule can go on from it.
         """
-        ...
+        part = self.part()
+        if self.world is None:
+            return joined([copy.deepcopy(part)])
+        return joined(self.world.gather(map_tensors(Tensor.cpu, part)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken. Every rank calls it.
+        """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
 
-        Weights and optimizer states of other stages than :attr:`own` may be meta tensors.
+        Weights and optimizer states of other stages than :attr:`own` may be meta tensors. A run
+        that was not exhausted is at its end.
 
         Raises:
             ValueError: the state is of other stages, lacks weights that the schedule reads, or is
                 formed otherwise than this runtime's.
         """
-        ...
+
+        def check() -> None:
+            check_state(state, self.schedule, self._updaters, self._form, self.own)
+
+        if self.world is None:
+            check()
+        else:
+            self.world.agree(check)
+        if self._unfinished is not None:
+            self._unfinished.close()
+            self._unfinished = None
+        self._load(state)
+        self.steps_done = state["steps_done"]
+
+    @abstractmethod
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state that has been checked."""

@@ -7,14 +7,17 @@ placement runs without starting processes.
 import copy
 from collections.abc import Iterator, Sequence
 
-from toolkit.runtime.feed import Feed, NextBatch
+from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Source
 from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
+
+_WINDOW = 64  # training steps lowered at once
 
 
 class Scheduled:
@@ -27,23 +30,31 @@ class Scheduled:
         self.updaters = {(schedule.owners[j], j): worker for j, worker in enumerate(workers)}
 
     def run(
-        self, program: Program, versions: list[dict[int, Weights]], next_batch: NextBatch
+        self, source: Source, versions: list[dict[int, Weights]], step: int, n_steps: int | None
     ) -> Iterator[StepResult]:
-        """Execute ``program``; ``versions[stage]`` follows the newest weights."""
-        microbatches = range(self.schedule.n_microbatches)
-        feed = Feed(next_batch, program.first_step, lambda step: microbatches)
+        """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
+
+        Steps overlap, so a result can precede its step's last update.
+        """
+        assert n_steps is not None, "it looks ahead"
+        everything = range(self.schedule.n_microbatches)
+        feed = Feed(source, step, lambda _: everything)
+        end = step + n_steps
+        for begin in range(step, end, _WINDOW):
+            program = self.schedule.lower(min(_WINDOW, end - begin), begin)
+            yield from self.execute(program, versions, feed)
+
+    def execute(
+        self, program: Program, versions: list[dict[int, Weights]], feed: Feed
+    ) -> Iterator[StepResult]:
+        """Carry out ``program``."""
         run = _Run(self._ranks(program, versions, feed))
         for rank, i in replay(program):
             run.execute(rank, i)
             if i.action != Action.FORWARD or i.step is None:
                 continue
-            if feed.n_finished(i.step) == len(microbatches):
+            if feed.n_finished(i.step) == self.schedule.n_microbatches:
                 yield feed.result(i.step)
-
-    def forget_replicas(self) -> None:
-        """Make new replicas when next needed: the stages' own state has been replaced."""
-        owners = self.schedule.owners
-        self.updaters = {(owners[j], j): worker for j, worker in self.workers.items()}
 
     def _ranks(
         self, program: Program, versions: list[dict[int, Weights]], feed: Feed

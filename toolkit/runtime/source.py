@@ -1,28 +1,49 @@
-"""The batches of a run, as one rank reads them."""
+"""The batches of a run, as one process reads them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from toolkit.runtime.checks import divisible, moved, next_batch
-from toolkit.runtime.interface import Batch, Divisible
 from toolkit.runtime.stage import Values
+
+Batch = tuple[Tensor | Values, Tensor]
+Share = tuple[Values, Tensor] | None
+"""Inputs and targets of the micro-batches of a step that a process reads; None if of none."""
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and type of each input of a micro-batch."""
 
+T = TypeVar("T")
 
-class Source:
-    """Gives a rank its micro-batches of every step.
+
+@runtime_checkable
+class Divisible(Protocol):
+    """Batches of which a process can load a part."""
+
+    def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[Batch]:
+        """The same batches; of batch k, only the ``wanted(k)`` of its ``n_parts`` equal parts.
+
+        Batches of which nothing is wanted are left out.
+        """
+        ...
+
+
+class Source(Iterator[Share]):
+    """Gives a process what it reads of each batch, on its device: nothing else is moved there.
 
     Args:
         batches: global ``(inputs, targets)``; of those that can be divided only what is read is
             loaded.
         n_microbatches: parts of a batch.
-        wanted: the micro-batches that this rank reads at a step, ascending.
+        wanted: the micro-batches that are read at a step, ascending.
         first_step: of which the first batch is.
-        device: where they are to be.
+        device: where they are to be; where they are if None.
+
+    Attributes:
+        alike: whether batches whose micro-batches are not formed as the first ones are refused.
+        shape: of the first micro-batches' inputs; None until some have been seen.
     """
 
     def __init__(
@@ -31,47 +52,100 @@ class Source:
         n_microbatches: int,
         wanted: Callable[[int], Sequence[int]],
         first_step: int,
-        device: torch.device,
+        device: torch.device | None,
     ) -> None:
-        self.parts = wanted
+        self.alike = False
+        self.shape: Shape | None = None
+        self._n, self._wanted, self._step = n_microbatches, wanted, first_step
         self._device = device
-        self._first_step = first_step
+        self._divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
             batches = batches.parts(n_microbatches, lambda k: wanted(first_step + k))
-        else:
-            everything = range(n_microbatches)
-            self.parts = lambda step: everything
-        self._batches: Iterator[Batch] = iter(batches)
-        self._first: tuple[Values, Tensor] | None = None
-        self._shape: Shape | None = None
-        if self.parts(first_step):
-            self._first = self._checked(first_step)
+        self._batches = iter(batches)
+        self._ahead: list[Share] = []
 
-    @property
-    def shape(self) -> Shape | None:
-        """Of a micro-batch's inputs; None where this rank reads none."""
-        return self._shape
+    def look(self) -> None:
+        """Take the first batch already; refused if there is none."""
+        self._ahead.append(next_batch(self, 0))
 
-    def __call__(self, step: int) -> tuple[Values, Tensor]:
-        """The inputs and targets of the next step, which is ``step``."""
-        if self._first is not None:
-            found, self._first = self._first, None
-            return found
-        return self._checked(step)
+    def __next__(self) -> Share:
+        if self._ahead:
+            return self._ahead.pop()
+        step, parts = self._step, self._wanted(self._step)
+        self._step += 1
+        if self._divided and not parts:
+            return None
+        n = len(parts) if self._divided else self._n
+        inputs, targets = divisible(*next(self._batches), n)
+        self._compare(step, tuple(((len(x) // n, *x.shape[1:]), x.dtype) for x in inputs))
+        if not parts:
+            return None
+        if len(parts) < n:
+            *chosen, targets = (_chosen(x, n, parts) for x in (*inputs, targets))
+            inputs = tuple(chosen)
+        return moved(inputs, targets, self._device)
 
-    def _checked(self, step: int) -> tuple[Values, Tensor]:
-        n_parts = len(self.parts(step))
-        inputs, targets = divisible(*next_batch(self._batches, step - self._first_step), n_parts)
-        shape = tuple(((len(x) // n_parts, *x.shape[1:]), x.dtype) for x in inputs)
-        if self._shape is None:
-            self._shape = shape
-        if shape != self._shape:
+    def _compare(self, step: int, shape: Shape) -> None:
+        self.shape = self.shape or shape
+        if self.alike and shape != self.shape:
             raise ValueError(
                 f"the batches of one run are alike: the micro-batches of step {step} are"
-                f" {_words(shape)} and the first ones {_words(self._shape)}; use drop_last=True,"
+                f" {_words(shape)} and the first ones {_words(self.shape)}; use drop_last=True,"
                 " or a run each"
             )
-        return moved(inputs, targets, self._device)
+
+
+def next_batch(batches: Iterator[T], taken: int) -> T:
+    """The next of ``batches``, of which ``taken`` have been taken; refused if there is none."""
+    try:
+        return next(batches)
+    except StopIteration:
+        raise ValueError(
+            f"there are {taken} batches and more steps are to be run: make n_steps {taken}, or"
+            " leave it out"
+        ) from None
+
+
+def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
+    """As many of ``batches`` as there are steps, refused if there are fewer; or all of them."""
+    source = iter(batches)
+    if n_steps is None:
+        yield from source
+        return
+    for taken in range(n_steps):
+        yield next_batch(source, taken)
+
+
+def divisible(
+    inputs: Tensor | Values, targets: Tensor, n_microbatches: int
+) -> tuple[Values, Tensor]:
+    """The batch, refused if it cannot be divided into micro-batches of equal size."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    n = n_microbatches
+    sizes = {len(tensor) for tensor in (*inputs, targets)}
+    if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
+        raise ValueError(
+            f"a batch is divided into {n} micro-batches of equal size, inputs and targets"
+            f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
+            f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
+        )
+    return inputs, targets
+
+
+def moved(inputs: Values, targets: Tensor, device: torch.device | None) -> tuple[Values, Tensor]:
+    """A batch on ``device``, if that is one.
+
+    A GPU copies pinned memory while the CPU goes on; a CPU could not tell when a copy is whole.
+    """
+    ahead = device is not None and device.type == "cuda"
+    *there, answers = (tensor.to(device, non_blocking=ahead) for tensor in (*inputs, targets))
+    return tuple(there), answers
+
+
+def _chosen(tensor: Tensor, n_parts: int, parts: Sequence[int]) -> Tensor:
+    """Some of the ``n_parts`` equal parts; a copy only where they are several."""
+    chunks = tensor.chunk(n_parts)
+    return torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
 
 
 def _words(shape: Shape) -> str:

@@ -1,28 +1,28 @@
 """What the baselines have in common."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit, checked_world, divisible, moved, scalar, take
+from toolkit.runtime.checks import checked_world, scalar
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Batch, Divisible
+from toolkit.runtime.interface import Runtime, Steps
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import Values
-from toolkit.runtime.state import check_state, joined, part_of
-from toolkit.runtime.tree import map_tensors
-from toolkit.runtime.updater import MakeOptimizer, Updater, Weights
+from toolkit.runtime.state import part_of
+from toolkit.runtime.updater import MakeOptimizer, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
 
-class Baseline(ABC):
-    """A :class:`toolkit.runtime.interface.Runtime` on torch's own means.
+class Baseline(Runtime):
+    """A runtime on torch's own means.
 
     Every rank begins with the weights of rank 0.
 
@@ -37,6 +37,8 @@ class Baseline(ABC):
         ValueError: stages, schedule and ranks do not fit.
     """
 
+    world: World
+
     def __init__(
         self,
         stages: Stages,
@@ -45,47 +47,13 @@ class Baseline(ABC):
         loss: Loss,
         world: World | None,
     ) -> None:
-        check_fit(stages, schedule, optimizer)
-        self.stages = stages
-        self.schedule = schedule
+        super().__init__(stages, schedule, optimizer)
         self.world = checked_world(world, stages, schedule)
-        self.steps_done = 0
         self._loss = scalar(loss)
-        self._updaters: Sequence[Updater] = ()
         self._everyone = range(self.world.size)
         self._begin_alike()
 
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def n_ranks(self) -> int:
-        return self.world.size
-
-    @property
-    def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
-        rates = (updater.learning_rate for updater in self._updaters)
-        return [rate for rate in rates if rate is not None]
-
-    @abstractmethod
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
-
-    @property
-    def own(self) -> Collection[int]:
-        """The stages that this rank updates: all."""
-        return range(len(self.stages))
-
-    @abstractmethod
-    def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
-
-        Tensors of which each rank has a share are DTensors.
-        """
-
-    def _part(self, stages: Collection[int]) -> dict[str, Any]:
+    def _part_of(self, stages: Collection[int]) -> dict[str, Any]:
         """The part of a rank that stands for ``stages``."""
         return part_of(
             self.steps_done,
@@ -100,93 +68,21 @@ class Baseline(ABC):
         """The weights of stage ``j`` that are still read."""
         return {self.steps_done: self._updaters[j].newest()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, but for the data; on every rank.
-
-        Every rank calls it. The other runtimes can go on from it, and the other way round.
-        """
-        return joined(self.world.gather(map_tensors(Tensor.cpu, self.part())))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
-
-        Raises:
-            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
-                formed otherwise than this runtime's.
-        """
-        form = self.module().state_dict()
-        self.world.agree(lambda: check_state(state, self.schedule, self._updaters, form, self.own))
-        self._load(state)
-        self.steps_done = state["steps_done"]
-
-    @abstractmethod
-    def _load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state that has been checked."""
-
-    def averages(self) -> Weights:
-        """The average of each trained parameter, by its name: here none is kept."""
-        return {}
-
-    @property
-    def _reads(self) -> Sequence[int]:
-        """The micro-batches that this rank reads: its own, or all."""
+    def _reads(self, step: int) -> Sequence[int]:
         return [self.rank]
 
     @abstractmethod
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         """Training step ``step``, on what this rank reads of its batch."""
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
-        return self.world.total(values)
-
-    def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
-        """One training step, to its last update.
-
-        Args:
-            inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors; micro-batch m is
-                slice m.
-            targets: ``[n_microbatches * b, ...]``.
-
-        Raises:
-            ValueError: the batch cannot be divided into micro-batches of equal size.
-        """
-        (result,) = self.run([(inputs, targets)])
-        return result
-
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """Train on each global batch; yield each step's result, of this rank's micro-batches.
-
-        Exhaust it: only then are all updates in.
-
-        Args:
-            batches: ``(inputs, targets)`` as in :meth:`step`, the same on every rank. Of batches
-                that are :class:`~toolkit.runtime.interface.Divisible` a rank loads only what it
-                reads.
-            n_steps: how many of them to take; all unless given.
-
-        Raises:
-            ValueError: a batch cannot be divided, or there are fewer than n_steps.
-        """
-        for inputs, targets in take(self._shares(batches), n_steps):
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        for share in take(source, n_steps):
+            assert share is not None  # every rank reads something
             step = self.steps_done
             self.world.watch.at(f"step {step}", step, self._everyone)
-            result = self._train(step, inputs, targets)
+            result = self._train(step, *share)
             self.steps_done += 1
             yield result
-
-    def _shares(self, batches: Iterable[Batch]) -> Iterator[tuple[Values, Tensor]]:
-        """Of each batch what this rank reads, on its device."""
-        n, reads, device = self.schedule.n_microbatches, self._reads, self.world.device
-        if isinstance(batches, Divisible):
-            batches, n = batches.parts(n, lambda k: reads), len(reads)
-        for batch in batches:
-            inputs, targets = divisible(*batch, n)
-            if n > len(reads):
-                (mine,) = reads
-                inputs = tuple(tensor.chunk(n)[mine] for tensor in inputs)
-                targets = targets.chunk(n)[mine]
-            yield moved(inputs, targets, device)
 
     def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
         return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())

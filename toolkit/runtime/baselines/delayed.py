@@ -1,6 +1,6 @@
 """What hides communication without cycles: gradients are summed during the next step."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,15 @@ from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Batch
+from toolkit.runtime.interface import Steps
 from toolkit.runtime.layout import COMPRESSIONS
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
+from toolkit.runtime.source import Source
 from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
 from toolkit.runtime.state import load_model, loaded
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights, join_averages
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
 from toolkit.schedule import Schedule
 
 
@@ -76,15 +77,13 @@ class DelayedAllReduce(Baseline):
         self._read = [worker.newest() for worker in self._workers]
         self._under_way: list[list[_Message]] | None = None
 
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
+    def _module(self) -> nn.Module:
         self._update(keep_old=True)
         return self.stages.model
 
-    def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`; rank 0 stands for all."""
+    def _part(self) -> dict[str, Any]:
         self._update(keep_old=True)
-        return self._part(self.own if self.rank == 0 else ())
+        return self._part_of(self.own if self.rank == 0 else ())
 
     def _versions(self, j: int) -> dict[int, Weights]:
         before = {self.steps_done - 1: self._read[j]} if self.steps_done else {}
@@ -98,14 +97,13 @@ class DelayedAllReduce(Baseline):
             versions = loaded(state, j, worker)
             self._read[j] = versions[max(0, state["steps_done"] - 1)]
 
-    def averages(self) -> Weights:
-        """The average of each trained parameter, by its name; empty if none is kept."""
+    def _averages(self) -> Weights:
         self._update(keep_old=True)
-        return join_averages(self._workers)
+        return super()._averages()
 
-    def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """As :meth:`Baseline.run`; the last update comes in at the end."""
-        yield from super().run(batches, n_steps)
+    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+        """The last update comes in at the end."""
+        yield from super()._steps(source, n_steps)
         self._update(keep_old=True)
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
@@ -128,7 +126,6 @@ class DelayedAllReduce(Baseline):
         (loss / self.n_ranks * self._scale).backward()
         sending.finish()
         self._update(keep_old=False)
-        self._updaters = self._workers
         self._read = [worker.newest() for worker in self._workers]
         self._under_way = messages
         return self._result(step, values[0], loss)

@@ -90,8 +90,7 @@ class FSDP(Synchronous):
         return model
 
     @torch.no_grad()
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
+    def _module(self) -> nn.Module:
         self._released.restore()
         for stage, whole in zip(self._chain.stages, self._whole, strict=True):
             assert isinstance(stage, FSDPModule)
@@ -100,12 +99,11 @@ class FSDP(Synchronous):
             for name, parameter in stage.named_parameters():
                 whole[name].copy_(parameter)
             stage.reshard()
-        return super().module()
+        return super()._module()
 
-    def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`: its share of every stage."""
+    def _part(self) -> dict[str, Any]:
         self._average_running_statistics()
-        part = self._part(self.own)
+        part = self._part_of(self.own)
         frozen = {
             name: parameter.data
             for stage in self._chain.stages
@@ -115,7 +113,6 @@ class FSDP(Synchronous):
         return part | {"fixed": part["fixed"] | frozen}
 
     def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Baseline.state_dict`."""
         with self.world.watch.waiting("the shares of all ranks", self._everyone):
             return joined([map_tensors(_whole, self.part())])
 

@@ -96,8 +96,7 @@ class TorchPipelining(Baseline):
         self._size = 0
 
     @torch.no_grad()
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
+    def _module(self) -> nn.Module:
         self._released.restore()
         for stage, owner in zip(self.stages, self._owners, strict=True):
             with self.world.watch.waiting(f"the weights of rank {owner}", [owner]):
@@ -107,14 +106,13 @@ class TorchPipelining(Baseline):
 
     @property
     def own(self) -> list[int]:
-        """The stages that this rank updates."""
         return self._own
 
-    def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`."""
-        return self._part(self._own)
+    def _part(self) -> dict[str, Any]:
+        return self._part_of(self._own)
 
     def _load(self, state: Mapping[str, Any]) -> None:
+        self._released.restore()
         load_model(state, self.stages, self._workers, self._own)
         for j, (worker, found) in enumerate(zip(self._workers, state["stages"], strict=True)):
             if j in self._own or found["optimizer"] is None:
@@ -122,8 +120,7 @@ class TorchPipelining(Baseline):
             else:
                 worker.load(found | {"optimizer": found["optimizer"] | {"state": {}}})
 
-    @property
-    def _reads(self) -> Sequence[int]:
+    def _reads(self, step: int) -> Sequence[int]:
         return range(self.schedule.n_microbatches)
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:

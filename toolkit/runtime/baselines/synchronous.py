@@ -60,15 +60,13 @@ class Synchronous(Baseline):
     def _wrap(self, model: Chain) -> nn.Module:
         raise NotImplementedError
 
-    def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
+    def _module(self) -> nn.Module:
         self._average_running_statistics()
         return self.stages.model
 
-    def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`; rank 0 stands for all."""
+    def _part(self) -> dict[str, Any]:
         self._average_running_statistics()
-        return self._part(self.own if self.rank == 0 else ())
+        return self._part_of(self.own if self.rank == 0 else ())
 
     def _load(self, state: Mapping[str, Any]) -> None:
         load_model(state, self.stages, self._updaters, self.own)
