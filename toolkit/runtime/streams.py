@@ -9,7 +9,7 @@ core each.
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ def enter_device(device: torch.device) -> None:
     """Have this thread work on ``device``: a new one is on GPU 0, whichever its rank has."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Work on ``device`` beside all else that is done there: on a stream of this thread's own."""
+    enter_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        yield
 
 
 class Streams:
