@@ -74,9 +74,12 @@ def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
         assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
 
 
-def joined(monkeypatch, gpus, backend):
+def joined(monkeypatch, gpus, backend, **environment):
     """The world of a process that is alone, and what it has asked of torch.distributed."""
     gpus[:] = ["gpu 0"]
+    monkeypatch.setattr("os.environ", {**os.environ})
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update(environment)
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -114,6 +117,28 @@ def test_with_gloo_there_is_one_group(monkeypatch, gpus):
     here, asked = joined(monkeypatch, gpus, "gloo")
     here.gather("anything")
     assert asked == [here.device, "gloo", None]
+
+
+@pytest.mark.parametrize(
+    ("backend", "told", "expected"),
+    [
+        ("auto", {}, "32"),
+        ("nccl", {}, "32"),
+        ("nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1"),
+        ("gloo", {}, None),
+    ],
+)
+def test_nccl_s_streams_get_queues_of_their_own(monkeypatch, gpus, backend, told, expected):
+    """Unless the user has chosen how many there are; before CUDA is asked anything."""
+    found = []
+
+    def available():
+        found.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return True
+
+    monkeypatch.setattr("torch.cuda.is_available", available)
+    joined(monkeypatch, gpus, backend, **told)
+    assert {*found} == {expected}
 
 
 # First messages

@@ -262,6 +262,10 @@ def join(
     if _joined is not None:
         return _joined
     _choose_interface(interface)
+    if backend != "gloo" and device != "cpu":
+        # NCCL's channels have a stream each, and a stream that shares one of a GPU's 8 queues with
+        # a receive that was begun early waits as long as that. CUDA reads it as it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     on = _device(device, place)
     enter_device(on)
     store = _meet(place, timeout, _gpu(on))
