@@ -1,11 +1,14 @@
 """Each technique with each schedule, against plain PyTorch and against the runtimes' own orders."""
 
 import copy
+import math
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
@@ -13,6 +16,7 @@ from tests.thorough import more, thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime.updater import Sum, Updater, norms
 from toolkit.schedule import Schedule, catalog
 
 SCHEDULES = [
@@ -269,6 +273,68 @@ def test_an_infinite_gradient_is_left_out():
     assert [worker.n_skipped for worker in runtime._workers] == [3, 3]
     assert runtime.learning_rates == [0.025, 0.025]
     assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
+
+
+class Reading(TorchDispatchMode):
+    """Counts how often a value is asked of the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "n_reads"),
+    [
+        (Recipe(precision="fp16", loss_scale=8.0), 1),
+        (Recipe(precision="fp16", loss_scale=8.0, clip=0.1), 1),
+        (Recipe(precision="fp16", loss_scale=8.0, clip=0.1, clip_by="model"), 1),
+        (Recipe(clip=0.1), 0),
+        (Recipe(), 0),
+    ],
+)
+def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, recipe, n_reads):
+    """For all stages; who asks has to wait for the GPU."""
+    schedule = catalog.cyclic(3, 1)
+    runtime = make(schedule, recipe)
+    tolist = torch.Tensor.tolist
+    lists = []
+    monkeypatch.setattr("torch.Tensor.tolist", lambda x: lists.append(x) or tolist(x))
+    for inputs, targets in make_batches(3, steps=2):
+        lists.clear()
+        with Reading() as reading:
+            runtime.step(inputs, targets)
+        assert (len(lists), reading.count) == (n_reads, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "squared", "finite"),
+    [
+        ({"clip": 1.0}, [9.0, math.inf, None], [True, True, None]),
+        ({"precision": "fp16", "loss_scale": 2.0}, [2.25, math.inf, None], [True, False, None]),
+        (
+            {"precision": "fp16", "loss_scale": 2.0, "clip": 1.0, "clip_by": "model"},
+            [math.inf, math.inf, None],
+            [False, False, None],
+        ),
+        ({}, [None, None, None], [None, None, None]),
+    ],
+)
+def test_norms_of_all_stages(options, squared, finite):
+    """Each by itself, or of them all; a stage without a gradient has none."""
+    recipe = Recipe(**options)
+    workers, totals = [], []
+    for value in (3.0, math.inf, None):
+        layer = nn.Linear(1, 1, bias=False)
+        workers.append(Updater(layer, conform.sgd, None, recipe))
+        totals.append(Sum())
+        if value is not None:
+            totals[-1].add({"weight": torch.full((1, 1), value)})
+    found = norms(workers, totals)
+    assert [norm and norm.squared.item() for norm in found] == squared
+    assert [norm and norm.finite for norm in found] == finite
 
 
 @pytest.mark.parametrize("norm", more(["_in_turn"], ["_in_turn", "_at_once"]))

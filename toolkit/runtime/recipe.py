@@ -78,6 +78,11 @@ class Recipe:
         return self.loss_scale if self.precision == "fp16" else 1.0
 
     @property
+    def needs_norm(self) -> bool:
+        """Whether an update depends on its gradient's norm."""
+        return self.clip is not None or self.scale != 1
+
+    @property
     def autocasts(self) -> bool:
         """Whether stages compute in another type than their weights have."""
         return self.precision in _AUTOCAST
