@@ -16,6 +16,7 @@ from tests.thorough import more, thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime.stage import StageWorker
 from toolkit.runtime.updater import Sum, Updater, norms
 from toolkit.schedule import Schedule, catalog
 
@@ -349,6 +350,31 @@ def test_compiled_stages_train_alike(monkeypatch, norm):
         found, _ = trained(schedule, Recipe(compile="default"))
     assert_same(found, expected)
     assert calls == schedule.n_stages * [("default", False)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
+def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
+    """As they come under random delays: more than torch compiles by default."""
+    made = []
+
+    def note(graph, example):
+        made.append(graph)
+        return graph
+
+    true = torch.compile
+    monkeypatch.setattr("torch.compile", lambda call, **_: true(call, backend=note, dynamic=False))
+    sizes = range(1, torch._dynamo.config.recompile_limit + 4)
+    stage = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    plain, found = (
+        StageWorker(copy.deepcopy(stage), 0, conform.sgd, None, 0, recipe)
+        for recipe in (Recipe(), Recipe(compile="default"))
+    )
+    for size in [*sizes, *sizes]:
+        batch = (torch.randn(3 * size, 2, dtype=torch.float64),)
+        runs = [w.forward(w.newest(), batch, range(size), 0) for w in (plain, found)]
+        torch.testing.assert_close(*runs)
+        found.take_statistics()
+    assert len(made) == len(sizes)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
