@@ -492,6 +492,11 @@ WRONG = [
     ({"checkpoint": "some"}, "unknown checkpoint 'some': give none, all or a list of stages"),
     ({"checkpoint": 3}, "unknown checkpoint 3: give none, all or a list of stages"),
     ({"compile": "fast"}, "unknown compile 'fast'"),
+    ({"clip": "1"}, "clip is a norm above 0, or null: got '1'"),
+    ({"clip": True}, "clip is a norm above 0, or null: got True"),
+    ({"ema": "0.9"}, "ema is a decay between 0 and 1, or null: got '0.9'"),
+    ({"loss_scale": "2"}, "loss_scale is a number above 0: got '2'"),
+    ({"loss_scale": None}, "loss_scale is a number above 0: got None"),
 ]
 
 

@@ -92,7 +92,7 @@ class Distributed:
         pacing: bool = False,
         per_machine: int = 0,
     ) -> None:
-        check_fit(stages, schedule, optimizer)
+        check_fit(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=False)
         choose("compression", compression, COMPRESSIONS)
         if not 0 < chunk_mb < inf:

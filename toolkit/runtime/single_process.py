@@ -76,7 +76,7 @@ class SingleProcess:
                 "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
                 f" {diagnostics} with order={order}"
             )
-        check_fit(stages, schedule, optimizer)
+        check_fit(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=order == "grouped")
         self.stages = stages
         self.schedule = schedule

@@ -280,6 +280,11 @@ def join_averages(workers: Iterable[Updater]) -> Weights:
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Refuse what cannot take a step unless it is told something, as LBFGS is a closure."""
+    if not callable(getattr(made, "step", None)):
+        kind = made if made is None else f"a {type(made).__name__}"
+        raise ValueError(
+            f"{name}: the function has returned {kind}, so have it return one {way_out}"
+        )
     try:
         inspect.signature(made.step).bind()
     except TypeError as error:
