@@ -263,6 +263,15 @@ def test_unit_costs():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_users_generator_stays(device):
+    """Though the model drops at random."""
+    stages = partition(network(), 2, torch.zeros(2, 3, 9, 9))
+    before = torch.get_rng_state()
+    profile(stages, torch.zeros(2, 3, 9, 9, device=device), repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("stages", "shape", "message"),
     [

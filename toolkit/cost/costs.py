@@ -15,7 +15,7 @@ from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, node_costs
 from toolkit.model.partition import check_stages
-from toolkit.model.trace import evaluated, in_training, refused
+from toolkit.model.trace import evaluated, in_training, kept_generators, refused
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
 def profile(
     stages: Stages, example: Tensor | tuple[Tensor, ...], repeats: int = 5
 ) -> tuple[StageCost, ...]:
-    """The costs of ``stages`` on a micro-batch like ``example``.
+    """The costs of ``stages`` on a micro-batch like ``example``; random generators are kept.
 
     Args:
         stages: the model, partitioned.
@@ -120,7 +120,7 @@ def profile(
     """
     check_stages(stages)
     inputs = example if isinstance(example, tuple) else (example,)
-    with refused(stages.model, inputs):
+    with refused(stages.model, inputs), kept_generators(inputs):
         return _profile(stages, inputs, repeats)
 
 
