@@ -176,7 +176,9 @@ def test_sums_are_of_the_bytes_that_a_run_adds_up(n_stages):
 
 def test_the_dtype_of_the_model_counts():
     example = torch.empty(5, 3, device="meta", dtype=torch.bfloat16)
-    first, _ = profile([stage.to(torch.bfloat16) for stage in linears()], example)
+    stages = linears()
+    stages.model.to(torch.bfloat16)
+    first, _ = profile(stages, example)
     assert (first.input_bytes, first.output_bytes, first.parameter_bytes) == (30, 40, 32)
 
 
@@ -258,6 +260,30 @@ def test_unit_costs():
         assert cost.activation_bytes == cost.input_bytes == cost.output_bytes == 1
         assert cost.parameter_bytes == 1
     assert unit_costs(1)[0].backward_seconds == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_users_generator_stays(device):
+    """Though the model drops at random."""
+    stages = partition(network(), 2, torch.zeros(2, 3, 9, 9))
+    before = torch.get_rng_state()
+    profile(stages, torch.zeros(2, 3, 9, 9, device=device), repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("stages", "shape", "message"),
+    [
+        (nn.Linear(3, 2), (5, 3), r"partition\(model, n_stages, example\) returns: got a Linear"),
+        (linears(), (5, 7), r"Sequential cannot train on an example of shape \[5, 7\]: "),
+        (linears(), (), r"Sequential cannot train on an example of shape \[\]: "),
+    ],
+)
+def test_refuses_what_it_cannot_run(stages, shape, message, device):
+    with pytest.raises(ValueError, match=message) as error:
+        profile(stages, torch.zeros(shape, device=device))
+    assert len(str(error.value).splitlines()) == 1
 
 
 NUMBERS = [f.name for f in fields(StageCost) if "kernels" not in f.name]

@@ -170,6 +170,14 @@ def test_the_measured_axis():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_measuring_keeps_the_users_generator():
+    """Though the model drops at random."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
+    before = torch.get_rng_state()
+    memory_curve(model, torch.zeros(5, 3), "measured")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("axis", "message"),
     [

@@ -373,6 +373,9 @@ LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     [
         (LAYERS, 3, "flops", "can be cut into 1 to 2 stages: got n_stages=3"),
         (LAYERS, 0, "flops", "can be cut into 1 to 2 stages: got n_stages=0"),
+        (LAYERS, "2", "flops", "n_stages is a whole number: got '2'"),
+        (LAYERS, 2.0, "flops", "n_stages is a whole number: got 2.0"),
+        (LAYERS, True, ["2"], "n_stages is a whole number: got True"),
         (LAYERS, 2, "flop", "unknown measure 'flop': choose flops, parameters, activations"),
         (LAYERS, 2, 3, "unknown measure 3"),
         (LAYERS, 2, ["0", "2"], "2 stages need 1 names of modules .*: got 2"),

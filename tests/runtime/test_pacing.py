@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -224,14 +225,22 @@ def test_a_message_has_begun_with_its_last_chunk(pacer, sent):
 
 
 def test_the_thread_is_on_the_device(monkeypatch):
-    """Of its rank, before it begins a chunk."""
+    """Of its rank, on a stream of its own, before it begins a chunk."""
     done = []
+
+    @contextmanager
+    def entered(stream):
+        done.append(stream)
+        yield
+
     monkeypatch.setattr("torch.cuda.set_device", lambda device: done.append(device))
+    monkeypatch.setattr("torch.cuda.Stream", lambda device: f"new on {device}")
+    monkeypatch.setattr("torch.cuda.stream", entered)
     device = torch.device("cuda", 3)
     pacer = Pacer(device)
     pacer.put([lambda: done.append("begun")], [1], 0).result(SECONDS)
     pacer.close()
-    assert done == [device, "begun"]
+    assert done == [device, "new on cuda:3", "begun"]
 
 
 # Errors and the end

@@ -1,11 +1,14 @@
 """Each technique with each schedule, against plain PyTorch and against the runtimes' own orders."""
 
 import copy
+import math
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
@@ -13,6 +16,8 @@ from tests.thorough import more, thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.updater import Sum, Updater, norms
 from toolkit.schedule import Schedule, catalog
 
 SCHEDULES = [
@@ -271,6 +276,68 @@ def test_an_infinite_gradient_is_left_out():
     assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
 
 
+class Reading(TorchDispatchMode):
+    """Counts how often a value is asked of the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "n_reads"),
+    [
+        (Recipe(precision="fp16", loss_scale=8.0), 1),
+        (Recipe(precision="fp16", loss_scale=8.0, clip=0.1), 1),
+        (Recipe(precision="fp16", loss_scale=8.0, clip=0.1, clip_by="model"), 1),
+        (Recipe(clip=0.1), 0),
+        (Recipe(), 0),
+    ],
+)
+def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, recipe, n_reads):
+    """For all stages; who asks has to wait for the GPU."""
+    schedule = catalog.cyclic(3, 1)
+    runtime = make(schedule, recipe)
+    tolist = torch.Tensor.tolist
+    lists = []
+    monkeypatch.setattr("torch.Tensor.tolist", lambda x: lists.append(x) or tolist(x))
+    for inputs, targets in make_batches(3, steps=2):
+        lists.clear()
+        with Reading() as reading:
+            runtime.step(inputs, targets)
+        assert (len(lists), reading.count) == (n_reads, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "squared", "finite"),
+    [
+        ({"clip": 1.0}, [9.0, math.inf, None], [True, True, None]),
+        ({"precision": "fp16", "loss_scale": 2.0}, [2.25, math.inf, None], [True, False, None]),
+        (
+            {"precision": "fp16", "loss_scale": 2.0, "clip": 1.0, "clip_by": "model"},
+            [math.inf, math.inf, None],
+            [False, False, None],
+        ),
+        ({}, [None, None, None], [None, None, None]),
+    ],
+)
+def test_norms_of_all_stages(options, squared, finite):
+    """Each by itself, or of them all; a stage without a gradient has none."""
+    recipe = Recipe(**options)
+    workers, totals = [], []
+    for value in (3.0, math.inf, None):
+        layer = nn.Linear(1, 1, bias=False)
+        workers.append(Updater(layer, conform.sgd, None, recipe))
+        totals.append(Sum())
+        if value is not None:
+            totals[-1].add({"weight": torch.full((1, 1), value)})
+    found = norms(workers, totals)
+    assert [norm and norm.squared.item() for norm in found] == squared
+    assert [norm and norm.finite for norm in found] == finite
+
+
 @pytest.mark.parametrize("norm", more(["_in_turn"], ["_in_turn", "_at_once"]))
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_compiled_stages_train_alike(monkeypatch, norm):
@@ -283,6 +350,31 @@ def test_compiled_stages_train_alike(monkeypatch, norm):
         found, _ = trained(schedule, Recipe(compile="default"))
     assert_same(found, expected)
     assert calls == schedule.n_stages * [("default", False)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
+def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
+    """As they come under random delays: more than torch compiles by default."""
+    made = []
+
+    def note(graph, example):
+        made.append(graph)
+        return graph
+
+    true = torch.compile
+    monkeypatch.setattr("torch.compile", lambda call, **_: true(call, backend=note, dynamic=False))
+    sizes = range(1, torch._dynamo.config.recompile_limit + 4)
+    stage = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+    plain, found = (
+        StageWorker(copy.deepcopy(stage), 0, conform.sgd, None, 0, recipe)
+        for recipe in (Recipe(), Recipe(compile="default"))
+    )
+    for size in [*sizes, *sizes]:
+        batch = (torch.randn(3 * size, 2, dtype=torch.float64),)
+        runs = [w.forward(w.newest(), batch, range(size), 0) for w in (plain, found)]
+        torch.testing.assert_close(*runs)
+        found.take_statistics()
+    assert len(made) == len(sizes)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
@@ -400,6 +492,11 @@ WRONG = [
     ({"checkpoint": "some"}, "unknown checkpoint 'some': give none, all or a list of stages"),
     ({"checkpoint": 3}, "unknown checkpoint 3: give none, all or a list of stages"),
     ({"compile": "fast"}, "unknown compile 'fast'"),
+    ({"clip": "1"}, "clip is a norm above 0, or null: got '1'"),
+    ({"clip": True}, "clip is a norm above 0, or null: got True"),
+    ({"ema": "0.9"}, "ema is a decay between 0 and 1, or null: got '0.9'"),
+    ({"loss_scale": "2"}, "loss_scale is a number above 0: got '2'"),
+    ({"loss_scale": None}, "loss_scale is a number above 0: got None"),
 ]
 
 

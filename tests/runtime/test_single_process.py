@@ -341,13 +341,24 @@ def test_frozen_parameters_stay(model):
     [
         ({"order": "fast"}, "unknown order 'fast': choose one of grouped, scheduled"),
         ({"schedule": catalog.cyclic(4)}, "for 4 stages and the model has 3"),
+        ({"schedule": "cyclic"}, r"such as catalog\.cyclic\(4\): got 'cyclic'"),
+        ({"recipe": {"clip": 1}}, r"such as Recipe\(clip=1\.0\): got a dict"),
+        ({"recipe": None}, r"such as Recipe\(clip=1\.0\): got None"),
+        ({"loss": None}, r"such as torch\.nn\.functional\.cross_entropy: got None"),
+        ({"loss": 0.5}, r"such as torch\.nn\.functional\.cross_entropy: got a float"),
     ],
 )
 def test_refuses_what_does_not_fit(model, arguments, message):
     stages = partition(model, 3, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
-    given = {"schedule": catalog.cyclic(3), "order": "grouped"} | arguments
+    given = {"schedule": catalog.cyclic(3), "order": "grouped", "loss": F.cross_entropy} | arguments
     with pytest.raises(ValueError, match=message):
-        SingleProcess(stages, optimizer=torch.optim.SGD, loss=F.cross_entropy, **given)
+        SingleProcess(stages, optimizer=torch.optim.SGD, **given)
+
+
+def test_refuses_a_model_that_is_frozen(model):
+    stages = cut(model.requires_grad_(False), catalog.cyclic(3))
+    with pytest.raises(ValueError, match="Sequential has no parameter to train: leave requires_g"):
+        SingleProcess(stages, catalog.cyclic(3), lambda p: sgd(p, None), F.cross_entropy)
 
 
 def test_refuses_a_batch_that_cannot_be_divided(model):
@@ -530,6 +541,21 @@ def test_refuses_an_optimizer_that_is_made_already(model):
             torch.optim.SGD,
             torch.optim.lr_scheduler.ReduceLROnPlateau,
             "lr_scheduler: ReduceLROnPlateau cannot step by itself, .*missing .*'metrics',",
+        ),
+        (
+            lambda parameters: None,
+            None,
+            r"optimizer: the function has returned None, so .* such as torch\.optim\.SGD or AdamW",
+        ),
+        (
+            list,
+            None,
+            "optimizer: the function has returned a list, so have it return one such as",
+        ),
+        (
+            torch.optim.SGD,
+            lambda optimizer: None,
+            "lr_scheduler: the function has returned None, so have it return one that goes by",
         ),
     ],
 )

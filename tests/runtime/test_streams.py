@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from toolkit.runtime.streams import Streams
+from toolkit.runtime.streams import Streams, finish_stream
 
 GPU = torch.device("cuda", 3)
 
@@ -16,6 +16,17 @@ class Stream:
 
     def __init__(self, done, name):
         self.done, self.name = done, name
+
+    def record_event(self, event):
+        event.done, event.name = self.done, self.name
+        return event
+
+
+class Event:
+    """Notes that it is waited for."""
+
+    def __init__(self, *, blocking):
+        assert blocking  # or who waits would keep a core busy
 
     def synchronize(self):
         self.done.append(f"{self.name} is through")
@@ -33,6 +44,7 @@ def done(monkeypatch):
 
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream(found, "ops"))
     monkeypatch.setattr("torch.cuda.Stream", lambda device: Stream(found, "own"))
+    monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.stream", entered)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(device))
     return found
@@ -41,7 +53,7 @@ def done(monkeypatch):
 def test_a_thread_takes_its_device_before_all_else(done):
     """Once. Whatever is done on another device makes a context there."""
     streams = Streams(GPU)
-    mark = Stream(done, "mark")
+    mark = streams.mark()
 
     def work():
         for _ in range(2):
@@ -51,7 +63,7 @@ def test_a_thread_takes_its_device_before_all_else(done):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    each = ["mark is through", "on own", "work", "own is through"]
+    each = ["ops is through", "on own", "work", "own is through"]
     assert done == [GPU, *each, *each]
 
 
@@ -59,3 +71,9 @@ def test_on_the_cpu_there_is_nothing_to_do(done):
     with Streams(torch.device("cpu")).beside([None]):
         done.append("work")
     assert done == ["work"]
+
+
+def test_a_thread_waits_for_what_it_has_given(done):
+    """Not for the streams of others."""
+    finish_stream(GPU)
+    assert done == ["ops is through"]

@@ -14,7 +14,8 @@ from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, node_costs
-from toolkit.model.trace import evaluated, in_training
+from toolkit.model.partition import check_stages
+from toolkit.model.trace import evaluated, in_training, kept_generators, refused
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,24 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
 def profile(
     stages: Stages, example: Tensor | tuple[Tensor, ...], repeats: int = 5
 ) -> tuple[StageCost, ...]:
-    """The costs of ``stages`` on a micro-batch like ``example``.
+    """The costs of ``stages`` on a micro-batch like ``example``; random generators are kept.
 
     Args:
         stages: the model, partitioned.
         example: a micro-batch. On a real device, where the model is too, seconds are measured; on
             the meta device nothing is computed or allocated, and hardware tells the seconds.
         repeats: timed runs of each stage, of which the median counts.
+
+    Raises:
+        ValueError: these are no stages, or they cannot train on the example.
     """
+    check_stages(stages)
     inputs = example if isinstance(example, tuple) else (example,)
+    with refused(stages.model, inputs), kept_generators(inputs):
+        return _profile(stages, inputs, repeats)
+
+
+def _profile(stages: Stages, inputs: Values, repeats: int) -> tuple[StageCost, ...]:
     costs: list[StageCost] = []
     values = inputs
     shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)

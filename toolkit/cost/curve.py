@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
-from toolkit.model.trace import in_training, refused, trace
+from toolkit.model.trace import in_training, kept_generators, refused, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
 
@@ -83,7 +83,8 @@ def memory_curve(
         model: any module that torch.fx can trace.
         example: a micro-batch; only shapes count, unless the axis is measured.
         axis: how long an operation takes: its ``flops``, its ``bytes``, the ``roofline`` of the
-            hardware, or as ``measured`` on the device of ``example`` and ``model``.
+            hardware, or as ``measured`` on the device of ``example`` and ``model``; random
+            generators are kept.
         hardware: for the roofline.
 
     Raises:
@@ -99,7 +100,7 @@ def memory_curve(
     if axis == "measured":
         if inputs[0].device.type == "meta":
             raise ValueError("the measured axis runs the model: give an example on a real device")
-        with refused(model, inputs):
+        with refused(model, inputs), kept_generators(inputs):
             seconds = _measured(traced, inputs)
         forward = [seconds[name][0] for name, _ in costs]
         backward = [seconds[name][1] for name, _ in costs]

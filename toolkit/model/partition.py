@@ -16,6 +16,7 @@ from torch import fx, nn
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.trace import part, reason, refused, shapes_of, trace
+from toolkit.schedule.sizes import whole
 
 MEASURES = ("flops", "parameters", "activations")
 
@@ -65,6 +66,15 @@ class Stages(Sequence[fx.GraphModule]):
         return self.modules[index]
 
 
+def check_stages(stages: object) -> None:
+    """Refuse, as a ValueError, what :func:`partition` has not returned."""
+    if not isinstance(stages, Stages):
+        raise ValueError(
+            "stages are what toolkit.model.partition(model, n_stages, example) returns: got a"
+            f" {type(stages).__name__}"
+        )
+
+
 def partition(
     model: nn.Module,
     n_stages: int,
@@ -88,6 +98,7 @@ def partition(
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise ValueError("an example is a tensor or a tuple of tensors, the batch first")
+    n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
     costs = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +64,11 @@ def part(traced: fx.GraphModule, graph: fx.Graph, *, draws: bool) -> fx.GraphMod
 def draws_at_random(stage: nn.Module) -> bool:
     """Whether the forward of a stage in training uses a random generator."""
     return bool(getattr(stage, "meta", {}).get(_DRAWS, False))
+
+
+def kept_generators(inputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
+    """Draw on the devices of ``inputs``; afterwards the user's generators are as they were."""
+    return torch.random.fork_rng({tensor.device for tensor in inputs if tensor.is_cuda})
 
 
 def in_training(module: _Module) -> _Module:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from toolkit.model import Stages
+from toolkit.model.partition import check_stages
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
@@ -14,17 +16,29 @@ if TYPE_CHECKING:
     from toolkit.runtime.processes.world import World
 
 
-def check_fit(stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
-    """Refuse stages that the schedule is not for, and an optimizer that is made already."""
-    if not isinstance(stages, Stages):
+def check_fit(
+    stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, recipe: Recipe = PLAIN
+) -> None:
+    """Refuse what is not of its kind, stages that the schedule is not for or that are frozen, and
+    an optimizer that is made already."""
+    check_stages(stages)
+    if not isinstance(schedule, Schedule):
         raise ValueError(
-            "stages are what toolkit.model.partition(model, n_stages, example) returns: got a"
-            f" {type(stages).__name__}"
+            f"schedule is one of toolkit.schedule, such as catalog.cyclic(4): got {_kind(schedule)}"
+        )
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"recipe is a toolkit.runtime.Recipe, such as Recipe(clip=1.0): got {_kind(recipe)}"
         )
     if len(stages) != schedule.n_stages:
         raise ValueError(
             f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
             f" partition it into {schedule.n_stages}"
+        )
+    if not any(parameter.requires_grad for parameter in stages.model.parameters()):
+        raise ValueError(
+            f"{type(stages.model).__name__} has no parameter to train: leave requires_grad of some"
+            " of them True, before partition()"
         )
     if not callable(optimizer):
         raise ValueError(
@@ -56,7 +70,12 @@ def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> 
 
 
 def scalar(loss: Loss) -> Loss:
-    """``loss``, refused if it gives anything but one number."""
+    """``loss``, refused if it gives anything but one number, or is no function at all."""
+    if not callable(loss):
+        raise ValueError(
+            "loss is a function of outputs and targets, such as torch.nn.functional.cross_entropy:"
+            f" got {_kind(loss)}"
+        )
 
     def checked(outputs: Tensor, targets: Tensor) -> Tensor:
         value = loss(outputs, targets)
@@ -75,3 +94,8 @@ def choose(option: str, value: str, choices: Iterable[str]) -> None:
     """Refuse a ``value`` that is none of ``choices``."""
     if value not in choices:
         raise ValueError(f"unknown {option} {value!r}: choose one of {', '.join(choices)}")
+
+
+def _kind(value: object) -> str:
+    """What was given, as an error names it."""
+    return repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"

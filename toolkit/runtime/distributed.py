@@ -95,7 +95,7 @@ class Distributed(Runtime):
         pacing: bool = False,
         per_machine: int = 0,
     ) -> None:
-        super().__init__(stages, schedule, optimizer)
+        super().__init__(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=False)
         choose("compression", compression, COMPRESSIONS)
         if not 0 < chunk_mb < inf:

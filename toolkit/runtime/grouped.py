@@ -13,7 +13,7 @@ from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import StageWorker, Values, gradients, leaves, predicted
-from toolkit.runtime.updater import Sum, Weights
+from toolkit.runtime.updater import Norm, Sum, Weights, norms
 from toolkit.schedule import Schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -64,15 +64,8 @@ class Grouped:
     ) -> StepResult:
         """Run training step ``step``; ``versions[stage]`` gains version ``step + 1``."""
         result, totals = self.gradients(step, versions, inputs, targets, self.schedule.version)
-        norm = None
-        if self.recipe.clip is not None and self.recipe.clip_by == "model":
-            squares = [
-                worker.squared_norm(total)
-                for worker, total in zip(self.workers, totals, strict=True)
-                if total.tensors.keys() & worker.masters.keys()
-            ]
-            norm = torch.stack(squares).sum() if squares else None
-        for worker, total in zip(self.workers, totals, strict=True):
+        known = zip(self.workers, totals, norms(self.workers, totals), strict=True)
+        for worker, total, norm in known:
             self._update(worker, total, versions[worker.index], step, norm)
         return result
 
@@ -131,12 +124,12 @@ class Grouped:
         total: Sum,
         versions: dict[int, Weights],
         step: int,
-        norm: Tensor | None,
+        norm: Norm | None,
     ) -> None:
         oldest = self.schedule.oldest_version(worker.index, step + 1)
         oldest = min(oldest, step) if self.diagnostics else oldest  # which look at the last
         n_microbatches = self.schedule.n_microbatches
-        worker.update(total, n_microbatches, keep_old=oldest <= step, squared_norm=norm)
+        worker.update(total, n_microbatches, keep_old=oldest <= step, norm=norm)
         versions[step + 1] = worker.newest()
         for version in [version for version in versions if version < oldest]:
             del versions[version]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.processes.world import World
+from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Batch, Source
 from toolkit.runtime.stage import Values
@@ -28,21 +29,28 @@ class Runtime(ABC):
         stages: the model, partitioned.
         schedule: for as many stages.
         optimizer: makes the optimizer of a stage from the list of its parameters.
+        recipe: how stages compute and update.
 
     Attributes:
         world: the processes that train together; None where there is one.
         steps_done: training steps until now.
 
     Raises:
-        ValueError: stages, schedule and optimizer do not fit.
+        ValueError: stages, schedule, optimizer and recipe do not fit.
     """
 
     world: World | None = None
     _overlaps = False  # whether updates are all in only when a run has come to its end
     _way_out = "load a state"
 
-    def __init__(self, stages: Stages, schedule: Schedule, optimizer: MakeOptimizer) -> None:
-        check_fit(stages, schedule, optimizer)
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        recipe: Recipe = PLAIN,
+    ) -> None:
+        check_fit(stages, schedule, optimizer, recipe)
         self.stages = stages
         self.schedule = schedule
         self.steps_done = 0

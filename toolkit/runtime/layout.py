@@ -72,11 +72,16 @@ class Layout:
         return sum(part.n_bytes for part in self.parts)
 
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
-        """One flat tensor of bytes on ``device``; ``tensors`` are those of the parts, by place."""
-        flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=device)
-        for part, view in zip(self.parts, self.views(flat), strict=True):
-            view.copy_(tensors[part.place])
-        return flat
+        """One flat tensor of bytes on ``device``; ``tensors`` are those of the parts, by place.
+
+        A GPU puts it together in one go, and it leaves the GPU as a whole.
+        """
+        given = [tensors[part.place] for part in self.parts]
+        here = given[0].device if given else device
+        flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=here)
+        if given:
+            torch._foreach_copy_(self.views(flat), given)
+        return flat.to(device)
 
     def unpack(self, flat: Tensor) -> dict:
         """The tensors by place; those that travelled as what they are share memory with it."""
@@ -85,12 +90,11 @@ class Layout:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a message as tensors."""
-        found, begin = [], 0
-        for part in self.parts:
-            end = begin + part.n_bytes
-            found.append(flat[begin:end].view(part.sent_as).view(part.shape))
-            begin = end
-        return found
+        pieces = flat.split([part.n_bytes for part in self.parts])
+        return [
+            piece.view(part.sent_as).view(part.shape)
+            for part, piece in zip(self.parts, pieces, strict=True)
+        ]
 
     def by_dtype(self, flat: Tensor) -> list[Tensor]:
         """The message as one flat tensor of each type that is in it."""

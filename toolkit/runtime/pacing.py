@@ -12,7 +12,7 @@ from math import inf
 import torch
 import torch.distributed as dist
 
-from toolkit.runtime.streams import enter_device
+from toolkit.runtime.streams import own_stream
 
 _HEADROOM = 1.25
 
@@ -98,7 +98,11 @@ class Pacer:
         self._thread.join()
 
     def _run(self) -> None:
-        enter_device(self._device)
+        # A chunk follows what its thread's stream has been given: on that of the ops, all of them.
+        with own_stream(self._device):
+            self._begin_all()
+
+    def _begin_all(self) -> None:
         while (message := self._take()) is not None:
             at = len(message.works)
             try:

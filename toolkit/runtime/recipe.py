@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -65,17 +66,22 @@ class Recipe:
                 f"unknown checkpoint {self.checkpoint!r}: give none, all or a list of stages, such"
                 " as [0,1]"
             )
-        if not 0 < self.loss_scale < inf:
-            raise ValueError(f"loss_scale is a number above 0: got {self.loss_scale}")
-        if self.clip is not None and not 0 < self.clip < inf:
-            raise ValueError(f"clip is a norm above 0, or null: got {self.clip}")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema is a decay between 0 and 1, or null: got {self.ema}")
+        if not _is_between(self.loss_scale, inf):
+            raise ValueError(f"loss_scale is a number above 0: got {self.loss_scale!r}")
+        if self.clip is not None and not _is_between(self.clip, inf):
+            raise ValueError(f"clip is a norm above 0, or null: got {self.clip!r}")
+        if self.ema is not None and not _is_between(self.ema, 1):
+            raise ValueError(f"ema is a decay between 0 and 1, or null: got {self.ema!r}")
 
     @property
     def scale(self) -> float:
         """The factor on the loss."""
         return self.loss_scale if self.precision == "fp16" else 1.0
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update depends on its gradient's norm."""
+        return self.clip is not None or self.scale != 1
 
     @property
     def autocasts(self) -> bool:
@@ -174,6 +180,11 @@ class Recipe:
                     f"runtime={runtime} takes no {name}={getattr(self, name)}: leave it out, or use"
                     " runtime=single_process or runtime=distributed"
                 )
+
+
+def _is_between(value: object, end: float) -> bool:
+    """Whether ``value`` is a number above 0 and below ``end``."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < end
 
 
 PLAIN = Recipe()

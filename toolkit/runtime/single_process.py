@@ -74,7 +74,7 @@ class SingleProcess(Runtime):
                 "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
                 f" {diagnostics} with order={order}"
             )
-        super().__init__(stages, schedule, optimizer)
+        super().__init__(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=order == "grouped")
         self._overlaps = order == "scheduled"
         self._workers = [

@@ -19,6 +19,8 @@ from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weigh
 Values = tuple[Tensor, ...]
 """The tensors that cross a boundary."""
 
+_MOST_COMPILATIONS = 256  # of a stage: more than it has shapes; torch allows no more in all
+
 
 class StageWorker(Updater):
     """A stage as one rank runs it: what updates it, and computes with any version of it.
@@ -111,8 +113,9 @@ class StageWorker(Updater):
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
     """``call`` by torch.compile, with machine code for the shapes that it meets.
 
-    torch counts the compilations of a code object, and gives up after a few. So each stage has its
-    own: the same code, as another object.
+    torch counts the compilations of a code object, and gives up after a few: what it has not met by
+    then it leaves as it is. So each stage has its own, the same code as another object; and more of
+    them, for all numbers of micro-batches that it may run as one batch.
     """
 
     def run(weights: Weights, inputs: Values) -> Values:
@@ -120,7 +123,13 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
 
     own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
     found: Callable[..., Values] = torch.compile(own, mode=mode, dynamic=False)
-    return found
+    more = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)
+
+    def compiling(weights: Weights, inputs: Values) -> Values:
+        with more:
+            return found(weights, inputs)
+
+    return compiling
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 On the CPU there is nothing to do. On a GPU each thread has a stream of its own, on which messages
 are packed, awaited, unpacked and turned into updates. A thread waits until that has been done, and
 before that until the ops whose results it uses have been done; so who is told of an end need not
-wait for the device.
+wait for the device. They sleep meanwhile: torch's default, to ask again and again, would take a
+core each.
 """
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,13 +18,21 @@ from torch import Tensor
 def finish_stream(device: torch.device) -> None:
     """Wait until ``device`` has done what this thread gave it."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        _end_of(torch.cuda.current_stream(device)).synchronize()
 
 
 def enter_device(device: torch.device) -> None:
     """Have this thread work on ``device``: a new one is on GPU 0, whichever its rank has."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Work on ``device`` beside all else that is done there: on a stream of this thread's own."""
+    enter_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+        yield
 
 
 class Streams:
@@ -38,7 +47,7 @@ class Streams:
 
     def mark(self) -> "torch.cuda.Event | None":
         """The end of what the ops have been told to do so far."""
-        return self._ops.record_event() if self._gpu else None
+        return _end_of(self._ops) if self._gpu else None
 
     @contextmanager
     def beside(self, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
@@ -54,7 +63,7 @@ class Streams:
                 mark.synchronize()
         with torch.cuda.stream(self._threads.stream):
             yield
-            self._threads.stream.synchronize()
+            _end_of(self._threads.stream).synchronize()
 
     def lend(self, tensors: Iterable[Tensor | None]) -> None:
         """The ops will use these, and drop them before they have been done with them."""
@@ -62,3 +71,8 @@ class Streams:
             for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:
                     tensor.record_stream(self._ops)
+
+
+def _end_of(stream: "torch.cuda.Stream") -> "torch.cuda.Event":
+    """The end of what ``stream`` has been given so far; who waits for it sleeps."""
+    return stream.record_event(torch.cuda.Event(blocking=True))

@@ -2,9 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,13 @@ class Sum:
             mine, theirs = ([of[name] for name in both] for of in (self.tensors, tensors))
             torch._foreach_add_(mine, theirs)
         self.tensors = tensors | self.tensors
+
+
+class Norm(NamedTuple):
+    """That of a gradient, squared, shape ``[]``; and whether an update can be made by it."""
+
+    squared: Tensor
+    finite: bool
 
 
 class Updater:
@@ -175,7 +182,7 @@ class Updater:
         n_microbatches: int,
         *,
         keep_old: bool,
-        squared_norm: Tensor | None = None,
+        norm: Norm | None = None,
     ) -> None:
         """One optimizer step on the newest weights; then the learning rate of the next.
 
@@ -185,7 +192,7 @@ class Updater:
             n_microbatches: how many there are.
             keep_old: whether someone still reads the version before. If so the new one gets
                 memory of its own.
-            squared_norm: by which the gradient is clipped; its own unless given.
+            norm: by which the gradient is clipped, or left out; its own unless given.
         """
         if self.average is not None:
             self.average.begin(self.newest())
@@ -195,7 +202,7 @@ class Updater:
         for name, master in self.masters.items():
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
-            if not self._prepare_gradient(total, squared_norm):
+            if not self._prepare_gradient(total, norm):
                 self.n_skipped += 1
                 self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
             self.optimizer.step()
@@ -229,21 +236,40 @@ class Updater:
             self.scheduler.step()
 
     @torch.no_grad()
-    def _prepare_gradient(self, total: Sum, squared_norm: Tensor | None) -> bool:
+    def _prepare_gradient(self, total: Sum, norm: Norm | None) -> bool:
         """Take the loss's scale out of the gradient, and clip it; False if it is not finite."""
-        recipe = self.recipe
-        scale, clip = recipe.scale, recipe.clip
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        if not grads or (scale == 1 and clip is None):
+        (norm,) = norms([self], [total]) if norm is None else (norm,)
+        if norm is None or not grads:
             return True
-        squared = self.squared_norm(total) if squared_norm is None else squared_norm
-        if scale != 1 and not squared.isfinite():
+        if not norm.finite:
             return False
-        factor = torch.full_like(squared, 1 / scale)
-        if clip is not None:
-            factor *= (clip / (squared.sqrt() + 1e-6)).clamp(max=1.0)
+        factor = torch.full_like(norm.squared, 1 / self.recipe.scale)
+        if self.recipe.clip is not None:
+            factor *= (self.recipe.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
         return True
+
+
+def norms(workers: Sequence[Updater], totals: Sequence[Sum]) -> list[Norm | None]:
+    """Those of the gradients in ``totals``, one for each of ``workers``, who share a recipe.
+
+    Of the whole model where that is clipped as one. None where there is no gradient, or nobody asks
+    for its norm. They are found on the device before any is looked at, which waits for it.
+    """
+    recipe = workers[0].recipe
+    squares = {
+        k: worker.squared_norm(total)
+        for k, (worker, total) in enumerate(zip(workers, totals, strict=True))
+        if recipe.needs_norm and total.tensors.keys() & worker.masters.keys()
+    }
+    if recipe.clip is not None and recipe.clip_by == "model" and squares:
+        squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
+    finite = [True] * len(squares)
+    if recipe.scale != 1 and squares:
+        finite = torch.stack([*squares.values()]).isfinite().tolist()
+    found = {k: Norm(squares[k], sound) for k, sound in zip(squares, finite, strict=True)}
+    return [found.get(k) for k in range(len(workers))]
 
 
 def join_averages(workers: Iterable[Updater]) -> Weights:
@@ -254,6 +280,11 @@ def join_averages(workers: Iterable[Updater]) -> Weights:
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Refuse what cannot take a step unless it is told something, as LBFGS is a closure."""
+    if not callable(getattr(made, "step", None)):
+        kind = made if made is None else f"a {type(made).__name__}"
+        raise ValueError(
+            f"{name}: the function has returned {kind}, so have it return one {way_out}"
+        )
     try:
         inspect.signature(made.step).bind()
     except TypeError as error:

@@ -1,15 +1,19 @@
 """The world, without processes: which backend it takes, on GPUs that are made up."""
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import permutations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.distributed import HashStore, TCPStore
 
+from toolkit.runtime import join, launch
 from toolkit.runtime.processes import world
-from toolkit.runtime.processes.world import Place
+from toolkit.runtime.processes.world import Place, World
 
 
 @pytest.fixture
@@ -70,9 +74,12 @@ def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
         assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
 
 
-def joined(monkeypatch, gpus, backend):
+def joined(monkeypatch, gpus, backend, **environment):
     """The world of a process that is alone, and what it has asked of torch.distributed."""
     gpus[:] = ["gpu 0"]
+    monkeypatch.setattr("os.environ", {**os.environ})
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    os.environ.update(environment)
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -110,6 +117,101 @@ def test_with_gloo_there_is_one_group(monkeypatch, gpus):
     here, asked = joined(monkeypatch, gpus, "gloo")
     here.gather("anything")
     assert asked == [here.device, "gloo", None]
+
+
+@pytest.mark.parametrize(
+    ("backend", "told", "expected"),
+    [
+        ("auto", {}, "32"),
+        ("nccl", {}, "32"),
+        ("nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1"),
+        ("gloo", {}, None),
+    ],
+)
+def test_nccl_s_streams_get_queues_of_their_own(monkeypatch, gpus, backend, told, expected):
+    """Unless the user has chosen how many there are; before CUDA is asked anything."""
+    found = []
+
+    def available():
+        found.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        return True
+
+    monkeypatch.setattr("torch.cuda.is_available", available)
+    joined(monkeypatch, gpus, backend, **told)
+    assert {*found} == {expected}
+
+
+# First messages
+
+PAIRS = sorted(permutations(range(3), 2))
+GROUPS = [("all", (0, 1)), ("all", (0, 1, 2)), ("gather", (1, 2))]
+
+
+@pytest.fixture
+def meetings(monkeypatch):
+    """Calls of torch.distributed that return when all who take part have come, as NCCL's first do.
+
+    ``met[rank]`` is what a thread that goes by that rank has been through.
+    """
+    met, here = {}, threading.local()
+    lock, places = threading.Lock(), {}
+
+    def meet(what, n):
+        with lock:
+            place = places.setdefault(what, threading.Barrier(n))
+        place.wait(10)
+        met.setdefault(here.rank, []).append(what)
+
+    def meet_all(number, group):
+        assert number.numel() == 1
+        meet(group, len(group[1]))
+
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: ("made", (*ranks,)))
+    monkeypatch.setattr("torch.distributed.all_reduce", meet_all)
+    monkeypatch.setattr(
+        "torch.distributed.send", lambda number, peer, group: meet_all(number, group)
+    )
+    monkeypatch.setattr(
+        "torch.distributed.recv", lambda number, peer, group: meet_all(number, group)
+    )
+    return SimpleNamespace(met=met, here=here)
+
+
+def test_first_messages_do_not_wait_for_each_other(monkeypatch, meetings):
+    """With channels both ways between all of three ranks, each of which waits for its peer.
+
+    Where these are there already, nothing more is sent.
+    """
+    watch = SimpleNamespace(waiting=lambda *_: nullcontext(), timeout=1.0)
+    finished = []
+    monkeypatch.setattr(World, "finish_computing", lambda self: finished.append(self.rank))
+
+    def work(rank):
+        meetings.here.rank = rank
+        here = World(Place(rank, 3, rank), torch.device("cpu"), "nccl", watch, HashStore())
+        here.make_groups(GROUPS[:1], PAIRS[:1])
+        here.make_groups(GROUPS, PAIRS)
+        here.make_groups(GROUPS, PAIRS)
+
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(work, rank) for rank in range(3)]:
+            done.result(20)
+    order = [(0, 1), PAIRS[0], *(ranks for _, ranks in GROUPS[1:]), *PAIRS[1:]]
+    for rank, through in meetings.met.items():
+        own = [("made", ranks) for ranks in order if rank in ranks]
+        assert through == own
+        assert finished.count(rank) == len(own)
+
+
+def connect():
+    here = join(device="cpu")
+    here.make_groups(GROUPS, PAIRS)
+    here.connect(GROUPS, PAIRS)
+    return here.total(torch.ones(1)).item()
+
+
+def test_first_messages_over_gloo():
+    assert launch(connect, 3) == [3.0] * 3
 
 
 @pytest.mark.parametrize(

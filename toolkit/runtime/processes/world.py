@@ -82,7 +82,7 @@ class World:
 
         A program's collectives have groups of their own, since a thread of its own begins them.
         A direction between two ranks has one with NCCL, where a receive that was begun early would
-        otherwise hold up a send.
+        otherwise hold up a send. There all of them are used once, too (see :meth:`connect`).
 
         Args:
             groups: of ranks that have collectives.
@@ -91,14 +91,44 @@ class World:
         Raises:
             ValueError: this is a part of a job, of which the other processes would have to call.
         """
+        new_groups, new_pairs = [], []
         for group in groups:
             _, ranks = group
             whole = len(ranks) == self.size and self.group is not None
             if not whole and group not in self._groups:
                 self._groups[group] = self._own_group(ranks)
-        for pair in pairs if self.backend == "nccl" else ():
+                new_groups.append(group)
+        if self.backend != "nccl":
+            return
+        for pair in pairs:
             if pair not in self._channels:
                 self._channels[pair] = self._own_group(pair)
+                new_pairs.append(pair)
+        self.connect(new_groups, new_pairs)
+
+    def connect(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
+        """Send a first number within ``groups`` and between ``pairs``, one after another.
+
+        NCCL connects ranks at their first message, and holds up who begins it until the peer has,
+        too. The one thread that begins a rank's messages would so wait for a peer's that waits for
+        this rank. Here they cannot: every rank calls it with the same ones, in the same order.
+        """
+        number = torch.zeros(1, device=self.message_device)
+        for group in groups:
+            _, ranks = group
+            if self.rank in ranks:
+                with self.watch.waiting("a first sum within a group", ranks):
+                    dist.all_reduce(number, group=self.group_of(group))
+                    self.finish_computing()
+        for sender, receiver in pairs:
+            if self.rank in (sender, receiver):
+                channel = self.channel(sender, receiver)
+                with self.watch.waiting("a first message", (sender, receiver)):
+                    if self.rank == sender:
+                        dist.send(number, receiver, group=channel)
+                    else:
+                        dist.recv(number, sender, group=channel)
+                    self.finish_computing()
 
     def group_of(self, group: Group) -> dist.ProcessGroup | None:
         """The process group of the collectives that ``group`` names."""
@@ -232,6 +262,10 @@ def join(
     if _joined is not None:
         return _joined
     _choose_interface(interface)
+    if backend != "gloo" and device != "cpu":
+        # NCCL's channels have a stream each, and a stream that shares one of a GPU's 8 queues with
+        # a receive that was begun early waits as long as that. CUDA reads it as it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     on = _device(device, place)
     enter_device(on)
     store = _meet(place, timeout, _gpu(on))
