@@ -10,7 +10,7 @@ from hypothesis import given
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
 from toolkit.runtime.layout import Layout, Layouts
-from toolkit.runtime.links import Links, tags
+from toolkit.runtime.links import Links, largest_chunk, tags
 from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer, Instruction
 
@@ -53,6 +53,25 @@ def test_tags_by_hand():
     assert tags(order) == [1, 1, 0, 2, 1, 0, 2, 3]
 
 
+# Chunks
+
+
+@pytest.mark.parametrize(
+    ("chunk_mb", "backend", "paced", "expected"),
+    [
+        (None, "gloo", False, 1_000_000),
+        (None, "gloo", True, 1_000_000),
+        (None, "nccl", False, None),
+        (None, "nccl", True, 1_000_000),
+        (2.5, "gloo", False, 2_500_000),
+        (2.5, "nccl", False, 2_500_000),
+        (1e-9, "nccl", True, 1),
+    ],
+)
+def test_chunks_suit_the_backend_unless_chosen(chunk_mb, backend, paced, expected):
+    assert largest_chunk(chunk_mb, backend, paced=paced) == expected
+
+
 # Pacing
 
 
@@ -81,7 +100,7 @@ def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
 # Between two processes
 
 SIZES = (0, 1, 5, 8, 9, 23, 0, 240)  # bytes of each stage's message
-CHUNKS = (1, 2, 8, 9, 1000)  # bytes
+CHUNKS = (1, 2, 8, 9, 1000, None)  # bytes; None: all at once
 MIXED = {"a": (3, torch.float64), "b": (5, torch.float32), "c": (0, torch.float32)}
 
 

@@ -147,7 +147,9 @@ class DistributedRuntime(Ranks):
     _target_: str = "toolkit.runtime.Distributed"
     record: int = option(6, "training steps of which messages, memory and time are measured")
     overlap: bool = option(True, "messages and updates go on beside computing")
-    chunk_mb: float = option(1.0, "largest part of a message that is sent at once")
+    chunk_mb: float | None = option(
+        None, "largest part of a message sent at once; null: 1, or all of it with nccl unless paced"
+    )
     compression: str = option("none", "fp16 or bf16: messages of gradients and weights")
     per_machine: int = option(
         0, "ranks a machine: all-reduces within each first; 0: the backend's own"

@@ -17,7 +17,7 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.holdings import Holdings
 from toolkit.runtime.interface import Runtime, Steps
 from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
-from toolkit.runtime.links import Links
+from toolkit.runtime.links import Links, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.processes.world import World
@@ -29,7 +29,6 @@ from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
-from toolkit.units import MB
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
@@ -55,7 +54,8 @@ class Distributed(Runtime):
             :meth:`measurements`).
         overlap: whether messages and updates go on beside computing, which then waits only for
             what it uses. If not, everything waits for its turn in the program.
-        chunk_mb: largest part of a message that is sent at once, in MB.
+        chunk_mb: largest part of a message that is sent at once, in MB; None: 1, or with NCCL all
+            of it, unless it is paced.
         compression: ``none``, or ``fp16`` or ``bf16`` for the messages of gradients and weights.
             Sums that are handed on are made in the model's own type, those of collectives in
             16 bits. The rank that updates a stage keeps its exact weights; other ranks compute
@@ -90,7 +90,7 @@ class Distributed(Runtime):
         world: World | None = None,
         record: int = 0,
         overlap: bool = True,
-        chunk_mb: float = 1.0,
+        chunk_mb: float | None = None,
         compression: str = "none",
         pacing: bool = False,
         per_machine: int = 0,
@@ -98,7 +98,7 @@ class Distributed(Runtime):
         super().__init__(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=False)
         choose("compression", compression, COMPRESSIONS)
-        if not 0 < chunk_mb < inf:
+        if chunk_mb is not None and not 0 < chunk_mb < inf:
             raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         if per_machine < 0:
             raise ValueError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
@@ -113,7 +113,7 @@ class Distributed(Runtime):
         self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
         self._layouts: dict[Shape, Layouts] = {}
         self._compressed = COMPRESSIONS[compression]
-        self._chunk_bytes = max(1, round(chunk_mb * MB))
+        self._chunk_bytes = largest_chunk(chunk_mb, self.world.backend, paced=pacing)
         self._overlap = overlap
         self._paced = pacing
         self._per_machine = per_machine

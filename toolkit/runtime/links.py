@@ -21,6 +21,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction
+from toolkit.units import MB
 
 _FOR_EVER = timedelta(days=1)  # a wait that is too long is the watch's business
 
@@ -63,7 +64,7 @@ class Links:
     Args:
         world: the ranks.
         layouts: of the messages.
-        chunk_bytes: largest part of a message that is sent at once.
+        chunk_bytes: largest part of a message that is sent at once; None: all of it.
         paced: whether what is sent is spread over time; the context ends it.
         per_machine: consecutive ranks that are on one machine, for all-reduces in two tiers; 0:
             the backend's own.
@@ -76,7 +77,7 @@ class Links:
         self,
         world: World,
         layouts: Layouts,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         *,
         paced: bool,
         per_machine: int = 0,
@@ -151,11 +152,27 @@ class Links:
         return self.world.backend == "nccl"
 
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
-        return flat.split(self._chunk_bytes)
+        return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)
 
     def _empty(self, i: Instruction) -> Tensor:
         n_bytes = self.layouts.of(i).n_bytes
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.world.message_device)
+
+
+def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int | None:
+    """The bytes of a message that are sent at once; None: all of them.
+
+    Gloo's connections take turns by chunks, and what is paced is spread by them. NCCL puts more of
+    a GPU to a message the larger it is, so there it stays whole.
+
+    Args:
+        chunk_mb: as the user has chosen; None: what suits the backend.
+        backend: of the messages.
+        paced: whether what is sent is spread over time.
+    """
+    if chunk_mb is None and backend == "nccl" and not paced:
+        return None
+    return max(1, round((1.0 if chunk_mb is None else chunk_mb) * MB))
 
 
 def tags(instructions: Sequence[Instruction]) -> list[int]:
