@@ -291,3 +291,20 @@ def test_the_op_of_an_instruction():
     found = Instruction(5, Action.BACKWARD_WEIGHT, 3, 1, 0, 0).op
     assert found == Op(Kind.BACKWARD_WEIGHT, 3, 1)
     assert str(found) == "3W1"
+
+
+@pytest.mark.parametrize(
+    ("action", "gives", "leaves"),
+    [
+        (Action.SEND, [5, 2, 7], []),
+        (Action.RECV, [], [5, 2, 7]),
+        (Action.ALL_REDUCE, [5, 2, 7], [5, 2, 7]),
+        (Action.REDUCE, [5, 2, 7], [5]),
+        (Action.BROADCAST, [5], [2, 7]),
+    ],
+)
+def test_who_gives_and_who_is_left_with_something(action, gives, leaves):
+    """The root is the first of the peers."""
+    instruction = Instruction(0, action, 0, step=0, buffer=Buffer.GRADIENT, peers=(5, 2, 7))
+    assert [rank for rank in instruction.peers if instruction.gives(rank)] == gives
+    assert [rank for rank in instruction.peers if instruction.leaves(rank)] == leaves

@@ -94,6 +94,7 @@ def test_it_needs_one_version_more():
     schedule = catalog.data_parallel(2, delay=[2, 0], predict=True)
     assert [schedule.oldest_version(j, 7) for j in range(2)] == [4, 7]
     assert [schedule.oldest_version(0, step) for step in (0, 2, 3, 4)] == [0, 0, 0, 1]
+    assert [list(schedule.versions(j, 4)) for j in range(2)] == [[1, 2, 3, 4], [4]]
 
 
 def test_rank_orders_can_predict():

@@ -129,9 +129,8 @@ class _Simulation:
         }
         schedule = program.schedule
         for j in range(schedule.n_stages):
-            oldest = schedule.oldest_version(j, program.first_step)
             for rank in schedule.first_holders(j):
-                for version in range(oldest, program.first_step + 1):
+                for version in schedule.versions(j, program.first_step):
                     self._hold_weights(0.0, rank, j, version)
 
     def hold_optimizers(self, n_bytes: Sequence[float]) -> None:

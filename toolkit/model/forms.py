@@ -1,51 +1,26 @@
 """What a model takes, and what it makes of it: images and their classes, or tokens and the next."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.measure import ACCURACY, LOSS, Measure
-
-
-class Form(Protocol):
-    """Samples of one form, and the answers to them.
-
-    Attributes:
-        samples: what they are called.
-        answers: what the answers are called.
-        n_classes: how many there are to choose from.
-        measure: by what a model is judged.
-        arguments: what a function that makes a model of this form is told.
-        usual_argument: what other models call the number of classes.
-    """
-
-    @property
-    def samples(self) -> str: ...
-    @property
-    def answers(self) -> str: ...
-    @property
-    def n_classes(self) -> int: ...
-    @property
-    def measure(self) -> Measure: ...
-    @property
-    def arguments(self) -> dict[str, Any]: ...
-    @property
-    def usual_argument(self) -> str: ...
-
-    def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
-        """``n`` samples, the batch first; always the same ones, drawn at random."""
-        ...
-
-    def output(self, n: int) -> tuple[int, ...]:
-        """The shape of a model's answer to ``n`` of them: a score a class, the classes last."""
-        ...
+from toolkit.measure import ACCURACY, LOSS
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images, each of one class; sizes in pixels."""
+    """Images, each of one class; sizes in pixels.
+
+    Attributes:
+        samples: what they are called.
+        answers: what the answers to them are called.
+        n_classes: how many answers there are to choose from.
+        measure: by what a model is judged.
+        arguments: what a function that makes a model of this form is told.
+        usual_argument: what other models call the number of classes.
+    """
 
     channels: int
     height: int
@@ -65,18 +40,23 @@ class Images:
         }
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        """``n`` samples, the batch first; always the same ones, drawn at random."""
         shape = n, self.channels, self.height, self.width
         if torch.device(device).type == "meta":
             return torch.empty(shape, device=device)
         return torch.rand(shape, generator=_drawn(), device="cpu").to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
+        """The shape of a model's answer to ``n`` of them: a score a class, the classes last."""
         return (n, self.n_classes)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of ``length`` tokens out of ``vocabulary``, each with the one that comes next."""
+    """Sequences of ``length`` tokens out of ``vocabulary``, each with the one that comes next.
+
+    Its attributes are those of :class:`Images`.
+    """
 
     length: int
     vocabulary: int
@@ -101,6 +81,10 @@ class Sequences:
 
     def output(self, n: int) -> tuple[int, ...]:
         return (n, self.length, self.vocabulary)
+
+
+Form = Images | Sequences
+"""Samples of one form, and the answers to them."""
 
 
 def _drawn() -> torch.Generator:

@@ -204,8 +204,7 @@ class Execution:
                 used.append(payload := self._rank.give(i))
                 self._measured(i, lambda i: self._send(position, payload))
             elif i.action.communicates:
-                gives = i.action != Action.BROADCAST or self._is_root(i)
-                given = self._rank.give(i) if gives else None
+                given = self._rank.give(i) if i.gives(self._world.rank) else None
                 self._begin_message(position, self._links.collective(i, given))
                 return
             else:
@@ -239,9 +238,6 @@ class Execution:
             self._waiters[name] = Waiter(then, self._fail)
         return self._waiters[name]
 
-    def _is_root(self, i: Instruction) -> bool:
-        return i.peers[0] == self._world.rank
-
     # The waiters' threads.
 
     def _sent(self, position: int, transfer: Transfer) -> None:
@@ -255,16 +251,11 @@ class Execution:
         i = self._order[position]
         with self._streams.beside():
             transfer.wait()
-            if self._leaves_something(i):
+            if i.leaves(self._world.rank):
                 self._store(position, self._links.received(i, transfer))
         if self._meter is not None:
             self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
         self._end(position)
-
-    def _leaves_something(self, i: Instruction) -> bool:
-        if i.action == Action.REDUCE:
-            return self._is_root(i)
-        return i.action != Action.BROADCAST or not self._is_root(i)
 
     def _store(self, position: int, payload: Payload) -> None:
         """Take over what has been received; part of a sum waits until the sum is used."""

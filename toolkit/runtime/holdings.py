@@ -59,8 +59,7 @@ class Holdings:
         sent = []
         for j, owner in enumerate(self.schedule.owners):
             lacking = sorted(set(self.schedule.first_holders(j)) - self._updaters[j])
-            oldest = self.schedule.oldest_version(j, step)
-            for version in range(oldest, step + 1):
+            for version in self.schedule.versions(j, step):
                 what = (j, None, None, version, Buffer.WEIGHTS)
                 if self.world.rank == owner:
                     for rank in lacking:

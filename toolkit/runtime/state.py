@@ -134,8 +134,7 @@ def check_state(
         )
     steps_done = state["steps_done"]
     for j, versions in enumerate(state["versions"]):
-        needed = set(range(schedule.oldest_version(j, steps_done), steps_done + 1))
-        if lacking := sorted(needed - versions.keys()):
+        if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
             raise ValueError(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
                 " and the state was taken under one with smaller delays, or without predict: go on"

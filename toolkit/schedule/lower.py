@@ -121,9 +121,7 @@ class _Lowering:
         supply = self._travel if self.schedule.state == "sharded" else self._hand_on
         for j in range(self.schedule.n_stages):
             given = _Update(0, self.schedule.first_holders(j))
-            for version in range(
-                self.schedule.oldest_version(j, self.steps.start), self.steps.start
-            ):
+            for version in self.schedule.versions(j, self.steps.start)[:-1]:
                 supply(j, version, given, None)
             made = given
             for step in self.steps:

@@ -88,7 +88,7 @@ class _Needs:
 
     def _communicates(self, position: int, i: Instruction) -> set[int]:
         if i.buffer == Buffer.WEIGHTS:
-            if i.action == Action.SEND or (i.action == Action.BROADCAST and self._is_root(i)):
+            if not i.leaves(self.rank):
                 return self._uses_weights(position, i.weights)
             key = i.weights
             self.made[key] = position
@@ -98,7 +98,7 @@ class _Needs:
                 self.parts[i.stage, i.step].append(position)
                 return set()
             found = set(self.parts.pop((i.stage, i.step), ()))
-            if i.action == Action.ALL_REDUCE or (i.action == Action.REDUCE and self._is_root(i)):
+            if i.leaves(self.rank):
                 self.parts[i.stage, i.step].append(position)
             return found
         boundary = (i.buffer, i.stage, i.microbatch, i.step)
@@ -106,9 +106,6 @@ class _Needs:
             return self._takes(boundary)
         self.made[boundary] = position
         return set()
-
-    def _is_root(self, i: Instruction) -> bool:
-        return i.peers[0] == self.rank
 
     def _uses_weights(self, position: int, key: tuple) -> set[int]:
         self.uses[key].append(position)

@@ -103,6 +103,20 @@ class Instruction(NamedTuple):
         assert self.version is not None
         return (self.stage, self.version), (self.stage, self.version - 1)
 
+    def gives(self, rank: int) -> bool:
+        """Whether ``rank`` puts something of its own into a message or a collective."""
+        return self.action != Action.RECV and (
+            self.action != Action.BROADCAST or rank == self.peers[0]
+        )
+
+    def leaves(self, rank: int) -> bool:
+        """Whether a message or a collective leaves ``rank`` with what is new to it."""
+        if self.action == Action.REDUCE:
+            return rank == self.peers[0]
+        if self.action == Action.BROADCAST:
+            return rank != self.peers[0]
+        return self.action != Action.SEND
+
     @property
     def op(self) -> Op:
         """The op that it is, where it computes."""
@@ -211,7 +225,7 @@ class Program:
         peaks = []
         for rank, instructions in enumerate(self.ranks):
             held = sum(
-                self.first_step + 1 - schedule.oldest_version(j, self.first_step)
+                len(schedule.versions(j, self.first_step))
                 for j in range(schedule.n_stages)
                 if rank in schedule.first_holders(j)
             )

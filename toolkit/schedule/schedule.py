@@ -174,6 +174,10 @@ class Schedule:
         late = max(self.staleness[stage])
         return max(0, step - late - (self.predict and late > 0))
 
+    def versions(self, stage: int, step: int) -> range:
+        """The weight versions of ``stage`` that are held as ``step`` begins."""
+        return range(self.oldest_version(stage, step), step + 1)
+
     def first_holders(self, stage: int) -> tuple[int, ...]:
         """The ranks that hold the weights of ``stage`` before the first step."""
         if self.state == "sharded":

@@ -97,8 +97,7 @@ class _Check:
         }
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
-            first = program.first_step
-            given = range(self.schedule.oldest_version(j, first), first + 1)
+            given = self.schedule.versions(j, program.first_step)
             for rank in self.schedule.first_holders(j):
                 self.ranks[rank].weights |= {(j, version) for version in given}
 
