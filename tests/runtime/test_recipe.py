@@ -352,6 +352,7 @@ def test_compiled_stages_train_alike(monkeypatch, norm):
     assert calls == schedule.n_stages * [("default", False)]
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     """As they come under random delays: more than torch compiles by default."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore
 
+from tests.thorough import thorough
 from toolkit.runtime import join, launch
 from toolkit.runtime.processes import world
 from toolkit.runtime.processes.world import Place, World
@@ -210,6 +211,7 @@ def connect():
     return here.total(torch.ones(1)).item()
 
 
+@thorough
 def test_first_messages_over_gloo():
     assert launch(connect, 3) == [3.0] * 3
 
