@@ -1,5 +1,7 @@
 """Figures show the numbers that they are given, and files are the same each time."""
 
+from math import nan
+
 import matplotlib as mpl
 import numpy as np
 import pytest
@@ -76,3 +78,11 @@ def test_the_style_ends_with_its_block():
         assert mpl.rcParams["font.size"] == 8
         assert mpl.rcParams["axes.prop_cycle"].by_key()["color"] == list(SERIES)
     assert mpl.rcParams["font.size"] == before
+
+
+def test_runs_that_have_diverged_are_left_out_from_there_on():
+    lost, whole = [0.2, nan], [0.4, 0.6]
+    (axes,) = accuracy({"DP": [lost, whole], "late": [[nan, nan]]}).axes
+    mean, none = (line.get_ydata().tolist() for line in axes.lines)
+    assert mean == pytest.approx([30, 60])
+    assert none == pytest.approx([nan, nan], nan_ok=True)
