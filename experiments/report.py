@@ -11,12 +11,15 @@ and pip install 'cdp-toolkit[reports]'.
 from datetime import UTC, datetime
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
+
+if TYPE_CHECKING:
+    from toolkit.tracking.runs import Run
 
 _MOST_NAMED = 10
 
@@ -47,11 +50,17 @@ def main(config: DictConfig) -> None:
     write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
     print(f"{count(len(runs), 'run')}, {sum(run.state == 'finished' for run in runs)} finished")
     for run in [run for run in runs if run.state != "finished"][:_MOST_NAMED]:
-        print(f"  {run.state}: {run.folder}: {run.message}")
+        print(f"  {run.state}: {run.folder}{one_of_several(run)}: {run.message}")
     print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
     if config.publish == "wandb":
         page, workspace = publish(report, runs, config.entity, config.project)
         print(f"report: {page}\nworkspace: {workspace}")
+
+
+def one_of_several(run: "Run") -> str:
+    """Which of a comparison's runs it is, that have one folder."""
+    several = run.kind == "compare" and run.seed is not None
+    return f" ({run.schedule}, seed {run.seed})" if several else ""
 
 
 def expanded(runs: Any) -> list[str]:

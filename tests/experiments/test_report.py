@@ -1,6 +1,7 @@
 """python experiments/report.py writes a page, whatever else goes wrong."""
 
 import csv
+import math
 
 import pytest
 
@@ -61,3 +62,13 @@ def test_what_cannot_be_published_is_written(tmp_path, runs, monkeypatch):
     assert "cannot be reached" in message
     assert KEY not in message
     assert (out / "report.html").exists()
+
+
+def test_runs_of_a_comparison_that_have_not_finished_are_told_apart(tmp_path):
+    folders.compare(tmp_path / "runs", {"dp": [0.9, 0.8], "cdp_v1": [0.7, math.nan]})
+    path = tmp_path / "runs" / "runs.csv"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(x.replace(",1.0,nan,", ",nan,nan,") for x in lines) + "\n")
+    finished = run("report", f"runs={tmp_path / 'runs'}", f"hydra.run.dir={tmp_path / 'out'}")
+    told = f"failed: {tmp_path / 'runs'} (CDP-v1, seed 1): its loss diverged in epoch 0"
+    assert told in finished.out

@@ -199,8 +199,8 @@ class Runtime(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
 
-        Weights and optimizer states of other stages than :attr:`own` may be meta tensors. A run
-        that was not exhausted is at its end.
+        Weights and optimizer states of other stages than :attr:`own` may be meta tensors. Where
+        steps overlap it ends a run that was not exhausted; ``Distributed`` refuses that.
 
         Raises:
             ValueError: the state is of other stages, lacks weights that the schedule reads, or is
