@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -385,109 +384,6 @@ def test_a_run_that_is_left_can_be_gone_on_with(model):
     torch.testing.assert_close(
         left.module().state_dict(), whole.module().state_dict(), rtol=0, atol=0
     )
-
-
-LEFT = (
-    "the last run.. has not come to its end, and updates are missing: exhaust it, or load a state"
-)
-
-
-@pytest.mark.parametrize("n_steps", [1, 2])
-@pytest.mark.parametrize(
-    "schedule", [catalog.data_parallel(2, delay=1), catalog.cyclic(3)], ids=name_of
-)
-def test_where_steps_overlap_a_run_that_is_left_is_not_gone_on_with(model, schedule, n_steps):
-    """Until a state is loaded, after which it gives nothing more."""
-    batches = make_batches(schedule.n_microbatches)
-    left, whole = (runtime_for(copy.deepcopy(model), schedule, "scheduled") for _ in "ab")
-    state = left.state_dict()
-    run = left.run(batches)
-    for _ in range(n_steps):
-        next(run)
-    attempts = (
-        left.module,
-        left.averages,
-        left.part,
-        left.state_dict,
-        lambda: left.step(*batches[0]),
-        lambda: list(left.run(batches)),
-        lambda: left.load_state_dict({}),
-    )
-    for close in (lambda: None, run.close):
-        close()
-        for attempt in attempts[:-1]:
-            with pytest.raises(ValueError, match=LEFT):
-                attempt()
-        with pytest.raises(ValueError, match="it lacks"):
-            attempts[-1]()
-    left.load_state_dict(state)
-    assert left.steps_done == 0
-    list(left.run(batches))
-    assert list(run) == []
-    list(whole.run(batches))
-    assert_same(left.module().state_dict(), whole.module().state_dict())
-
-
-def test_a_run_can_be_exhausted_after_all(model):
-    batches = make_batches(3)
-    late, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), "scheduled") for _ in "ab")
-    for _ in (run := late.run(batches)):
-        with pytest.raises(ValueError, match=LEFT):
-            late.module()
-    assert list(run) == []
-    list(whole.run(batches))
-    assert_same(late.module().state_dict(), whole.module().state_dict())
-
-
-def test_a_state_can_be_loaded_during_a_run(model):
-    """Which is at its end then."""
-    batches = make_batches(3)
-    runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
-    state = runtime.state_dict()
-    for result in runtime.run(batches):
-        assert result.step == 0
-        runtime.load_state_dict(state)
-    assert_same(runtime.module().state_dict(), state["model"])
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_what_is_refused_before_a_run_begins_is_not_in_the_way(model, order):
-    batches = make_batches(3)
-    runtime, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), order) for _ in "ab")
-    with pytest.raises(ValueError, match="a multiple of 3"):
-        runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
-    with pytest.raises(ValueError, match="there are 0 batches"):
-        list(runtime.run([], n_steps=1))
-    assert list(runtime.run([])) == list(runtime.run(batches, 0)) == []
-    list(runtime.run(batches))
-    list(whole.run(batches))
-    assert_same(runtime.module().state_dict(), whole.module().state_dict())
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_after_an_error_in_a_step(model, order):
-    """Steps that do not overlap are as if it had not been begun; others take a state."""
-    schedule, batches, calls = catalog.cyclic(3), make_batches(3), itertools.count()
-
-    def loss(outputs, targets):
-        if next(calls) == 7:  # of the third step
-            raise RuntimeError("a bad sample")
-        return F.cross_entropy(outputs, targets)
-
-    stages = cut(copy.deepcopy(model), schedule)
-    failing = SingleProcess(stages, schedule, lambda p: sgd(p, None), loss, order)
-    whole = runtime_for(model, schedule, order)
-    state = failing.state_dict()
-    with pytest.raises(RuntimeError, match="a bad sample"):
-        list(failing.run(batches))
-    if order == "scheduled":
-        with pytest.raises(ValueError, match=LEFT):
-            failing.module()
-        failing.load_state_dict(state)
-    assert failing.steps_done == (0 if order == "scheduled" else 2)
-    list(failing.run(batches[failing.steps_done :]))
-    list(whole.run(batches))
-    assert_same(failing.module().state_dict(), whole.module().state_dict())
 
 
 @pytest.mark.parametrize("order", ORDERS)
