@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import pickle
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -94,3 +95,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Give ``new`` the name of ``old``, whether or not there is one."""
+    before = old.with_name(f".{old.name}.before")
+    shutil.rmtree(before, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        old.rename(before)
+    new.rename(old)
+    sync_folder(old.parent)
+    shutil.rmtree(before, ignore_errors=True)

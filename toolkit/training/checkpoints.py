@@ -10,8 +10,7 @@ from typing import Any
 
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.state import joined
-from toolkit.training.checkpoint import DamagedCheckpointError, read, write
-from toolkit.training.sharded import read_sharded, replace_folder, write_sharded
+from toolkit.training.checkpoint import DamagedCheckpointError, read, replace_folder, write
 
 _BEST = "best.ckpt"
 _NAME = re.compile(r"step_(\d{9})\.ckpt")
@@ -51,6 +50,8 @@ class Checkpoints:
         path = self.folder / f"step_{step:09d}.ckpt"
         leads = runtime.rank == 0
         if self.sharded:
+            from toolkit.training.sharded import write_sharded
+
             part = {"runtime": runtime.part(), **(rest if leads else {})}
             write_sharded(path, part, runtime.world)
         else:
@@ -96,6 +97,8 @@ class Checkpoints:
         for path, sharded in reversed(from_rank_0(runtime, there)):
             try:
                 if sharded:
+                    from toolkit.training.sharded import read_sharded
+
                     return read_sharded(path, runtime.own, runtime.world), damaged
                 return _read_on_rank_0(path, runtime), damaged
             except (DamagedCheckpointError, OSError) as error:

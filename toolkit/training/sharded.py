@@ -11,7 +11,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from toolkit.messages import first_line
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.state import joined
 from toolkit.runtime.tree import map_places, merged
-from toolkit.training.checkpoint import DamagedCheckpointError, serialised, sync_folder
+from toolkit.training.checkpoint import DamagedCheckpointError, replace_folder, serialised
 from toolkit.training.sums import check_sums, sums, write_sums
 
 _PLACE = "the tensor of"
@@ -105,17 +105,6 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
         check_sums(path, rank, size)
     with _alike(world):
         return _assembled(path, own)
-
-
-def replace_folder(new: Path, old: Path) -> None:
-    """Give ``new`` the name of ``old``, whether or not there is one."""
-    before = old.with_name(f".{old.name}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        old.rename(before)
-    new.rename(old)
-    sync_folder(old.parent)
-    shutil.rmtree(before, ignore_errors=True)
 
 
 def read_parts(path: Path, own: Collection[int] | None = None) -> list[dict[str, Any]]:

@@ -1,8 +1,28 @@
-"""What one would take instead: torch's own runtimes, under this toolkit's interface."""
+"""What one would take instead: torch's own runtimes, under this toolkit's interface.
 
-from toolkit.runtime.baselines.ddp import DDP
-from toolkit.runtime.baselines.delayed import DelayedAllReduce
-from toolkit.runtime.baselines.fsdp import FSDP
-from toolkit.runtime.baselines.pipelining import TorchPipelining
+Each loads what it needs of torch when it is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolkit.runtime.baselines.ddp import DDP
+    from toolkit.runtime.baselines.delayed import DelayedAllReduce
+    from toolkit.runtime.baselines.fsdp import FSDP
+    from toolkit.runtime.baselines.pipelining import TorchPipelining
 
 __all__ = ["DDP", "FSDP", "DelayedAllReduce", "TorchPipelining"]
+
+_MODULES = {
+    "DDP": "ddp",
+    "DelayedAllReduce": "delayed",
+    "FSDP": "fsdp",
+    "TorchPipelining": "pipelining",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
