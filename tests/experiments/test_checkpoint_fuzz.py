@@ -5,13 +5,13 @@ import csv
 import pytest
 
 from tests.experiments.command import EXPERIMENTS, refused, run
-from tests.thorough import thorough
+from tests.thorough import more, thorough
 
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
-    options = ["bench.mutations=22", "device=cpu", f"hydra.run.dir={folder}"]
+    options = [f"bench.mutations={more(11, 22)}", "device=cpu", f"hydra.run.dir={folder}"]
     finished = run("bench", "bench=checkpoint_fuzz", *options)
     with (folder / "mutations.csv").open() as file:
         return finished, list(csv.DictReader(file))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
-from tests.thorough import more, thorough
+from tests.thorough import thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import MicrobatchNorm
@@ -338,7 +338,8 @@ def test_norms_of_all_stages(options, squared, finite):
     assert [norm and norm.finite for norm in found] == finite
 
 
-@pytest.mark.parametrize("norm", more(["_in_turn"], ["_in_turn", "_at_once"]))
+@thorough
+@pytest.mark.parametrize("norm", ["_in_turn", "_at_once"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracing
 def test_compiled_stages_train_alike(monkeypatch, norm):
     """And torch, which gives up on code that it has compiled a few times, compiles every stage."""

@@ -85,9 +85,7 @@ def uninterrupted(tmp_path_factory):
         [
             ("dp", "grouped", 3),
             ("cdp_v1", "grouped", 8),
-            ("cdp_v2", "grouped", 19),
-            ("cdp_v1", "scheduled", 19),
-            ("cdp_v2", "scheduled", 3),
+            ("cdp_v2", "scheduled", 19),
         ],
         [*product(("dp", "cdp_v1", "cdp_v2"), ("grouped", "scheduled"), (3, 8, 19))],
     ),
@@ -239,7 +237,7 @@ def planted(job, at, n=10):
     return job
 
 
-@pytest.mark.parametrize("rule", more(["cdp_v1", "cdp_v2"], ["dp", "cdp_v1", "cdp_v2"]))
+@pytest.mark.parametrize("rule", more(["cdp_v2"], ["dp", "cdp_v1", "cdp_v2"]))
 def test_a_divergence_is_rolled_back(tmp_path, rule):
     """And the run ends about as well as one that was not disturbed."""
     options = (f"schedule={rule}", "data.n_train=256", "optimizer.lr=0.02", "epochs=4")

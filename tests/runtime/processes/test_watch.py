@@ -134,6 +134,7 @@ def test_a_lost_connection_of_living_ranks_ends_the_job(tmp_path):
     assert job.statuses == [EXIT_FAILED] * 3
 
 
+@thorough
 def test_the_death_of_the_rank_that_holds_the_store_ends_the_job(tmp_path):
     job = Job(tmp_path, "kill", faulty=0).ranks(port=free_port())
     message = job.end()
@@ -148,12 +149,14 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     assert job.statuses == [EXIT_FAILED, EXIT_FAILED]
 
 
+@thorough
 def test_a_port_where_nobody_listens_is_named(tmp_path):
     port = free_port()
     message = Job(tmp_path, "none").ranks([1], port=port).end()
     assert message.startswith(f"rank 1 cannot meet the others at localhost:{port} within 3 s: ")
 
 
+@thorough
 def test_all_ranks_may_end_in_the_normal_way(tmp_path):
     job = Job(tmp_path, "none", size=2).ranks()
     assert job.wait() == []
