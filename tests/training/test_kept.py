@@ -191,13 +191,6 @@ def test_a_run_that_has_ended_is_not_made_another(tmp_path):
         run_kept(prepare(configured("epochs=1")), tmp_path, resume=True)
 
 
-def test_an_epoch_that_is_over_before_it_is_resumed_is_refused(tmp_path):
-    stopped(tmp_path, 5, "save.steps=5")
-    fewer = configured("save.steps=5", "data.n_train=32")
-    with pytest.raises(ValueError, match=r"after step 5 of an epoch, which now has 4: resume it"):
-        run_kept(prepare(fewer), tmp_path, resume=True)
-
-
 def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path):
     with pytest.raises(StoppedError, match="SIGINT"):
         run_kept(prepare(configured()), tmp_path, on_step=stop_at(3, signal.SIGINT))
@@ -465,9 +458,3 @@ def test_other_ranks_have_no_way_back():
 def test_refuses_a_guard_factor(tmp_path, factor):
     with pytest.raises(ValueError, match="guard_factor is above 1"):
         run_kept(prepare(configured(f"guard_factor={factor}")), tmp_path)
-
-
-def test_an_epoch_that_is_just_over_is_refused(tmp_path):
-    stopped(tmp_path, 5, "save.steps=5")
-    with pytest.raises(ValueError, match="after step 5 of an epoch, which now has 5"):
-        run_kept(prepare(configured("save.steps=5", "data.n_train=40")), tmp_path, resume=True)

@@ -1,7 +1,7 @@
 """One training run, from its configuration to its metrics."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import partial
 from math import nan
@@ -32,13 +32,23 @@ from toolkit.training.loss import cross_entropy
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a run needs, built and checked, before the first step."""
+    """Everything that a run needs, built and checked, before the first step.
+
+    Attributes:
+        config: its options.
+        schedule: by which it trains.
+        samples: what it trains and tests on.
+        runtime: that trains.
+        device: of the model.
+        rate: the learning rate of a training step's update.
+    """
 
     config: DictConfig
     schedule: Schedule
     samples: SampleSet
     runtime: Runtime
     device: torch.device
+    rate: Callable[[int], float]
 
     @property
     def n_ranks(self) -> int:
@@ -65,6 +75,7 @@ class Job:
             batch_size=self.batch_size,
             seed=self.config.seed,
             device=self.device,
+            rate=self.rate,
             on_epoch=on_epoch,
             on_step=on_step,
             position=position,
@@ -101,16 +112,37 @@ class Job:
 
 
 class Rates(LambdaLR):
-    """Learning rates of the run's own options, also where it goes on with another's state."""
+    """Learning rates, and what else a run asks of its optimizer, wherever it goes on from.
+
+    Args:
+        optimizer: with the run's own options.
+        factor: on its learning rates, by training step.
+        options: those of the run's options that stay its own when the optimizer has taken over the
+            state of another, which brings the other's.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[int], float], options: Collection[str] = ()
+    ) -> None:
+        self._own = [
+            {name: group[name] for name in options if name in group}
+            for group in optimizer.param_groups
+        ]
+        super().__init__(optimizer, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict().items() if name != "_own"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the update where ``state_dict`` was taken."""
-        own = self.base_lrs
+        """Go on at the update where ``state_dict`` was taken; the optimizer has its state."""
+        bases = self.base_lrs
         super().load_state_dict(state_dict)
-        self.base_lrs = own
+        self.base_lrs = bases
         factors = [factor(self.last_epoch) for factor in self.lr_lambdas]
-        self._last_lr = [base * factor for base, factor in zip(own, factors, strict=True)]
-        for group, base, rate in zip(self.optimizer.param_groups, own, self._last_lr, strict=True):
+        self._last_lr = [base * factor for base, factor in zip(bases, factors, strict=True)]
+        groups = zip(self.optimizer.param_groups, self._own, bases, self._last_lr, strict=True)
+        for group, own, base, rate in groups:
+            group |= own
             group["initial_lr"], group["lr"] = base, rate
 
 
@@ -150,28 +182,27 @@ def prepare(
         )
     batch_size = config.batch * schedule.n_microbatches
     steps_per_epoch = len(samples.train(batch_size, config.seed, 0, device))
-    rate = instantiate(config.lr)
+    rates = instantiate(config.lr)
+    make_optimizer, full_rate = _optimizer(config.optimizer)
 
-    def scheduler(optimizer: Optimizer) -> LambdaLR:
-        return Rates(
-            optimizer,
-            lambda step: rate.factor(step, steps_per_epoch, config.epochs, batch_size),
-        )
+    def factor(step: int) -> float:
+        found: float = rates.factor(step, steps_per_epoch, config.epochs, batch_size)
+        return found
 
     recipe = _recipe(config)
     allow_tf32(recipe.precision == "tf32")
     runtime = instantiate(options, _partial_=True)(
         stages,
         schedule,
-        optimizer=_optimizer(config.optimizer),
+        optimizer=make_optimizer,
         loss=_loss(config.label_smoothing),
-        lr_scheduler=scheduler,
+        lr_scheduler=lambda optimizer: Rates(optimizer, factor, [*config.optimizer]),
         seed=config.seed,
         recipe=recipe,
         **({"world": world} if world else {}),
         **_diagnostics(config),
     )
-    return Job(config, schedule, samples, runtime, device)
+    return Job(config, schedule, samples, runtime, device, lambda step: full_rate * factor(step))
 
 
 def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
@@ -210,14 +241,15 @@ def _diagnostics(config: DictConfig) -> dict[str, int]:
     return {"diagnostics": config.diagnostics} if config.diagnostics else {}
 
 
-def _optimizer(config: DictConfig) -> Callable[..., Optimizer]:
+def _optimizer(config: DictConfig) -> tuple[Callable[..., Optimizer], float]:
+    """What makes the optimizer of a stage, and its learning rate."""
     make: Callable[..., Optimizer] = instantiate(config, _partial_=True)
     try:
         parameter = torch.zeros(1, requires_grad=True)
-        make([("weight", parameter) if takes_names(make) else parameter])
+        made = make([("weight", parameter) if takes_names(make) else parameter])
     except (TypeError, ValueError, IndexError) as error:
         raise ValueError(f"optimizer cannot be made: {first_line(error)}") from error
-    return make
+    return make, made.param_groups[0]["lr"]
 
 
 def pick_device(name: str) -> torch.device:

@@ -64,7 +64,7 @@ class Step:
         step: its number in the epoch, from 1.
         n_steps: those of the epoch.
         result: what this process has seen of it. To read its losses is to wait for the device.
-        learning_rate: of its update; where many ranks train, of the epoch's first.
+        learning_rate: of its update.
         samples: how many it took, all micro-batches together.
     """
 
@@ -151,6 +151,7 @@ def fit(
     batch_size: int,
     seed: int,
     device: torch.device,
+    rate: Callable[[int], float] = lambda step: nan,
     on_epoch: Callable[[Epoch], None] = lambda epoch: None,
     on_step: Callable[[Step], None] = lambda step: None,
     position: Position | None = None,
@@ -165,6 +166,7 @@ def fit(
         samples: of training and of the test.
         batch_size: samples a training step, all micro-batches together.
         seed: of the order of the samples and their augmentation.
+        rate: the learning rate of a training step's update, which metrics tell.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
         position: where to go on; the runtime is as it was there.
@@ -173,19 +175,20 @@ def fit(
 
     Raises:
         FloatingPointError: the training loss is no longer finite.
-        ValueError: ``position`` is beyond the end of its epoch.
+        ValueError: epochs had another number of steps before ``position``.
     """
     position = position or Position()
     stretches = stretches or Stretches()
     for epoch in range(position.epoch, epochs):
         batches = samples.train(batch_size, seed, epoch, device)
-        if position.step and position.step >= len(batches):
+        if epoch * len(batches) + position.step != position.steps_done:
             raise ValueError(
-                f"the run was saved after step {position.step} of an epoch, which now has"
-                f" {len(batches)}: resume it with the data and batch of before"
+                f"the run was saved after {position.steps_done} steps, in epoch {epoch} after step"
+                f" {position.step}, and an epoch now has {len(batches)}: resume it with the data"
+                " and batch of before"
             )
         start, begun_at = time.perf_counter(), position.step
-        _train(runtime, batches, batch_size, position, stretches, on_step)
+        _train(runtime, batches, batch_size, position, stretches, rate, on_step)
         seconds = time.perf_counter() - start
         train_loss = position.loss / position.n_losses
         if not isfinite(train_loss):
@@ -223,22 +226,22 @@ def _train(
     batch_size: int,
     position: Position,
     stretches: Stretches,
+    rate: Callable[[int], float],
     on_step: Callable[[Step], None],
 ) -> None:
     """Train on what is left of an epoch, stretch by stretch; ``position`` goes along."""
     n_steps = len(batches)
-    next_rate = runtime.learning_rates[0]
     if position.step == 0:
-        position.learning_rate = next_rate
+        position.learning_rate = rate(position.steps_done)
     while position.step < n_steps:
         left = n_steps - position.step
         stretch = min(left, stretches.steps(position, left))
         losses = []
         part = batches.between(position.step, position.step + stretch)
-        for step, result in enumerate(runtime.run(part), start=position.step + 1):
+        for k, result in enumerate(runtime.run(part)):
             losses.append(result.losses)
-            on_step(Step(step, n_steps, result, next_rate, batch_size))
-            next_rate = runtime.learning_rates[0]
+            now = rate(position.steps_done + k)
+            on_step(Step(position.step + k + 1, n_steps, result, now, batch_size))
             del result  # and what it keeps, before the next step
         loss, n = _sum(losses, runtime)
         if position.steps_done == 0:

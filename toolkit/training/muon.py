@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _AS_ADAMW = 0.2  # root of the mean square of AdamW's updates, which those of matrices are given
@@ -53,6 +53,9 @@ class Muon(AdamW):
             group.setdefault("orthogonal", False)
             if group["orthogonal"] and any(p.dim() < 2 for p in group["params"]):
                 raise ValueError("Muon is for matrices: put vectors into a group for AdamW")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)  # AdamW's wants a step of every parameter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,0 +1,68 @@
+"""A run's learning rates and the options of its optimizer, also where it goes on from another."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.training.test_kept import configured, stopped, weights
+from toolkit.runtime.updater import Updater
+from toolkit.training import prepare, run_kept
+
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
+    """Also where its result comes before the update."""
+    options = "schedule=cdp_v1", f"runtime.order={order}", "lr=cosine", "lr.warmup_epochs=0.5"
+    job = prepare(configured(*options, "lr.reference_batch=4", "epochs=2"))
+    first, told, made = job.runtime._updaters[0], [], []
+    update = Updater.update
+
+    def noted(self, *total, **how):
+        if self is first:
+            made.append(self.optimizer.param_groups[0]["lr"])
+        update(self, *total, **how)
+
+    monkeypatch.setattr(Updater, "update", noted)
+    epochs = job.run(on_step=lambda step: told.append(step.learning_rate))
+    assert told == pytest.approx(made, rel=1e-12)
+    assert len(told) == 16
+    assert len(set(told)) > 12
+    assert [epoch.learning_rate for epoch in epochs] == [told[0], told[8]]
+
+
+CHANGES = [
+    ("sgd", ["optimizer.weight_decay=0.5"]),
+    ("sgd", ["optimizer.momentum=0.1", "optimizer.nesterov=true"]),
+    ("adamw", ["optimizer.betas=[0.5,0.6]"]),
+    ("muon", ["optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.6]"]),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "changed"), CHANGES, ids=lambda x: "".join(x))
+def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, changed):
+    stopped(tmp_path, 8, f"optimizer={optimizer}")
+    found = []
+    for options in ([], changed):
+        job = prepare(configured(f"optimizer={optimizer}", *options))
+        folder = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}{len(found)}"))
+        outcome = run_kept(job, folder, resume=True)
+        groups = [g for u in job.runtime._updaters for g in u.optimizer.param_groups]
+        for option in options:
+            name, _, value = option.removeprefix("optimizer.").partition("=")
+            values = {str(group[name]) for group in groups}
+            assert len(values) == 1
+            assert values.pop().replace(" ", "").strip("()[]").lower() == value.strip("[]")
+        found.append(weights(outcome))
+    plain, other = found
+    assert any(not torch.equal(plain[name], other[name]) for name in plain)
+
+
+@pytest.mark.parametrize("changed", ["batch=8", "data.n_train=32", "microbatches=4"])
+def test_an_epoch_of_another_length_is_refused(tmp_path, changed):
+    """Also after its last step: rates go by epochs."""
+    run_kept(prepare(configured("epochs=1", "schedule=dp")), tmp_path)
+    with pytest.raises(ValueError, match=r"saved after 8 steps, in epoch 1 after step 0"):
+        run_kept(prepare(configured("epochs=2", "schedule=dp", changed)), tmp_path, resume=True)
