@@ -84,13 +84,15 @@ def test_step_time(ends, seconds):
 def test_rates_are_of_the_steady_steps():
     """A step of 4 seconds twice, after one and before one in which it is otherwise."""
     sent = [
-        Span(0, "send", begin, begin + 1.0, "w", 0, None, 0, 6.0, 1) for begin in range(0, 18, 2)
+        Span(0, "send", 9.0 + step, 10.0 + step, "w", 0, None, step, n_bytes, 1)
+        for step, n_bytes in ((5, 1.0), (6, 10.0), (6, 2.0), (7, 12.0), (8, 100.0))
     ]
-    found = replace(timeline(sent, step_ends=(7.0, 11.0, 15.0, 16.0)), steady=range(1, 3))
+    begin = Span(1, "compute", 0.0, 1.0, "0F0", 0, 0, 5)
+    found = replace(timeline([begin, *sent], step_ends=(7.0, 11.0, 15.0, 16.0)), steady=range(1, 3))
     assert found.step_time == 4
     assert found.bytes_a_step() == (12, 0)
     assert replace(found, steady=range(0)).step_time == 3
-    assert replace(found, steady=range(0)).bytes_a_step() == (9 * 6 / 4, 0)
+    assert replace(found, steady=range(0)).bytes_a_step() == (125 / 4, 0)
 
 
 def test_what_a_rank_holds_at_its_peak():

@@ -68,10 +68,14 @@ class StageCost:
         """A sum of gradients, and of statistics with it."""
         return self.parameter_bytes + self.statistics_bytes
 
-    @property
-    def update_bytes(self) -> float:
-        """What an update moves: weights, gradient and momentum in, weights and momentum out."""
-        return 5 * self.parameter_bytes
+    def update_bytes(self, optimizer_bytes: float | None = None) -> float:
+        """What an update moves: weights, gradient and the optimizer's state in, all but it out.
+
+        Args:
+            optimizer_bytes: of that state; a momentum's unless given.
+        """
+        state = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
+        return 3 * self.parameter_bytes + 2 * state
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
         """Forward and backward: as measured, else by the roofline of ``hardware``."""

@@ -44,9 +44,9 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         for span in met
     ]
     updates = [
-        (s.end - s.start) / costs[s.stage].update_bytes
+        (s.end - s.start) / costs[s.stage].update_bytes()
         for s in timeline.spans
-        if s.lane == UPDATE and costs[s.stage].update_bytes
+        if s.lane == UPDATE and costs[s.stage].update_bytes()
     ]
     links = Hardware(
         name="as observed",

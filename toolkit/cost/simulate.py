@@ -55,7 +55,8 @@ def simulate(
         program: a verified program.
         costs: one entry a stage.
         hardware: seconds of kernels that were not measured, and of messages.
-        optimizer_bytes: of the optimizer's state, by stage; ranks that update a stage keep it.
+        optimizer_bytes: of the optimizer's state, by stage; ranks that update a stage keep it, and
+            an update reads and writes it. Unless given it takes no memory, and time as a momentum.
 
     Raises:
         ValueError: it is no program, or no hardware; there are not as many costs or optimizers'
@@ -83,8 +84,7 @@ def simulate(
             f"optimizer_bytes has an entry a stage, {len(costs)}, or none: got"
             f" {len(optimizer_bytes)}"
         )
-    simulation = _Simulation(program, costs, hardware)
-    simulation.hold_optimizers(optimizer_bytes)
+    simulation = _Simulation(program, costs, hardware, optimizer_bytes)
     handlers = simulation.handlers
     with collector_paused():
         for rank, instruction in replay(program):
@@ -95,8 +95,15 @@ def simulate(
 class _Simulation:
     """The clocks of all ranks, and when each buffer is ready where."""
 
-    def __init__(self, program: Program, costs: Costs, hardware: Hardware) -> None:
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        hardware: Hardware,
+        optimizer_bytes: Sequence[float],
+    ) -> None:
         self.program, self.costs, self.hardware = program, costs, hardware
+        self.moved = [cost.update_bytes() for cost in costs]  # by an update
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # when the compute lane is free
         self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
@@ -116,6 +123,8 @@ class _Simulation:
         self.spans: list[Span] = []
         self.changes: list[Change] = []
         self.steps: dict[int, float] = {}
+        if optimizer_bytes:
+            self._hold_optimizers(optimizer_bytes)
         self.names: dict[tuple, str] = {op: str(op) for op in program.schedule.timing.starts}
         self.handlers = {action: self._compute for action in Action if action.computes} | {
             Action.UPDATE: self._update,
@@ -133,8 +142,10 @@ class _Simulation:
                 for version in schedule.versions(j, program.first_step):
                     self._hold_weights(0.0, rank, j, version)
 
-    def hold_optimizers(self, n_bytes: Sequence[float]) -> None:
-        for rank, instructions in enumerate(self.program.ranks if n_bytes else ()):
+    def _hold_optimizers(self, n_bytes: Sequence[float]) -> None:
+        states = zip(self.costs, n_bytes, strict=True)
+        self.moved = [cost.update_bytes(state) for cost, state in states]
+        for rank, instructions in enumerate(self.program.ranks):
             for stage in {i.stage for i in instructions if i.action == Action.UPDATE}:
                 self.changes.append(Change(0.0, rank, OPTIMIZER, n_bytes[stage]))
 
@@ -220,8 +231,7 @@ class _Simulation:
         step = i.step or 0
         key = (rank, i.stage, i.step)
         start = max(self.updated[rank], self.weights[key], self.sums[key])
-        moved = self.costs[i.stage].update_bytes
-        seconds = moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
+        seconds = self.moved[i.stage] / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)
         self._hold_weights(end, rank, i.stage, i.version)

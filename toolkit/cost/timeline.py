@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -150,14 +149,18 @@ class Timeline:
         return tuple(sent)
 
     def bytes_a_step(self) -> tuple[float, ...]:
-        """Bytes that each rank sends in a training step of the steady state."""
-        everything = 0.0, inf, len(self.step_ends)
-        begin, end, n_steps = self._timed() if self.steady else everything
+        """Bytes that each rank sends in a training step of the steady state.
+
+        A message counts for its step, whenever it is sent.
+        """
+        steps = {s.step for s in self.spans if s.lane == COMPUTE and s.step is not None}
+        first = min(steps, default=0)
+        steady = self.steady or range(len(self.step_ends))
         sent = [0.0] * self.n_ranks
         for span in self.spans:
-            if span.lane == SEND and begin <= span.start < end:
+            if span.lane == SEND and span.step is not None and span.step - first in steady:
                 sent[span.rank] += span.bytes
-        return tuple(n_bytes / n_steps for n_bytes in sent)
+        return tuple(n_bytes / len(steady) for n_bytes in sent)
 
     def to_frame(self) -> "pd.DataFrame":
         """The spans as a pandas DataFrame, one row each."""

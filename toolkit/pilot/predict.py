@@ -69,14 +69,16 @@ def predict(
     for schedule in schedules:
         program = schedule.lower(steps_to_time(schedule)).verify()
         timeline = simulate(program, costs, hardware, optimizer_bytes)
-        times = [simulate(program, scaled, hardware).step_time for scaled in versions]
+        times = [
+            simulate(program, scaled, hardware, optimizer_bytes).step_time for scaled in versions
+        ]
         baseline = baseline or times
         ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
         found.append(
             Prediction(
                 seconds=times[0],
                 ratio=(min(ratios), ratios[0], max(ratios)),
-                without_links=simulate(program, costs, free).step_time,
+                without_links=simulate(program, costs, free, optimizer_bytes).step_time,
                 memories=tuple(timeline.peak_memory(rank) for rank in range(timeline.n_ranks)),
             )
         )
