@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.config.test_presets import composed
-from toolkit.model import gpt, partition
+from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
 from toolkit.training.job import _optimizer
@@ -20,7 +20,8 @@ F64 = torch.float64
 def chosen(name, *overrides):
     """As the command line makes it."""
     overrides = [f"optimizer.{override}" for override in overrides]
-    return _optimizer(composed("train", f"optimizer={name}", *overrides).optimizer)
+    make, _ = _optimizer(composed("train", f"optimizer={name}", *overrides).optimizer)
+    return make
 
 
 def one_update(make):
@@ -75,6 +76,27 @@ def test_muon_leaves_the_outer_layers_to_adamw():
     assert {"embed.tokens.weight", "embed.places", "head.weight"} <= {*others}
     chosen_ones = groups(chosen("muon", "adamw=[narrow,head]"), model)[0]
     assert chosen_ones == ["embed.places", "embed.tokens.weight", *hidden[:3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [
+        ("resnet8", {"conv1.weight", "fc.weight"}),
+        ("resnet18", {"conv1.weight", "fc.weight"}),
+        ("resnet50", {"conv1.weight", "fc.weight"}),
+        (
+            "vit_b_16",
+            {"conv_proj.weight", "class_token", "encoder.pos_embedding", "heads.head.weight"},
+        ),
+    ],
+)
+def test_muon_knows_the_outer_layers_of_the_zoo(name, outer):
+    with torch.device("meta"):
+        model = build(name, 10, 32)
+    hidden, others = groups(chosen("muon"), model)
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    assert {name for name in others if shapes[name] > 1} == outer
+    assert all(shapes[name] > 1 for name in hidden)
 
 
 def test_muon_of_vectors_alone_is_adamw():

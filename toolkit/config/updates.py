@@ -42,7 +42,8 @@ class MuonOptimizer:
     nesterov: bool = True
     ns_steps: int = option(5, "of Newton and Schulz, towards an orthogonal update")
     adamw: list[str] = option_list(
-        ["embed", "head", "fc"], "parts of the names of matrices that AdamW updates"
+        ["embed", "head", "fc", r"^conv1\.", r"^conv_proj\."],
+        "patterns of the names of matrices that AdamW updates",
     )
     betas: tuple[float, float] = option((0.9, 0.95), "of AdamW")
     eps: float = option(1e-8, "of AdamW")

@@ -4,6 +4,7 @@ Each looks at one parameter tensor at a time, so an optimizer for each stage mak
 one for the whole model. LAMB's ``max_grad_norm`` is the exception. timm loads when it is needed.
 """
 
+import re
 from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,9 @@ from torch.optim import Optimizer
 
 from toolkit.runtime import by_name
 from toolkit.training.muon import Muon
+
+OUTER = ("embed", "head", "fc", r"^conv1\.", r"^conv_proj\.")
+"""The first and the last layers of the models of the zoo, by patterns of their names."""
 
 
 def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
@@ -41,7 +45,7 @@ def lamb(
 @by_name
 def muon(
     parameters: Iterable[tuple[str, nn.Parameter]],
-    adamw: Collection[str] = ("embed", "head", "fc"),
+    adamw: Collection[str] = OUTER,
     betas: Iterable[float] = (0.9, 0.95),
     **options: Any,
 ) -> Optimizer:
@@ -49,14 +53,15 @@ def muon(
 
     Args:
         parameters: with their names.
-        adamw: parts of the names of those that are matrices and yet AdamW's, as the first and the
-            last layer are to be.
+        adamw: patterns of the names of those that are matrices and yet AdamW's, as the first and
+            the last layer are to be: regular expressions, found anywhere in a name.
         betas: of AdamW.
         options: those of Muon.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
-        outer = parameter.dim() < 2 or any(part in name for part in adamw)
+        vector = sum(size > 1 for size in parameter.shape) < 2
+        outer = vector or any(re.search(pattern, name) for pattern in adamw)
         groups[not outer].append(parameter)
     return Muon(
         [{"params": params, "orthogonal": hidden} for hidden, params in groups.items() if params],
