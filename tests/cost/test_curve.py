@@ -149,11 +149,19 @@ def test_equal_stages_halve_the_memory(n, slot):
     assert staircase(n, slot).reduction(n) == pytest.approx(1 - (n + 1) / (2 * n))
 
 
-@pytest.mark.parametrize(("name", "least"), [("resnet50", 0.29), ("vit_b_16", 0.42)])
-def test_the_papers_figure(name, least):
-    """A reduction of 30 % for ResNet-50 and 42 % for ViT-B/16, of 32 workers."""
-    curve = memory_curve(on_meta(name), images(32), "roofline", A100)
-    assert least <= curve.reduction(32) <= curve.floor <= 0.5
+@pytest.mark.parametrize(
+    ("name", "axis", "expected"),
+    [
+        ("resnet50", "flops", 0.303),  # the paper's 30 %
+        ("resnet50", "roofline", 0.425),
+        ("vit_b_16", "flops", 0.493),  # above the paper's 42 %
+        ("vit_b_16", "roofline", 0.497),
+    ],
+)
+def test_the_papers_figure(name, axis, expected):
+    curve = memory_curve(on_meta(name), images(32), axis, A100)
+    assert curve.reduction(32) == pytest.approx(expected, abs=0.003)
+    assert curve.reduction(32) <= curve.floor <= 0.5
     assert curve.reduction(64) == pytest.approx(curve.floor, abs=0.01)
 
 
