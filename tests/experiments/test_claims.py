@@ -1,0 +1,123 @@
+"""What the pages say in words of the kept results is so."""
+
+import json
+
+import pytest
+
+from tests.experiments.command import EXPERIMENTS
+
+RESULTS = EXPERIMENTS / "results"
+README = (EXPERIMENTS.parent / "README.md").read_text()
+PAGE = (RESULTS / "README.md").read_text()
+
+
+def rows(name):
+    return json.loads((RESULTS / name / "result.json").read_text())["metrics"]
+
+
+def of(result, rule, column="difference"):
+    (row,) = (row for row in rows(result) if row["rule"] == rule)
+    return row[column]
+
+
+def told(result, rule, measure=""):
+    """Whether the interval of a difference leaves zero out."""
+    difference, width = (of(result, rule, f"{measure}difference{end}") for end in ("", "_95"))
+    return abs(difference) > width
+
+
+def microseconds():
+    return [row["us an op"] for row in rows("bench_simulator") if "torch" not in row["job"]]
+
+
+def beside_torch():
+    return [row["of torch's"] for row in rows("bench_simulator") if row["of torch's"]]
+
+
+def reduction(model, axis):
+    """Of 32 workers."""
+    (row,) = (row for row in rows(f"memory_{model}") if (row["axis"], row["workers"]) == (axis, 32))
+    return row["reduction"]
+
+
+CLAIMS = [
+    (
+        "CDP-v2 ends about half a point below DP, which five seeds cannot tell from nothing, and "
+        "CDP-v1 1.7 points, which they can.",
+        lambda: (
+            -0.75 < of("cifar10_long_8", "cdp_v2") < -0.25
+            and not told("cifar10_long_8", "cdp_v2")
+            and round(of("cifar10_long_8", "cdp_v1"), 1) == -1.7
+            and told("cifar10_long_8", "cdp_v1")
+        ),
+    ),
+    (
+        "staleness costs CDP-v2 two points and CDP-v1 ten, and on Imagenette, in ten epochs at "
+        "the paper's rate, CDP-v2 four",
+        lambda: (
+            [round(of(f"cifar10_narrow_{n}", "cdp_v2")) for n in (4, 8)] == [-2, -2]
+            and [round(of(f"cifar10_narrow_{n}", "cdp_v1")) for n in (4, 8)] == [-10, -10]
+            and round(of("imagenette_narrow_8", "cdp_v2")) == -4
+        ),
+    ),
+    (
+        "the small decoder above ends a quarter of a nat behind DP with CDP-v2. By NAdam, at the "
+        "same rate, it cannot be told from DP; by Muon it ends 0.04 nats behind DP, and before DP "
+        "by AdamW",
+        lambda: (
+            of("text", "cdp_v2", "loss_difference") == pytest.approx(0.25, abs=0.03)
+            and not told("text_nadam", "cdp_v2", "loss_")
+            and round(of("text_muon", "cdp_v2", "loss_difference"), 2) == 0.04
+            and of("text_muon", "cdp_v2", "loss") < of("text", "dp", "loss")
+        ),
+    ),
+    (
+        "a constant delay of 2 costs a point, and longer ones break the training; delays of up to "
+        "a step and a half on average cannot be told from none",
+        lambda: (
+            round(of("delays", "late_2")) == -1
+            and max(of("delays", "late_4"), of("delays", "late_8")) < -20
+            and not any(
+                told("delays", row["rule"])
+                for row in rows("delays")
+                if 0 < row["staleness_mean"] <= 1.5
+            )
+        ),
+    ),
+    (
+        "two thirds of the loss come back",
+        lambda: (
+            1 - of("prediction_narrow_8", "cdp_v1_predicted") / of("prediction_narrow_8", "cdp_v1")
+            == pytest.approx(2 / 3, abs=0.05)
+        ),
+    ),
+    (
+        "ViT-B/16 saves nearly half on every time axis",
+        lambda: all(
+            round(reduction("vit_b_16", axis), 1) == 0.5 for axis in ("flops", "bytes", "roofline")
+        ),
+    ),
+    (
+        "ResNet-50 comes to that where time goes by FLOPs, and saves more by the roofline and by "
+        "bytes; ViT-B/16 saves seven to eight points more on every axis.",
+        lambda: (
+            round(100 * reduction("resnet50", "flops")) == 30
+            and min(reduction("resnet50", axis) for axis in ("bytes", "roofline")) > 0.4
+            and {round(100 * reduction("vit_b_16", a)) - 42 for a in ("flops", "bytes", "roofline")}
+            == {7, 8}
+        ),
+    ),
+    (
+        "take about 25 µs an op, up to twice as long as torch.distributed.pipelining's",
+        lambda: (
+            all(20 < each < 30 for each in microseconds())
+            and all(1 < x < 2 for x in beside_torch())
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "holds"), CLAIMS, ids=[words[:30] for words, _ in CLAIMS])
+def test_what_is_said_is_so(words, holds):
+    assert words in " ".join(f"{README} {PAGE}".split())
+    assert holds()
