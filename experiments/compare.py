@@ -143,8 +143,7 @@ def train_all(
     wanted = [(name, seed) for seed in seeds for name in config.rules if (name, seed) not in done]
     with Progress(config.epochs * len(wanted), shown=leads()) as progress:
         for name, seed in wanted:
-            schedule = {"schedule": config.rules[name], "seed": seed}
-            single = OmegaConf.create({**config, **schedule})
+            single = OmegaConf.create({**config, "schedule": config.rules[name], "seed": seed})
             job = prepare(single, samples)
             progress.run(f"{job.schedule.name}, seed {seed}")
             delays: list[dict[str, Any]] = []

@@ -269,7 +269,7 @@ def _dtype(place: Place, chance: Random) -> None:
 
 def _kind(place: Place, chance: Random) -> None:
     container, key = place
-    others = [None, "x", [], {}, 1j, [{}], {"x": 1}]
+    others: list[Any] = [None, "x", [], {}, 1j, [{}], {"x": 1}]
     container[key] = chance.choice([o for o in others if type(o) is not type(container[key])])
 
 

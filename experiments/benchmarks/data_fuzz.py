@@ -290,12 +290,14 @@ def _expected(name: str, root: Path, sums: dict[str, str], skip: bool) -> Expect
         raise DamagedSetError(f"{len(splits[0])} classes")
     damaged: set[str] = set()
     epochs: list[Epochs] = []
-    for split, views in zip(splits, (RandomView(_SIZE), CentralView(_SIZE)), strict=True):
+    views: list[View | None] = [None, None]
+    if name == "folder":
+        views = [RandomView(_SIZE), CentralView(_SIZE)]
+    for split, view in zip(splits, views, strict=True):
         paths = [(path, label) for label, (_, paths) in enumerate(split) for path in paths]
         training = split is splits[0]
         seed = hash((5, 1)) if training else 0
         order, everything = _order(len(paths), training), list(range(len(paths)))
-        view = views if name == "folder" else None
         seen = {
             k: _stands_in(paths, k, skip, seed, view, damaged)
             for k in (order if name == "folder" else everything)

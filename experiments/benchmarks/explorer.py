@@ -24,7 +24,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """A row a schedule and placement: median and longest milliseconds; nothing is remembered."""
     del device, seed
     check_counts(config, "size", "rounds", of="bench.")
-    cases = [(name, None) for name in choice.METHODS]
+    cases: list[tuple[str, str | None]] = [(name, None) for name in choice.METHODS]
     cases += [(name, placement) for name, placed in _PLACED.items() for placement in placed]
     explorers = {
         case: Explorer(case[0], config.size, config.size, placement=case[1])

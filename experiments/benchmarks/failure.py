@@ -33,7 +33,8 @@ from benchmarks import faults
 from benchmarks.faults import Job
 from toolkit.files import write_csv
 
-FAULTS = {"killed": faults.kill, "stopped": faults.stop, "cut": faults.cut, "no_port": None}
+BREAKS = {"killed": faults.kill, "stopped": faults.stop, "cut": faults.cut}
+FAULTS = (*BREAKS, "no_port")
 TRAIN = Path(__file__).parents[1] / "train.py"
 UNDER_WAY = 2  # the training step to which all ranks have come before the fault
 _PATIENCE = 120.0  # seconds in which training has to begin
@@ -89,7 +90,7 @@ def one_round(
 ) -> Round:
     """Start a job and break it; the output of one that does not pass is kept in ``folder``."""
     chance = random.Random(f"{seed} {fault} {number}")
-    alone = FAULTS[fault] is None
+    alone = fault not in BREAKS
     rank = chance.randrange(1 if alone else 0, config.ranks)  # rank 0 alone would listen itself
     done = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
     with tempfile.TemporaryDirectory() as scratch:
@@ -120,7 +121,7 @@ def _broken(done: Round, config: DictConfig, device: torch.device, output: Path)
             done.problems.append("training ended before the fault")
             return
         victim = ranks[done.rank]
-        FAULTS[done.fault](victim, port)
+        BREAKS[done.fault](victim, port)
         start = time.monotonic()
         _await_end(done, job, [rank.process for rank in ranks], start, _patience(config))
         done.place = victim.place

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -26,6 +26,9 @@ class Round:
     message: str = ""
 
 
+RoundT = TypeVar("RoundT", bound=Round)
+
+
 def check(config: DictConfig) -> None:
     """Refuse a number of mutations, or a limit of seconds, without sense.
 
@@ -41,12 +44,12 @@ def rounds(
     kinds: Sequence[str],
     n: int,
     seed: int,
-    one: Callable[[str, int, Random], Round],
+    one: Callable[[str, int, Random], RoundT],
     passed: Sequence[str],
     output: Path,
-) -> list[Round]:
+) -> list[RoundT]:
     """``n`` rounds by ``one``, of every kind in turn; kept as ``mutations.csv`` in ``output``."""
-    found = []
+    found: list[RoundT] = []
     for number in tqdm(range(n), unit="mutation", leave=False):
         done = one(kinds[number % len(kinds)], number, Random(f"{seed} {number}"))
         found.append(done)
@@ -72,7 +75,7 @@ def summary(
     }
 
 
-def by_kind(found: Sequence[Round]) -> list[list[Round]]:
+def by_kind(found: Sequence[RoundT]) -> list[list[RoundT]]:
     """The rounds of each kind, in the order in which kinds came."""
     kinds = dict.fromkeys(done.kind for done in found)
     return [[done for done in found if done.kind == kind] for kind in kinds]

@@ -71,22 +71,23 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         for _ in range(n_timed):
             step(inputs, targets)
 
+    def train(grouped: SingleProcess, batches: Batches) -> Iterator[Tensor]:
+        return (result.loss for result in grouped.run(batches))
+
     steps = {
         "plain PyTorch, step": lambda: timed(plain.step),
         f"{cyclic.schedule.name} grouped, step": lambda: timed(cyclic.step),
     }
     loops = {"plain PyTorch, loop": lambda: loop(lambda b: (plain.step(*batch) for batch in b))}
     for grouped in (parallel, cyclic):
-        loops[f"{grouped.schedule.name} grouped, loop"] = partial(
-            loop, lambda batches, grouped=grouped: (result.loss for result in grouped.run(batches))
-        )
+        loops[f"{grouped.schedule.name} grouped, loop"] = partial(loop, partial(train, grouped))
     rows = [
         *_rows(alternate(steps, config.rounds, device, _WARM_UP), n_images, n_timed),
         *_rows(alternate(loops, config.rounds, device), n_images, config.steps),
     ]
     if config.compile == "none":
-        for row, trained in zip(rows, (plain, cyclic), strict=False):
-            row["operations"] = operations(partial(trained.step, inputs, targets)).total()
+        for row, step in zip(rows, (plain.step, cyclic.step), strict=False):
+            row["operations"] = operations(partial(step, inputs, targets)).total()
     return rows
 
 

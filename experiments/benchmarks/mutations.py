@@ -118,7 +118,8 @@ def _another_format(path: Path, random: Random) -> None:
     }
     texts = [b"<!DOCTYPE html><html>404</html>", b"PK\x03\x04" + bytes(40), b"\x93NUMPY\x01\x00{}"]
     texts += [pickle.dumps({"data": [1, 2], "labels": [3]}), b"cos\nsystem\n(S'true'\ntR."]
-    form = random.choice([*forms, *texts])
+    choices: list[str | bytes] = [*forms, *texts]
+    form = random.choice(choices)
     if isinstance(form, bytes):
         path.write_bytes(form)
         return

@@ -75,7 +75,13 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return [_row(mode, trained, around, config) for mode in _MODES]
 
 
-_OPTIONS = {"project": "bench", "entity": None, "group": None, "name": None, "tags": []}
+_OPTIONS: dict[str, Any] = {
+    "project": "bench",
+    "entity": None,
+    "group": None,
+    "name": None,
+    "tags": [],
+}
 
 
 def _row(
