@@ -11,7 +11,7 @@ from torchvision.models import VisionTransformer
 from toolkit.cost import Hardware, StageCost, profile, unit_costs
 from toolkit.model import build, partition
 from toolkit.model.analysis import Work
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 
 FLOAT = 4
 MACHINE = Hardware("hand", flops=2.0, memory_bandwidth=5.0, link_bandwidth=1.0)
@@ -166,10 +166,10 @@ def test_sums_are_of_the_bytes_that_a_run_adds_up(n_stages):
     costs = profile(stages, example.to("meta"))
     values = (example,)
     for j, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
-        worker = StageWorker(stage, j, lambda p: torch.optim.SGD(p, 0.1), None, 0)
-        values = worker.forward(worker.newest(), values, (0,), 0)
-        statistics = sum(x.nbytes for x in worker.take_statistics().values())
-        weights = sum(x.nbytes for x in worker.newest().values())
+        runner = StageRunner(stage, j, lambda p: torch.optim.SGD(p, 0.1), None, 0)
+        values = runner.forward(runner.newest(), values, (0,), 0)
+        statistics = sum(x.nbytes for x in runner.take_statistics().values())
+        weights = sum(x.nbytes for x in runner.newest().values())
         assert cost.statistics_bytes == statistics
         assert cost.gradient_bytes == weights + statistics
 

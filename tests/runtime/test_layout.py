@@ -17,7 +17,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.layout import Layout, Layouts, Part, find_layouts, weights_layout
 from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import Sum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
@@ -167,12 +167,12 @@ def shapes(found):
 def found_for(model, n_stages, example, by="flops"):
     """The layouts for ``model`` cut into stages."""
     stages = partition(model, n_stages, example, by)
-    workers = [StageWorker(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
-    return found_of(workers, (example,))
+    runners = [StageRunner(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
+    return found_of(runners, (example,))
 
 
-def found_of(workers, inputs):
-    skeletons = [meta_copy(worker.compute) for worker in workers]
+def found_of(runners, inputs):
+    skeletons = [meta_copy(runner.compute) for runner in runners]
     return find_layouts(skeletons, tuple(x.to("meta") for x in inputs))
 
 
@@ -283,8 +283,8 @@ def test_several_inputs_and_a_type_of_its_own():
 
     example = torch.zeros(5, 3, dtype=torch.float64), torch.zeros(5, 4, dtype=torch.float64)
     stages = partition(Two().double(), 2, example, ["second"])
-    workers = [StageWorker(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
-    found = found_of(workers, example)
+    runners = [StageRunner(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
+    found = found_of(runners, example)
     assert found.n_inputs == (2, 1)
     assert found.activations[0].n_bytes == found.activation_gradients[1].n_bytes == 5 * 4 * 8
     assert found.gradients == found.weights == tuple(map(weights_layout, stages))
@@ -293,8 +293,8 @@ def test_several_inputs_and_a_type_of_its_own():
 def test_finding_layouts_leaves_no_statistics():
     """The skeletons are used again, for micro-batches of another size."""
     stages = partition(models.residual(), 2, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
-    workers = [StageWorker(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
-    skeletons = [meta_copy(worker.compute) for worker in workers]
+    runners = [StageRunner(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
+    skeletons = [meta_copy(runner.compute) for runner in runners]
     small, large = (torch.empty(n, 1, 6, 6, dtype=torch.float64, device="meta") for n in (3, 8))
     first, other = find_layouts(skeletons, (small,)), find_layouts(skeletons, (large,))
     assert find_layouts(skeletons, (small,)) == first
@@ -408,8 +408,8 @@ def sent_as(found):
 def test_what_of_a_model_is_compressed():
     """Weights and their gradients; neither the statistics of norms nor what crosses boundaries."""
     stages = partition(Awkward(), 2, torch.zeros(5, dtype=torch.long), ["second"])
-    workers = [StageWorker(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
-    skeletons = [meta_copy(worker.compute) for worker in workers]
+    runners = [StageRunner(stage, j, conform.sgd, None, 0) for j, stage in enumerate(stages)]
+    skeletons = [meta_copy(runner.compute) for runner in runners]
     inputs = (torch.zeros(5, dtype=torch.long, device="meta"),)
     plain = find_layouts(skeletons, inputs)
     found = find_layouts(skeletons, inputs, torch.bfloat16)
@@ -495,7 +495,7 @@ def test_layouts_are_what_a_run_hands_over(monkeypatch, schedule, case):
     runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, "scheduled")
     data = batches(schedule.n_microbatches, 2)
     example = data[0][0].chunk(schedule.n_microbatches)[0]
-    layouts = found_of(runtime._workers, (example,))
+    layouts = found_of(runtime._runners, (example,))
     list(runtime.run(data))
     assert handed_over
     for i, _, sent in handed_over:

@@ -16,7 +16,7 @@ from tests.thorough import thorough
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import MicrobatchNorm
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import Sum, Updater, norms
 from toolkit.schedule import Schedule, catalog
 
@@ -107,10 +107,10 @@ def test_checkpoints_keep_less():
         schedule = catalog.data_parallel(2)
         runtime = make(schedule, recipe)
         ((inputs, _),) = make_batches(2, steps=1)
-        worker = runtime._workers[0]
+        runner = runtime._runners[0]
         with counting() as found:
-            weights = {name: w.requires_grad_() for name, w in worker.newest().items()}
-            worker.forward(weights, (inputs,), (0, 1), 0)
+            weights = {name: w.requires_grad_() for name, w in runner.newest().items()}
+            runner.forward(weights, (inputs,), (0, 1), 0)
         return found[0]
 
     assert kept(Recipe(checkpoint=[0])) < kept(Recipe(checkpoint=[1])) / 4
@@ -271,7 +271,7 @@ def test_an_infinite_gradient_is_left_out():
     names = [name for name, _ in stages.model.named_parameters()]
     assert_same({k: after[k] for k in names}, {k: before[k] for k in names})
     assert differ(after, before)
-    assert [worker.n_skipped for worker in runtime._workers] == [3, 3]
+    assert [runner.n_skipped for runner in runtime._runners] == [3, 3]
     assert runtime.learning_rates == [0.025, 0.025]
     assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
 
@@ -326,14 +326,14 @@ def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, recipe, n_re
 def test_norms_of_all_stages(options, squared, finite):
     """Each by itself, or of them all; a stage without a gradient has none."""
     recipe = Recipe(**options)
-    workers, totals = [], []
+    updaters, totals = [], []
     for value in (3.0, math.inf, None):
         layer = nn.Linear(1, 1, bias=False)
-        workers.append(Updater(layer, conform.sgd, None, recipe))
+        updaters.append(Updater(layer, conform.sgd, None, recipe))
         totals.append(Sum())
         if value is not None:
             totals[-1].add({"weight": torch.full((1, 1), value)})
-    found = norms(workers, totals)
+    found = norms(updaters, totals)
     assert [norm and norm.squared.item() for norm in found] == squared
     assert [norm and norm.finite for norm in found] == finite
 
@@ -368,12 +368,12 @@ def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
     stage = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
     plain, found = (
-        StageWorker(copy.deepcopy(stage), 0, conform.sgd, None, 0, recipe)
+        StageRunner(copy.deepcopy(stage), 0, conform.sgd, None, 0, recipe)
         for recipe in (Recipe(), Recipe(compile="default"))
     )
     for size in [*sizes, *sizes]:
         batch = (torch.randn(3 * size, 2, dtype=torch.float64),)
-        runs = [w.forward(w.newest(), batch, range(size), 0) for w in (plain, found)]
+        runs = [runner.forward(runner.newest(), batch, range(size), 0) for runner in (plain, found)]
         torch.testing.assert_close(*runs)
         found.take_statistics()
     assert len(made) == len(sizes)
@@ -559,4 +559,4 @@ def test_goes_on_where_all_updates_were_left_out():
     first, again = new(), new()
     first.step(*images())
     again.load_state_dict(first.state_dict())
-    assert [worker.n_skipped for worker in again._workers] == [1, 1]
+    assert [runner.n_skipped for runner in again._runners] == [1, 1]

@@ -10,7 +10,7 @@ from torch import nn
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess, rank
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.schedule import Action, catalog
 
 
@@ -99,9 +99,9 @@ def test_outputs_that_were_passed_on_are_let_go(monkeypatch):
         given = give(sender, i)
         return tuple(x.clone() for x in given) if isinstance(given, tuple) else given
 
-    def forward(worker, *arguments):
-        outputs = compute(worker, *arguments)
-        if worker.index == 0:
+    def forward(runner, *arguments):
+        outputs = compute(runner, *arguments)
+        if runner.index == 0:
             made.extend(map(weakref.ref, outputs))
         return outputs
 
@@ -111,9 +111,9 @@ def test_outputs_that_were_passed_on_are_let_go(monkeypatch):
         start(performer, i)
 
     made, alive = [], []
-    give, compute, start = Rank.give, StageWorker.forward, Rank._backward
+    give, compute, start = Rank.give, StageRunner.forward, Rank._backward
     monkeypatch.setattr(Rank, "give", passes_on)
-    monkeypatch.setattr(StageWorker, "forward", forward)
+    monkeypatch.setattr(StageRunner, "forward", forward)
     monkeypatch.setitem(rank._DO, Action.BACKWARD, backward)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     runtime = SingleProcess(

@@ -216,17 +216,17 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 
 def planted(job, at, n=10):
     """Multiply the learning rate by 1000 for ``n`` updates, once."""
-    workers = job.runtime._workers
+    runners = job.runtime._runners
     seen = iter(range(10_000))
-    for worker in workers:
+    for runner in runners:
 
-        def wild(*total, update=worker.update, groups=worker.optimizer.param_groups, **how):
-            if at <= next(seen) // len(workers) < at + n:
+        def wild(*total, update=runner.update, groups=runner.optimizer.param_groups, **how):
+            if at <= next(seen) // len(runners) < at + n:
                 for group in groups:
                     group["lr"] *= 1000
             update(*total, **how)  # which sets the rate of the next
 
-        worker.update = wild
+        runner.update = wild
     return job
 
 

@@ -21,7 +21,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.tracking import Estimate, binomial_half_width, paired_difference
@@ -48,13 +48,13 @@ def held(
         the CPU.
     """
     device = batch[0].device
-    workers = dict(enumerate(StageWorker(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
-    versions = {j: {0: worker.newest()} for j, worker in workers.items()}
+    runners = dict(enumerate(StageRunner(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
+    versions = {j: {0: runner.newest()} for j, runner in runners.items()}
     share = (batch[0],), batch[1]
     feed = Feed(repeat(share), 0, lambda _: range(schedule.n_microbatches))
     meter = Meter(0, device, 0.0)
     watching = meter.activations.watch
-    rank = Rank(schedule, workers, workers, versions, loss, feed, watching)
+    rank = Rank(schedule, runners, runners, versions, loss, feed, watching)
     rank.weights |= {(j, 0): weights[0] for j, weights in versions.items()}
     (instructions,) = schedule.lower(_STEPS).verify().ranks
     cuda = device.type == "cuda"

@@ -64,14 +64,14 @@ def diagnose(
     _, delayed = grouped.gradients(step, versions, inputs, targets, schedule.version)
     _, fresh = grouped.gradients(step, versions, inputs, targets, lambda j, m, t: t)
     found = []
-    for worker, known in zip(grouped.workers, versions, strict=True):
-        j, newest = worker.index, _flat(known[step], worker.masters)
-        used, new = (_flat(total[j].tensors, worker.masters) / scale for total in (delayed, fresh))
+    for runner, known in zip(grouped.runners, versions, strict=True):
+        j, newest = runner.index, _flat(known[step], runner.masters)
+        used, new = (_flat(total[j].tensors, runner.masters) / scale for total in (delayed, fresh))
         late = [step - schedule.version(j, m, step) for m in range(schedule.n_microbatches)]
         lengths = used.norm() * new.norm()
         moved = nan
         if step - 1 in known:
-            moved = float((newest - _flat(known[step - 1], worker.masters)).norm())
+            moved = float((newest - _flat(known[step - 1], runner.masters)).norm())
         found.append(
             StageDelay(
                 step=step,

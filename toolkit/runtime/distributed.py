@@ -24,7 +24,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.source import Shape, Source
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
@@ -105,19 +105,19 @@ class Distributed(Runtime):
         self.world = checked_world(world, stages, schedule)
         self._recipe = recipe
         self._loss = recipe.computed(scalar(loss))
-        self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
+        self._runners = [
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
         ]
-        self._updaters = self._workers
-        self._skeletons = [meta_copy(worker.compute) for worker in self._workers]
+        self._updaters = self._runners
+        self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         self._layouts: dict[Shape, Layouts] = {}
         self._compressed = COMPRESSIONS[compression]
         self._chunk_bytes = largest_chunk(chunk_mb, self.world.backend, paced=pacing)
         self._overlap = overlap
         self._paced = pacing
         self._per_machine = per_machine
-        self._holdings = Holdings(self.world, stages, self.schedule, self._workers)
+        self._holdings = Holdings(self.world, stages, self.schedule, self._runners)
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
         )
@@ -183,7 +183,7 @@ class Distributed(Runtime):
         known = self._holdings.versions
         own = [j for j in self.own if self.schedule.owners[j] == self.rank]
         leads = self.rank == 0
-        return part_of(self.steps_done, self.stages, self._workers, known, own, leads=leads)
+        return part_of(self.steps_done, self.stages, self._runners, known, own, leads=leads)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._check_ended()
@@ -192,7 +192,7 @@ class Distributed(Runtime):
     def _load(self, state: Mapping[str, Any]) -> None:
         self._holdings.load(state)
         for j in self.own:
-            self._workers[j].load(state["stages"][j])
+            self._runners[j].load(state["stages"][j])
         self._rates = self._read_rates()
 
     def _run(self, program: Program, feed: Feed, links: Links) -> Steps:
@@ -217,11 +217,11 @@ class Distributed(Runtime):
         self.world.watch.at("between programs")
 
     def _make_rank(self, feed: Feed, meter: Meter | None) -> Rank:
-        workers = dict(enumerate(self._workers))
-        updaters = {j: self._workers[j] for j in self._holdings.updated}
+        runners = dict(enumerate(self._runners))
+        updaters = {j: self._runners[j] for j in self._holdings.updated}
         watching = {} if meter is None else {"watching": meter.activations.watch}
         return Rank(
-            self.schedule, workers, updaters, self._holdings.versions, self._loss, feed, **watching
+            self.schedule, runners, updaters, self._holdings.versions, self._loss, feed, **watching
         )
 
     def _reads(self, step: int) -> list[int]:
@@ -250,7 +250,7 @@ class Distributed(Runtime):
             j: rate
             for j in self._holdings.updated
             if self.schedule.owners[j] == self.rank
-            and (rate := self._workers[j].learning_rate) is not None
+            and (rate := self._runners[j].learning_rate) is not None
         }
         found = {j: rate for part in self.world.gather(mine) for j, rate in part.items()}
         return [found[j] for j in sorted(found)]

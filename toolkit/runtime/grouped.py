@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.runtime.diagnostics import StageDelay, diagnose
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source, take
-from toolkit.runtime.stage import StageWorker, Values, gradients, leaves, predicted
+from toolkit.runtime.stage import StageRunner, Values, gradients, leaves, predicted
 from toolkit.runtime.updater import Norm, Sum, Weights, norms
 from toolkit.schedule import Schedule
 
@@ -24,7 +24,7 @@ class Grouped:
     """Runs one training step after another; keeps the versions that later steps read.
 
     Args:
-        workers: of each stage.
+        runners: of each stage.
         schedule: for as many.
         loss: mean loss of a micro-batch.
         diagnostics: steps between two looks at what the delay does to the gradients; 0: none.
@@ -32,15 +32,15 @@ class Grouped:
 
     def __init__(
         self,
-        workers: Sequence[StageWorker],
+        runners: Sequence[StageRunner],
         schedule: Schedule,
         loss: Loss,
         diagnostics: int = 0,
     ) -> None:
-        self.workers = workers
+        self.runners = runners
         self.schedule = schedule
         self.loss = loss
-        self.recipe = workers[0].recipe
+        self.recipe = runners[0].recipe
         self.diagnostics = diagnostics
 
     def run(
@@ -64,9 +64,9 @@ class Grouped:
     ) -> StepResult:
         """Run training step ``step``; ``versions[stage]`` gains version ``step + 1``."""
         result, totals = self.gradients(step, versions, inputs, targets, self.schedule.version)
-        known = zip(self.workers, totals, norms(self.workers, totals), strict=True)
-        for worker, total, norm in known:
-            self._update(worker, total, versions[worker.index], step, norm)
+        known = zip(self.runners, totals, norms(self.runners, totals), strict=True)
+        for runner, total, norm in known:
+            self._update(runner, total, versions[runner.index], step, norm)
         return result
 
     def gradients(
@@ -90,14 +90,14 @@ class Grouped:
         groups: Groups = [tuple(range(n_microbatches))]
         batches = [inputs]
         read: list[dict[int, Weights]] = []
-        for worker in self.workers:
-            by_version = self._by_version(worker.index, step, version)
+        for runner in self.runners:
+            by_version = self._by_version(runner.index, step, version)
             batches = _regroup(batches, groups, list(by_version.values()))
             groups = list(by_version.values())
-            known = versions[worker.index]
+            known = versions[runner.index]
             own = {v: leaves(self._read(known, v, step)) for v in by_version}
             batches = [
-                worker.forward(own[v], batch, group, step)
+                runner.forward(own[v], batch, group, step)
                 for (v, group), batch in zip(by_version.items(), batches, strict=True)
             ]
             read.append(own)
@@ -106,11 +106,11 @@ class Grouped:
         losses = torch.stack([self.loss(output, target) for output, target in parts])
         (losses.mean() * self.recipe.scale).backward()
         totals = []
-        for worker, own in zip(self.workers, read, strict=True):
+        for runner, own in zip(self.runners, read, strict=True):
             total = Sum()
             for weights in own.values():
                 total.add(gradients(weights))
-            total.add(worker.take_statistics())
+            total.add(runner.take_statistics())
             totals.append(total)
         everyone = tuple(range(n_microbatches))
         outputs = outputs.detach()
@@ -120,17 +120,17 @@ class Grouped:
 
     def _update(
         self,
-        worker: StageWorker,
+        runner: StageRunner,
         total: Sum,
         versions: dict[int, Weights],
         step: int,
         norm: Norm | None,
     ) -> None:
-        oldest = self.schedule.oldest_version(worker.index, step + 1)
+        oldest = self.schedule.oldest_version(runner.index, step + 1)
         oldest = min(oldest, step) if self.diagnostics else oldest  # which look at the last
         n_microbatches = self.schedule.n_microbatches
-        worker.update(total, n_microbatches, keep_old=oldest <= step, norm=norm)
-        versions[step + 1] = worker.newest()
+        runner.update(total, n_microbatches, keep_old=oldest <= step, norm=norm)
+        versions[step + 1] = runner.newest()
         for version in [version for version in versions if version < oldest]:
             del versions[version]
 

@@ -11,7 +11,7 @@ from toolkit.model import Stages
 from toolkit.runtime.layout import Layout
 from toolkit.runtime.links import Links, Transfer
 from toolkit.runtime.processes.world import World
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
@@ -29,25 +29,25 @@ class Holdings:
     """
 
     def __init__(
-        self, world: World, stages: Stages, schedule: Schedule, workers: Sequence[StageWorker]
+        self, world: World, stages: Stages, schedule: Schedule, runners: Sequence[StageRunner]
     ) -> None:
-        self.world, self.stages, self.schedule, self.workers = world, stages, schedule, workers
+        self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
         self._updaters = _updaters(schedule)
-        self._layouts = [Layout.of(self._state(j)) for j in range(len(workers))]
-        self._weights = [Layout.of(worker.newest()) for worker in workers]
+        self._layouts = [Layout.of(self._state(j)) for j in range(len(runners))]
+        self._weights = [Layout.of(runner.newest()) for runner in runners]
         self._begin_alike()
         self.updated = [j for j, ranks in enumerate(self._updaters) if world.rank in ranks]
-        self.versions = {j: {0: workers[j].newest()} for j in self.updated}
+        self.versions = {j: {0: runners[j].newest()} for j in self.updated}
         for j in self.updated:
-            if (average := workers[j].average) is not None:
-                average.begin(workers[j].newest())
+            if (average := runners[j].average) is not None:
+                average.begin(runners[j].newest())
         self.forget()
 
     def forget(self) -> None:
         """Give back the memory of stages that this rank does not update."""
-        for j, worker in enumerate(self.workers):
+        for j, runner in enumerate(self.runners):
             if j not in self.versions:
-                for master in worker.masters.values():
+                for master in runner.masters.values():
                     master.data = torch.empty(0, dtype=master.dtype, device=master.device)
 
     def share(self, links: Links, step: int) -> dict[tuple, Weights]:
@@ -84,36 +84,36 @@ class Holdings:
 
     def collect(self) -> None:
         """Have every rank's stages hold the newest weights and running statistics."""
-        for j, worker in enumerate(self.workers):
+        for j, runner in enumerate(self.runners):
             if len(self._updaters[j]) == self.world.size:
                 continue
             tensors = self._state(j) if j in self.versions else {}
             received = self._broadcast(self._layouts[j], self.schedule.owners[j], tensors)
             if j not in self.versions:
-                for name, master in worker.masters.items():
+                for name, master in runner.masters.items():
                     master.data = received[name]
-                for name, buffer in worker.stage.named_buffers():
+                for name, buffer in runner.stage.named_buffers():
                     buffer.copy_(received[name])
 
     def averages(self) -> Weights:
         """The averages of all stages' weights, from their owners."""
         found: Weights = {}
-        for j, worker in enumerate(self.workers):
-            if worker.average is not None:
+        for j, runner in enumerate(self.runners):
+            if runner.average is not None:
                 owner = self.schedule.owners[j]
-                found |= self._broadcast(self._weights[j], owner, worker.average.weights)
+                found |= self._broadcast(self._weights[j], owner, runner.average.weights)
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state`` has of the updated stages, and what of the others is fixed."""
         self.forget()
-        load_model(state, self.stages, self.workers, self.updated)
+        load_model(state, self.stages, self.runners, self.updated)
         for j in self.updated:
-            self.versions[j] = loaded(state, j, self.workers[j])
+            self.versions[j] = loaded(state, j, self.runners[j])
 
     def _state(self, j: int) -> dict[str, Tensor]:
         """The newest weights of a stage, what of it is frozen, and its buffers."""
-        stage = self.workers[j].stage
+        stage = self.runners[j].stage
         return {name: p.data for name, p in stage.named_parameters()} | dict(stage.named_buffers())
 
     def _begin_alike(self) -> None:

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.stage import (
-    StageWorker,
+    StageRunner,
     Values,
     gradients,
     kept_for_two_backwards,
@@ -67,7 +67,7 @@ class Rank:
 
     Args:
         schedule: whose programs it runs.
-        workers: of each stage that it computes.
+        runners: of each stage that it computes.
         updaters: of each stage that it updates.
         versions: ``versions[stage]`` holds the weights of a stage that it owns and the schedule
             still reads; kept up to date.
@@ -79,8 +79,8 @@ class Rank:
     def __init__(
         self,
         schedule: Schedule,
-        workers: Mapping[int, StageWorker],
-        updaters: Mapping[int, StageWorker],
+        runners: Mapping[int, StageRunner],
+        updaters: Mapping[int, StageRunner],
         versions: Mapping[int, dict[int, Weights]],
         loss: Loss,
         feed: Feed,
@@ -88,10 +88,10 @@ class Rank:
     ) -> None:
         self.schedule = schedule
         self.last_stage = schedule.n_stages - 1
-        self.workers, self.updaters, self.versions = workers, updaters, versions
+        self.runners, self.updaters, self.versions = runners, updaters, versions
         self.loss, self.feed = loss, feed
         self.watching = watching
-        compiled = any(worker.recipe.compile != "none" for worker in workers.values())
+        compiled = any(runner.recipe.compile != "none" for runner in runners.values())
         self._compiled_and_split = compiled and schedule.splits_backward
         self.weights: dict[tuple, Weights] = {}
         self.kept: dict[tuple, Kept] = {}
@@ -129,14 +129,14 @@ class Rank:
             received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
             inputs = tuple(_leaf(tensor) for tensor in received if tensor is not None)
         weights = leaves(self.weights[i.weights])
-        worker = self.workers[i.stage]
-        with self.watching(weights, inputs, list(worker.compute.buffers())):
-            outputs = worker.forward(weights, inputs, (m,), step)
-        self.sums[i.stage, step].add(worker.take_statistics())
+        runner = self.runners[i.stage]
+        with self.watching(weights, inputs, list(runner.compute.buffers())):
+            outputs = runner.forward(weights, inputs, (m,), step)
+        self.sums[i.stage, step].add(runner.take_statistics())
         if i.stage == self.last_stage:
             loss = self.loss(outputs[0], self.feed.targets(step, m))
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
-            outputs = (loss / self.schedule.n_microbatches * worker.recipe.scale,)
+            outputs = (loss / self.schedule.n_microbatches * runner.recipe.scale,)
         else:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
@@ -175,13 +175,13 @@ class Rank:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
 
     def _update(self, i: Instruction) -> None:
-        step, worker = _int(i.step), self.updaters[i.stage]
+        step, updater = _int(i.step), self.updaters[i.stage]
         total = self.sums.pop((i.stage, step))
-        worker.update(total, self.schedule.n_microbatches, keep_old=True)
-        self.weights[i.stage, i.version] = worker.newest()
+        updater.update(total, self.schedule.n_microbatches, keep_old=True)
+        self.weights[i.stage, i.version] = updater.newest()
         if i.stage in self.versions:
             known = self.versions[i.stage]
-            known[step + 1] = worker.newest()
+            known[step + 1] = updater.newest()
             oldest = self.schedule.oldest_version(i.stage, step + 1)
             for version in [version for version in known if version < oldest]:
                 del known[version]

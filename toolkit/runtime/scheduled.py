@@ -12,7 +12,7 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import Sum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
@@ -23,11 +23,11 @@ _WINDOW = 64  # training steps lowered at once
 class Scheduled:
     """Interprets the programs of a schedule, which lowering has made."""
 
-    def __init__(self, workers: Sequence[StageWorker], schedule: Schedule, loss: Loss) -> None:
-        self.workers = dict(enumerate(workers))
+    def __init__(self, runners: Sequence[StageRunner], schedule: Schedule, loss: Loss) -> None:
+        self.runners = dict(enumerate(runners))
         self.schedule = schedule
         self.loss = loss
-        self.updaters = {(schedule.owners[j], j): worker for j, worker in enumerate(workers)}
+        self.updaters = {(schedule.owners[j], j): runner for j, runner in enumerate(runners)}
 
     def run(
         self, source: Source, versions: list[dict[int, Weights]], step: int, n_steps: int | None
@@ -67,16 +67,16 @@ class Scheduled:
             # All of them now, while they still agree on the weights.
             updaters = {j: self._updater(rank, j) for j in updated}
             owned = {j: versions[j] for j in updated if owners[j] == rank}
-            ranks.append(Rank(self.schedule, self.workers, updaters, owned, self.loss, feed))
+            ranks.append(Rank(self.schedule, self.runners, updaters, owned, self.loss, feed))
         for j, known in enumerate(versions):
             for rank in self.schedule.first_holders(j):
                 ranks[rank].weights |= {(j, version): known[version] for version in known}
         return ranks
 
-    def _updater(self, rank: int, stage: int) -> StageWorker:
-        """The worker with which ``rank`` updates ``stage``: the stage's own, or a replica."""
+    def _updater(self, rank: int, stage: int) -> StageRunner:
+        """The runner with which ``rank`` updates ``stage``: the stage's own, or a replica."""
         if (rank, stage) not in self.updaters:
-            self.updaters[rank, stage] = self.workers[stage].replica()
+            self.updaters[rank, stage] = self.runners[stage].replica()
         return self.updaters[rank, stage]
 
 

@@ -14,7 +14,7 @@ from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.scheduled import Scheduled
 from toolkit.runtime.source import Source
-from toolkit.runtime.stage import StageWorker
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
@@ -77,14 +77,16 @@ class SingleProcess(Runtime):
         super().__init__(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=order == "grouped")
         self._overlaps = order == "scheduled"
-        self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
+        self._runners = [
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
         ]
-        self._updaters = self._workers
-        self._versions: list[dict[int, Weights]] = [{0: w.newest()} for w in self._workers]
+        self._updaters = self._runners
+        self._versions: list[dict[int, Weights]] = [
+            {0: runner.newest()} for runner in self._runners
+        ]
         computed = recipe.computed(scalar(loss))
-        given = self._workers, schedule, computed
+        given = self._runners, schedule, computed
         self._make_engine: Callable[[], Grouped | Scheduled] = (
             partial(Grouped, *given, diagnostics)
             if order == "grouped"
@@ -96,20 +98,20 @@ class SingleProcess(Runtime):
         return self.stages.model
 
     def _steps(self, source: Source, n_steps: int | None) -> Steps:
-        for worker in self._workers:
-            worker.take_statistics()  # of a step that ended by an error
+        for runner in self._runners:
+            runner.take_statistics()  # of a step that ended by an error
         steps = self._engine.run(source, self._versions, self.steps_done, n_steps)
         yield from map(self._count, steps)
 
     def _part(self) -> dict[str, Any]:
         versions = dict(enumerate(self._versions))
-        return part_of(self.steps_done, self.stages, self._workers, versions, self.own, leads=True)
+        return part_of(self.steps_done, self.stages, self._runners, versions, self.own, leads=True)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        load_model(state, self.stages, self._workers, self.own)
-        for j, worker in enumerate(self._workers):
-            self._versions[j] = loaded(state, j, worker)
-            worker.load(state["stages"][j])
+        load_model(state, self.stages, self._runners, self.own)
+        for j, runner in enumerate(self._runners):
+            self._versions[j] = loaded(state, j, runner)
+            runner.load(state["stages"][j])
         self._engine = self._make_engine()  # without what it keeps of the weights before
 
     def _count(self, result: StepResult) -> StepResult:

@@ -22,7 +22,7 @@ Values = tuple[Tensor, ...]
 _MOST_COMPILATIONS = 256  # of a stage: more than it has shapes; torch allows no more in all
 
 
-class StageWorker(Updater):
+class StageRunner(Updater):
     """A stage as one rank runs it: what updates it, and computes with any version of it.
 
     Args:
@@ -59,10 +59,10 @@ class StageWorker(Updater):
         if recipe.compile != "none":
             self._call = compiled(self._call, recipe.compile)
 
-    def replica(self) -> "StageWorker":
+    def replica(self) -> "StageRunner":
         """A copy with parameters and optimizer state of its own."""
         stage = copy.deepcopy(self.stage)
-        twin = StageWorker(stage, self.index, *self.makers, self.seed, self.recipe)
+        twin = StageRunner(stage, self.index, *self.makers, self.seed, self.recipe)
         twin.load(self.state())
         return twin
 

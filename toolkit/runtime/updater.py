@@ -251,17 +251,17 @@ class Updater:
         return True
 
 
-def norms(workers: Sequence[Updater], totals: Sequence[Sum]) -> list[Norm | None]:
-    """Those of the gradients in ``totals``, one for each of ``workers``, who share a recipe.
+def norms(updaters: Sequence[Updater], totals: Sequence[Sum]) -> list[Norm | None]:
+    """Those of the gradients in ``totals``, one for each of ``updaters``, which share a recipe.
 
     Of the whole model where that is clipped as one. None where there is no gradient, or nobody asks
     for its norm. They are found on the device before any is looked at, which waits for it.
     """
-    recipe = workers[0].recipe
+    recipe = updaters[0].recipe
     squares = {
-        k: worker.squared_norm(total)
-        for k, (worker, total) in enumerate(zip(workers, totals, strict=True))
-        if recipe.needs_norm and total.tensors.keys() & worker.masters.keys()
+        k: updater.squared_norm(total)
+        for k, (updater, total) in enumerate(zip(updaters, totals, strict=True))
+        if recipe.needs_norm and total.tensors.keys() & updater.masters.keys()
     }
     if recipe.clip is not None and recipe.clip_by == "model" and squares:
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
@@ -269,12 +269,12 @@ def norms(workers: Sequence[Updater], totals: Sequence[Sum]) -> list[Norm | None
     if recipe.scale != 1 and squares:
         finite = torch.stack([*squares.values()]).isfinite().tolist()
     found = {k: Norm(squares[k], sound) for k, sound in zip(squares, finite, strict=True)}
-    return [found.get(k) for k in range(len(workers))]
+    return [found.get(k) for k in range(len(updaters))]
 
 
-def join_averages(workers: Iterable[Updater]) -> Weights:
-    """The averages that ``workers`` keep, by the names of their weights."""
-    kept = (worker.average.weights for worker in workers if worker.average is not None)
+def join_averages(updaters: Iterable[Updater]) -> Weights:
+    """The averages that ``updaters`` keep, by the names of their weights."""
+    kept = (updater.average.weights for updater in updaters if updater.average is not None)
     return {name: tensor for weights in kept for name, tensor in weights.items()}
 
 

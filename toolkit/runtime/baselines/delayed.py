@@ -17,7 +17,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source
-from toolkit.runtime.stage import StageWorker, Values, gradients, leaves
+from toolkit.runtime.stage import StageRunner, Values, gradients, leaves
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
 from toolkit.schedule import Schedule
@@ -69,12 +69,12 @@ class DelayedAllReduce(Baseline):
         super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
         self._scale = recipe.scale
         self._wire = COMPRESSIONS[compression]
-        self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed, recipe)
+        self._runners = [
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, recipe)
             for j, stage in enumerate(stages)
         ]
-        self._updaters = self._workers
-        self._read = [worker.newest() for worker in self._workers]
+        self._updaters = self._runners
+        self._read = [runner.newest() for runner in self._runners]
         self._under_way: list[list[_Message]] | None = None
 
     def _module(self) -> nn.Module:
@@ -91,10 +91,10 @@ class DelayedAllReduce(Baseline):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._update(keep_old=True)
-        load_model(state, self.stages, self._workers, self.own)
-        for j, worker in enumerate(self._workers):
-            worker.load(state["stages"][j])
-            versions = loaded(state, j, worker)
+        load_model(state, self.stages, self._runners, self.own)
+        for j, runner in enumerate(self._runners):
+            runner.load(state["stages"][j])
+            versions = loaded(state, j, runner)
             self._read[j] = versions[max(0, state["steps_done"] - 1)]
 
     def _averages(self) -> Weights:
@@ -110,10 +110,10 @@ class DelayedAllReduce(Baseline):
         values = inputs
         read = [leaves(weights) for weights in self._read]
         messages: list[list[_Message]] = [[] for _ in read]
-        for worker, weights in zip(self._workers, read, strict=True):
-            values = worker.forward(weights, values, (self.rank,), step)
-            if statistics := worker.take_statistics():
-                messages[worker.index].append(_Message(statistics, None, self.world))
+        for runner, weights in zip(self._runners, read, strict=True):
+            values = runner.forward(weights, values, (self.rank,), step)
+            if statistics := runner.take_statistics():
+                messages[runner.index].append(_Message(statistics, None, self.world))
 
         def send(stage: int) -> None:
             if found := gradients(read[stage]):
@@ -126,7 +126,7 @@ class DelayedAllReduce(Baseline):
         (loss / self.n_ranks * self._scale).backward()
         sending.finish()
         self._update(keep_old=False)
-        self._read = [worker.newest() for worker in self._workers]
+        self._read = [runner.newest() for runner in self._runners]
         self._under_way = messages
         return self._result(step, values[0], loss)
 
@@ -134,11 +134,11 @@ class DelayedAllReduce(Baseline):
         """Apply what is under way, if anything is."""
         if self._under_way is None:
             return
-        for worker, messages in zip(self._workers, self._under_way, strict=True):
+        for runner, messages in zip(self._runners, self._under_way, strict=True):
             total = Sum()
             for message in messages:
                 total.add(message.received())
-            worker.update(total, self.n_ranks, keep_old=keep_old)
+            runner.update(total, self.n_ranks, keep_old=keep_old)
         self._under_way = None
 
 

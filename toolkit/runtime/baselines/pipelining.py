@@ -22,7 +22,7 @@ from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
-from toolkit.runtime.stage import StageWorker, Values
+from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum
 from toolkit.schedule import Op, Schedule, orders
@@ -78,14 +78,14 @@ class TorchPipelining(Baseline):
                 " with a GPU a rank, or device=cpu"
             )
         # Other ranks' stages get no gradients here; their learning rates keep in step.
-        self._workers = [
-            StageWorker(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+        self._runners = [
+            StageRunner(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
         ]
-        self._updaters = self._workers
+        self._updaters = self._runners
         self._owners = [schedule.rank(j, 0) for j in range(len(stages))]
         self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
         last, split = len(stages) - 1, schedule.splits_backward
-        self._parts = [_Part(self._workers[j], self.world, j == last, split) for j in self._own]
+        self._parts = [_Part(self._runners[j], self.world, j == last, split) for j in self._own]
         self._released = Released(
             parameter
             for j, stage in enumerate(stages)
@@ -113,12 +113,12 @@ class TorchPipelining(Baseline):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._released.restore()
-        load_model(state, self.stages, self._workers, self._own)
-        for j, (worker, found) in enumerate(zip(self._workers, state["stages"], strict=True)):
+        load_model(state, self.stages, self._runners, self._own)
+        for j, (runner, found) in enumerate(zip(self._runners, state["stages"], strict=True)):
             if j in self._own or found["optimizer"] is None:
-                worker.load(found)
+                runner.load(found)
             else:
-                worker.load(found | {"optimizer": found["optimizer"] | {"state": {}}})
+                runner.load(found | {"optimizer": found["optimizer"] | {"state": {}}})
 
     def _reads(self, step: int) -> Sequence[int]:
         return range(self.schedule.n_microbatches)
@@ -137,12 +137,12 @@ class TorchPipelining(Baseline):
                 target=targets if last else None,
                 losses=losses if last else None,
             )
-        for worker in self._workers:
-            found = {name: master.grad for name, master in worker.masters.items()}
+        for runner in self._runners:
+            found = {name: master.grad for name, master in runner.masters.items()}
             total = Sum()
             total.add({name: grad for name, grad in found.items() if grad is not None})
-            total.add(worker.take_statistics())
-            worker.update(total, n, keep_old=False)
+            total.add(runner.take_statistics())
+            runner.update(total, n, keep_old=False)
         if last:
             return StepResult(step, tuple(range(n)), torch.stack(losses).detach(), outputs.detach())
         nothing = torch.empty(0, *self.stages.output.shape[1:], dtype=self.stages.output.dtype)
@@ -180,12 +180,12 @@ class TorchPipelining(Baseline):
 class _Part(nn.Module):
     """A stage, as torch's schedule calls it: the micro-batches in order, each once a step."""
 
-    def __init__(self, worker: StageWorker, world: World, last: bool, split: bool) -> None:
+    def __init__(self, runner: StageRunner, world: World, last: bool, split: bool) -> None:
         super().__init__()
         self.world = world
         self.split = split
-        self.compute = worker.compute
-        self.worker = worker
+        self.compute = runner.compute
+        self.runner = runner
         self.last = last
 
     def begin(self, step: int) -> None:
@@ -194,10 +194,10 @@ class _Part(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tensor | Values:
         microbatch, self.next = self.next, self.next + 1
-        weights: dict[str, Tensor] = dict(self.worker.masters)
+        weights: dict[str, Tensor] = dict(self.runner.masters)
         # An error until the next word is the model's own, and none of the messages'.
-        self.world.watch.at(f"{self.worker.index}F{microbatch}", self.step)
-        outputs = self.worker.forward(weights, inputs, (microbatch,), self.step)
+        self.world.watch.at(f"{self.runner.index}F{microbatch}", self.step)
+        outputs = self.runner.forward(weights, inputs, (microbatch,), self.step)
         self.world.watch.at(_MESSAGES, self.step, range(self.world.size))
         if self.split:
             outputs = tuple(_own(output, inputs) for output in outputs)
