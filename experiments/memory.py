@@ -47,7 +47,7 @@ def main(config: DictConfig) -> None:
     rows = [
         {"axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
         | {f"N={n}": f"{curve.reduction(n):.1%}" for n in workers}
-        | {"1 - mean/peak": f"{curve.floor:.1%}"}
+        | {"1 - mean/peak": f"{curve.largest_reduction:.1%}"}
         for axis, curve in curves.items()
     ]
     shown = curves[config.axis]
@@ -62,7 +62,7 @@ def main(config: DictConfig) -> None:
             "peak_bytes_together": n * curve.peak,
             "peak_bytes_shifted": float(curve.shifted(n)[1].max()),
             "reduction": curve.reduction(n),
-            "floor": curve.floor,
+            "largest_reduction": curve.largest_reduction,
         }
         for axis, curve in curves.items()
         for n in workers

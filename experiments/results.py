@@ -100,7 +100,7 @@ def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
         }
         | {
             "1 - mean/peak": next(
-                f"{r['floor']:.1%}" for r in result["metrics"] if r["axis"] == axis
+                f"{r['largest_reduction']:.1%}" for r in result["metrics"] if r["axis"] == axis
             )
         }
         for axis in axes

@@ -57,7 +57,7 @@ def test_two_layers_by_hand():
     assert curve.levels.tolist() == [0, 5 * 4 * FLOAT, 5 * 4 * FLOAT, 0]
     assert curve.peak == 80
     assert curve.mean == 80 * 240 / 480
-    assert curve.floor == 0.5
+    assert curve.largest_reduction == 0.5
 
 
 def test_the_example_need_not_be_on_the_meta_device():
@@ -127,16 +127,16 @@ def test_the_mean_of_the_total(curve, n):
     times, total = curve.shifted(n)
     mean = np.average(total, weights=np.diff(times, append=curve.edges[-1]))
     assert mean == pytest.approx(n * curve.mean)
-    assert curve.reduction(n) <= curve.floor + 1e-9
+    assert curve.reduction(n) <= curve.largest_reduction + 1e-9
     assert curve.reduction(1) == 0
 
 
 @given(curves(most=3))
 @settings(deadline=None)
-def test_many_workers_come_close_to_the_floor(curve):
+def test_many_workers_come_close_to_the_largest_reduction(curve):
     """The total of n workers is off its mean by less than one worker's changes."""
     swings = np.abs(np.diff(curve.levels, append=curve.levels[0])).sum()
-    assert curve.reduction(64) >= curve.floor - swings / (64 * curve.peak) - 1e-9
+    assert curve.reduction(64) >= curve.largest_reduction - swings / (64 * curve.peak) - 1e-9
 
 
 @pytest.mark.parametrize("slot", [1.0, 0.1, 1 / 3, 7e-7])
@@ -161,8 +161,8 @@ def test_equal_stages_halve_the_memory(n, slot):
 def test_the_papers_figure(name, axis, expected):
     curve = memory_curve(on_meta(name), images(32), axis, A100)
     assert curve.reduction(32) == pytest.approx(expected, abs=0.003)
-    assert curve.reduction(32) <= curve.floor <= 0.5
-    assert curve.reduction(64) == pytest.approx(curve.floor, abs=0.01)
+    assert curve.reduction(32) <= curve.largest_reduction <= 0.5
+    assert curve.reduction(64) == pytest.approx(curve.largest_reduction, abs=0.01)
 
 
 def test_the_measured_axis():
@@ -172,7 +172,7 @@ def test_the_measured_axis():
     curve = memory_curve(model, example, "measured")
     assert curve.peak == memory_curve(model, example, "bytes").peak
     assert np.all(np.diff(curve.edges) > 0)
-    assert 0 < curve.reduction(8) <= curve.floor + 1e-9
+    assert 0 < curve.reduction(8) <= curve.largest_reduction + 1e-9
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model.training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -213,5 +213,5 @@ def test_models_without_a_curve_are_refused(model, axis, message):
 
 def test_a_curve_of_one_level_cannot_be_improved():
     flat = MemoryCurve(np.array([0.0, 2.0]), np.array([3.0]))
-    assert flat.floor == 0
+    assert flat.largest_reduction == 0
     assert flat.reduction(4) == 0

@@ -41,8 +41,8 @@ class MemoryCurve:
         return float(np.average(self.levels, weights=np.diff(self.edges)))
 
     @property
-    def floor(self) -> float:
-        """1 - mean/peak: what no uniform shift of many micro-batches can exceed."""
+    def largest_reduction(self) -> float:
+        """1 - mean/peak: the reduction that no number of shifted workers exceeds."""
         return 1 - self.mean / self.peak
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -34,13 +34,13 @@ _NAMES = {
 def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> "pd.DataFrame":
     """How far the peak of shifted workers is below that of workers together, by curve.
 
-    The last column is the floor, 1 - mean/peak, which no number of workers exceeds.
+    The last column is the largest reduction, 1 - mean/peak, which no number of workers exceeds.
     """
     import pandas as pd
 
     rows = {
         name: {f"N = {n}": f"{curve.reduction(n):.1%}" for n in workers}
-        | {"1 - mean/peak": f"{curve.floor:.1%}"}
+        | {"1 - mean/peak": f"{curve.largest_reduction:.1%}"}
         for name, curve in curves.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index")
