@@ -85,10 +85,12 @@ def cut_awkward(model, schedule):
     return stages.cut(model, schedule.n_stages, torch.zeros(2, 4, dtype=torch.long))
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, rtol=1e-10, atol=1e-12):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def differ(found, expected):

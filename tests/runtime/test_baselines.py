@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
+from tests.runtime.models import assert_same, differ
 from tests.stages import cut
 from tests.thorough import more
 from toolkit.model import partition
@@ -266,18 +267,6 @@ def expected(name):
 def follow_single(case):
     runtime = SingleProcess(*case.arguments(), lr_scheduler=case.lr_scheduler)
     return case.follow(runtime)
-
-
-def assert_same(found, expected, rtol=1e-10, atol=1e-12):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(
-            found[name], tensor, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-def differ(found, expected):
-    return any(not torch.allclose(found[name], expected[name], rtol=1e-6) for name in expected)
 
 
 @pytest.mark.parametrize("name", CASES)
