@@ -1,0 +1,64 @@
+"""Every preset and every study trains, though narrow models on a few samples."""
+
+import pytest
+
+from tests.config.test_presets import CONF, PRESETS, composed
+from tests.experiments.command import TINY
+from tests.experiments.test_results import complete
+from tests.thorough import thorough
+from tests.training.test_data import TEN, write_images
+from toolkit.config.help import choices
+
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
+QUICK = ("epochs=1", "seeds=1")
+
+
+def folders(root, test):
+    write_images(root / "train", TEN, n=4)
+    write_images(root / test, TEN, n=1, seed=1)
+    return "batch=2", "model.width=4", f"data.root={root}"
+
+
+def cifar10(root):
+    return folders(root, "test")
+
+
+def image_folder(root):
+    return *folders(root, "val"), "data.image_size=32", "data.num_workers=0"
+
+
+def digits(root):
+    return "batch=150", "model.width=4"
+
+
+def text(root):
+    root.mkdir()
+    (root / "some.txt").write_bytes(bytes(k * k % 251 for k in range(300)))
+    return "batch=4", "model.width=8", "model.heads=2", f"data.root={root}", "data.length=8"
+
+
+DATA = {function.__name__: function for function in (cifar10, image_folder, digits, text)}
+"""By the function of toolkit.training.data: writes a small set, and gives the options for it."""
+
+
+@thorough
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains(preset, tmp_path):
+    chosen = f"experiment={preset}"
+    config = composed("compare", chosen)
+    small = DATA[config.data._target_.rpartition(".")[2]](tmp_path / "data")
+    assert_trained(config, complete("compare", tmp_path / "run", chosen, *small, *QUICK))
+
+
+@thorough
+@pytest.mark.parametrize("study", choices([CONF], "study"))
+def test_every_study_trains(study, tmp_path):
+    chosen = f"study={study}"
+    config = composed("compare", chosen)
+    assert_trained(config, complete("compare", tmp_path, chosen, *TINY, *QUICK))
+
+
+def assert_trained(config, result):
+    found = [(row["rule"], row["diverged"]) for row in result["metrics"]]
+    assert found == [(rule, 0) for rule in config.rules]
