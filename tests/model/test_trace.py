@@ -100,6 +100,71 @@ def test_modules_in_evaluation_mode_stay_in_it():
     assert not model.training
 
 
+class Setting(nn.Module):
+    """Its forward sets what it holds, in a way of its own."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.set, self.head, self.seen = forward, nn.Linear(6, 3), None
+        self.register_buffer("n", torch.zeros(1))
+
+    def forward(self, x):
+        return self.head(self.set(self, x))
+
+
+def counted(model, x):
+    model.n = model.n + 1
+    return x * model.n
+
+
+def late(model, x):
+    model.n = x.mean(0)
+    return x
+
+
+def carried(model, x):
+    seen, model.seen = model.seen, x
+    return x if seen is None else x + seen
+
+
+def paired(model, x):
+    x = x if model.seen is None else x + model.seen[0]
+    model.seen = (x, [x])
+    return x
+
+
+def fresh(model, x):
+    model.seen, model.other = x * 2, {"x": x}
+    return model.seen + model.other["x"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "seen", "changed"),
+    [
+        (counted, None, "n"),
+        (late, None, "n"),
+        (carried, None, "seen"),
+        (carried, ROWS, "seen"),
+        (paired, (ROWS,), "seen"),
+        (fresh, None, None),
+        (fresh, ROWS, None),
+    ],
+)
+def test_what_a_forward_sets_is_refused_where_the_next_one_would_read_it(forward, seen, changed):
+    """And the model is left as it was."""
+    model = Setting(forward)
+    model.seen, buffer = seen, model.n
+    if changed:
+        with pytest.raises(ValueError, match=rf"^Setting changes {changed} in its forward \("):
+            partition(model, 1, ROWS)
+    else:
+        (stage,) = partition(model, 1, ROWS)
+        torch.testing.assert_close(stage(ROWS)[0], model.head(ROWS * 3))
+    assert model.n is buffer
+    assert model.seen is seen
+    assert not hasattr(model, "other")
+
+
 class Drawing(nn.Module):
     def __init__(self, draw):
         super().__init__()

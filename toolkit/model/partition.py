@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
-from toolkit.model.trace import part, reason, refused, shapes_of, trace
+from toolkit.model.trace import changing, part, reason, refused, shapes_of, trace
 from toolkit.schedule.sizes import whole
 
 MEASURES = ("flops", "parameters", "activations")
@@ -149,11 +149,7 @@ def _costs(
                 " (inplace=False, or x = x - 1 for x.sub_(1))"
             )
         if cost.buffers:
-            raise ValueError(
-                f"{name} changes {', '.join(cost.buffers)} in its forward ({node}), and of what a"
-                " forward changes only batch norms' running statistics are kept alike in every"
-                " order and on every rank: leave that out, or do it between steps"
-            )
+            raise ValueError(f"{name} {changing(cost.buffers, node)}")
     return costs
 
 

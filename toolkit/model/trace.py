@@ -1,7 +1,7 @@
 """The graph of a model's operations."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -26,15 +26,15 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
     Raises:
         ValueError: torch.fx cannot trace it, or its graph would lack what it does.
     """
-    modes = {module: module.training for module in model.modules()}
-    if not model.training:
-        model.train()
-    # A traced functional dropout keeps the mode in which it was traced.
-    kept = tuple(name for name, module in model.named_modules() if not module.training)
     try:
-        with _seeing_autocast():
+        with _unchanged(model), _seeing_autocast():
+            if not model.training:
+                model.train()
+            # A traced functional dropout keeps the mode in which it was traced.
+            kept = tuple(name for name, module in model.named_modules() if not module.training)
             graph = _Tracer(n_inputs).trace(model)
-        traced = fx.GraphModule(model, graph, type(model).__name__)
+            traced = fx.GraphModule(model, graph, type(model).__name__)
+            _check_changes(model, n_inputs)
     except _UntraceableError as error:
         raise ValueError(f"{type(model).__name__} {error}") from error
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
@@ -43,9 +43,6 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
             " values or sizes of tensors has to move into a function of its own, marked by"
             " torch.fx.wrap, or out of forward"
         ) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     traced.meta[_EVALUATED] = kept
     return traced
 
@@ -86,6 +83,15 @@ def evaluated(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "meta", {}).get(_EVALUATED, ()))
 
 
+def changing(names: Sequence[str], where: object) -> str:
+    """What a model does that changes buffers or attributes at the node ``where``, and no may."""
+    return (
+        f"changes {', '.join(names)} in its forward ({where}), and of what a forward changes only"
+        " batch norms' running statistics are kept alike in every order and on every rank: leave"
+        " that out, or do it between steps"
+    )
+
+
 def reason(error: Exception) -> str:
     """The first line of what an error says."""
     lines = str(error).strip().splitlines()
@@ -112,6 +118,52 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters that a function names, and takes by their place."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Modes, attributes and buffers of ``model``, which the tracer runs, are then as before."""
+    before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _check_changes(model: nn.Module, n_inputs: int) -> None:
+    """Refuse buffers that the forward of ``model``, just traced, has set, and attributes it keeps.
+
+    An attribute that it sets before it reads it does no harm: then it can be traced without.
+    """
+    names, nodes = [], []
+    for path, module in model.named_modules():
+        for name, value in [*module._buffers.items(), *vars(module).items()]:
+            if found := _proxies(value):
+                names.append(f"{path}.{name}".lstrip("."))
+                nodes.append(found[0].node)
+                if name in module._buffers:
+                    raise _UntraceableError(changing(names[-1:], nodes[-1]))
+                del vars(module)[name]
+    if names:
+        try:
+            _Tracer(n_inputs).trace(model)
+        except Exception as error:
+            raise _UntraceableError(changing(names, nodes[0])) from error
+
+
+def _proxies(value: object) -> list[fx.Proxy]:
+    """The traced values that an attribute is or holds."""
+    if isinstance(value, fx.Proxy):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [proxy for item in value for proxy in _proxies(item)]
+    return []
 
 
 class _UntraceableError(ValueError):
