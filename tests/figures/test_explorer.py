@@ -37,6 +37,8 @@ CHOICES = [
     Choice("zero_cdp_v1", 3, 3, accumulate=2),
     Choice("cdp_v1", 3, 3, predict=True),
     Choice("pipedream_2bw", 3, 3, predict=True),
+    Choice("dp", 2, 3, delay=[1, 2]),
+    Choice("cdp_v1", 2, 2, delay=[[1, 2], [2, 1]]),
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.messages import instead
 from toolkit.schedule import Schedule, catalog
+from toolkit.schedule.staleness import Delay, plain
 
 OWN = "your own"
 LARGEST = 32  # stages or micro-batches that are drawn
@@ -91,7 +92,7 @@ class Choice:
         schedule: a choice of conf/schedule, or ``"your own"``.
         stages: parts of the model; of your own, the orders tell.
         microbatches: of a training step, of one round where workers accumulate; likewise.
-        delay: steps by which weights are late, or ``"freshest"``.
+        delay: steps by which weights are late, also as a list or a matrix, or ``"freshest"``.
         predict: whether late weights are replaced by what they let expect of the newest.
         placement: the rank of each op.
         state: ``replicated`` or ``sharded``.
@@ -103,13 +104,17 @@ class Choice:
     schedule: str = "cdp_v2"
     stages: int = 4
     microbatches: int = 4
-    delay: int | str | None = None
+    delay: Delay | None = None
     predict: bool | None = None
     placement: str | None = None
     state: str | None = None
     n_ranks: int | None = None
     accumulate: int | None = None
     orders: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.delay is not None:
+            object.__setattr__(self, "delay", plain(self.delay))
 
     @property
     def given(self) -> dict[str, Any]:
@@ -149,14 +154,11 @@ class Choice:
         if self.schedule != OWN:
             sizes = {"schedule": self.schedule, "stages": self.stages}
             sizes["microbatches"] = self.microbatches
-            options = {f"schedule.{name}": value for name, value in self.given.items()}
-            return " ".join(f"{key}={value}" for key, value in {**sizes, **options}.items())
+            return _overrides(sizes, self.given)
         built = self.build()
         sizes = {"stages": built.n_stages, "microbatches": built.n_microbatches}
         late = {"delay": 0, **self.given}
-        options = {f"schedule.{name}": value for name, value in late.items()}
-        words = " ".join(f"{key}={value}" for key, value in {**sizes, **options}.items())
-        return f"schedule.file={ORDERS_FILE} {words}"
+        return f"schedule.file={ORDERS_FILE} {_overrides(sizes, late)}"
 
     def _call(self) -> tuple[str, list[Any], dict[str, Any]]:
         if self.schedule == OWN:
@@ -189,6 +191,16 @@ def _build(choice: Choice) -> Schedule:
     _, sizes, options = choice._call()
     schedule: Schedule = getattr(catalog, METHODS[choice.schedule].make)(*sizes, **options)
     return schedule
+
+
+def _overrides(sizes: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    given = {**sizes, **{f"schedule.{name}": value for name, value in options.items()}}
+    return " ".join(f"{key}={_written(value)}" for key, value in given.items())
+
+
+def _written(value: Any) -> str:
+    """As Hydra reads it, without blanks."""
+    return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:

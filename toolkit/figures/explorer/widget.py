@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from toolkit.cost import Hardware, StageCost, Timeline
+    from toolkit.schedule.staleness import Delay
 
 _STAGES = 16  # that the slider begins with
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
@@ -54,7 +55,7 @@ class Explorer(ui.VBox):
         microbatches: int = 4,
         *,
         compare: str | None = None,
-        delay: int | str | None = None,
+        delay: "Delay | None" = None,
         predict: bool | None = None,
         placement: str | None = None,
         state: str | None = None,
