@@ -94,6 +94,8 @@ def test_what_is_refused_before_a_run_begins_is_not_in_the_way(model, order):
         runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
     with pytest.raises(ValueError, match="there are 0 batches"):
         list(runtime.run([], n_steps=1))
+    with pytest.raises(ValueError, match="n_steps is a whole number, 0 or more: got -1"):
+        list(runtime.run(batches, n_steps=-1))
     assert list(runtime.run([])) == list(runtime.run(batches, 0)) == []
     list(runtime.run(batches))
     list(whole.run(batches))

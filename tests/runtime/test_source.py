@@ -1,5 +1,7 @@
 """What a rank reads of the batches, and how it is cut into micro-batches."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from toolkit.runtime.feed import Feed
 from toolkit.runtime.source import Source, moved
 
 CPU = torch.device("cpu")
+ROWS = torch.zeros(6)
 
 
 def make_batches(n, size=6, width=2, dtype=torch.float32):
@@ -204,6 +207,24 @@ def test_what_cannot_be_divided_is_refused(batch):
     next(source)
     with pytest.raises(ValueError, match="a batch is divided into 3 micro-batches of equal size"):
         next(source)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (ROWS, "(inputs, targets), also where there is one, as in run([(x, y)]): got a Tensor"),
+        ((ROWS, ROWS, ROWS), "as in run([(x, y)]): got a tuple of 3"),
+        (3, "as in run([(x, y)]): got a int"),
+        (({"x": ROWS}, ROWS), "a tuple of tensors, and targets a tensor, the samples first: got a"),
+        (([1], ROWS), "of a batch inputs are a tensor or a tuple of tensors, and targets a tensor"),
+        ((ROWS, [1]), "and targets a tensor, the samples first: got a list"),
+        ((ROWS, torch.tensor(1)), "the samples first: got a tensor of no dimension"),
+    ],
+    ids=["one tensor", "three", "a number", "by name", "no tensors", "no target", "no dimension"],
+)
+def test_what_is_no_batch_is_refused(batch, expected):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        looked([batch], lambda step: [])
 
 
 # Feeds

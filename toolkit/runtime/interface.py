@@ -18,6 +18,7 @@ from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
 from toolkit.schedule import Schedule
+from toolkit.schedule.sizes import whole
 
 Steps = Generator[StepResult, None, None]
 
@@ -114,10 +115,12 @@ class Runtime(ABC):
             n_steps: how many of them to take; all unless given.
 
         Raises:
-            ValueError: a batch cannot be divided, there are fewer than n_steps or, where steps
-                overlap, their number is not known or the run before was not exhausted.
+            ValueError: a batch cannot be divided, n_steps is no number of steps, there are fewer
+                batches or, where steps overlap, their number is not known or the run before was
+                not exhausted.
         """
         self._check_ended()
+        n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
         source = self._source(batches)
         if not self._overlaps:
             yield from self._steps(source, n_steps)

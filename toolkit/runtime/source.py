@@ -76,7 +76,7 @@ class Source(Iterator[Share]):
         if self._divided and not parts:
             return None
         n = len(parts) if self._divided else self._n
-        inputs, targets = divisible(*next(self._batches), n)
+        inputs, targets = divisible(next(self._batches), n)
         self._compare(step, tuple(((len(x) // n, *x.shape[1:]), x.dtype) for x in inputs))
         if not parts:
             return None
@@ -116,11 +116,9 @@ def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
         yield next_batch(source, taken)
 
 
-def divisible(
-    inputs: Tensor | Values, targets: Tensor, n_microbatches: int
-) -> tuple[Values, Tensor]:
+def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
     """The batch, refused if it cannot be divided into micro-batches of equal size."""
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    inputs, targets = _pair(batch)
     n = n_microbatches
     sizes = {len(tensor) for tensor in (*inputs, targets)}
     if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
@@ -129,6 +127,26 @@ def divisible(
             f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
             f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
         )
+    return inputs, targets
+
+
+def _pair(batch: object) -> tuple[Values, Tensor]:
+    """Inputs and targets, refused if they are none."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+        raise ValueError(
+            "batches are pairs (inputs, targets), also where there is one, as in run([(x, y)]):"
+            f" got a {type(batch).__name__}{many}"
+        )
+    inputs, targets = batch
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    for value in (*inputs, targets):
+        if not isinstance(value, Tensor) or not value.dim():
+            kind = "tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                "of a batch inputs are a tensor or a tuple of tensors, and targets a tensor, the"
+                f" samples first: got a {kind}"
+            )
     return inputs, targets
 
 
