@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
-    from hydra.utils import instantiate
-
     from toolkit.config import build_schedule
     from toolkit.tracking.compared import asked_for, ended_before, keep_runs
+    from toolkit.training.data import load
 
     check_counts(config, "seeds")
     if not config.rules:
@@ -55,7 +54,7 @@ def main(config: DictConfig) -> None:
     if leads():
         for note in notes:
             print(f"note: {note}")
-    samples = instantiate(config.data)
+    samples = load(config.data)
     for run in train_all(config, samples, folder, {(run.rule, run.seed) for run in kept}):
         kept.append(run)
         if leads():  # what has ended is kept, whatever befalls the others

@@ -233,6 +233,8 @@ def own(tmp_path):
     files = {
         "optimizer/mine": "_target_: torch.optim.RMSprop\nlr: 0.001\n",
         "optimizer/nowhere": "_target_: nowhere.SGD\nlr: 0.1\n",
+        "optimizer/nothing": "lr: 0.1\n",
+        "optimizer/rate": "_target_: torch.optim.Adagrad\nlr: 0.1\n",
         "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
         "experiment/eight": "# @package _global_\nworkers: 8\n",
     }
@@ -252,7 +254,7 @@ def test_choices_of_ones_own(own, tmp_path):
     assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
-    assert "adamw, lamb, lars, mine, muon, nadam, nowhere, sgd" in shown
+    assert "adamw, lamb, lars, mine, muon, nadam, nothing, nowhere, rate, sgd" in shown
 
 
 def test_mistakes_in_choices_of_ones_own(own):
@@ -263,6 +265,31 @@ def test_mistakes_in_choices_of_ones_own(own):
     assert message.startswith("microbatches=2, and a preset has workers=8, which sets")
     message = refused("train", own, "optimizer=nowhere", *TINY)
     assert message.startswith("_target_: nowhere.SGD cannot be imported: ")
+    message = refused("train", own, "optimizer=nothing", *TINY)
+    assert message.startswith("this choice of optimizer has no _target_: add to its file what")
+    message = refused("train", own, "optimizer=rate", "optimizer.lr=fast", *TINY)
+    assert message == "optimizer.lr is a number: got 'fast'"
+
+
+def test_data_of_ones_own(own, tmp_path, monkeypatch):
+    """As the page of options tells, and what is none."""
+    page = (EXPERIMENTS.parent / "conf" / "README.md").read_text()
+    (tmp_path / "my_set.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    rest = "data=mine", "model=resnet8", "epochs=1", "batch=4"
+    where = tmp_path / "own" / "data" / "mine.yaml"
+    where.parent.mkdir()
+    where.write_text("_target_: my_set.load\nn: 48\n")
+    finished = run("train", own, *rest, f"hydra.run.dir={tmp_path}/run")
+    assert finished.status == 0
+    for text, expected in [
+        ("_target_: torch.utils.data.TensorDataset", "TensorDataset gives a TensorDataset, and"),
+        ("_target_: builtins.list", "data: builtins.list gives a list, and training takes a set"),
+        ("n: 3", "this choice of data has no _target_: add to its file what makes it, such as"),
+    ]:
+        where.write_text(text)
+        assert expected in refused("train", own, *rest, f"hydra.run.dir={tmp_path}/run")
 
 
 def python(*arguments):

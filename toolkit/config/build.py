@@ -42,6 +42,7 @@ def build_schedule(config: DictConfig) -> Schedule:
         late["delay"] = _delay(options.pop("delay"))
     if file is not None:
         return _from_file(Path(file), options, late)
+    check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")
     schedule: Schedule = instantiate(options, _partial_=True)(**late)
     return schedule
 
@@ -133,12 +134,26 @@ def analysed_form(config: DictConfig) -> "Form":
     return Images(channels, height, width, config.classes or 1000)
 
 
+def look_here() -> None:
+    """Find modules of the user's own in the current folder, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+
+def check_target(config: DictConfig, group: str, such_as: str) -> None:
+    """Refuse, as a ValueError, a choice of the user's own that does not tell what it makes."""
+    if config.get("_target_") is None:
+        raise ValueError(
+            f"this choice of {group} has no _target_: add to its file what makes it, such as"
+            f" _target_: {such_as}"
+        )
+
+
 def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
     from torch import nn
 
     module, _, name = target.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    look_here()
     try:
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -37,12 +37,12 @@ def train_rules(
         ValueError: the options are those of another experiment, or there are no seeds.
     """
     import pandas as pd
-    from hydra.utils import instantiate
 
     from toolkit.config import build_schedule
     from toolkit.schedule import labels
     from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare
+    from toolkit.training.data import load
 
     if "rules" not in config:
         raise ValueError('rules are those of compare: give settings("compare", ...)')
@@ -50,7 +50,7 @@ def train_rules(
         seeds = range(config.seed, config.seed + config.seeds)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
         raise ValueError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
-    images = instantiate(config.data)
+    images = load(config.data)
     called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
     runs = [(seed, name) for seed in seeds for name in config.rules]
     rows: list[dict[str, Any]] = []

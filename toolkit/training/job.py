@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from toolkit.config.build import build_model, build_schedule
+from toolkit.config.build import build_model, build_schedule, check_target
 from toolkit.config.counts import check_counts
 from toolkit.messages import first_line
 from toolkit.model import partition
@@ -25,7 +25,7 @@ from toolkit.runtime.processes.world import World, join
 from toolkit.runtime.recipe import Recipe, allow_tf32
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule
-from toolkit.training.data import SampleSet
+from toolkit.training.data import SampleSet, load
 from toolkit.training.loop import Epoch, Position, Step, Stretches, fit
 from toolkit.training.loss import cross_entropy
 
@@ -166,8 +166,7 @@ def prepare(
     config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
     options, world = _meet(config, schedule)
     device = world.device if world else pick_device(config.device)
-    samples = instantiate(config.data) if samples is None else samples
-    assert samples is not None
+    samples = load(config.data) if samples is None else samples
     form = samples.form
     torch.manual_seed(config.seed)
     model = build_model(config.model, form).to(device)
@@ -182,6 +181,7 @@ def prepare(
         )
     batch_size = config.batch * schedule.n_microbatches
     steps_per_epoch = len(samples.train(batch_size, config.seed, 0, device))
+    check_target(config.lr, "lr", "toolkit.training.lr.Constant")
     rates = instantiate(config.lr)
     make_optimizer, full_rate = _optimizer(config.optimizer)
 
@@ -243,6 +243,9 @@ def _diagnostics(config: DictConfig) -> dict[str, int]:
 
 def _optimizer(config: DictConfig) -> tuple[Callable[..., Optimizer], float]:
     """What makes the optimizer of a stage, and its learning rate."""
+    check_target(config, "optimizer", "torch.optim.SGD")
+    if not isinstance(config.get("lr", 0), int | float):
+        raise ValueError(f"optimizer.lr is a number: got {config.lr!r}")
     make: Callable[..., Optimizer] = instantiate(config, _partial_=True)
     try:
         parameter = torch.zeros(1, requires_grad=True)

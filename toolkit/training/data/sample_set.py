@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 from torch import Tensor
 
+from toolkit.config.build import check_target, look_here
 from toolkit.model.forms import Form
 
 Batch = tuple[Tensor, Tensor]
@@ -37,3 +40,21 @@ class SampleSet(Protocol):
     ) -> Batches:
         """Every ``n_ranks``-th test sample from number ``rank`` on."""
         ...
+
+
+def load(config: DictConfig) -> SampleSet:
+    """The set of a group's options.
+
+    Raises:
+        ValueError: they describe none.
+    """
+    check_target(config, "data", "toolkit.training.data.digits")
+    look_here()
+    samples: SampleSet = instantiate(config)
+    if not all(hasattr(samples, name) for name in ("form", "train", "test")):
+        raise ValueError(
+            f"data: {config._target_} gives a {type(samples).__name__}, and training takes a set"
+            " with form, train() and test(), such as toolkit.training.data.InMemory: conf/README.md"
+            " has an example"
+        )
+    return samples
