@@ -95,6 +95,23 @@ def test_equal_schedules_hash_alike(schedule):
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda: catalog.cyclic(10**30),
+        lambda: catalog.cyclic(100_000, n_stages=4),
+        lambda: catalog.cyclic(4, accumulate=10**30),
+        lambda: catalog.data_parallel(2, accumulate=10**9),
+        lambda: catalog.one_f_one_b(1, 2**18 + 1),
+        lambda: catalog.published(10**9),
+        lambda: Schedule("own", 2**18, 2, catalog.cyclic(2).timing),
+    ],
+)
+def test_more_than_can_be_made_is_refused(make):
+    with pytest.raises(ValueError, match=r"a schedule has at most 262144 forwards.*; lower either"):
+        make()
+
+
+@pytest.mark.parametrize(
     "value", [0, -1, 1.0, np.float64(1), True, np.True_, None, "1", np.ones(1)]
 )
 def test_what_is_no_size(value):

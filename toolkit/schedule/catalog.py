@@ -4,7 +4,7 @@ from toolkit.schedule import orders, timing, v_shape
 from toolkit.schedule.chains import IN_ORDER, ROTATED
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.sizes import check_forwards, whole
 from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
 
 _ACCUMULATE = "accumulate, the micro-batches of a worker,"
@@ -38,6 +38,7 @@ def data_parallel(
     s, workers = _sizes(n_stages, n)
     k = whole(accumulate, _ACCUMULATE, 1)
     m = k * workers
+    check_forwards(s, m)
     late = _late(delay, s, m)
     rule = "" if late == " delay 0" else late
     name = _name("DP", state, rule + _PREDICTED * bool(predict and rule), k)
@@ -76,6 +77,7 @@ def cyclic(
     s, workers = _sizes(n_stages, n)
     k = whole(accumulate, _ACCUMULATE, 1)
     m = k * workers
+    check_forwards(s, m)
     late = _late(delay, s, m)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
@@ -205,4 +207,6 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
 def _sizes(n_stages: int | None, n_microbatches: int) -> tuple[int, int]:
     """As many stages as micro-batches unless given."""
     m = whole(n_microbatches, "the number of micro-batches", 1)
-    return m if n_stages is None else whole(n_stages, "the number of stages", 1), m
+    s = m if n_stages is None else whole(n_stages, "the number of stages", 1)
+    check_forwards(s, m)
+    return s, m

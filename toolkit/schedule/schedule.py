@@ -14,7 +14,7 @@ from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.random_delay import RandomDelay, draws
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.sizes import check_forwards, whole
 from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, plain, requested
 from toolkit.schedule.timing import Timing
 
@@ -272,7 +272,9 @@ class Schedule:
         k = whole(self.accumulate, "accumulate", 1)
         if m % k:
             raise ValueError(f"accumulate divides the {m} micro-batches of a step: got {k}")
-        object.__setattr__(self, "n_stages", whole(self.n_stages, "the number of stages", 1))
+        s = whole(self.n_stages, "the number of stages", 1)
+        check_forwards(s, m)
+        object.__setattr__(self, "n_stages", s)
         object.__setattr__(self, "n_microbatches", m)
         object.__setattr__(self, "accumulate", k)
         object.__setattr__(self, "delay", plain(self.delay))

@@ -2,6 +2,9 @@
 
 from numbers import Integral
 
+MOST = 2**18
+"""Forwards of a training step: schedules of more take minutes to make, and gigabytes."""
+
 
 def whole(value: object, what: str, least: int | None = None) -> int:
     """``value`` as an int.
@@ -22,3 +25,16 @@ def whole(value: object, what: str, least: int | None = None) -> int:
         bound = "" if least is None else f", {least} or more"
         raise ValueError(f"{what} is a whole number{bound}: got {value!r}")
     return int(value)
+
+
+def check_forwards(n_stages: int, n_microbatches: int) -> None:
+    """Refuse a training step of more than :data:`MOST` forwards.
+
+    Raises:
+        ValueError: it has.
+    """
+    if n_stages * n_microbatches > MOST:
+        raise ValueError(
+            f"a schedule has at most {MOST} forwards, one of each stage for each micro-batch: got"
+            f" {n_stages} stages and {n_microbatches} micro-batches; lower either"
+        )
