@@ -39,6 +39,8 @@ def main(config: DictConfig) -> None:
 
     start = time.perf_counter()
     check_counts(config, "batch", "steps")
+    if not config.optimizer_words >= 0:
+        raise ValueError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
     if _FIRST in config.also:
         raise ValueError(f"also.{_FIRST} is the name of the first schedule: choose another")
     schedules = {_FIRST: build_schedule(config.schedule)}

@@ -113,6 +113,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
             ["schedule.file=x.csv", "schedule.accumulate=2"],
             "schedule.accumulate=2 is of a named method, and a file's orders say themselves",
         ),
+        (["schedule.file="], "schedule.file is empty: give a CSV file of rank orders, or null"),
         (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
         (
@@ -139,6 +140,8 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["data=imagenet", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
         # sweeps and help
         (["-m", "schedule=dp,foo"], "schedule=foo is unknown: choose one of cdp_v1"),
+        (["-m", "hydra/launcher=slum"], "hydra/launcher=slum is unknown: did you mean slurm?"),
+        (["-m", "hydra/sweeper=bsic"], "hydra/sweeper=bsic is unknown: did you mean basic?"),
         (["-m", "seed=1,abc"], "seed=abc: seed is a whole number"),
         (["--help", "sed=1"], "there is no option sed: did you mean seed?"),
     ],
@@ -151,6 +154,19 @@ def test_train_refuses(tmp_path, arguments, expected):
     tiny = [a for a in tiny if not (own_data and a.startswith("data"))]
     dirs = f"hydra.run.dir={tmp_path}", f"hydra.sweep.dir={tmp_path}"
     assert expected in refused("train", *arguments, *tiny, *dirs)
+
+
+@pytest.mark.filterwarnings("ignore")  # Optuna's own
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["seed=interval(1,0.1)"], "The `low` value must be smaller than or equal to the `high`"),
+        (["hydra.sweeper.n_trials=0"], "no run has finished: give hydra.sweeper.n_trials=1 or"),
+    ],
+)
+def test_optuna_refuses(tmp_path, arguments, expected):
+    sweep = "-m", "hydra/sweeper=optuna", f"hydra.sweep.dir={tmp_path}"
+    assert f"hydra/sweeper=optuna: {expected}" in refused("train", *sweep, *arguments)
 
 
 def test_an_impossible_delay_shows_the_grid(tmp_path):
@@ -190,6 +206,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("train", ["save.kep=3"], "there is no option save.kep: did you mean save.keep?"),
         ("compare", ["rules.dp.dealy=2"], "no option rules.dp.dealy: did you mean rules.dp.delay?"),
         ("simulate", ["+also.g=gpipe"], "gpipe is no schedule but the name of one: to add it"),
+        ("simulate", ["optimizer_words=-1"], "optimizer_words is 0 or more: got -1"),
         ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
         ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
     ],
@@ -234,7 +251,8 @@ def own(tmp_path):
         "optimizer/mine": "_target_: torch.optim.RMSprop\nlr: 0.001\n",
         "optimizer/nowhere": "_target_: nowhere.SGD\nlr: 0.1\n",
         "optimizer/nothing": "lr: 0.1\n",
-        "optimizer/rate": "_target_: torch.optim.Adagrad\nlr: 0.1\n",
+        "optimizer/rate": "_target_: torch.optim.Adagrad\nlr: 0.1\nbeta: 1\n",
+        "optimizer/broken": "lr: [1\n",
         "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
         "experiment/eight": "# @package _global_\nworkers: 8\n",
     }
@@ -254,12 +272,12 @@ def test_choices_of_ones_own(own, tmp_path):
     assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
-    assert "adamw, lamb, lars, mine, muon, nadam, nothing, nowhere, rate, sgd" in shown
+    assert "adamw, broken, lamb, lars, mine, muon, nadam, nothing, nowhere, rate, sgd" in shown
 
 
 def test_mistakes_in_choices_of_ones_own(own):
     assert refused("train", own, "optimizer=mien").startswith(
-        "optimizer=mien is unknown: did you mean mine? choose one of adamw, lamb, lars, mine,"
+        "optimizer=mien is unknown: did you mean mine? choose one of adamw, broken, lamb,"
     )
     message = refused("train", own, "experiment=eight", "microbatches=2")
     assert message.startswith("microbatches=2, and a preset has workers=8, which sets")
@@ -267,6 +285,12 @@ def test_mistakes_in_choices_of_ones_own(own):
     assert message.startswith("_target_: nowhere.SGD cannot be imported: ")
     message = refused("train", own, "optimizer=nothing", *TINY)
     assert message.startswith("this choice of optimizer has no _target_: add to its file what")
+    message = refused("train", own, "optimizer=rate", "optimizer.bta=3")
+    assert message == "there is no option optimizer.bta: did you mean optimizer.beta?"
+    message = refused("train", own, "optimizer=rate", "optimizer.foo=3")
+    assert message == "there is no option optimizer.foo: optimizer has lr, beta"
+    message = refused("train", own, "optimizer=broken")
+    assert re.search(r"optimizer/broken.yaml line 2: expected ',' or '\]', but got", message)
     message = refused("train", own, "optimizer=rate", "optimizer.lr=fast", *TINY)
     assert message == "optimizer.lr is a number: got 'fast'"
 

@@ -40,6 +40,8 @@ def build_schedule(config: DictConfig) -> Schedule:
     late = {}
     if "delay" in options:
         late["delay"] = _delay(options.pop("delay"))
+    if file == "":
+        raise ValueError("schedule.file is empty: give a CSV file of rank orders, or null")
     if file is not None:
         return _from_file(Path(file), options, late)
     check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")

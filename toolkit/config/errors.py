@@ -1,11 +1,13 @@
 """A user's mistake in one or two lines, with the nearest valid choice."""
 
 import re
+import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 import hydra
+import yaml
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -19,6 +21,7 @@ from toolkit.config import schema
 from toolkit.config.help import choices, folders, groups
 from toolkit.messages import first_line, instead, last_line, refused_by
 
+_NO_BEST = "no run has finished: give hydra.sweeper.n_trials=1 or more, and mend those that failed"
 _TOOLKIT = Path(__file__).resolve().parents[1]
 _HYDRA = Path(hydra.__file__).resolve().parent
 
@@ -47,17 +50,28 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
+        return f"{where.name} line {where.line + 1}: {error.problem}"
+    if isinstance(error, ValueError) and refused_by(error, *_optuna()):
+        said = _NO_BEST if "No trials are completed" in str(error) else first_line(error)
+        return f"hydra/sweeper=optuna: {said}"
     if isinstance(error, MissingConfigException):
         return _missing_choice(error, conf, arguments)
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} is not OPTION=VALUE"
     if isinstance(error, ConfigCompositionException):
-        return _composition(error, experiment, conf)
+        return _composition(error, experiment, conf, arguments)
     if isinstance(error, OmegaConfBaseException | HydraException):
         return first_line(error)
     if isinstance(error, ValueError) and refused_by(error, _HYDRA):
         return _not_a_choice(arguments, conf) or first_line(error)
     return None
+
+
+def _optuna() -> list[Path]:
+    """Where Optuna and its sweeper lie, if they are loaded."""
+    loaded = [sys.modules.get(name) for name in ("optuna", "hydra_plugins.hydra_optuna_sweeper")]
+    return [Path(found.__file__).resolve().parent for found in loaded if found and found.__file__]
 
 
 def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[str]) -> str:
@@ -68,6 +82,8 @@ def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[s
         return "hydra/sweeper=optuna needs a plugin: pip install hydra-optuna-sweeper"
     if (group, choice) == ("hydra/launcher", "joblib"):
         return "hydra/launcher=joblib needs a plugin: pip install hydra-joblib-launcher"
+    if group.startswith("hydra/") and error.options:
+        return f"{group}={choice} is unknown: {instead(choice, error.options)}"
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"
@@ -107,7 +123,9 @@ _EXPECTED = {
 }
 
 
-def _composition(error: ConfigCompositionException, experiment: str, conf: Path) -> str:
+def _composition(
+    error: ConfigCompositionException, experiment: str, conf: Path, arguments: list[str]
+) -> str:
     """Hydra's own words, but for what it says at length or leaves unsaid."""
     message = first_line(error)
     cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
@@ -116,7 +134,7 @@ def _composition(error: ConfigCompositionException, experiment: str, conf: Path)
     if found := _EXISTS.search(message):
         return f"{found[1]} has a value already: change it without the +"
     if found := _NO_OPTION.match(message):
-        return _no_option(found[1], experiment, conf)
+        return _no_option(found[1], experiment, conf, arguments)
     if (found := _VALUE.match(message)) and (kind := _TYPE.search(cause)):
         option = found[1].lstrip("+").partition("=")[0]
         expected = _EXPECTED[next(filter(None, kind.groups()))]
@@ -124,7 +142,7 @@ def _composition(error: ConfigCompositionException, experiment: str, conf: Path)
     return f"{message}: {cause}" if cause else message
 
 
-def _no_option(key: str, experiment: str, conf: Path) -> str:
+def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> str:
     rule = ".".join(key.split(".")[:2])  # where it is of one
     known = [option.replace("rules.NAME", rule) for option in schema.options(experiment)]
     group, _, name = key.rpartition(".")
@@ -136,7 +154,9 @@ def _no_option(key: str, experiment: str, conf: Path) -> str:
         return "a sweep is added to what there is: write +sweep=..."
     if key in groups(conf):
         return f"{experiment} cannot take {key}=... here; --help lists what it takes"
-    siblings = [option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")]
+    siblings = _own_options(group, folders(conf, arguments)[1:], arguments) or [
+        option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")
+    ]
     if near := get_close_matches(name, siblings, n=1):
         return f"there is no option {key}: did you mean {group}.{near[0]}?"
     if siblings:
@@ -145,3 +165,14 @@ def _no_option(key: str, experiment: str, conf: Path) -> str:
     return f"there is no option {key}: " + (
         f"did you mean {near[0]}?" if near else "--help lists the options"
     )
+
+
+def _own_options(group: str, own: Sequence[Path], arguments: list[str]) -> list[str]:
+    """Those of a choice of the user's own, where its file has them all."""
+    chosen = [a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")]
+    for path in (folder / group / f"{choice}.yaml" for folder in own for choice in chosen):
+        if path.is_file():
+            found = yaml.safe_load(path.read_text())
+            if isinstance(found, dict) and "defaults" not in found:
+                return [str(name) for name in found if name != "_target_"]
+    return []

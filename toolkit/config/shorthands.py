@@ -63,7 +63,7 @@ def check_given(arguments: Sequence[str]) -> None:
         both = " and ".join(options[name] for name in options if name in _SAME)
         raise ValueError(f"{both}: workers sets microbatches, so leave one of them out")
     file = options.get("schedule.file", "=null")
-    if file.partition("=")[2] != "null" and (
+    if file.partition("=")[2] not in ("null", "") and (
         sizes := [options[n] for n in _OF_A_FILE if n in options]
     ):
         raise ValueError(
