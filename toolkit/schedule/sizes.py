@@ -2,7 +2,7 @@
 
 from numbers import Integral
 
-MOST = 2**18
+MOST = 2**20
 """Forwards of a training step: schedules of more take minutes to make, and gigabytes."""
 
 
