@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import quick
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.schedule import Kind, Op, Schedule, catalog, orders
+from toolkit.schedule.dependencies import dependencies
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
 LARGE = [(p, m) for p in range(1, 9) for m in (*range(p, 12), 16, 20)]
@@ -251,3 +252,54 @@ def test_the_period_waits_for_the_weights(delay, period):
     schedule = Schedule.from_rank_orders(rank_orders, delay=delay)
     assert schedule.period == period
     schedule.lower(3).verify()
+
+
+def test_steps_overlap_where_the_period_is_shorter_than_a_step():
+    """Rank 0 runs the next step's forwards while it waits for its first backward.
+
+    slot   0   1   2   3    4    5
+    rank 0 0F0 0F1 .   0B0  0F0' 0F1' 0B1
+    rank 1 .   1F0 1B0 1F1  1B1  1F0'
+    """
+    starts = {"0F0": 0, "0F1": 1, "0B0": 3, "0B1": 6, "1F0": 1, "1B0": 2, "1F1": 3, "1B1": 4}
+    rank_orders = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    schedule = Schedule.from_rank_orders(rank_orders, period=4, delay="freshest")
+    assert {str(op): start for op, start in schedule.timing.starts.items()} == starts
+    assert schedule.staleness == ((1, 1), (0, 0))
+    assert schedule.period == 4
+    assert Schedule.from_rank_orders(rank_orders, period=6) == Schedule.from_rank_orders(
+        rank_orders
+    )
+
+
+@given(rank_orders(), st.integers(0, 12), st.sampled_from(["replicated", "sharded"]))
+@quick
+def test_any_orders_overlap_by_any_period(rank_orders, more, state):
+    """No op waits longer than until its rank is free and what it needs has ended."""
+    period = max(map(len, rank_orders)) + more
+    schedule = Schedule.from_rank_orders(rank_orders, delay="freshest", state=state, period=period)
+    timing = schedule.timing
+    needs = {op: dependencies(op, timing.starts, schedule.n_stages) for op in timing.starts}
+    for order in rank_orders:
+        taken, free = set(), 0
+        for op in order:
+            earliest = max([free, *map(timing.end, needs[op])])
+            slots = range(earliest, timing.starts[op] + 1)
+            assert [slot for slot in slots if slot % period not in taken] == [timing.starts[op]]
+            taken.add(timing.starts[op] % period)
+            free = timing.end(op)
+    schedule.lower(3).verify()
+
+
+@pytest.mark.parametrize(
+    ("period", "message"),
+    [
+        (3, "rank 0 has 4 ops in a training step, a slot each: give a period of 4 slots or more"),
+        (0, "a period in slots is a whole number, 1 or more: got 0"),
+        (6.0, r"a period in slots is a whole number, 1 or more: got 6\.0"),
+        ("6", "a period in slots is a whole number, 1 or more: got '6'"),
+    ],
+)
+def test_a_period_without_room_for_a_step_is_refused(period, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], period=period)

@@ -9,7 +9,8 @@ Four stages, four micro-batches, one column a slot (``.`` idle)::
     .   .   .   3F0 3F1 3F2 3F3 3B0 ...  .   .   .   3F0 3B0 3F1 3B1 3F2 3B2 ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
@@ -17,6 +18,7 @@ from toolkit.schedule.staleness import Delay, in_steps
 from toolkit.schedule.timing import Timing
 
 Orders = Sequence[Sequence[Op]]
+_ANY: Mapping[Op, int] = MappingProxyType({})
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Orders:
@@ -110,15 +112,33 @@ def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: i
     return order + backwards[steady:]
 
 
-def as_early_as_possible(orders: Orders, delay: Delay = 0) -> Timing:
+def as_early_as_possible(
+    orders: Orders,
+    delay: Delay = 0,
+    period: int | None = None,
+    not_before: Mapping[Op, int] = _ANY,
+) -> Timing:
     """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
 
-    The period is the least at which no rank is asked for two training steps at once and, for a
-    ``delay`` in steps, every weight version is ready when it is read, however it is drawn.
+    Args:
+        orders: ``orders[rank]``, its ops.
+        delay: of the weights; it matters where no period is given.
+        period: slots between the starts of training steps. A rank is not free in a slot in which
+            it is busy with another step. Unless given it is the least at which no rank is asked
+            for two training steps at once and, for a ``delay`` in steps, every weight version is
+            ready when it is read, however it is drawn.
+        not_before: slots before which an op does not start.
 
     Raises:
-        ValueError: an op is missing or appears twice, or ranks wait for each other.
+        ValueError: an op is missing or appears twice, ranks wait for each other, or a rank has more
+            ops than the period has slots.
     """
+    for rank, order in enumerate(orders):
+        if period is not None and len(order) > period:
+            raise ValueError(
+                f"rank {rank} has {len(order)} ops in a training step, a slot each: give a period"
+                f" of {len(order)} slots or more, not {period}"
+            )
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
     n_microbatches = max(op.microbatch for op in ops) + 1
@@ -126,6 +146,7 @@ def as_early_as_possible(orders: Orders, delay: Delay = 0) -> Timing:
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
     ends: dict[Op, int] = {}
     free = [0] * len(orders)
+    busy: list[set[int]] = [set() for _ in orders]
     position = [0] * len(orders)
     waiting: dict[Op, list[int]] = {}
     ready = list(range(len(orders)))
@@ -138,8 +159,13 @@ def as_early_as_possible(orders: Orders, delay: Delay = 0) -> Timing:
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
-            free[rank] = max(free[rank], *(ends[needed] for needed in needs[op]), 0) + 1
-            ends[op] = free[rank]
+            ready_at = max((ends[needed] for needed in needs[op]), default=0)
+            start = max(free[rank], not_before.get(op, 0), ready_at)
+            if period is not None:
+                while start % period in busy[rank]:
+                    start += 1
+                busy[rank].add(start % period)
+            ends[op] = free[rank] = start + 1
             position[rank] += 1
             ready += waiting.pop(op, [])
     if waiting:
@@ -153,7 +179,9 @@ def as_early_as_possible(orders: Orders, delay: Delay = 0) -> Timing:
             " On its own rank, each op comes after those that it needs"
         )
     starts = {op: end - 1 for op, end in ends.items()}
-    return Timing(starts, _period(orders, starts, n_stages, n_microbatches, delay))
+    if period is None:
+        period = _period(orders, starts, n_stages, n_microbatches, delay)
+    return Timing(starts, period)
 
 
 def _period(

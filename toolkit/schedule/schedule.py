@@ -1,10 +1,10 @@
 """A schedule: timing, placement, weights and state, checked to fit together."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit.schedule import grid as _grid
 from toolkit.schedule import orders as _orders
@@ -211,6 +211,7 @@ class Schedule:
         delay: Delay = 0,
         state: str = "replicated",
         predict: bool = False,
+        period: int | None = None,
     ) -> "Schedule":
         """A schedule from the order of each rank's ops, each as early as it can start.
 
@@ -220,32 +221,76 @@ class Schedule:
             delay: as in :class:`Schedule`.
             state: as in :class:`Schedule`.
             predict: as in :class:`Schedule`.
+            period: slots between the starts of training steps, which overlap where they are fewer
+                than a step takes; unless given, the pipeline drains: the least at which each rank
+                ends a step before it begins the next, and weights are ready.
 
         Raises:
-            ValueError: an op is missing, unknown or repeated; a rank has nothing to do; a backward
-                is not where its forward was; ranks wait for each other.
+            ValueError: an op is missing, unknown or repeated; a rank has nothing to do, or more
+                ops than the period has slots; a backward is not where its forward was; ranks wait
+                for each other.
         """
         parsed = [_text.parse_order(order, rank) for rank, order in enumerate(orders)]
-        table = _assigned(parsed)
-        timing = _orders.as_early_as_possible(parsed, delay)
+        return cls._from_orders(parsed, {}, period, name, delay, state, predict)
+
+    @classmethod
+    def from_csv(
+        cls,
+        source: str | Path,
+        *,
+        name: str = "rank orders",
+        delay: Delay = 0,
+        state: str = "replicated",
+        predict: bool = False,
+        period: int | None = None,
+    ) -> "Schedule":
+        """:meth:`from_rank_orders` from a CSV file (or its text): a row a rank, a cell a slot.
+
+        The compute format of torch.distributed.pipelining. Empty cells are passed over, unless
+        there is a period, given or in the file (``0F0 period=8``): then no op starts before the
+        slot of its cell.
+
+        Raises:
+            ValueError: as :meth:`from_rank_orders`, with row and column where a cell is to blame;
+                or the file has another period.
+        """
+        table = _text.read_csv(source)
+        if period is None:
+            period = table.period
+        elif table.period not in (None, period):
+            raise ValueError(
+                f"the file says period={table.period}: got period={period}; leave that out, or"
+                " change the file"
+            )
+        return cls._from_orders(table.orders, table.slots, period, name, delay, state, predict)
+
+    @classmethod
+    def _from_orders(
+        cls,
+        orders: _orders.Orders,
+        slots: Mapping[Op, int],
+        period: int | None,
+        name: str,
+        delay: Delay,
+        state: str,
+        predict: bool,
+    ) -> "Schedule":
+        """From rank orders; where there is a period, no op before its slot."""
+        table = _assigned(orders)
+        if period is None:
+            timing = _orders.as_early_as_possible(orders, delay)
+        else:
+            period = whole(period, "a period in slots", 1)
+            timing = _orders.as_early_as_possible(orders, delay, period, slots)
         layout = Assigned("per_stage", table)
         sizes = len(table), len(table[0])
         return cls(name, *sizes, timing, layout, delay, state, predict=predict)
 
-    @classmethod
-    def from_csv(cls, source: str | Path, **arguments: Any) -> "Schedule":
-        """:meth:`from_rank_orders` from a CSV file (or its text): a row a rank, a cell a slot.
-
-        The compute format of torch.distributed.pipelining. Empty cells are passed over: timing is
-        as early as possible.
-
-        Raises:
-            ValueError: as :meth:`from_rank_orders`, with row and column where a cell is to blame.
-        """
-        return cls.from_rank_orders(_text.read_csv(source), **arguments)
-
     def to_csv(self) -> str:
         """One training step in the compute format of torch.distributed.pipelining.
+
+        It says timing and placement, with the period where the pipeline does not drain; the
+        weights' delay, predictions and the state are told to :meth:`from_csv`.
 
         Raises:
             ValueError: the schedule is not a pipeline.

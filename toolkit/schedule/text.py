@@ -2,7 +2,14 @@
 
 An op is ``<stage><kind><microbatch>``, kind one of F, B, I (backward, input) and W (backward,
 weights): ``0F0``. A rank's order is ops with spaces between; a CSV file has a row a rank and a cell
-a slot, empty where the rank is idle.
+a slot, empty where the rank is idle::
+
+    0F0,0F1,,0B0,,0B1            0F0 period=4,,0F1,0B0,,0B1
+    ,1F0,1B0,1F1,1B1,            ,1F0,1B0,1F1,1B1,
+
+Without a period, on the left, the slots are not binding: each op starts as early as it can, and the
+pipeline drains before the next training step. With one, on the right, a training step begins every
+so many slots, and no op starts before its own. torch reads both, and drains.
 """
 
 import csv
@@ -10,15 +17,18 @@ import io
 import os.path
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.orders import as_early_as_possible
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 _OP = re.compile(r"(\d+)([FBIW])(\d+)")
+_WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d+)")
 _KINDS = {kind.letter: kind for kind in Kind}
 
 
@@ -46,7 +56,22 @@ def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
     ]
 
 
-def read_csv(source: str | Path) -> list[list[Op]]:
+@dataclass(frozen=True)
+class Table:
+    """What a CSV file says.
+
+    Attributes:
+        orders: ``orders[rank]``, its ops.
+        slots: the slot in which each op is written.
+        period: slots between the starts of training steps; None, where the file does not tell.
+    """
+
+    orders: list[list[Op]]
+    slots: dict[Op, int]
+    period: int | None
+
+
+def read_csv(source: str | Path) -> Table:
     """Rank orders from a CSV file, or from its text.
 
     A string is text if it has a comma or a line end, and neither ends with ``.csv`` nor names a
@@ -55,35 +80,77 @@ def read_csv(source: str | Path) -> list[list[Op]]:
     Raises:
         ValueError: the file cannot be read, or a cell is not an op (row and column count from 1).
     """
+    orders: list[list[Op]] = []
+    slots: dict[Op, int] = {}
+    periods: dict[int, str] = {}
+    for row, cells in enumerate(csv.reader(io.StringIO(_content(source))), 1):
+        if cells:
+            orders.append([])
+        for slot, cell in enumerate(map(str.strip, cells)):
+            if not cell:
+                continue
+            where = f"row {row}, column {slot + 1}"
+            if found := _WITH_PERIOD.fullmatch(cell):
+                cell = found[1]
+                periods[int(found[2])] = where
+            op = parse_op(cell, where)
+            orders[-1].append(op)
+            slots[op] = slot
+    if len(periods) > 1:
+        told = " and ".join(f"period={period} ({where})" for period, where in periods.items())
+        raise ValueError(f"a file has one period: got {told}; leave all but one out")
+    return Table(orders, slots, next(iter(periods), None))
+
+
+def _content(source: str | Path) -> str:
     text = str(source)
     named = text.endswith(".csv") or os.path.isfile(text)
-    if isinstance(source, Path) or named or not set(text) & {",", "\n"}:
-        try:
-            text = Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text"
-            raise ValueError(
-                f"{source} cannot be read ({reason}): expected a CSV file with a row a rank and a"
-                " cell an op, such as 0F0"
-            ) from error
-    rows = csv.reader(io.StringIO(text))
-    return [
-        [
-            parse_op(cell, f"row {row}, column {column}")
-            for column, cell in enumerate(cells, 1)
-            if cell.strip()
-        ]
-        for row, cells in enumerate(rows, 1)
-        if cells
-    ]
+    if not (isinstance(source, Path) or named) and set(text) & {",", "\n"}:
+        return text
+    try:
+        return Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ValueError(
+            f"{source} cannot be read ({reason}): expected a CSV file with a row a rank and a"
+            " cell an op, such as 0F0"
+        ) from error
 
 
 def write_csv(schedule: "Schedule") -> str:
     """One training step as CSV: a row a rank, a cell a slot.
 
+    The op that starts first tells the period, where the orders alone would be timed otherwise.
+
     Raises:
-        ValueError: a stage runs on several ranks, or starts fall between slots.
+        ValueError: a stage runs on several ranks, a rank on none, or ops start between slots or
+            before the first.
     """
+    starts = schedule.timing.starts
+    by_time = sorted(starts, key=starts.__getitem__)
+    _check_pipeline(schedule, by_time[0])
+    orders: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
+    rows = [[""] * (starts[by_time[-1]] + 1) for _ in orders]
+    for op in by_time:
+        rank = schedule.rank(op.stage, op.microbatch)
+        orders[rank].append(op)
+        rows[rank][starts[op]] = str(op)
+    if not all(orders):
+        raise ValueError(
+            f"the CSV format has ops of every rank: rank {orders.index([])} of {schedule.name} has"
+            " none; leave out what is idle"
+        )
+    if as_early_as_possible(orders) != schedule.timing:
+        first = by_time[0]
+        row = rows[schedule.rank(first.stage, first.microbatch)]
+        row[starts[first]] = f"{first} period={schedule.timing.period}"
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _check_pipeline(schedule: "Schedule", first: Op) -> None:
+    """That each stage has one rank, and each op a slot, where ``first`` is the earliest."""
     for j in range(schedule.n_stages):
         if len(schedule.layout.ranks(j)) > 1:
             raise ValueError(
@@ -95,11 +162,8 @@ def write_csv(schedule: "Schedule") -> str:
             f"the CSV format has one op a slot and rank: {schedule.name} runs on one device or has"
             " ops between slots; place it per_stage, and start every op at a whole slot"
         )
-    starts = schedule.timing.starts
-    n_slots = max(starts.values()) + 1
-    rows = [[""] * n_slots for _ in range(schedule.n_ranks)]
-    for op, start in starts.items():
-        rows[schedule.rank(op.stage, op.microbatch)][start] = str(op)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
+    if (start := schedule.timing.starts[first]) < 0:
+        raise ValueError(
+            f"the CSV format begins with slot 0: {first} of {schedule.name} starts at slot {start};"
+            f" start every op {-start} slots later"
+        )
