@@ -114,6 +114,10 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
             "schedule.accumulate=2 is of a named method, and a file's orders say themselves",
         ),
         (["schedule.file="], "schedule.file is empty: give a CSV file of rank orders, or null"),
+        (
+            ["schedule.period=8"],
+            "schedule.period=8 is of a file's orders, and a named method has its own: leave it out",
+        ),
         (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
         (

@@ -189,6 +189,16 @@ def test_a_file_has_the_options_that_are_not_of_a_method(tmp_path):
         assert (built.name, built.state, built.predict) == ("mine", state, predict)
 
 
+@pytest.mark.parametrize("schedule", ["cdp_v2", "gpipe"])
+def test_the_steps_of_a_file_may_overlap(schedule, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    options = [f"schedule={schedule}", f"schedule.file={file}", "schedule.period=4"]
+    delay = [] if schedule == "cdp_v2" else ["+schedule.delay=freshest"]
+    built = build_schedule(composed("train", *options, *delay).schedule)
+    assert (built.period, built.staleness) == (4, ((1, 1), (0, 0)))
+
+
 def test_workers_stand_for_microbatches():
     config = composed("train", "microbatches=3")
     assert build_schedule(config.schedule).n_microbatches == 3

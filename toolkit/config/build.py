@@ -36,20 +36,25 @@ def build_schedule(config: DictConfig) -> Schedule:
             f" +schedule@rules.{config}={config} (of simulate, +schedule@also.{config}={config})"
         )
     options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    file = options.pop("file", None)
+    file, period = options.pop("file", None), options.pop("period", None)
     late = {}
     if "delay" in options:
         late["delay"] = _delay(options.pop("delay"))
     if file == "":
         raise ValueError("schedule.file is empty: give a CSV file of rank orders, or null")
     if file is not None:
-        return _from_file(Path(file), options, late)
+        return _from_file(Path(file), options, {**late, "period": period})
+    if period is not None:
+        raise ValueError(
+            f"schedule.period={period} is of a file's orders, and a named method has its own: leave"
+            " it out, or give schedule.file"
+        )
     check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")
     schedule: Schedule = instantiate(options, _partial_=True)(**late)
     return schedule
 
 
-def _from_file(path: Path, options: dict[str, Any], late: dict[str, Any]) -> Schedule:
+def _from_file(path: Path, options: dict[str, Any], when: dict[str, Any]) -> Schedule:
     """Rank orders, with the group's options that are not of what runs where."""
     for name, usual in _OF_METHODS.items():
         if (value := options.get(name, usual)) != usual:
@@ -58,7 +63,7 @@ def _from_file(path: Path, options: dict[str, Any], late: dict[str, Any]) -> Sch
                 f" what runs where: leave it out, or leave out schedule.file"
             )
     free = {name: options[name] for name in ("state", "predict") if name in options}
-    return Schedule.from_csv(path, name=path.stem, **free, **late)
+    return Schedule.from_csv(path, name=path.stem, **free, **when)
 
 
 def _delay(value: Any) -> Any:

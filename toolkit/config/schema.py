@@ -53,6 +53,7 @@ class ScheduleFile:
     """What every schedule has."""
 
     file: str | None = option(None, "a CSV file of rank orders, instead of a named method")
+    period: int | None = option(None, "of that file: slots from step to step; unset, as it says")
 
 
 @dataclass
