@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from tests.config.test_presets import CONF
 from toolkit.config import build_schedule, schema
 from toolkit.config.help import choices
+from toolkit.config.shorthands import check_given
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.analysis import analyse, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN
@@ -74,6 +75,7 @@ def made(line):
 
 def composed(overrides, experiment="simulate"):
     schema.register()
+    check_given(overrides.split())
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return build_schedule(compose(experiment, overrides.split()).schedule)
 
@@ -119,6 +121,15 @@ def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
     late = replace(OURS, delay=1, predict=True)
     assert made(late.python()) == late.build()
     assert replace(composed(late.overrides()), name="rank orders") == late.build()
+
+
+@pytest.mark.parametrize("name", ["cdp_v1", "cdp_v2", "pipedream_2bw"])
+def test_a_pipeline_that_does_not_drain_survives_the_file(name, tmp_path):
+    options = {} if name == "pipedream_2bw" else {"placement": "per_stage"}
+    shown = analyse(Choice(name, 3, 3, **options), 1)
+    file, schedule = write_csv(shown, tmp_path), shown.schedule
+    read = composed(f"schedule.file={file} schedule.delay={schedule.delay}")
+    assert (read.timing, read.staleness) == (schedule.timing, schedule.staleness)
 
 
 def test_two_stages_are_drawn_as_by_hand():

@@ -149,16 +149,13 @@ class Choice:
         """Options of ``experiments/simulate.py`` and ``train.py`` that compose the schedule.
 
         Raises:
-            ValueError: no options say it.
+            ValueError: the schedule has no option that was chosen.
         """
         if self.schedule != OWN:
             sizes = {"schedule": self.schedule, "stages": self.stages}
             sizes["microbatches"] = self.microbatches
             return _overrides(sizes, self.given)
-        built = self.build()
-        sizes = {"stages": built.n_stages, "microbatches": built.n_microbatches}
-        late = {"delay": 0, **self.given}
-        return f"schedule.file={ORDERS_FILE} {_overrides(sizes, late)}"
+        return _overrides({"schedule.file": ORDERS_FILE}, {"delay": 0, **self.given})
 
     def _call(self) -> tuple[str, list[Any], dict[str, Any]]:
         if self.schedule == OWN:
