@@ -21,10 +21,16 @@ STEPS = 6
 
 # Stage 1 is on both ranks; sums of its gradients go from the one to the other.
 SPLIT = ("0F0 1F0 1B0 0B0 0F1 0B1", "1F1 1B1")
+GPIPE = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 
 
 def schedules(n_ranks):
-    """Every method that takes ``n_ranks``: 2, 3, 4, 6, 10 or 16. To add one is to buy the suite."""
+    """Every method that takes ``n_ranks``: 1, 2, 3, 4, 6, 10 or 16.
+
+    To add one is to buy the suite.
+    """
+    if n_ranks == 1:
+        yield catalog.gradient_accumulation(2, 3)
     if n_ranks == 16:
         yield catalog.data_parallel(4, "per_stage_and_microbatch")
     if n_ranks in (6, 10):
@@ -51,6 +57,7 @@ def schedules(n_ranks):
     if THOROUGH or n == 2:
         yield catalog.cyclic(n, 2)
         yield catalog.data_parallel(n, delay=1)
+        yield catalog.published(n)
         yield catalog.gpipe(n, n)
         yield catalog.zb_v(2 * n, 2 * n)
         yield catalog.v_min(2 * n, 2 * n)
@@ -65,6 +72,7 @@ def schedules(n_ranks):
         yield Schedule.from_csv(gpipe.to_csv(), name="CSV")
     if n == 2:
         yield Schedule.from_rank_orders(SPLIT, name="rank orders")
+        yield Schedule.from_rank_orders(GPIPE, name="GPipe overlapping", period=4, delay="freshest")
         yield catalog.cyclic(2, accumulate=2)
         yield catalog.data_parallel(2, delay=RandomDelay(most=2, seed=3), accumulate=2)
 

@@ -14,7 +14,7 @@ from toolkit.runtime import Distributed, SingleProcess, launch
 from toolkit.schedule import catalog
 
 # Processes, and the numbers of ranks that run on them.
-POOLS = more({4: (2, 3, 4)}, {4: (2, 3, 4), 16: (6, 10, 16)})
+POOLS = more({4: (1, 2, 3, 4)}, {4: (1, 2, 3, 4), 16: (6, 10, 16)})
 CASES = [
     pytest.param(size, k, schedule, id=f"{size}-{name_of(schedule)}")
     for sizes in POOLS.values()

@@ -14,7 +14,7 @@ from tests.runtime.reference import adamw, sgd, trajectory
 from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import ORDERS, SingleProcess
-from toolkit.schedule import RandomDelay, catalog
+from toolkit.schedule import RandomDelay, Schedule, catalog
 
 
 @pytest.fixture
@@ -59,11 +59,25 @@ def _schedules():
     yield catalog.cyclic(2, 1, accumulate=2)
     yield catalog.cyclic(2, "freshest", "per_stage_and_microbatch", accumulate=2)
     yield from _predicted()
+    yield from _pipelines()
     for delay in (1, "freshest"):
         for placement in ("one", "per_stage", "per_stage_and_microbatch"):
             yield catalog.cyclic(3, delay, placement)
         for placement in ("per_microbatch", "per_stage_and_microbatch"):
             yield catalog.cyclic(4, delay, placement, "sharded")
+
+
+def _pipelines():
+    """Whose ranks have orders of their own; and delays that no stagger makes."""
+    for n in more([3], [2, 3, 5]):
+        yield catalog.published(n)
+        for make in (catalog.gpipe, catalog.one_f_one_b, catalog.zero_bubble):
+            yield make(2, n)
+        for make in (catalog.zb_v, catalog.v_half, catalog.v_min):
+            yield make(4, n)
+    yield catalog.interleaved_1f1b(4, 2, 2)
+    orders = "0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"
+    yield Schedule.from_rank_orders(orders, name="overlapping", period=4, delay="freshest")
 
 
 def _predicted():
