@@ -90,30 +90,41 @@ class Trained:
     """What came of a run.
 
     Attributes:
-        middle, end: the model's state after 4 and after all steps.
+        states: the model's, by the steps that were done: 4, 5 and 6.
+        updates: (step, weights by name) that each update has left, of all ranks.
         steps: of the results.
         losses: (step, micro-batch) -> loss, of all ranks.
         peaks: activation bytes of each rank.
         sent: bytes that each rank sent, of all buffers.
     """
 
-    middle: dict
-    end: dict
+    states: dict[int, dict]
+    updates: list[tuple[int, dict]]
     steps: list[list[int]]
     losses: dict
     peaks: tuple[int, ...]
     sent: list[float]
+
+    def assert_follows(self, states: list[dict], losses: dict) -> None:
+        """That it is what ``states``, those after each step, and ``losses`` tell."""
+        for n_steps, state in self.states.items():
+            models.assert_same(state, states[n_steps - 1])
+        models.assert_updates(self.updates, states)
+        models.assert_same(self.losses, losses)
 
 
 def train(world, schedule: Schedule) -> Trained:
     """Run ``schedule`` on ``world``: four overlapping steps, one alone, and one alone."""
     batches = models.make_batches(schedule.n_microbatches, STEPS)
     stages = models.cut(models.residual(), schedule)
-    runtime = Distributed(stages, schedule, sgd, F.cross_entropy, world=world, record=STEPS)
+    kept: list[tuple[int, dict]] = []
+    optimizer = models.keeping(kept, sgd)
+    runtime = Distributed(stages, schedule, optimizer, F.cross_entropy, world=world, record=STEPS)
     results = list(runtime.run(batches[:4]))
-    middle = copy.deepcopy(runtime.module().state_dict())
-    results += [runtime.step(*batch) for batch in batches[4:]]
-    end = runtime.module().state_dict()
+    states = {4: copy.deepcopy(runtime.module().state_dict())}
+    for n_steps, batch in enumerate(batches[4:], 5):
+        results.append(runtime.step(*batch))
+        states[n_steps] = copy.deepcopy(runtime.module().state_dict())
     found = runtime.measurements()
     mine = {
         (result.step, m): loss
@@ -121,9 +132,10 @@ def train(world, schedule: Schedule) -> Trained:
         for m, loss in zip(result.microbatches, result.losses, strict=True)
     }
     losses = {key: loss for part in world.gather(mine) for key, loss in part.items()}
+    updates = [update for part in world.gather(kept) for update in part]
     steps = world.gather([result.step for result in results])
     sent = [row["bytes_sent"] for row in found.by_rank()]
-    return Trained(middle, end, steps, losses, found.peak_activations(), sent)
+    return Trained(states, updates, steps, losses, found.peak_activations(), sent)
 
 
 def all_methods(sizes) -> tuple[dict[int, list[Trained]], dict[int, dict]]:
@@ -154,16 +166,16 @@ def predicted(schedule: Schedule) -> tuple[list[float], list[float]]:
     return peaks, sent
 
 
-def by_itself(schedule: Schedule) -> tuple[dict, dict, dict]:
-    """Middle, end and losses in a single process."""
+def by_itself(schedule: Schedule) -> tuple[list[dict], dict]:
+    """The state after each step, and losses, in a single process."""
     batches = models.make_batches(schedule.n_microbatches, STEPS)
     stages = models.cut(models.residual(), schedule)
     runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy)
-    results = list(runtime.run(batches[:4]))
-    middle = copy.deepcopy(runtime.module().state_dict())
-    results += list(runtime.run(batches[4:]))
-    losses = {(r.step, m): loss for r in results for m, loss in enumerate(r.losses)}
-    return middle, runtime.module().state_dict(), losses
+    states, losses = [], {}
+    for result in runtime.run(batches):
+        states.append(copy.deepcopy(runtime.module().state_dict()))
+        losses |= {(result.step, m): loss for m, loss in enumerate(result.losses)}
+    return states, losses
 
 
 def odd_jobs() -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """Models and batches on which every runtime is held to the reference."""
 
+from itertools import count
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from tests import stages
+from toolkit.runtime import by_name
 
 
 class Residual(nn.Module):
@@ -83,6 +86,35 @@ def id_batches(n_microbatches, steps=5):
 
 def cut_awkward(model, schedule):
     return stages.cut(model, schedule.n_stages, torch.zeros(2, 4, dtype=torch.long))
+
+
+def keeping(kept, make):
+    """``make``, of whose optimizers each puts (step, weights by name) into ``kept`` as it updates.
+
+    So what steps that overlap leave is seen step by step.
+    """
+
+    @by_name
+    def optimizer(parameters):
+        made, steps = make([parameter for _, parameter in parameters]), count()
+
+        def keep(*_):
+            weights = {name: parameter.detach().clone() for name, parameter in parameters}
+            kept.append((next(steps), weights))
+
+        made.register_step_post_hook(keep)
+        return made
+
+    return optimizer
+
+
+def assert_updates(kept, states):
+    """Whoever made an update, of a :func:`residual`: it left what ``states[step]`` has."""
+    for step, weights in kept:
+        assert_same(weights, {name: states[step][name] for name in weights})
+    trained = [name for name, _ in residual().named_parameters()]
+    everything = {(step, name) for step in range(len(states)) for name in trained}
+    assert {(step, name) for step, weights in kept for name in weights} == everything
 
 
 def assert_same(found, expected, rtol=1e-10, atol=1e-12):

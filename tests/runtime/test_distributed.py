@@ -41,12 +41,9 @@ def odd_jobs():
 
 @pytest.mark.parametrize(("size", "k", "schedule"), CASES)
 def test_follows_the_single_process(trained, size, k, schedule):
-    """Which follows the reference: parameter by parameter, buffer by buffer, loss by loss."""
+    """Which follows the reference: step by step, parameter by parameter, loss by loss."""
     found = trained[size][k]
-    middle, end, losses = conform.by_itself(schedule)
-    assert_same(found.middle, middle)
-    assert_same(found.end, end)
-    assert_same(found.losses, losses)
+    found.assert_follows(*conform.by_itself(schedule))
     assert found.steps == [list(range(conform.STEPS))] * size
 
 
@@ -62,7 +59,7 @@ def test_a_wrong_rule_differs(trained):
     """The comparisons above can fail: rules differ from each other."""
     ends = {
         rule: next(
-            trained[4][k].end
+            trained[4][k].states[conform.STEPS]
             for k, schedule in enumerate(conform.schedules(4))
             if schedule.name == rule
         )
@@ -184,8 +181,8 @@ def test_on_gpus():
 
 @pytest.mark.parametrize("per_machine", [1, 2, 3, 4])
 def test_sums_in_tiers_are_the_same(trained, per_machine):
-    _, end, _ = conform.by_itself(catalog.data_parallel(4))
-    assert_same(trained["tiers"][per_machine], end)
+    states, _ = conform.by_itself(catalog.data_parallel(4))
+    assert_same(trained["tiers"][per_machine], states[-1])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.runtime.models import assert_same, cut, differ, make_batches, name_of, residual
+from tests.runtime.models import (
+    assert_same,
+    assert_updates,
+    cut,
+    differ,
+    keeping,
+    make_batches,
+    name_of,
+    residual,
+)
 from tests.runtime.reference import adamw, sgd, trajectory
 from tests.thorough import more
 from toolkit.model import partition
@@ -139,8 +148,12 @@ def test_overlapping_steps_follow_the_same_trajectory(model, name):
     """All steps in one run, as the schedule overlaps them, and a run that goes on from another."""
     schedule = SCHEDULES[name]
     batches = make_batches(schedule.n_microbatches)
-    runtime = runtime_for(model, schedule, "scheduled")
+    kept = []
+    optimizer = keeping(kept, lambda parameters: sgd(parameters, None))
+    stages = cut(model, schedule)
+    runtime = SingleProcess(stages, schedule, optimizer, F.cross_entropy, "scheduled")
     results = [*runtime.run(batches[:3]), *runtime.run(batches[3:])]
+    assert_updates(kept, expected(name))
     assert_same(runtime.module().state_dict(), expected(name)[-1])
     assert [result.step for result in results] == list(range(len(batches)))
 
