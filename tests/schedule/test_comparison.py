@@ -5,24 +5,24 @@ from fractions import Fraction
 
 import pytest
 
+from tests.thorough import more
 from toolkit.schedule import comparison
 from toolkit.schedule.comparison import RULES, SETTINGS, Row, compare
 from toolkit.schedule.footprint import footprint
 
 
-@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("n", more(range(2, 11), range(2, 17)))
 def test_every_program_keeps_to_its_closed_form(n):
     rows = compare(n)
     assert [(row.setting, row.rule) for row in rows] == [(s, r) for s in SETTINGS for r in RULES]
     assert {(row.setting, row.rule): row.differences for row in rows if row.differences} == {}
 
 
-@pytest.mark.parametrize("n", [11, 16])
-@pytest.mark.parametrize("setting", ["one device", "multi-device", "pipeline"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("rule", RULES)
-def test_more_workers(setting, rule, n):
-    schedule = SETTINGS[setting](rule, n)
-    formula = comparison._FORMULAS[setting](rule, n)
+def test_sixteen_workers(setting, rule):
+    schedule = SETTINGS[setting](rule, 16)
+    formula = comparison._FORMULAS[setting](rule, 16)
     assert Row(setting, rule, schedule, formula, footprint(schedule)).differences == {}
 
 
