@@ -107,7 +107,9 @@ def test_equal_schedules_hash_alike(schedule):
     ],
 )
 def test_more_than_can_be_made_is_refused(make):
-    with pytest.raises(ValueError, match=r"a schedule has at most 1048576 forwards.*; lower either"):
+    with pytest.raises(
+        ValueError, match=r"a schedule has at most 1048576 forwards.*; lower either"
+    ):
         make()
 
 
