@@ -242,6 +242,19 @@ def test_simulate_the_users_own_schedule(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("told", "delay"), [((), 0), (("schedule.delay=1",), 1), (("schedule=cdp_v2",), "freshest")]
+)
+def test_a_file_reads_fresh_weights_unless_told(tmp_path, told, delay):
+    """Whatever the delay of the method that is usual."""
+    file = tmp_path / "my_schedule.csv"
+    file.write_text("1F0,0F1,1B0,0B1\n1F1,1B1\n2F1,2B1\n0F0,2F0,2I0,2W0,0B0\n")
+    options = *SMALL, f"schedule.file={file}", *told, f"hydra.run.dir={tmp_path}"
+    assert run("simulate", *options).status == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["provenance"]["config"]["schedule"]["delay"] == delay
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("0F0,0X1\n", "row 1, column 2: '0X1' is not an op"),

@@ -26,7 +26,8 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
 
     Args:
         config: of an experiment; changed in place.
-        given: on the command line, which presets must not overrule.
+        given: on the command line, which presets must not overrule. A schedule file that is given
+            reads fresh weights, unless a delay, or a method that has one, is given, too.
 
     Raises:
         ValueError: the seed, the threads or the workers cannot be.
@@ -38,6 +39,10 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
             f"{told[0]}, and a preset has workers={workers}, which sets microbatches: give workers"
             " instead"
         )
+    names = {_key(option) for option in given}
+    own = "schedule.file" in names and not names & {"schedule", "schedule.delay"}
+    if own and "delay" in config.schedule:
+        config.schedule.delay = 0  # that of the usual method is no word on a file
     spell_out(config)
     OmegaConf.resolve(config)
     if not 0 <= config.get("seed", 0) < 2**63:
