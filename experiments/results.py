@@ -38,7 +38,7 @@ def table(name: str) -> str:
 
 
 def origin(found: dict[str, Any]) -> str:
-    command = re.sub(r" hydra\.run\.dir=\S+", "", found["command"])
+    command = re.sub(r" (hydra\.run\.dir|resume)=\S+", "", found["command"])
     return (
         f"<sub>`{command}`, torch {found['versions']['torch']}, {found['device']},"
         f" {found['seconds']:.0f} s, commit {(found['commit'] or 'unknown')[:10]}</sub>"
@@ -194,6 +194,7 @@ _ROWS = {
     "cifar10_narrow_8": _accuracy,
     "cifar10_narrow_4": _accuracy,
     "imagenette_narrow_8": _accuracy,
+    "imagenette50_narrow_8": _accuracy,
     "text": _losses,
     "text_low": _losses,
     "text_muon": _losses,

@@ -61,6 +61,16 @@ CLAIMS = [
         ),
     ),
     (
+        "Here CDP-v2 ends 1.7 points below DP, which three seeds cannot tell from nothing, and "
+        "CDP-v1 nineteen, which they can.",
+        lambda: (
+            round(of("imagenette50_narrow_8", "cdp_v2"), 1) == -1.7
+            and not told("imagenette50_narrow_8", "cdp_v2")
+            and round(of("imagenette50_narrow_8", "cdp_v1")) == -19
+            and told("imagenette50_narrow_8", "cdp_v1")
+        ),
+    ),
+    (
         "the small decoder above ends a quarter of a nat behind DP with CDP-v2. By NAdam, at the "
         "same rate, it cannot be told from DP; by Muon it ends 0.04 nats behind DP, and before DP "
         "by AdamW",
