@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.thorough import more
 from toolkit.cost import AXES, Hardware, MemoryCurve, memory_curve, profile
 from toolkit.cost.curve import _curve
 from toolkit.model import build, partition
@@ -153,9 +154,8 @@ def test_equal_stages_halve_the_memory(n, slot):
     ("name", "axis", "expected"),
     [
         ("resnet50", "flops", 0.303),  # the paper's 30 %
-        ("resnet50", "roofline", 0.425),
-        ("vit_b_16", "flops", 0.493),  # above the paper's 42 %
-        ("vit_b_16", "roofline", 0.497),
+        ("vit_b_16", "roofline", 0.497),  # above the paper's 42 %
+        *more([], [("resnet50", "roofline", 0.425), ("vit_b_16", "flops", 0.493)]),
     ],
 )
 def test_the_papers_figure(name, axis, expected):

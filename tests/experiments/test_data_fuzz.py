@@ -10,6 +10,7 @@ import pytest
 
 from tests.experiments.command import EXPERIMENTS, refused, run
 from tests.experiments.test_results import rows
+from tests.thorough import thorough
 from toolkit.training.data import image_folder
 
 
@@ -21,6 +22,7 @@ def fuzz(monkeypatch):
     return data_fuzz
 
 
+@thorough
 def test_every_kind_of_damage(tmp_path):
     finished = run("bench", "bench=data_fuzz", "bench.mutations=23", f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err

@@ -5,6 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
+from tests.thorough import more
 from toolkit.model import MODELS, build
 
 
@@ -58,7 +59,7 @@ def test_depth_of_the_small_residual_nets(name, layers, parameters):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("in_channels", [1, 3, 4])
-@pytest.mark.parametrize("size", [32, 96])
+@pytest.mark.parametrize("size", more([32], [32, 96]))
 def test_takes_any_channels_and_gives_any_classes(name, in_channels, size):
     model = build(name, 7, size, in_channels)
     assert model(torch.empty(2, in_channels, size, size)).shape == (2, 7)
@@ -80,7 +81,7 @@ def test_refuses(arguments, message):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit_b_16"])
-@pytest.mark.parametrize(("size", "factor"), [(32, 0.25), (96, 2)])
+@pytest.mark.parametrize(("size", "factor"), [(32, 0.25), *more([], [(96, 2)])])
 def test_width_scales_every_layer(name, size, factor):
     usual = build(name, 10, size)
     width = int(factor * usual.conv1.out_channels)

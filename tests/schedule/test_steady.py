@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
+from tests.thorough import more
 from toolkit.schedule import Action, Buffer, catalog, steady_state
 from toolkit.schedule.steady import settled_steps, steady_slots, steady_steps, steps_to_time
 
-SIZES = range(2, 17)
+SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
 RULES = [1, "freshest"]
 DP = 0  # the rules by their delay
 
