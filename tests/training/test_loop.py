@@ -105,7 +105,9 @@ def runtime_for(images, lr, schedule):
 
 def run(images, lr=0.05, epochs=2, schedule=None, **calls):
     runtime = runtime_for(images, lr, schedule or catalog.cyclic(4))
-    return fit(runtime, images, epochs=epochs, batch_size=16, seed=0, device=CPU, **calls)
+    return fit(
+        runtime, images, epochs=epochs, batch_size=16, seed=0, device=CPU, rate=float, **calls
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def test_learns(images, schedule):
 
 def test_reports_epochs_and_steps(images):
     epochs, steps = [], []
-    history = run(images, on_epoch=epochs.append, on_step=steps.append, rate=float)
+    history = run(images, on_epoch=epochs.append, on_step=steps.append)
     assert epochs == history
     assert [(step.step, step.n_steps) for step in steps] == 2 * [(k, 8) for k in range(1, 9)]
     assert [step.result.step for step in steps] == [*range(16)]
@@ -177,7 +179,7 @@ def test_averages_are_tested_beside_the_weights():
     (bias,) = [n for n, p in runtime.module().named_parameters() if p.shape == (4,)]
     zero[bias][1] = 1.0  # it names class 1, whatever it sees
     runtime.averages = lambda: zero
-    (epoch,) = fit(runtime, images, epochs=1, batch_size=16, seed=0, device=CPU)
+    (epoch,) = fit(runtime, images, epochs=1, batch_size=16, seed=0, device=CPU, rate=float)
     labels = torch.cat([labels for _, labels in images.test(64, CPU)])
     assert epoch.ema_top1 == pytest.approx(float((labels == 1).double().mean()))
     assert epoch.top1 != epoch.ema_top1
@@ -198,6 +200,7 @@ def test_the_rate_of_a_resumed_epoch_is_of_the_steps_since(monkeypatch):
         batch_size=16,
         seed=0,
         device=CPU,
+        rate=float,
         position=at,
     )
     assert epoch.samples_per_second == 2 * 16 / 2

@@ -69,10 +69,10 @@ class StageCost:
         return self.parameter_bytes + self.statistics_bytes
 
     def update_bytes(self, optimizer_bytes: float | None = None) -> float:
-        """What an update moves: weights, gradient and the optimizer's state in, all but it out.
+        """What an update moves: weights, gradient and optimizer's state in, weights and state out.
 
         Args:
-            optimizer_bytes: of that state; a momentum's unless given.
+            optimizer_bytes: of the state; a momentum's unless given.
         """
         state = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
         return 3 * self.parameter_bytes + 2 * state

@@ -103,7 +103,9 @@ class _Simulation:
         optimizer_bytes: Sequence[float],
     ) -> None:
         self.program, self.costs, self.hardware = program, costs, hardware
-        self.moved = [cost.update_bytes() for cost in costs]  # by an update
+        states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
+        updates = zip(costs, states, strict=True)
+        self.moved = [cost.update_bytes(state) for cost, state in updates]  # by an update
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # when the compute lane is free
         self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
@@ -143,8 +145,6 @@ class _Simulation:
                     self._hold_weights(0.0, rank, j, version)
 
     def _hold_optimizers(self, n_bytes: Sequence[float]) -> None:
-        states = zip(self.costs, n_bytes, strict=True)
-        self.moved = [cost.update_bytes(state) for cost, state in states]
         for rank, instructions in enumerate(self.program.ranks):
             for stage in {i.stage for i in instructions if i.action == Action.UPDATE}:
                 self.changes.append(Change(0.0, rank, OPTIMIZER, n_bytes[stage]))

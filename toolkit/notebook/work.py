@@ -43,13 +43,12 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         found: measured under ``config``.
         config: from which the stages are made again, without ranks.
     """
-    from hydra.utils import instantiate
-
     from toolkit.config import build_model
     from toolkit.cost import observed, profile, simulate
     from toolkit.model import partition
+    from toolkit.training.data import load
 
-    form = instantiate(config.data).form
+    form = load(config.data).form
     example = form.example(config.batch, "meta")
     stages = partition(
         build_model(config.model, form).to("meta"),

@@ -151,7 +151,7 @@ def fit(
     batch_size: int,
     seed: int,
     device: torch.device,
-    rate: Callable[[int], float] = lambda step: nan,
+    rate: Callable[[int], float],
     on_epoch: Callable[[Epoch], None] = lambda epoch: None,
     on_step: Callable[[Step], None] = lambda step: None,
     position: Position | None = None,
