@@ -8,7 +8,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick
-from toolkit.cost import UNIT, Hardware, Span, StageCost, Timeline, observed, simulate, unit_costs
+from toolkit.cost import (
+    UNIT,
+    Hardware,
+    Span,
+    StageCost,
+    Timeline,
+    observed,
+    predict_observed,
+    simulate,
+    unit_costs,
+)
 from toolkit.schedule import Action, catalog
 
 FIRST = StageCost(7.0, 9.0, 10.0, 6.0, 4.0, 8.0, 2.0, forward_seconds=2.0, backward_seconds=3.0)
@@ -116,7 +126,8 @@ def test_it_predicts_the_run_that_it_was_seen_in(schedule):
     program = schedule.lower(4)
     seen = simulate(program, (FIRST, SECOND), LATENT)
     blank = [replace(c, forward_seconds=None, backward_seconds=None) for c in (FIRST, SECOND)]
-    again = simulate(program, *observed(seen, blank))
+    again = predict_observed(seen, schedule, blank)
+    assert again.name == f"{schedule.name}, predicted"
     assert again.step_time == pytest.approx(seen.step_time)
     assert again.step_ends == pytest.approx(seen.step_ends)
     assert again.end == pytest.approx(seen.end)

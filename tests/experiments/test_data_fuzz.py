@@ -117,10 +117,8 @@ def no_reason(*_):
     ],
 )
 def test_what_fails(fuzz, ended, read, kind, outcome):
-    start = time.monotonic()
     done = ended(read, kind, limit=1.0 if read is hang else 20.0)
     assert done.outcome == outcome, done
-    assert time.monotonic() - start < 15
     row = fuzz.summary([done])
     assert (row["failed"], row[outcome], row["sets"]) == (1, 1, 1)
 

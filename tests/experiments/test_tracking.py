@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY, run
 from tests.tracking.wandb_files import found
@@ -64,7 +65,7 @@ def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
 def test_the_key_is_not_in_the_command_of_a_result(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
-    config = tracking.tracker.DictConfig({"tracking": {"name": KEY, "tags": [KEY]}})
+    config = OmegaConf.create({"tracking": {"name": KEY, "tags": [KEY]}})
     source = tracking.provenance(config, "a machine", 0)
     assert source["command"].endswith("train.py tracking.name=WANDB_API_KEY")
     assert KEY not in str(source)

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.tracking.wandb_files import found
 from toolkit.config.schema import Tracking
 from toolkit.runtime.result import StepResult
-from toolkit.tracking import Curves, Tracker, track, tracked, tracker, wandb_run
+from toolkit.tracking import Curves, Tracker, session, track, tracked, tracker, wandb_run
 from toolkit.tracking.offline import complete, payloads
 from toolkit.training import Epoch, Step
 
@@ -22,7 +22,7 @@ from toolkit.training import Epoch, Step
 def fresh(monkeypatch, tmp_path):
     """Nothing has been said or refused before; and the user has no key and no cache."""
     monkeypatch.setattr(tracker, "_said", set())
-    monkeypatch.setattr(tracker, "_refused", [])
+    monkeypatch.setattr(session, "_refused", [])
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 

@@ -3,7 +3,7 @@
 from toolkit.cost.costs import Costs, StageCost, profile, unit_costs
 from toolkit.cost.curve import AXES, MemoryCurve, memory_curve
 from toolkit.cost.hardware import UNIT, Hardware
-from toolkit.cost.observed import observed
+from toolkit.cost.observed import observed, predict_observed
 from toolkit.cost.simulate import simulate
 from toolkit.cost.timeline import Change, Span, Timeline
 
@@ -19,6 +19,7 @@ __all__ = [
     "Timeline",
     "memory_curve",
     "observed",
+    "predict_observed",
     "profile",
     "simulate",
     "unit_costs",

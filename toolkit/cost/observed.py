@@ -7,8 +7,9 @@ from statistics import median
 
 from toolkit.cost.costs import Costs, StageCost
 from toolkit.cost.hardware import Hardware
+from toolkit.cost.simulate import simulate
 from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
-from toolkit.schedule import Action
+from toolkit.schedule import Action, Schedule
 from toolkit.schedule.program import rounds
 
 
@@ -56,6 +57,19 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         link_latency=median(messages) if messages else 0.0,
     )
     return tuple(timed), links
+
+
+def predict_observed(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
+    """What the simulator makes of ops and messages that take as long as was measured.
+
+    Args:
+        timeline: measured, of ``schedule`` from its first step.
+        schedule: for as many stages as there are costs.
+        costs: of the stages that were run.
+    """
+    timed, links = observed(timeline, costs)
+    prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)
+    return replace(prediction, name=f"{prediction.name}, predicted")
 
 
 _COLLECTIVES = {action.label: action for action in Action if action.communicates}

@@ -1,6 +1,5 @@
 """A training on ranks that reports its steps, and its timeline beside the predicted one."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -44,7 +43,7 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         config: from which the stages are made again, without ranks.
     """
     from toolkit.config import build_model
-    from toolkit.cost import observed, profile, simulate
+    from toolkit.cost import predict_observed, profile
     from toolkit.model import partition
     from toolkit.training.data import load
 
@@ -57,6 +56,4 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         config.partition,
     )
     timeline = found.timeline()
-    costs, links = observed(timeline, profile(stages, example))
-    prediction = simulate(found.schedule.lower(len(timeline.step_ends)), costs, links)
-    return timeline, replace(prediction, name=f"{prediction.name}, predicted")
+    return timeline, predict_observed(timeline, found.schedule, profile(stages, example))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import isnan
 from shlex import quote
 
-from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
+from toolkit.pilot.findings import Findings, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
 from toolkit.units import GIB
 
@@ -53,7 +53,7 @@ class Advice:
         return "\n".join([*lines, "Go on with:", self.command])
 
 
-def advise(found: Pilot) -> Advice:
+def advise(found: Findings) -> Advice:
     """What follows from ``found``.
 
     Accuracy decides first: stale weights that cost it, or do not train at all, are refused. Then
@@ -95,7 +95,7 @@ def advise(found: Pilot) -> Advice:
     return _advice(found, choice, [*gains, *others, *_accuracy(trained, found)])
 
 
-def _gains(found: Pilot) -> tuple[list[str], list[str]]:
+def _gains(found: Findings) -> tuple[list[str], list[str]]:
     """What CDP-v2 gains on the user's machines; and what is to be said where it does not."""
     gains, others = [], []
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
@@ -131,7 +131,7 @@ def _gains(found: Pilot) -> tuple[list[str], list[str]]:
     return gains, others
 
 
-def _activations(found: Pilot, dp: RuleFindings, v2: RuleFindings) -> str:
+def _activations(found: Findings, dp: RuleFindings, v2: RuleFindings) -> str:
     share = 1 - v2.activations / dp.activations
     told = f"memory: all workers together keep {share:.0%} less activations with CDP-v2"
     if found.placement == "per_microbatch":
@@ -145,7 +145,7 @@ def _activations(found: Pilot, dp: RuleFindings, v2: RuleFindings) -> str:
     return f"{told}; whether that is needed only Hardware(memory=...) can tell"
 
 
-def _accuracy(trained: TrainingFindings | None, found: Pilot) -> list[str]:
+def _accuracy(trained: TrainingFindings | None, found: Findings) -> list[str]:
     if trained is None:
         return [f"accuracy: not measured, since {found.untrained}"]
     if not trained.learned:
@@ -166,13 +166,13 @@ def _accuracy(trained: TrainingFindings | None, found: Pilot) -> list[str]:
     ]
 
 
-def _instead(found: Pilot) -> list[str]:
+def _instead(found: Findings) -> list[str]:
     if found.fits(found.of("DP")):
         return []
     return ["DP does not fit: checkpoint=all keeps next to no activations, at the price of time"]
 
 
-def _advice(found: Pilot, choice: str, reasons: list[str]) -> Advice:
+def _advice(found: Findings, choice: str, reasons: list[str]) -> Advice:
     watch: list[str] = []
     back: list[str] = []
     trained = found.training
@@ -209,7 +209,7 @@ def _guard_factor(trained: TrainingFindings | None) -> float:
     return max(2.0, round(2 * trained.highest, 1))
 
 
-def _command(found: Pilot, choice: str) -> str:
+def _command(found: Findings, choice: str) -> str:
     """To train by the advice; or, where accuracy is to be found out first, to compare."""
     data = "data=MY_DATA"
     if found.samples == "sequences":
@@ -248,6 +248,6 @@ def _points(trained: TrainingFindings) -> str:
     return f"{estimate.mean:+z.1f}{width} points"
 
 
-def _gib(found: Pilot, rule: RuleFindings) -> str:
+def _gib(found: Findings, rule: RuleFindings) -> str:
     peak, memory = found.tightest(rule)
     return f"{peak / GIB:.2f} of {memory / GIB:.2f} GiB"

@@ -16,7 +16,8 @@ from toolkit.cost.hardware import check_hardware
 from toolkit.model import Stages, partition
 from toolkit.pilot import data as images_of
 from toolkit.pilot import measure
-from toolkit.pilot.findings import Pilot, RuleFindings, TrainingFindings
+from toolkit.pilot.findings import RuleFindings, TrainingFindings
+from toolkit.pilot.outcome import Pilot
 from toolkit.pilot.predict import PLACEMENTS, RULES, predict, schedule_of
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer

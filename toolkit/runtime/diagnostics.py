@@ -3,16 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from toolkit.runtime.stage import Values
+from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import Weights
-
-if TYPE_CHECKING:
-    from toolkit.runtime.grouped import Grouped
+from toolkit.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -42,31 +39,28 @@ class StageDelay:
     moved: float
 
 
-def diagnose(
-    grouped: "Grouped",
+def compare_gradients(
     step: int,
+    schedule: Schedule,
+    runners: Sequence[StageRunner],
     versions: Sequence[Mapping[int, Weights]],
-    inputs: Values,
-    targets: Tensor,
+    delayed: Sequence[Weights],
+    fresh: Sequence[Weights],
 ) -> tuple[StageDelay, ...]:
-    """Compare the gradient of ``step`` with the fresh one; nothing is trained.
-
-    It takes the time of two forwards and backwards.
+    """Each stage's delayed gradient at ``step`` beside the fresh one.
 
     Args:
-        grouped: computes the gradients.
-        step: the next one.
+        step: t.
+        schedule: whose delays they are.
+        runners: of each stage.
         versions: ``versions[stage]``, of which ``step`` is the newest.
-        inputs: of all micro-batches.
-        targets: of all micro-batches.
+        delayed: ``delayed[stage]``, what the schedule sums.
+        fresh: ``fresh[stage]``, what it would sum if every stage read ``step``.
     """
-    schedule, scale = grouped.schedule, grouped.recipe.scale
-    _, delayed = grouped.gradients(step, versions, inputs, targets, schedule.version)
-    _, fresh = grouped.gradients(step, versions, inputs, targets, lambda j, m, t: t)
     found = []
-    for runner, known in zip(grouped.runners, versions, strict=True):
-        j, newest = runner.index, _flat(known[step], runner.masters)
-        used, new = (_flat(total[j].tensors, runner.masters) / scale for total in (delayed, fresh))
+    for runner, known in zip(runners, versions, strict=True):
+        j, scale, newest = runner.index, runner.recipe.scale, _flat(known[step], runner.masters)
+        used, new = (_flat(total[j], runner.masters) / scale for total in (delayed, fresh))
         late = [step - schedule.version(j, m, step) for m in range(schedule.n_microbatches)]
         lengths = used.norm() * new.norm()
         moved = nan

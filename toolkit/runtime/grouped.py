@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from toolkit.runtime.diagnostics import StageDelay, diagnose
+from toolkit.runtime.diagnostics import StageDelay, compare_gradients
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import StageRunner, Values, gradients, leaves, predicted
@@ -55,7 +55,7 @@ class Grouped:
             self.recipe.begin_step()
             delays: tuple[StageDelay, ...] = ()
             if self.diagnostics and t % self.diagnostics == 0:
-                delays = diagnose(self, t, versions, *share)
+                delays = self._look(t, versions, *share)
             results = [self.step(t, versions, *share)]
             yield replace(results.pop(), delays=delays)  # kept by whoever takes it, and not here
 
@@ -117,6 +117,19 @@ class Grouped:
         if self.recipe.in_cuda_graphs:
             outputs = outputs.clone()  # the next step takes its memory
         return StepResult(step, everyone, losses.detach(), outputs), totals
+
+    def _look(
+        self, step: int, versions: Sequence[Mapping[int, Weights]], inputs: Values, targets: Tensor
+    ) -> tuple[StageDelay, ...]:
+        """What delay does to the gradients of ``step``, in the time of two forwards and backwards.
+
+        Nothing is updated.
+        """
+        delayed, fresh = (
+            [total.tensors for total in self.gradients(step, versions, inputs, targets, version)[1]]
+            for version in (self.schedule.version, lambda j, m, t: t)
+        )
+        return compare_gradients(step, self.schedule, self.runners, versions, delayed, fresh)
 
     def _update(
         self,

@@ -1,12 +1,10 @@
 """What a runtime reports of a training step."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from toolkit.runtime.diagnostics import StageDelay
+from toolkit.runtime.diagnostics import StageDelay
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class StepResult:
     microbatches: tuple[int, ...]
     losses: Tensor
     outputs: Tensor
-    delays: "tuple[StageDelay, ...]" = ()
+    delays: tuple[StageDelay, ...] = ()
 
     @property
     def loss(self) -> Tensor:

@@ -5,6 +5,7 @@ from toolkit.tracking.delays import delay_means
 from toolkit.tracking.ledger import Ledger
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.provenance import describe, describe_cpu, provenance
+from toolkit.tracking.session import track
 from toolkit.tracking.statistics import (
     Estimate,
     binomial_half_width,
@@ -14,7 +15,7 @@ from toolkit.tracking.statistics import (
     spread,
 )
 from toolkit.tracking.tracked import Curves, track_measured, track_schedule
-from toolkit.tracking.tracker import Tracker, track
+from toolkit.tracking.tracker import Tracker
 
 __all__ = [
     "Curves",

@@ -1,33 +1,19 @@
-"""An experiment's run in W&B: how it begins and ends. What goes wrong there is only noted.
-
-    with track(config, folder, ...) as tracker:
-        tracker.log({"train/loss": 0.5}, step=10)
-
-Results are written by the experiments themselves; nothing depends on W&B.
-"""
+"""What an experiment tells of its run, and to whom: to nobody, unless it is tracked."""
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
 from tqdm import tqdm
 
 from toolkit.messages import first_line
-from toolkit.options import AROUND, without
-from toolkit.tracking.journal import JOURNAL, Journal
-from toolkit.tracking.provenance import provenance, redacted
+from toolkit.tracking.provenance import redacted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODES = ("offline", "online", "disabled")
-_INTERRUPTED = 130
-
 _said: set[str] = set()
-_refused: list[str] = []  # why this process sends nothing any more
 
 
 class Tracker:
@@ -76,100 +62,6 @@ class Tracker:
             tqdm.write(f"warning: {text}", file=sys.stderr)
 
 
-@contextmanager
-def track(
-    config: DictConfig,
-    folder: Path,
-    *,
-    device: str,
-    name: str,
-    job_type: str = "train",
-    group: str | None = None,
-    resume: bool = False,
-    alone: bool = True,
-    here: bool = True,
-) -> Iterator[Tracker]:
-    """A run that is tracked as ``config.tracking`` asks for, and finished however it ends.
-
-    Args:
-        config: the run's own configuration.
-        folder: of its results; what W&B keeps goes to ``folder/wandb``.
-        device: what it runs on, in words.
-        name: of the run, unless the configuration gives one.
-        job_type: the experiment.
-        group: of the run, unless the configuration gives one.
-        resume: whether it goes on with the run that was tracked in ``folder`` before, if any.
-        alone: whether the folder is of this run only. Then it can be resumed, and tells at its end
-            where it is tracked.
-        here: whether this process is the one that tracks.
-
-    Raises:
-        ValueError: options that cannot be.
-    """
-    options = config.tracking
-    if options.mode not in MODES:
-        raise ValueError(f"tracking.mode is one of {', '.join(MODES)}: got {options.mode!r}")
-    if options.every < 1:
-        raise ValueError(f"tracking.every is 1 or more training steps: got {options.every}")
-    if not here or options.mode == "disabled":
-        yield Tracker()
-        return
-    journal = Journal(folder / JOURNAL if alone else None, resume=resume)
-    source = provenance(config, device, 0)
-    content = without(source.pop("config"), AROUND)
-    tracker = _begin(
-        folder,
-        journal,
-        mode=options.mode,
-        project=options.project,
-        entity=options.entity,
-        group=options.group or journal.group or group,
-        name=options.name or name,
-        tags=list(options.tags),
-        job_type=job_type,
-        config=content | {"provenance": source},
-    )
-    try:
-        yield tracker
-    except KeyboardInterrupt:
-        tracker.end("interrupted", _INTERRUPTED)
-        raise
-    except BaseException as error:
-        tracker.end(f"failed: {one_line(error)}", 1)
-        raise
-    finally:
-        tracker.close()
-        if alone and tracker.where:
-            print(tracker.where)
-
-
 def one_line(error: BaseException) -> str:
     """What went wrong, in a line."""
     return str(redacted(first_line(error)))
-
-
-def _begin(folder: Path, journal: Journal, *, mode: str, **options: Any) -> Tracker:
-    """A run, online or offline as far as W&B allows; else none."""
-    from toolkit.tracking.wandb_run import WandbRun, needs_key
-
-    tracker = Tracker()
-    try:
-        if mode == "online" and not _refused:
-            try:
-                return WandbRun(folder, journal, online=True, **options)
-            except ImportError:
-                raise
-            except Exception as error:
-                _refused.append(
-                    "W&B has no key: log in with `wandb login`"
-                    if needs_key(error)
-                    else f"W&B cannot be reached ({one_line(error)})"
-                )
-        tracker = WandbRun(folder, journal, online=False, **options)
-        if mode == "online":
-            tracker.note(f"{_refused[0]}; the run is kept offline")
-    except ImportError:
-        tracker.note("not tracked: there is no wandb: pip install wandb, or tracking.mode=disabled")
-    except Exception as error:
-        tracker.note(f"not tracked: W&B has failed ({one_line(error)})")
-    return tracker

@@ -1,13 +1,13 @@
 """The paper's comparison, measured: every setting run on processes, held to what was counted."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.cost import Timeline, observed, profile, simulate
+from toolkit.cost import Timeline, predict_observed, profile
 from toolkit.model import Stages, partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
@@ -94,9 +94,8 @@ def beside_prediction(
     """What was measured, and what the simulator makes of ops and messages that take as long."""
     timeline = found.timeline()
     example = torch.empty(batch, width, device="meta")
-    costs, links = observed(timeline, profile(alike_stages(n, width, batch), example))
-    prediction = simulate(found.schedule.lower(len(timeline.step_ends)), costs, links)
-    return timeline, replace(prediction, name=f"{prediction.name}, predicted")
+    costs = profile(alike_stages(n, width, batch), example)
+    return timeline, predict_observed(timeline, found.schedule, costs)
 
 
 def alike_stages(n: int, width: int, batch: int) -> Stages:
