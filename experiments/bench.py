@@ -19,8 +19,8 @@ from toolkit.config import entry_point
 def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 
-    from toolkit.files import table, write_csv, write_json
-    from toolkit.tracking import describe, provenance
+    from toolkit.tables import table
+    from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()
@@ -29,11 +29,10 @@ def main(config: DictConfig) -> int:
     if not rows:
         raise ValueError(f"bench={choice()} has nothing to measure: one of its lists is empty")
     folder = Path(HydraConfig.get().runtime.output_dir)
-    source = provenance(config, describe(device), time.perf_counter() - start)
-    write_csv(folder / "bench.csv", rows)
-    write_json(folder / "result.json", {"metrics": rows, "provenance": source})
+    seconds, where = time.perf_counter() - start, describe(device)
+    write_result(folder, "bench", rows, config, where, seconds)
     shown = [{k: _short(value) for k, value in row.items()} for row in rows]
-    print(f"\n{table(shown)}\n\n{source['device']}\nwritten to {folder}")
+    print(f"\n{table(shown)}\n\n{where}\nwritten to {folder}")
     return int(any(row.get("failed") for row in rows))
 
 

@@ -22,8 +22,8 @@ from toolkit.config.counts import check_counts
 LEGEND = """\
 A: activations of one micro-batch over the whole model; P: parameters of the model
 activations: the most that a rank holds; in brackets all ranks together
-parameters: what a rank keeps from step to step; weights: the most that it holds at once, older
-versions included (counted)
+kept: parameters that a rank keeps from step to step; weights: the most that it holds at once, all
+versions
 sent: parameters and gradients, by a rank in a step on average; in a slot: the most by any rank
 messages: in which they go; collectives as a ring (all-reduce) or a tree
 rounds: messages of a stage that wait for each other between two slots
@@ -32,29 +32,32 @@ rounds: messages of a stage that wait for each other between two slots
 
 @entry_point("communication", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> int:
-    from toolkit.files import table, write_csv, write_json
     from toolkit.schedule.comparison import compare
-    from toolkit.tracking import describe_cpu, provenance
+    from toolkit.tables import alike, counted, measured, table
+    from toolkit.tracking import describe_cpu, write_result
 
     start = time.perf_counter()
     rows = compare(config.workers)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    print(f"\nN = {config.workers}\n\n{table([readable(row) for row in rows])}\n\n{LEGEND}")
-    measured = measure(config, folder) if config.measured else []
     records = [
         {"setting": row.setting, "rule": row.rule}
         | {f"{name}_formula": float(value) for name, value in row.formula.items()}
         | {name: float(value) for name, value in asdict(row.counted).items()}
         for row in rows
     ]
-    for record, row in zip(records, measured, strict=False):
-        record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
-    source = provenance(config, describe_cpu(), time.perf_counter() - start)
-    write_csv(folder / "communication.csv", records)
-    write_json(folder / "result.json", {"metrics": records, "provenance": source})
+    shown = [counted(r) | {"as by formula": alike(r, "_formula")} for r in records]
+    print(f"\nN = {config.workers}\n\n{table(shown)}\n\n{LEGEND}")
+    ran = measure(config, folder) if config.measured else []
+    if ran:
+        for record, row in zip(records, ran, strict=True):
+            record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
+        shown = [measured(r) | {"as counted": alike(r, "_measured")} for r in records]
+        print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n")
+    seconds = time.perf_counter() - start
+    write_result(folder, "communication", records, config, describe_cpu(), seconds)
     print(f"written to {folder}")
     wrong = 0
-    for words, found in (("by its formula", rows), ("as counted", measured)):
+    for words, found in (("by its formula", rows), ("as counted", ran)):
         for row in found:
             for name, (expected, value) in row.differences.items():
                 wrong += 1
@@ -62,14 +65,13 @@ def main(config: DictConfig) -> int:
                 told = f"{name} is {expected} {words} and {value} {how}"
                 print(f"{row.setting}, {row.rule}: {told}", file=sys.stderr)
     if not wrong:
-        print("every formula equals its count" + (", and its measurement" if measured else ""))
+        print("every formula equals its count" + (", and its measurement" if ran else ""))
     return int(wrong > 0)
 
 
 def measure(config: DictConfig, folder: Path) -> list[Any]:
-    """Run every setting; print what was measured, and draw one beside its prediction."""
+    """Run every setting, and draw one beside its prediction."""
     from toolkit.figures import save, timelines
-    from toolkit.files import table
     from toolkit.runtime import launch
     from toolkit.runtime.meters import comparison
     from toolkit.tracking import Progress
@@ -96,44 +98,11 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
             on_report=show,
             timeout=config.timeout,
         )[0]
-    print(f"\nmeasured on {n_ranks} processes\n\n{table([readable_measured(r) for r in rows])}\n")
     shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))
     pair = comparison.beside_prediction(shown.measurements, n, config.width, config.batch)
     save(timelines(pair), folder / "timeline")
     pair[0].to_chrome_trace(folder / "trace.json")
     return rows
-
-
-def readable(row: Any) -> dict[str, str]:
-    counted = row.counted
-    return {
-        "setting": row.setting,
-        "rule": row.rule,
-        "ranks": f"{counted.ranks}",
-        "activations (all)": f"{counted.activations} ({counted.total_activations}) A",
-        "parameters": f"{counted.parameters} P",
-        "weights": f"{counted.weights} P",
-        "sent": f"{counted.traffic} P",
-        "in a slot": f"{counted.traffic_in_slot} P",
-        "messages": f"{counted.messages}",
-        "rounds": f"{counted.rounds}",
-        "formula": "differs" if row.differences else "equal",
-    }
-
-
-def readable_measured(row: Any) -> dict[str, str]:
-    found = row.measured
-    return {
-        "setting": row.setting,
-        "rule": row.rule,
-        "ranks": f"{found['ranks']}",
-        "activations (all)": f"{found['activations']} ({found['total_activations']}) A",
-        "weights": f"{found['weights']} P",
-        "sent": f"{found['traffic']} P",
-        "in a slot": f"{found['traffic_in_slot']} P",
-        "messages": f"{found['messages']}",
-        "count": "differs" if row.differences else "equal",
-    }
 
 
 if __name__ == "__main__":

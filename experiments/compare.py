@@ -73,26 +73,29 @@ def conclude(
     seconds: float,
 ) -> None:
     """Write and print what came of all runs."""
+    from toolkit import tables
     from toolkit.figures import save, schedules
     from toolkit.figures.accuracy import over_epochs
-    from toolkit.files import table, write_csv, write_json
-    from toolkit.tracking import delay_means, describe, provenance
+    from toolkit.tracking import delay_means, describe, write_result
     from toolkit.training import pick_device
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     called = labels({name: schedule.name for name, schedule in rules.items()})
+    first = next(iter(called.values()))
     lost = diverged(runs, called)
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
-    result = {
-        "metrics": rows,
-        "judged_by": by.name,
-        "notes": list(dict.fromkeys([*notes, *lost, *(n for run in runs for n in run.notes)])),
-        "delays": delays,
-        "provenance": provenance(config, describe(pick_device(config.device)), seconds),
-    }
-    write_csv(folder / "comparison.csv", rows)
-    write_json(folder / "result.json", result)
+    write_result(
+        folder,
+        "comparison",
+        rows,
+        config,
+        describe(pick_device(config.device)),
+        seconds,
+        judged_by=by.name,
+        notes=list(dict.fromkeys([*notes, *lost, *(n for run in runs for n in run.notes)])),
+        delays=delays,
+    )
     curves = {
         label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in runs_of]
         for name, label in called.items()
@@ -102,12 +105,19 @@ def conclude(
         *save(over_epochs(curves, by), folder / by.name),
         *save(schedules(list(rules.values())), folder / "schedules"),
     ]
-    print(f"\n{table([readable(row, called[row['rule']], by) for row in rows])}\n")
+    shown = [
+        {"rule": called[row["rule"]]}
+        | tables.compared(row, by, first)
+        | tables.staleness(row)
+        | tables.peaks(row)
+        for row in rows
+    ]
+    print(f"\n{tables.table(shown)}\n")
     if delays:
-        print(f"{table(delays)}\n")
+        print(f"{tables.table(delays)}\n")
     for note in lost:
         print(f"note: {note}")
-    print(_LEGEND.format(first=called[rows[0]["rule"]], seeds=config.seeds, by=by))
+    print(_LEGEND.format(seeds=config.seeds, by=by))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
     if line := where_tracked([run.where for run in runs if run.where], folder):
         print(line)
@@ -115,9 +125,10 @@ def conclude(
 
 _LEGEND = """\
 {by.name}: of the last epoch, mean and standard deviation over {seeds} seeds
-vs {first}: paired by seed, in {by.unit_of_differences}, with a 95 % interval
+difference: paired by seed, in {by.unit_of_differences}, with a 95 % interval
+staleness: steps by which weights are late, over stages and micro-batches
 peak activations: all workers together, in micro-batches; 1 is all activations of one
-traffic a slot: all workers together, mean (largest), in stages' parameters
+traffic: all workers together, in stages' parameters
 """
 
 
@@ -247,21 +258,6 @@ def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:
         " optimizer.lr, or warm up with lr.warmup_epochs"
         for rule, told in found.items()
     ]
-
-
-def readable(row: dict[str, Any], label: str, by: Measure) -> dict[str, str]:
-    """A row as the terminal shows it."""
-    from toolkit.tracking import plus_minus
-
-    value, spread, difference, width = (row[name] for name in by.columns)
-    return {
-        "rule": label,
-        f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
-        "vs first": plus_minus(difference, width, "+", by.decimals),
-        "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
-        "peak activations": f"{row['peak_activations']:g}",
-        "traffic a slot": f"{row['traffic_mean']:.2f} ({row['traffic_max']:g})",
-    }
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def main(config: DictConfig) -> None:
     from toolkit.config import analysed_form, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
-    from toolkit.files import table, write_csv, write_json
-    from toolkit.tracking import describe, provenance
+    from toolkit.tables import reductions, table
+    from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()
@@ -45,14 +45,13 @@ def main(config: DictConfig) -> None:
     curves = {axis: memory_curve(model, example, axis, hardware) for axis in axes}
 
     rows = [
-        {"axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
-        | {f"N={n}": f"{curve.reduction(n):.1%}" for n in workers}
-        | {"1 - mean/peak": f"{curve.largest_reduction:.1%}"}
+        {"time axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
+        | reductions({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
         for axis, curve in curves.items()
     ]
     shown = curves[config.axis]
     name = model_name(config.model)
-    title = f"{name}, batch {config.batch}, time axis: {rows[axes.index(config.axis)]['axis']}"
+    title = f"{name}, batch {config.batch}, time axis: {rows[axes.index(config.axis)]['time axis']}"
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(memory_curves(shown, workers, title), folder / "memory")
     records = [
@@ -68,11 +67,7 @@ def main(config: DictConfig) -> None:
         for n in workers
     ]
     where = describe(device) if measured else "meta tensors"
-    write_csv(folder / "memory.csv", records)
-    write_json(
-        folder / "result.json",
-        {"metrics": records, "provenance": provenance(config, where, time.perf_counter() - start)},
-    )
+    write_result(folder, "memory", records, config, where, time.perf_counter() - start)
     print(f"\n{name}: one micro-batch of {config.batch} keeps {shown.peak / GIB:.2f} GiB\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
     print(table(rows))

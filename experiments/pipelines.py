@@ -10,7 +10,6 @@ import time
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -19,11 +18,11 @@ from toolkit.config import entry_point
 from toolkit.config.counts import check_counts, counts
 
 LEGEND = """\
-activations: the most that a rank holds, and that all ranks together hold, in micro-batches: 1 is
-all that one keeps over the whole model
+activations: the most that a rank holds, in brackets all together; A is all that one micro-batch
+keeps over the whole model
 idle: the share of a rank's time in the steady state
-weights: the most that a rank holds at once, all versions, in models; an update writes a stage's new
-version beside the old, for that moment
+weights: the most that a rank holds at once, all versions; P is those of the whole model; an update
+writes a stage's new version beside the old, for that moment
 staleness: steps by which weights are late, over stages and micro-batches
 flush: whether each step ends before the next begins, so that all weights are fresh
 """
@@ -34,8 +33,8 @@ def main(config: DictConfig) -> None:
     from toolkit.cost.pipelines import assess, pipelines
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
-    from toolkit.files import table, write_csv, write_json
-    from toolkit.tracking import Progress, describe_cpu, provenance
+    from toolkit.tables import pipeline, table
+    from toolkit.tracking import Progress, describe_cpu, write_result
 
     start = time.perf_counter()
     check_counts(config, "ranks")
@@ -57,28 +56,12 @@ def main(config: DictConfig) -> None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]
     figures = save(draw(records), folder / "pipelines")
-    write_csv(folder / "pipelines.csv", records)
-    source = provenance(config, describe_cpu(), time.perf_counter() - start)
-    result = {"metrics": records, "left_out": left_out, "provenance": source}
-    write_json(folder / "result.json", result)
-    print(f"\n{table([readable(row) for row in records])}\n\n{LEGEND}")
+    seconds = time.perf_counter() - start
+    write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
+    print(f"\n{table([pipeline(row) for row in records])}\n\n{LEGEND}")
     for missing in left_out:
         print("{microbatches} micro-batches, without {method}: {why}".format(**missing))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")
-
-
-def readable(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "micro-batches": row["microbatches"],
-        "method": row["method"],
-        "ranks": row["ranks"],
-        "activations": f"{row['activations']:.3f}",
-        "of all ranks": f"{row['total_activations']:.3f}",
-        "idle": f"{row['idle']:.1%}",
-        "weights": f"{row['weights']:.3f}",
-        "staleness, mean (max)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
-        "flush": "yes" if row["flush"] else "no",
-    }
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ whether they do.
 import json
 import re
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from toolkit import tables
 from toolkit.measure import ACCURACY, LOSS, Measure
-from toolkit.tracking import plus_minus
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -46,18 +45,10 @@ def origin(found: dict[str, Any]) -> str:
 
 
 def _accuracy(result: dict[str, Any], by: Measure = ACCURACY) -> list[dict[str, str]]:
-    rows = []
-    for row in result["metrics"]:
-        value, spread, difference, width = (row[name] for name in by.columns)
-        rows.append(
-            {
-                "rule": row["schedule"],
-                f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
-                "paired difference from DP": plus_minus(difference, width, "+", by.decimals),
-                "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
-            }
-        )
-    return rows
+    return [
+        {"rule": row["schedule"]} | tables.compared(row, by, "DP") | tables.staleness(row)
+        for row in result["metrics"]
+    ]
 
 
 def _losses(result: dict[str, Any]) -> list[dict[str, str]]:
@@ -72,8 +63,7 @@ def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
     """Accuracies, and what the schedules hold and send."""
     rows = _accuracy(result)
     for row, metric in zip(rows, result["metrics"], strict=True):
-        row["peak activations"] = f"{metric['peak_activations']:g}"
-        row["largest traffic in a slot"] = f"{metric['traffic_max']:g}"
+        row |= tables.peaks(metric)
     return rows
 
 
@@ -90,81 +80,35 @@ def _delays(result: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
-    axes = dict.fromkeys(row["axis"] for row in result["metrics"])
+    rows = result["metrics"]
+    limits = {row["axis"]: row["largest_reduction"] for row in rows}
+    by_axis = {
+        axis: {row["workers"]: row["reduction"] for row in rows if row["axis"] == axis}
+        for axis in limits
+    }
     return [
-        {"time axis": axis}
-        | {
-            f"N = {r['workers']}": f"{r['reduction']:.1%}"
-            for r in result["metrics"]
-            if r["axis"] == axis
-        }
-        | {
-            "1 - mean/peak": next(
-                f"{r['largest_reduction']:.1%}" for r in result["metrics"] if r["axis"] == axis
-            )
-        }
-        for axis in axes
+        {"time axis": axis} | tables.reductions(by_axis[axis], limit)
+        for axis, limit in limits.items()
     ]
 
 
 def _counted(result: dict[str, Any]) -> list[dict[str, str]]:
     """Of every setting under each rule: its footprint, and whether it is the closed form's."""
     return [
-        _footprint(row)
-        | {
-            "kept": f"{_fraction(row['parameters'])} P",
-            "in a slot": f"{_fraction(row['traffic_in_slot'])} P",
-            "rounds": _fraction(row["rounds"]),
-            "as by formula": _equal(row, "_formula"),
-        }
+        tables.counted(row) | {"as by formula": tables.alike(row, "_formula")}
         for row in result["metrics"]
     ]
 
 
 def _measured(result: dict[str, Any]) -> list[dict[str, str]]:
     return [
-        _footprint(row, "_measured") | {"as counted": _equal(row, "_measured")}
+        tables.measured(row) | {"as counted": tables.alike(row, "_measured")}
         for row in result["metrics"]
     ]
-
-
-def _footprint(row: dict[str, Any], how: str = "") -> dict[str, str]:
-    def value(name: str) -> str:
-        return _fraction(row[name + how])
-
-    return {
-        "setting": row["setting"],
-        "rule": row["rule"],
-        "ranks": value("ranks"),
-        "activations (all)": f"{value('activations')} ({value('total_activations')}) A",
-        "weights": f"{value('weights')} P",
-        "sent": f"{value('traffic')} P",
-        "messages": value("messages"),
-    }
-
-
-def _fraction(value: float) -> str:
-    return str(Fraction(value).limit_denominator(10_000))
-
-
-def _equal(row: dict[str, Any], how: str) -> str:
-    names = [name for name in row if name + how in row]
-    return "yes" if all(row[name] == row[name + how] for name in names) else "no"
 
 
 def _pipelines(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "micro-batches": row["microbatches"],
-            "method": row["method"],
-            "activations (all)": f"{row['activations']:g} ({row['total_activations']:g}) A",
-            "idle": f"{row['idle']:.1%}",
-            "weights": f"{_fraction(row['weights'])} P",
-            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
-            "flush": "yes" if row["flush"] else "no",
-        }
-        for row in result["metrics"]
-    ]
+    return [tables.pipeline(row) for row in result["metrics"]]
 
 
 def _bench(result: dict[str, Any]) -> list[dict[str, Any]]:

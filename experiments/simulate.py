@@ -30,11 +30,11 @@ def main(config: DictConfig) -> None:
     from toolkit.config import analysed_form, build_model, build_schedule, model_name
     from toolkit.cost import Costs, profile, simulate
     from toolkit.figures import save, timelines
-    from toolkit.files import table, write_csv, write_json
     from toolkit.model import partition
     from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
-    from toolkit.tracking import describe, provenance
+    from toolkit.tables import table
+    from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()
@@ -74,9 +74,7 @@ def main(config: DictConfig) -> None:
         timeline.to_chrome_trace(folder / f"trace{k or ''}.json")
         timeline.to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
     where = describe(device) if config.measured else "meta tensors"
-    source = provenance(config, where, time.perf_counter() - start)
-    write_csv(folder / "simulation.csv", rows)
-    write_json(folder / "result.json", {"metrics": rows, "provenance": source})
+    write_result(folder, "simulation", rows, config, where, time.perf_counter() - start)
     name = model_name(config.model)
     timed = f"stages timed on {where}, links of " if config.measured else ""
     print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")

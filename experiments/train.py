@@ -22,7 +22,6 @@ from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.status import fail
-from toolkit.units import MB
 
 if TYPE_CHECKING:
     from toolkit.runtime.meters.measurements import Measurements
@@ -220,13 +219,13 @@ def tell(
     config: DictConfig, result: dict[str, Any], measured: "Measurements | None", records: Records
 ) -> None:
     """Print what came of a run."""
-    from toolkit.files import table
+    from toolkit.tables import rank, table
     from toolkit.training.profiling import WARM_UP
 
     print(table([{"schedule": result["schedule"], "seed": config.seed} | result["metrics"]]))
     if measured:
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
-        print(table([readable(row) for row in result["ranks"]]))
+        print(table([rank(row) for row in result["ranks"]]))
     if result["delays"]:
         print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
         print(table(result["delays"]))
@@ -289,17 +288,6 @@ def write_measured(measured: Any, folder: Path, tracker: Any) -> None:
     timeline.to_chrome_trace(folder / "trace.json")
     timeline.to_frame().to_csv(folder / "spans.csv", index=False)
     track_measured(tracker, timeline, figure, measured.by_rank())
-
-
-def readable(row: dict[str, Any]) -> dict[str, Any]:
-    """A rank's row as the terminal shows it."""
-    return {
-        "rank": row["rank"],
-        "peak activations (MB)": round(row["peak_activations"] / MB, 3),
-        "peak weights (MB)": round(row["peak_weights"] / MB, 3),
-        "messages sent": row["messages_sent"],
-        "MB sent": round(row["bytes_sent"] / MB, 3),
-    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.files import table, write_csv, write_json
+from toolkit.files import write_csv, write_json
 
 ROWS = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 0.1}]
 
@@ -61,12 +61,3 @@ def test_what_cannot_be_written_changes_nothing(tmp_path):
 def test_nothing_is_left_beside(tmp_path):
     write_json(tmp_path / "result.json", {})
     assert [found.name for found in tmp_path.iterdir()] == ["result.json"]
-
-
-def test_table():
-    assert table(ROWS).splitlines() == [
-        "rule             accuracy",
-        "-------------  ----------",
-        "dp                   97.5",
-        'cdp "v2", new         0.1',
-    ]

@@ -1,4 +1,4 @@
-"""Files of results, whole or not at all; and tables as text."""
+"""Files of results, whole or not at all."""
 
 import csv
 import io
@@ -9,8 +9,6 @@ from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
-
-from tabulate import tabulate
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -27,11 +25,6 @@ def write_csv(path: Path, rows: Rows) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
-
-
-def table(rows: Rows) -> str:
-    """Rows as aligned text, their keys as headings."""
-    return tabulate([list(row.values()) for row in rows], headers=list(rows[0]), numalign="right")
 
 
 def _finite(content: Any) -> Any:

@@ -28,8 +28,9 @@ from benchmarks.orders import Ranks
 from benchmarks.traffic import Array, Traffic
 from toolkit.config.counts import check_counts
 from toolkit.figures import link_times, save
-from toolkit.files import table, write_csv
+from toolkit.files import write_csv
 from toolkit.model import MODELS
+from toolkit.tables import table
 
 _CLOSE = 0.03  # of M/C, beside what was asked for
 _CORRECTIONS = 3

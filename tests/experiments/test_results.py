@@ -232,7 +232,8 @@ def test_decoders_are_compared_by_their_loss(tmp_path):
     assert finished.status == 0, finished.err
     assert_figures(tmp_path, "loss")
     assert "loss: of the last epoch, mean and standard deviation over 2 seeds" in finished.out
-    assert "vs DP: paired by seed, in nats, with" in finished.out
+    assert "paired difference from DP" in finished.out
+    assert "difference: paired by seed, in nats, with" in finished.out
     assert "accuracy" not in finished.out
     assert json.loads((tmp_path / "result.json").read_text())["judged_by"] == "loss"
     base, *others = rows(tmp_path / "comparison.csv")

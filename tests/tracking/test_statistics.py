@@ -10,7 +10,6 @@ from toolkit.tracking import (
     binomial_half_width,
     paired_by_seed,
     paired_difference,
-    plus_minus,
     spread,
 )
 
@@ -87,20 +86,3 @@ def test_a_binomial_interval_by_hand():
     for share in (0.0, 1.0):
         assert 0 < binomial_half_width(share, 100) < 0.04
     assert binomial_half_width(0.5, 10_000) == pytest.approx(0.0098, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("value", "width", "sign", "expected"),
-    [
-        (-0.5, 1.0, "+", "-0.50 ± 1.00"),
-        (-1e-15, 0.25, "+", "+0.00 ± 0.25"),  # as differences of equal accuracies may come out
-        (2.0, None, "", "2.00"),
-        (2.0, float("nan"), "+", "+2.00"),
-    ],
-)
-def test_as_it_is_read(value, width, sign, expected):
-    assert plus_minus(value, width, sign) == expected
-
-
-def test_as_it_is_read_with_more_decimals():
-    assert plus_minus(1.23456, 0.01234, "+", decimals=3) == "+1.235 ± 0.012"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit import tables
 from toolkit.measure import ACCURACY, Measure
 
 if TYPE_CHECKING:
@@ -143,14 +144,10 @@ def differences(
             )
         difference = paired_by_seed(mine, base)
         low, high = difference.interval
+        values = mean(known or [nan]), spread(known), difference.mean, difference.half_width
         rows[rule] = {
             "runs": len(known),
-            **_told(
-                (mean(known or [nan]), spread(known)),
-                (difference.mean, difference.half_width),
-                baseline,
-                measure,
-            ),
+            **tables.compared(dict(zip(measure.columns, values, strict=True)), measure, baseline),
             "says": _says(low, high) if rule != baseline else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -176,11 +173,10 @@ def delay_study(folder: Path | str, measure: Measure = ACCURACY) -> "pd.DataFram
     for row in result["metrics"]:
         looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
         cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
-        value, spread, difference, width = (row[name] for name in measure.columns)
         rows[called[row["rule"]]] = {
-            "mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})",
+            **tables.staleness(row),
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            **_told((value, spread), (difference, width), baseline, measure),
+            **tables.compared(row, measure, baseline),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
@@ -222,19 +218,6 @@ def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, lis
         values = run.sort_values("epoch")[measure.metric].tolist()
         found.setdefault(str(rule), {})[int(seed)] = values
     return found
-
-
-def _told(
-    value: tuple[float, float], difference: tuple[float, float], baseline: str, measure: Measure
-) -> dict[str, str]:
-    """The cells of a value with its standard deviation, and of a difference with its interval."""
-    from toolkit.tracking import plus_minus
-
-    n = measure.decimals
-    return {
-        f"test {measure.name} ({measure.unit})": plus_minus(*value, decimals=n),
-        f"minus {baseline} ({measure.unit_of_differences})": plus_minus(*difference, "+", n),
-    }
 
 
 def _told_apart(epochs: "pd.DataFrame") -> list[str]:

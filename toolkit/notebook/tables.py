@@ -1,10 +1,10 @@
 """Tables that notebooks show."""
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from toolkit.units import MB
+from toolkit import tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -13,22 +13,6 @@ if TYPE_CHECKING:
     from toolkit.runtime.meters.comparison import MeasuredRow
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.schedule.comparison import Row
-
-_UNITS = {
-    "ranks": "",
-    "total_activations": " A",
-    "activations": " A",
-    "weights": " P",
-    "traffic": " P",
-    "messages": "",
-    "traffic_in_slot": " P",
-}
-_NAMES = {
-    "total_activations": "activations, all",
-    "activations": "activations, a rank",
-    "traffic": "sent",
-    "traffic_in_slot": "in a slot",
-}
 
 
 def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> "pd.DataFrame":
@@ -39,8 +23,7 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
     import pandas as pd
 
     rows = {
-        name: {f"N = {n}": f"{curve.reduction(n):.1%}" for n in workers}
-        | {"1 - mean/peak": f"{curve.largest_reduction:.1%}"}
+        name: tables.reductions({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
         for name, curve in curves.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -70,11 +53,8 @@ def counted_and_measured(
         )
     found = []
     for k, row in enumerate(rows):
-        counted = {
-            _NAMES.get(name, name): _fraction(getattr(row.counted, name)) + unit
-            for name, unit in _UNITS.items()
-        }
-        found.append({"setting": row.setting, "rule": row.rule} | counted)
+        counted = asdict(row.counted)
+        found.append(tables.counted({"setting": row.setting, "rule": row.rule} | counted))
         if measured:
             differences = measured[k].differences
             found[-1]["measured"] = ", ".join(differences) + " differ" if differences else "equal"
@@ -85,23 +65,4 @@ def by_rank(found: "Measurements") -> "pd.DataFrame":
     """What each rank held at most, and sent and received in the steps that were recorded."""
     import pandas as pd
 
-    rows = {
-        row["rank"]: {
-            "peak activations (MB)": _megabytes(row["peak_activations"]),
-            "peak weights (MB)": _megabytes(row["peak_weights"]),
-            "messages sent": row["messages_sent"],
-            "sent (MB)": _megabytes(row["bytes_sent"]),
-            "messages received": row["messages_received"],
-            "received (MB)": _megabytes(row["bytes_received"]),
-        }
-        for row in found.by_rank()
-    }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("rank")
-
-
-def _megabytes(value: float | None) -> str:
-    return f"{(value or 0) / MB:.3f}"
-
-
-def _fraction(value: Fraction | int) -> str:
-    return str(Fraction(value))
+    return pd.DataFrame([tables.rank(row) for row in found.by_rank()]).set_index("rank")

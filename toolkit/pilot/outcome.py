@@ -6,10 +6,10 @@ from html import escape
 from math import inf
 
 from toolkit.cost import Hardware
-from toolkit.files import table
 from toolkit.pilot.advice import Advice, advise
 from toolkit.pilot.findings import Findings
 from toolkit.pilot.predict import predict, schedule_of
+from toolkit.tables import table
 from toolkit.units import TIMES, digits, size, unit_for
 
 

@@ -5,13 +5,13 @@ from toolkit.tracking.delays import delay_means
 from toolkit.tracking.ledger import Ledger
 from toolkit.tracking.progress import Progress
 from toolkit.tracking.provenance import describe, describe_cpu, provenance
+from toolkit.tracking.result import write_result
 from toolkit.tracking.session import track
 from toolkit.tracking.statistics import (
     Estimate,
     binomial_half_width,
     paired_by_seed,
     paired_difference,
-    plus_minus,
     spread,
 )
 from toolkit.tracking.tracked import Curves, track_measured, track_schedule
@@ -31,10 +31,10 @@ __all__ = [
     "learning_curves",
     "paired_by_seed",
     "paired_difference",
-    "plus_minus",
     "provenance",
     "spread",
     "track",
     "track_measured",
     "track_schedule",
+    "write_result",
 ]

@@ -26,18 +26,6 @@ def spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else nan
 
 
-def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:
-    """``value ± width``; the value alone where no width is known, a dash where neither is.
-
-    Args:
-        sign: ``+``, for a difference.
-    """
-    if value is None or isnan(value):
-        return "-"
-    known = width and not isnan(width)
-    return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if known else "")
-
-
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
     """The mean of value - baseline over pairs, with Student's 95 % interval.
 

@@ -1,0 +1,112 @@
+import math
+from dataclasses import asdict
+
+import pytest
+
+from toolkit import tables
+from toolkit.measure import ACCURACY, LOSS
+from toolkit.schedule.comparison import compare
+from toolkit.tables import alike, plus_minus, table
+
+
+def test_text_left_and_numbers_right():
+    rows = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 0.1}]
+    assert table(rows).splitlines() == [
+        "rule             accuracy",
+        "-------------  ----------",
+        "dp                   97.5",
+        'cdp "v2", new         0.1',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "width", "sign", "expected"),
+    [
+        (-0.5, 1.0, "+", "-0.50 ± 1.00"),
+        (-1e-15, 0.25, "+", "+0.00 ± 0.25"),  # as differences of equal accuracies may come out
+        (2.0, None, "", "2.00"),
+        (2.0, float("nan"), "+", "+2.00"),
+    ],
+)
+def test_as_it_is_read(value, width, sign, expected):
+    assert plus_minus(value, width, sign) == expected
+
+
+def test_as_it_is_read_with_more_decimals():
+    assert plus_minus(1.23456, 0.01234, "+", decimals=3) == "+1.235 ± 0.012"
+
+
+def test_nothing_known_is_a_dash():
+    assert plus_minus(None, 1.0) == plus_minus(math.nan, 1.0) == "-"
+
+
+def test_a_comparison_in_the_unit_and_decimals_of_its_measure():
+    row = {
+        "accuracy": 97.5, "accuracy_sd": 0.25, "difference": -0.5, "difference_95": 1.0,
+        "loss": 1.25, "loss_sd": math.nan, "loss_difference": 0.0, "loss_difference_95": math.nan,
+    }  # fmt: skip
+    assert tables.compared(row, ACCURACY, "DP") == {
+        "test accuracy (%)": "97.50 ± 0.25",
+        "paired difference from DP": "-0.50 ± 1.00",
+    }
+    assert tables.compared(row, LOSS, "GPipe") == {
+        "test loss (nats)": "1.250",
+        "paired difference from GPipe": "+0.000",
+    }
+
+
+def test_what_a_schedule_holds_sends_and_reads():
+    row = {"staleness_mean": 0.376, "staleness_max": 1, "peak_activations": 2.5, "traffic_max": 4.0}
+    assert tables.staleness(row) == {"mean staleness (largest)": "0.38 (1)"}
+    assert list(tables.peaks(row).values()) == ["2.5", "4"]
+
+
+def test_reductions():
+    found = tables.reductions({4: 0.4021, 32: 0.425}, 0.428)
+    assert found == {"N = 4": "40.2%", "N = 32": "42.5%", "1 - mean/peak": "42.8%"}
+
+
+def test_footprints_are_fractions_whether_they_come_as_such_or_from_a_file():
+    """Of CDP-v1 on N(N+1)/2 devices: 14/9 messages, to which no float is equal."""
+    row = compare(8)[7]
+    exact = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
+    read = {k: v if isinstance(v, str) else float(v) for k, v in exact.items()}
+    assert tables.counted(exact) == tables.counted(read)
+    assert tables.counted(read) == {
+        "setting": "with model parallelism", "rule": "CDP-v1", "ranks": "36",
+        "activations (all)": "1/8 (9/2) A", "weights": "3/8 P", "sent": "7/36 P",
+        "messages": "14/9", "kept": "1/8 P", "in a slot": "1/8 P", "rounds": "1",
+    }  # fmt: skip
+    seen = {k: v for k, v in exact.items() if k in ("setting", "rule")}
+    seen |= {f"{k}_measured": v for k, v in exact.items() if k not in seen}
+    assert tables.measured(seen) == {k: tables.counted(exact)[k] for k in tables.measured(seen)}
+
+
+def test_one_number_that_differs_is_enough():
+    row = {"rule": "DP", "ranks": 4.0, "ranks_measured": 4.0, "sent": 1.5, "sent_measured": 1.5}
+    assert alike(row, "_measured") == "yes"
+    assert alike(row | {"sent_measured": 1.25}, "_measured") == "no"
+    assert alike(row | {"sent_formula": 1.25}, "_measured") == "yes"
+    assert alike(row | {"sent_formula": 1.25}, "_formula") == "no"
+
+
+def test_a_pipeline():
+    row = {
+        "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
+        "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
+    }  # fmt: skip
+    assert tables.pipeline(row) == {
+        "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A", "idle": "46.7%",
+        "weights": "1/4 P", "mean staleness (largest)": "0.00 (0)", "flush": "yes",
+    }  # fmt: skip
+
+
+def test_a_rank_in_megabytes():
+    row = {
+        "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
+        "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
+    }  # fmt: skip
+    assert tables.rank(row) == {
+        "rank": 1, "peak activations (MB)": "4.863", "peak weights (MB)": "0.001",
+        "messages sent": 12, "sent (MB)": "1.889", "messages received": 9, "received (MB)": "0.000",
+    }  # fmt: skip
