@@ -65,10 +65,7 @@ def run_kept(
         FloatingPointError: the loss has diverged, and there is no way back.
     """
     options = job.config
-    if options.guard not in GUARDS:
-        raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
-    if not options.guard_factor > 1:
-        raise ValueError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
+    _check_guard(options)
     often = Often(options.save.steps, options.save.epochs, options.save.minutes)
     folder = from_rank_0(job.runtime, folder.resolve())
     checkpoints = Checkpoints(
@@ -88,22 +85,8 @@ def run_kept(
     n_rollbacks = 0
     with (signals or Signals()).heard() as signals:
         while True:
-            keeper = Keeper(
-                runtime=job.runtime,
-                saves=not (often.never and safe is None),
-                checkpoints=checkpoints,
-                often=often,
-                extra={
-                    "config": OmegaConf.to_yaml(job.config),
-                    "orders": _orders(job.config),
-                    "rolled_back": rolled_back,
-                },
-                guard=options.guard,
-                guard_factor=options.guard_factor,
-                signals=signals,
-                measure=job.samples.form.measure,
-                length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
-            )
+            saves = safe is not None or not often.never
+            keeper = _keeper(job, checkpoints, often, signals, saves, rolled_back)
             if safe is not None and position is None:
                 keeper.save(Position())
             try:
@@ -114,21 +97,67 @@ def run_kept(
             except DivergedError as error:
                 notes += keeper.notes()
                 if safe is None or n_rollbacks == _ROLLBACKS:
-                    tried = f", {n_rollbacks} rollbacks notwithstanding" if n_rollbacks else ""
-                    back = " (guard=rollback goes back to the last checkpoint by itself)"
-                    raise FloatingPointError(
-                        f"{error}{tried}: lower optimizer.lr, or warm up with lr.warmup_epochs"
-                        f"{'' if safe else back}"
-                    ) from error
-                job = prepare(job.config, job.samples, safe)
-                state = _read(job, checkpoints, n_rollbacks, note)
-                position = _stand(job, checkpoints, state)
+                    raise FloatingPointError(_no_way_back(error, safe, n_rollbacks)) from error
+                job, position = _rolled_back(job, checkpoints, safe, n_rollbacks, note)
                 rolled_back = True
                 n_rollbacks += 1
                 note(
                     f"{error}: rolled back to epoch {position.epoch}, step {position.step}, and"
                     " went on without delay"
                 )
+
+
+def _check_guard(options: DictConfig) -> None:
+    if options.guard not in GUARDS:
+        raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
+    if not options.guard_factor > 1:
+        raise ValueError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
+
+
+def _keeper(
+    job: Job,
+    checkpoints: Checkpoints,
+    often: Often,
+    signals: Signals,
+    saves: bool,
+    rolled_back: bool,
+) -> Keeper:
+    options = job.config
+    return Keeper(
+        runtime=job.runtime,
+        saves=saves,
+        checkpoints=checkpoints,
+        often=often,
+        extra={
+            "config": OmegaConf.to_yaml(options),
+            "orders": _orders(options),
+            "rolled_back": rolled_back,
+        },
+        guard=options.guard,
+        guard_factor=options.guard_factor,
+        signals=signals,
+        measure=job.samples.form.measure,
+        length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
+    )
+
+
+def _no_way_back(error: DivergedError, safe: Schedule | None, n_rollbacks: int) -> str:
+    """What is said of a run that ends because its loss has diverged."""
+    tried = f", {n_rollbacks} rollbacks notwithstanding" if n_rollbacks else ""
+    back = "" if safe else " (guard=rollback goes back to the last checkpoint by itself)"
+    return f"{error}{tried}: lower optimizer.lr, or warm up with lr.warmup_epochs{back}"
+
+
+def _rolled_back(
+    job: Job,
+    checkpoints: Checkpoints,
+    safe: Schedule,
+    n_rollbacks: int,
+    note: Callable[[str], None],
+) -> tuple[Job, Position]:
+    """``job`` by a safe schedule, a checkpoint further back with every rollback."""
+    again = prepare(job.config, job.samples, safe)
+    return again, _stand(again, checkpoints, _read(again, checkpoints, n_rollbacks, note))
 
 
 def without_delay(schedule: Schedule) -> Schedule:
