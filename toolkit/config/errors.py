@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment, conf, arguments)
     if isinstance(error, OmegaConfBaseException | HydraException):
-        return first_line(error)
+        return _without_names(folders(conf, arguments)[1:], arguments) or first_line(error)
     if isinstance(error, ValueError) and refused_by(error, _HYDRA):
         return _not_a_choice(arguments, conf) or first_line(error)
     return None
@@ -169,10 +169,25 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
 
 def _own_options(group: str, own: Sequence[Path], arguments: list[str]) -> list[str]:
     """Those of a choice of the user's own, where its file has them all."""
-    chosen = [a.partition("=")[2] for a in arguments if a.startswith(f"{group}=")]
-    for path in (folder / group / f"{choice}.yaml" for folder in own for choice in chosen):
-        if path.is_file():
-            found = yaml.safe_load(path.read_text())
-            if isinstance(found, dict) and "defaults" not in found:
-                return [str(name) for name in found if name != "_target_"]
+    for path in _own_files(own, arguments, group):
+        found = yaml.safe_load(path.read_text())
+        if isinstance(found, dict) and "defaults" not in found:
+            return [str(name) for name in found if name != "_target_"]
     return []
+
+
+def _own_files(own: Sequence[Path], arguments: list[str], group: str = "") -> Iterator[Path]:
+    """The files of the user's own that are chosen, of ``group`` or of any."""
+    for argument in arguments:
+        where, _, choice = argument.lstrip("+").partition("=")
+        for path in (folder / where / f"{choice}.yaml" for folder in own):
+            if group in ("", where) and path.is_file():
+                yield path
+
+
+def _without_names(own: Sequence[Path], arguments: list[str]) -> str | None:
+    """What is said of a file of the user's own that is a list."""
+    for path in _own_files(own, arguments):
+        if isinstance(yaml.safe_load(path.read_text()), list):
+            return f"{path}: it is a list; a choice has options by name, such as lr: 0.1"
+    return None
