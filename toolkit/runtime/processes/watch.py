@@ -144,6 +144,10 @@ class Watch:
         self._error = ""
         self._since = self._now = 0.0  # seconds that this process has lived through
         self._seen = self.position
+        self._well_at = 0.0  # when the backend had no error yet
+        self._signal, self._signal_at = 0, 0.0  # that asks this rank to end
+        self._rounds, self._rounds_at = -1, 0.0  # of the store's answers
+        self._asked = -1  # the round since which the others are asked for
         self._silence: dict[int, tuple[int, float]] = {}
         self._beats = Beats(self.store, self.rank, self.size, self._word, self._mine)
         self._word.fate = Fate.RUNNING
@@ -223,52 +227,66 @@ class Watch:
     # The thread.
 
     def _run(self) -> None:
-        told = 0  # the signal that asks this rank to end
-        told_at = hurt_at = rounds_at = 0.0
-        rounds = asked = -1
         while self._watching:
             if self.position is not self._seen:
                 self._seen, self._since = self.position, self._now
             mine = self._mine()
-            hurt, stands = bool(self._error), mine.seconds > 2 * self._beat
-            hurt_at = hurt_at if hurt else self._now
-            if self._beats.rounds != rounds or not stands:
-                rounds, rounds_at = self._beats.rounds, self._now
-            lost = self._beats.lost or self._now - rounds_at >= self.timeout
+            stands = mine.seconds > 2 * self._beat
+            lost = self._is_lost(stands)
             if self._beats.verdict is not None:
                 self._follow(self._beats.verdict)
             if self._reason is not None:
                 self._end(self._reason, lost)
-            if not (hurt or stands or told):
+            if not mine.error:
+                self._well_at = self._now
+            if mine.error or stands or self._signal:
+                self._look_for_reason(mine, lost)
+            else:
                 self._beats.curious = False
                 self._silence.clear()
-            elif not self._beats.curious:
-                self._beats.curious, asked = True, rounds
-            elif lost or rounds >= asked + 2:  # the round under way may not have listened
-                table = self._table(mine, told, lost)
-                if any(seen.fate == Fate.FAILED for seen in table.values()):
-                    self._leave(EXIT_FAILED)
-                patience = max(0.0, min(self.timeout, _PATIENCE) - (self._now - hurt_at))
-                verdict = judge(table, self.rank, self.timeout, patience)
-                over = mine.seconds >= self.timeout or (hurt and not patience)
-                if verdict is None and lost and over and mine.position.peers:
-                    verdict = lost_store(table, self.rank, _address(self.store))
-                if verdict is not None:
-                    self._end(verdict, lost)
-            if told and self._now - told_at >= _GRACE:
-                if told == signal.SIGTERM:
-                    self.on_terminate()
-                    told, self._word.fate = 0, Fate.RUNNING
-                elif mine.position.peers:
-                    self._leave(128 + told)
-                elif self._now - told_at > 1:  # the main thread has had its KeyboardInterrupt
-                    told, self._word.fate = 0, Fate.RUNNING
-            if hurt or told:
+            if self._signal and self._now - self._signal_at >= _GRACE:
+                self._obey(mine)
+            urgent = bool(mine.error or self._signal)
+            if urgent:
                 self._beats.call()
-            for number in self._sleep(_HURRY if hurt or told else self._beat):
+            for number in self._sleep(_HURRY if urgent else self._beat):
                 if number == signal.SIGINT or (number == signal.SIGTERM and self._took_term):
-                    told, told_at = number, self._now
+                    self._signal, self._signal_at = number, self._now
                     self._word.fate = Fate.TOLD
+
+    def _is_lost(self, stands: bool) -> bool:
+        """Whether the store is gone, or has not answered for the time-out while this rank stood."""
+        if self._beats.rounds != self._rounds or not stands:
+            self._rounds, self._rounds_at = self._beats.rounds, self._now
+        return self._beats.lost or self._now - self._rounds_at >= self.timeout
+
+    def _look_for_reason(self, mine: Seen, lost: bool) -> None:
+        """Ask what the others do; once they have been heard, end the job if there is a reason."""
+        if not self._beats.curious:
+            self._beats.curious, self._asked = True, self._rounds
+            return
+        if not lost and self._rounds < self._asked + 2:  # the round under way may not have listened
+            return
+        table = self._table(mine, lost)
+        if any(seen.fate == Fate.FAILED for seen in table.values()):
+            self._leave(EXIT_FAILED)
+        patience = max(0.0, min(self.timeout, _PATIENCE) - (self._now - self._well_at))
+        verdict = judge(table, self.rank, self.timeout, patience)
+        over = mine.seconds >= self.timeout or (mine.error and not patience)
+        if verdict is None and lost and over and mine.position.peers:
+            verdict = lost_store(table, self.rank, _address(self.store))
+        if verdict is not None:
+            self._end(verdict, lost)
+
+    def _obey(self, mine: Seen) -> None:
+        """Do as the signal says: no other rank's failure was the reason for it."""
+        if self._signal == signal.SIGTERM:
+            self.on_terminate()
+        elif mine.position.peers:
+            self._leave(128 + self._signal)
+        elif self._now - self._signal_at <= 1:
+            return  # the main thread is to have its KeyboardInterrupt
+        self._signal, self._word.fate = 0, Fate.RUNNING
 
     def _mine(self) -> Seen:
         """This rank."""
@@ -276,7 +294,7 @@ class Watch:
         seconds = self._now - self._since if position is self._seen else 0.0
         return Seen(position, seconds, self._word.fate, self._error, self._host)
 
-    def _table(self, mine: Seen, told: int, lost: bool) -> dict[int, Seen]:
+    def _table(self, mine: Seen, lost: bool) -> dict[int, Seen]:
         """All ranks, as they are seen from here."""
         table = {self.rank: mine}
         enough = self.timeout - 3 * self._beat  # it is listened to only after this rank stands
@@ -290,7 +308,7 @@ class Watch:
                     seen = replace(seen, fate=Fate.SILENT, exact=False)
                 if rank in self._beats.local:
                     seen = self._see(rank, seen)
-                if told and seen.fate == Fate.TOLD:  # as this rank is, so that is no reason
+                if self._signal and seen.fate == Fate.TOLD:  # as this rank is, so that is no reason
                     seen = replace(seen, fate=Fate.RUNNING)
                 table[rank] = seen
         return table
