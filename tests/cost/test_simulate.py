@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
-from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog
+from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog, comparison
+from toolkit.schedule.footprint import footprint
 from toolkit.schedule.steady import steps_to_time
 
 # A message of 4 bytes takes 2.5 seconds, of 6 bytes 3.5.
@@ -350,6 +351,19 @@ def test_what_is_sent_in_a_step_is_no_matter_of_delay(delay):
     schedule = catalog.data_parallel(8, delay=delay, n_stages=4)
     timeline = simulate(schedule.lower(steps_to_time(schedule)), stages, SLOW)
     assert timeline.bytes_a_step() == pytest.approx([2 * 7 / 8 * 12] * 8)
+
+
+@pytest.mark.parametrize("rule", comparison.RULES)
+@pytest.mark.parametrize("setting", comparison.SETTINGS)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_what_is_sent_in_a_step_is_the_footprints(n, setting, rule):
+    """Gradients and weights of the paper's settings, as simulated and as counted."""
+    schedule = comparison.SETTINGS[setting](rule, n)
+    stages = [StageCost(1.0, 1.0, parameter_bytes=1.0)] * n
+    timeline = simulate(schedule.lower(steps_to_time(schedule)), stages, UNIT)
+    counted = footprint(schedule)
+    expected = counted.traffic * counted.ranks * n
+    assert sum(timeline.bytes_a_step()) == pytest.approx(float(expected))
 
 
 def test_an_update_takes_as_long_as_its_optimizers_state_asks_for():

@@ -12,7 +12,8 @@ from tests.cost.test_simulate import FIRST, SECOND, SLOW, costs, machines
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Change, Span, Timeline, simulate, unit_costs
 from toolkit.cost.timeline import LANES
-from toolkit.schedule import catalog
+from toolkit.schedule import catalog, steady_state
+from toolkit.schedule.steady import steps_to_time
 
 
 def timeline(spans=(), changes=(), n_ranks=2, step_ends=(1.0,)):
@@ -112,6 +113,24 @@ def test_what_a_rank_holds_at_its_peak():
         "gradients": 5,
     }
     assert sum(held.values()) == timeline(changes=changes).peak_memory(0)
+
+
+def test_a_moment_of_which_two_sums_of_seconds_differ():
+    """0.1 + 0.2 and 0.3: what is freed then is no longer there for what is made."""
+    changes = [Change(0.0, 0, "activations", 1.0), Change(0.1 + 0.2, 0, "activations", -1.0)]
+    changes.append(Change(0.3, 1, "activations", 1.0))
+    found = timeline(changes=changes)
+    assert 0.3 < 0.1 + 0.2
+    assert found.peak_memory() == 1
+    assert found.memory(kind="activations") == [(0.0, 1.0), (0.1 + 0.2, 1.0)]
+
+
+@pytest.mark.parametrize(("n", "s"), [(6, 4), (8, 3), (5, 2), (7, 7)])
+def test_all_ranks_peak_is_that_of_the_schedule(n, s):
+    """Though stages begin at fractions of slots."""
+    schedule = catalog.cyclic(n, n_stages=s)
+    found = simulate(schedule.lower(steps_to_time(schedule)), unit_costs(s), UNIT)
+    assert found.peak_memory(kind="activations") == steady_state(schedule).peak_activations
 
 
 def test_idle_share():

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from toolkit.schedule import catalog
+from toolkit.schedule import Schedule, catalog
 
 DP = """
     slot   0   1   2   3   4   5
@@ -91,3 +91,23 @@ TIMES_MODEL_PARALLEL_SIMULTANEOUS = """
 )
 def test_literal_timeline(schedule, n_steps, expected):
     assert schedule.grid(n_steps) == dedent(expected).strip()
+
+
+def test_steps_under_way_are_told_apart():
+    """Three at once, so that two kinds of step would not do."""
+    orders = ["0F0 0B0", "1F0 1B0", "2F0 2B0"]
+    schedule = Schedule.from_rank_orders(orders, delay=[2, 1, 0], period=2)
+    assert schedule.grid(4) == dedent(
+        """
+        slot   0   1   2    3    4     5     6     7     8     9     10  11
+        rank 0 0F0 .   0F0' .    0F0'' 0B0   0F0   0B0'  .     0B0'' .   0B0
+        rank 1 .   1F0 .    1F0' 1B0   1F0'' 1B0'  1F0   1B0'' .     1B0 .
+        rank 2 .   .   2F0  2B0  2F0'  2B0'  2F0'' 2B0'' 2F0   2B0   .   .
+        """
+    ).strip("\n")
+
+
+@pytest.mark.parametrize("n_steps", [0, 1.5, True])
+def test_no_number_of_steps(n_steps):
+    with pytest.raises(ValueError, match="n_steps is a whole number, 1 or more: got"):
+        catalog.cyclic(2).grid(n_steps)

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
 from tests.thorough import more
-from toolkit.schedule import Action, Buffer, catalog, steady_state
+from toolkit.schedule import Action, Buffer, Kind, Op, catalog, steady_state
 from toolkit.schedule.steady import settled_steps, steady_slots, steady_steps, steps_to_time
 
 SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
@@ -244,6 +244,41 @@ def test_sharded_weights_do_not_grow_with_n(n):
 
 @given(schedules())
 @quick
+def test_activations_of_all_ranks_are_those_alive_at_one_moment(schedule):
+    """By the ops' own times: from a forward's start to the end of its stage's backward."""
+    timing, n_steps = schedule.timing, 2 * settled_steps(schedule) + 1
+    alive = [
+        (
+            timing.starts[Op(Kind.FORWARD, j, m)] + step * timing.period,
+            timing.gradient_end(j, m) + step * timing.period,
+        )
+        for step in range(n_steps)
+        for j in range(schedule.n_stages)
+        for m in range(schedule.n_microbatches)
+    ]
+    first = settled_steps(schedule) * timing.period
+    held = [
+        sum(begin <= tick < end for begin, end in alive)
+        for tick in range(first, first + timing.period)
+    ]
+    slots = range(0, timing.period, timing.ticks_per_slot)
+    found = steady_state(schedule)
+    assert found.total_activations == tuple(
+        max(held[at : at + timing.ticks_per_slot]) for at in slots
+    )
+    together = zip(found.activations, found.total_activations, strict=True)
+    assert all(max(ranks) <= total <= sum(ranks) for ranks, total in together)
+
+
+def test_ranks_that_are_fullest_at_different_moments():
+    """4 workers on 3 stages begin 3/2 slots apart, and of 9 that add up at most 8 meet."""
+    found = steady_state(catalog.cyclic(4, n_stages=3))
+    assert max(map(sum, found.activations)) == 9
+    assert found.peak_activations == 8
+
+
+@given(schedules())
+@quick
 def test_more_steps_change_nothing(schedule):
     """The program that is looked into is as short as can be."""
     settled = settled_steps(schedule)
@@ -251,6 +286,7 @@ def test_more_steps_change_nothing(schedule):
     slots = steady_slots(schedule, settled)
     found = steady_state(schedule)
     assert found.activations == tuple(zip(*program.activations(), strict=True))[slots]
+    assert found.total_activations == program.total_activations()[slots]
     assert found.traffic == program.traffic()[slots]
 
 

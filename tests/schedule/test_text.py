@@ -32,11 +32,6 @@ HALF_SLOTS = Schedule(
     timing=Timing({Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): 3}, 5, ticks_per_slot=2),
     placement="per_stage",
 )
-EARLY = replace(
-    HALF_SLOTS,
-    name="early",
-    timing=Timing({Op(Kind.FORWARD, 0, 0): -2, Op(Kind.BACKWARD, 0, 0): 1}, 5),
-)
 IDLE = replace(
     catalog.cyclic(2, placement="per_stage"),
     name="idle",
@@ -262,7 +257,6 @@ def test_a_folder(tmp_path):
         (catalog.cyclic(3, placement="per_stage_and_microbatch"), "stage 0 of CDP-v2 has 3"),
         (catalog.data_parallel(2, "one"), "one op a slot and rank: DP runs on one device"),
         (HALF_SLOTS, "one op a slot and rank: halves runs on one device or has ops between slots"),
-        (EARLY, "begins with slot 0: 0F0 of early starts at slot -2; start every op 2 slots later"),
         (IDLE, "ops of every rank: rank 1 of idle has none; leave out what is idle"),
     ],
 )

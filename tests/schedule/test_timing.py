@@ -42,3 +42,22 @@ def test_an_op_ends_one_slot_after_its_start():
     when = timing.cyclic(4, 3)
     assert when.end(Op(Kind.FORWARD, 0, 1)) == 8 + 3
     assert when.gradient_end(3, 1) == 8 + 5 * 3
+
+
+@pytest.mark.parametrize(
+    ("starts", "period", "message"),
+    [
+        (
+            {Op(Kind.FORWARD, 0, 0): -2},
+            4,
+            "the start of 0F0, in ticks, is a whole number, 0 or more",
+        ),
+        ({Op(Kind.FORWARD, 0, 0): 0.5}, 4, "the start of 0F0, in ticks, is a whole number"),
+        ({(Kind.FORWARD, 0, 0): 0}, 4, r"starts of ops, such as Op\(Kind.FORWARD, 0, 0\): got"),
+        ({Op(Kind.FORWARD, 0, 0): 0}, 4.0, "period of a timing, in ticks, is a whole number"),
+        ({Op(Kind.FORWARD, 0, 0): 0}, 0, "period of a timing, in ticks, is a whole number, 1 or"),
+    ],
+)
+def test_what_is_no_timing(starts, period, message):
+    with pytest.raises(ValueError, match=message):
+        timing.Timing(starts, period)

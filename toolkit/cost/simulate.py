@@ -290,7 +290,7 @@ class _Simulation:
         ports = [self.sending[rank], self.receiving[peer]]
         start = reserve(ports, ready, seconds)
         self.arrival = end = start + seconds
-        what = (i.label, i.stage, i.microbatch, i.step, n_bytes)
+        what = (i.label, i.stage, i.microbatch, i.of_step, n_bytes)
         slot = self.program.slot(i)
         self.spans.append(Span(rank, SEND, start, end, *what, peer, slot))
         self.spans.append(Span(peer, RECEIVE, start, end, *what, rank, slot))
@@ -328,7 +328,7 @@ class _Simulation:
             self.met[peer] = start
             units = float(traffic_of(i, peer).units)
             lane, through = (SEND, units * n_bytes) if units else (RECEIVE, n_bytes)
-            what = (i.stage, None, i.step, through, None, self.program.slot(i))
+            what = (i.stage, None, i.of_step, through, None, self.program.slot(i))
             self.spans.append(Span(peer, lane, start, end, name, *what))
             if i.action == Action.BROADCAST:
                 if peer == rank:

@@ -19,11 +19,15 @@ INPUTS, OPTIMIZER = "stage inputs", "optimizer"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)
 
 
+_MOMENT = 1e-12  # of the time: what sums of seconds that should be equal differ by
+
+
 class Span(NamedTuple):
     """``rank`` is busy on ``lane`` from ``start`` to ``end``, in seconds.
 
-    ``peer`` is the other end of a message, None for computing and collectives; ``bytes`` what a
-    message moves through the rank's port; ``slot`` the one in which the schedule has it.
+    ``step`` is the training step that it is of; of weights that are sent, the one that begins with
+    them. ``peer`` is the other end of a message, None for computing and collectives; ``bytes`` what
+    a message moves through the rank's port; ``slot`` the one in which the schedule has it.
     """
 
     rank: int
@@ -118,13 +122,14 @@ class Timeline:
             if rank in (None, change.rank) and kind in (None, change.kind)
         )
         curve: list[tuple[float, float]] = []
-        held = 0.0
-        for when, change in changes:  # at one moment what is freed goes before what is made
+        held = begun = 0.0
+        for when, change in changes:  # at one moment what is freed and what is made cancel
             held += change
-            if curve and curve[-1][0] == when:
+            if curve and when - begun <= _MOMENT * when:
                 curve[-1] = (when, held)
             else:
                 curve.append((when, held))
+                begun = when
         return curve
 
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
@@ -151,16 +156,18 @@ class Timeline:
     def bytes_a_step(self) -> tuple[float, ...]:
         """Bytes that each rank sends in a training step of the steady state.
 
-        A message counts for its step, whenever it is sent.
+        A message counts for its step, whenever it is sent. Where no step is known to be steady it
+        is the mean over all.
         """
+        if not self.steady:
+            return tuple(n_bytes / len(self.step_ends) for n_bytes in self.bytes_sent())
         steps = {s.step for s in self.spans if s.lane == COMPUTE and s.step is not None}
         first = min(steps, default=0)
-        steady = self.steady or range(len(self.step_ends))
         sent = [0.0] * self.n_ranks
         for span in self.spans:
-            if span.lane == SEND and span.step is not None and span.step - first in steady:
+            if span.lane == SEND and span.step is not None and span.step - first in self.steady:
                 sent[span.rank] += span.bytes
-        return tuple(n_bytes / len(steady) for n_bytes in sent)
+        return tuple(n_bytes / len(self.steady) for n_bytes in sent)
 
     def to_frame(self) -> "pd.DataFrame":
         """The spans as a pandas DataFrame, one row each."""

@@ -118,8 +118,7 @@ def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
 
 def _alive(program: Program) -> list[float]:
     """All ranks' activations in each slot, in micro-batches."""
-    slots = zip(*program.activations(), strict=True)
-    return [sum(alive) / program.schedule.n_stages for alive in slots]
+    return [alive / program.schedule.n_stages for alive in program.total_activations()]
 
 
 def _cells(program: Program) -> Iterator[_Cell]:

@@ -66,7 +66,7 @@ def footprint(schedule: "Schedule") -> Footprint:
     return Footprint(
         ranks=schedule.n_ranks,
         activations=max(map(max, activations)) * stage,
-        total_activations=max(map(sum, zip(*activations, strict=True))) * stage,
+        total_activations=max(program.total_activations()[slots]) * stage,
         parameters=max(kept) * stage,
         weights=max(program.peak_weights()) * stage,
         traffic=sent.units * stage / schedule.n_ranks,

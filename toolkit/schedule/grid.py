@@ -6,6 +6,7 @@ A rank that runs several ops at once (a single device) takes one row for each mi
 from typing import TYPE_CHECKING
 
 from toolkit.schedule.op import Op
+from toolkit.schedule.sizes import whole
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
@@ -29,17 +30,20 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
     """The grid of ``n_steps`` training steps; ``mark=(op, step)`` puts that op in brackets.
 
     Columns are ticks where starts fall between slots; an op then covers its further ticks
-    with ``-``. Odd training steps bear a prime.
+    with ``-``. Each training step bears a prime more than the one before, and the first of those
+    that cannot be taken for one still under way bears none again: odd steps bear one, as a rule.
     """
+    n_steps = whole(n_steps, "n_steps", 1)
     timing = schedule.timing
     tick = timing.ticks_per_slot
+    told_apart = max(2, timing.steps_under_way)
     cells: dict[int, dict[int, str]] = {}
     last = 0
     for step in range(n_steps):
         for op, start in timing.starts.items():
             at = start + step * timing.period
             rank = schedule.layout.rank(op.stage, op.microbatch, step)
-            text = str(op) + "'" * (step % 2)
+            text = str(op) + "'" * (step % told_apart)
             if (op, step) == mark:
                 text = f"[{text}]"
             columns = cells.setdefault(row_of(schedule, rank, op.microbatch), {})

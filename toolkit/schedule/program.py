@@ -98,6 +98,11 @@ class Instruction(NamedTuple):
         return self.stage, self.version
 
     @property
+    def of_step(self) -> int | None:
+        """The training step that it is of; of messages of weights, that which begins with them."""
+        return self.version if self.step is None else self.step
+
+    @property
     def predicted_from(self) -> tuple[WeightsKey, WeightsKey]:
         """The weights that a prediction is made from: a version, and the one before it."""
         assert self.version is not None
@@ -212,6 +217,22 @@ class Program:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
         tick = self.schedule.timing.ticks_per_slot
         return tuple(tuple(most_by_slot(_alive(r), self.n_slots, tick)) for r in self.ranks)
+
+    def total_activations(self) -> tuple[int, ...]:
+        """The most activations that all ranks hold together during each slot: ``[slot]``.
+
+        It is less than the sum of their own most where these are not of one moment.
+        """
+        gained: defaultdict[int, int] = defaultdict(int)
+        for instructions in self.ranks:
+            before = 0
+            for when, alive in _alive(instructions):
+                gained[when] += alive - before
+                before = alive
+        ticks = sorted(gained)
+        levels = accumulate(gained[when] for when in ticks)
+        changes = zip(ticks, levels, strict=True)
+        return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
         """The most stage-activations that each rank holds at once."""

@@ -352,9 +352,9 @@ class Schedule:
                 if following - start < tick:
                     raise ValueError(
                         f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
-                        f" state: choose another placement than {self.layout.name!r}, or other"
+                        f" state: choose another placement than {self.layout.name!r}, other"
                         f" numbers of stages and micro-batches than {self.n_stages} and"
-                        f" {self.n_microbatches}\n"
+                        f" {self.n_microbatches}, or a longer period than {self.period:g} slots\n"
                         + _grid.render(self, lap // period + 1, mark=(other, 0))
                     )
 

@@ -12,22 +12,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What one training step costs while training goes on.
+    """What goes on in one period while training does.
+
+    Where ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
+    messages of the steps beside; :func:`~toolkit.schedule.footprint.footprint` counts those of one
+    step, of which there are always as many.
 
     Attributes:
         activations: ``[slot][rank]``, stage-activations alive during the slot.
+        total_activations: ``[slot]``, the most that all ranks hold together during it.
         traffic: ``[slot][rank]``, parameter messages sent as the slot begins.
         weights: ``[rank]``, the most stage-parameters held at once: all versions, and predictions.
     """
 
     activations: tuple[tuple[int, ...], ...]
+    total_activations: tuple[int, ...]
     traffic: tuple[tuple[Traffic, ...], ...]
     weights: tuple[int, ...]
 
     @property
     def peak_activations(self) -> int:
         """The most stage-activations that all ranks together hold."""
-        return max(map(sum, self.activations))
+        return max(self.total_activations)
 
     @property
     def units_by_slot(self) -> tuple[Fraction, ...]:
@@ -37,16 +43,9 @@ class SteadyState:
         )
 
 
-def steps_under_way(schedule: "Schedule") -> int:
-    """Training steps that run at once."""
-    timing = schedule.timing
-    length = max(timing.end(op) for op in timing.starts)
-    return -(-length // timing.period)
-
-
 def settled_steps(schedule: "Schedule") -> int:
     """Training steps after which the first ones are no longer felt."""
-    return steps_under_way(schedule) + schedule.max_staleness + 1
+    return schedule.timing.steps_under_way + schedule.max_staleness + 1
 
 
 def steady_steps(schedule: "Schedule", n_steps: int) -> range:
@@ -57,7 +56,7 @@ def steady_steps(schedule: "Schedule", n_steps: int) -> range:
     that run beside the last; maybe none.
     """
     first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
-    end = n_steps - steps_under_way(schedule) + 1
+    end = n_steps - schedule.timing.steps_under_way + 1
     rounds = max(0, end - first) // threads
     return range(first, first + rounds * threads) if rounds else range(1, max(1, end))
 
@@ -66,7 +65,7 @@ def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
     """The fewest training steps of which ``timed`` are steady, or a few more for whole rounds."""
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
-    return settled_steps(schedule) + rounds * threads + steps_under_way(schedule)
+    return settled_steps(schedule) + rounds * threads + schedule.timing.steps_under_way
 
 
 def steady_slots(schedule: "Schedule", step: int) -> slice:
@@ -85,4 +84,5 @@ def steady_state(schedule: "Schedule") -> SteadyState:
     slots = steady_slots(schedule, settled)
     held = (of_rank[slots] for of_rank in program.activations())
     traffic = program.traffic(range(slots.start, slots.stop))
-    return SteadyState(tuple(zip(*held, strict=True)), traffic, program.peak_weights())
+    together = program.total_activations()[slots]
+    return SteadyState(tuple(zip(*held, strict=True)), together, traffic, program.peak_weights())

@@ -123,12 +123,11 @@ def write_csv(schedule: "Schedule") -> str:
     The op that starts first tells the period, where the orders alone would be timed otherwise.
 
     Raises:
-        ValueError: a stage runs on several ranks, a rank on none, or ops start between slots or
-            before the first.
+        ValueError: a stage runs on several ranks, a rank on none, or ops start between slots.
     """
     starts = schedule.timing.starts
     by_time = sorted(starts, key=starts.__getitem__)
-    _check_pipeline(schedule, by_time[0])
+    _check_pipeline(schedule)
     orders: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
     rows = [[""] * (starts[by_time[-1]] + 1) for _ in orders]
     for op in by_time:
@@ -149,8 +148,8 @@ def write_csv(schedule: "Schedule") -> str:
     return text.getvalue()
 
 
-def _check_pipeline(schedule: "Schedule", first: Op) -> None:
-    """That each stage has one rank, and each op a slot, where ``first`` is the earliest."""
+def _check_pipeline(schedule: "Schedule") -> None:
+    """That each stage has one rank, and each op a slot."""
     for j in range(schedule.n_stages):
         if len(schedule.layout.ranks(j)) > 1:
             raise ValueError(
@@ -161,9 +160,4 @@ def _check_pipeline(schedule: "Schedule", first: Op) -> None:
         raise ValueError(
             f"the CSV format has one op a slot and rank: {schedule.name} runs on one device or has"
             " ops between slots; place it per_stage, and start every op at a whole slot"
-        )
-    if (start := schedule.timing.starts[first]) < 0:
-        raise ValueError(
-            f"the CSV format begins with slot 0: {first} of {schedule.name} starts at slot {start};"
-            f" start every op {-start} slots later"
         )

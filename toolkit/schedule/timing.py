@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.sizes import whole
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Timing:
 
     A slot (the time that one stage's forward, or one stage's backward, takes) is
     ``ticks_per_slot`` ticks, chosen so that every start is a whole number.
+
+    Raises:
+        ValueError: a start is no whole number, 0 or more, or not of an :class:`Op`; or the period
+            or the ticks of a slot are none, 1 or more.
     """
 
     starts: Mapping[Op, int]
@@ -42,8 +47,15 @@ class Timing:
 
     def __post_init__(self) -> None:
         for name in ("period", "ticks_per_slot"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name} of a timing is 1 tick or more: got {value}")
+            ticks = whole(getattr(self, name), f"{name} of a timing, in ticks,", 1)
+            object.__setattr__(self, name, ticks)
+        for op, start in self.starts.items():
+            if not isinstance(op, Op):
+                raise ValueError(
+                    f"a timing has starts of ops, such as Op(Kind.FORWARD, 0, 0): got {op}"
+                )
+            if type(start) is not int or start < 0:
+                whole(start, f"the start of {op}, in ticks,", 0)
 
     def __hash__(self) -> int:
         return hash((frozenset(self.starts.items()), self.period, self.ticks_per_slot))
@@ -51,6 +63,11 @@ class Timing:
     def end(self, op: Op) -> int:
         """The tick at which ``op`` of step 0 has ended."""
         return self.starts[op] + self.ticks_per_slot
+
+    @property
+    def steps_under_way(self) -> int:
+        """Training steps that run at once."""
+        return -(-max(map(self.end, self.starts)) // self.period)
 
     def gradient_end(self, stage: int, microbatch: int) -> int:
         """The tick at which the gradient of the stage's parameters is complete."""

@@ -58,8 +58,8 @@ class Analysis:
     @cached_property
     def activations(self) -> tuple[Fraction, ...]:
         """All ranks' activations in each drawn slot, in micro-batches."""
-        slots = zip(*self.drawn.activations(), strict=True)
-        return tuple(Fraction(sum(alive), self.schedule.n_stages) for alive in slots)
+        n_stages = self.schedule.n_stages
+        return tuple(Fraction(alive, n_stages) for alive in self.drawn.total_activations())
 
     @cached_property
     def traffic(self) -> tuple[Fraction, ...]:

@@ -99,7 +99,7 @@ def _spans(
     else:
         return
     slot = event.tick // schedule.timing.ticks_per_slot
-    what = (i.label, i.stage, i.microbatch, i.step, n_bytes)
+    what = (i.label, i.stage, i.microbatch, i.of_step, n_bytes)
     yield Span(rank, lane, start, end, *what, peer, slot)
 
 
