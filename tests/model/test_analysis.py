@@ -1,5 +1,7 @@
 """Costs of single operations equal the hand count."""
 
+import copy
+
 import pytest
 import torch
 from torch import fx, nn
@@ -31,6 +33,27 @@ def test_known_layers(layer, shape, flops, parameters):
     assert (cost.flops, cost.parameters) == (flops, parameters)
     assert cost.output.device.type == "meta"
     assert cost.output.shape == layer(torch.zeros(shape)).shape
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Conv2d(6, 4, 3, padding=1), (2, 6, 5, 5)),
+        (nn.Conv2d(6, 4, 3, stride=2, groups=2), (2, 6, 7, 7)),
+        (nn.Conv2d(6, 6, 3, groups=6), (2, 6, 5, 5)),
+        (nn.ConvTranspose2d(6, 4, 3, stride=2), (2, 6, 5, 5)),
+        (nn.ConvTranspose2d(6, 4, 3, stride=2, groups=2), (2, 6, 5, 5)),
+        (nn.Conv1d(6, 4, 3, groups=2), (2, 6, 9)),
+    ],
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_convolutions_gradients_take_its_forward_each(layer, shape, frozen):
+    """That of its input and that of its weight, if wanted, whatever its groups."""
+    model = nn.Sequential(nn.PReLU(), copy.deepcopy(layer))  # its input needs a gradient
+    model[1].weight.requires_grad_(not frozen)
+    cost = costs(model, *shape)["_1"]
+    assert cost.forward.flops > 0
+    assert cost.backward.flops == cost.forward.flops * (1 if frozen else 2)
 
 
 def test_activations_are_neither_parameters_nor_inputs_and_shared_storage_counts_once():

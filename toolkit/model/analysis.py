@@ -5,8 +5,9 @@ on a laptop.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Work:
     """Arithmetic and traffic of one or more kernels.
 
     Attributes:
-        flops: floating-point operations, by torch's own counter.
+        flops: floating-point operations, by torch's own counter but for the backward of
+            convolutions in groups.
         bytes: read and written in the device's memory, each kernel on its own.
     """
 
@@ -239,7 +241,7 @@ class _Counter:
     """Counts the work done within."""
 
     def __init__(self) -> None:
-        self._flops = FlopCounterMode(display=False)
+        self._flops = FlopCounterMode(display=False, custom_mapping=_FLOPS)
         self._traffic = _Traffic()
 
     def __enter__(self) -> "_Counter":
@@ -258,6 +260,35 @@ class _Counter:
     @property
     def work(self) -> Work:
         return Work(self._flops.get_total_flops(), self._traffic.bytes)
+
+
+def _convolution_backward(
+    gradient: Sequence[int],
+    x: Sequence[int],
+    weight: Sequence[int],
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    wanted: Sequence[bool],
+    **rest: Any,
+) -> int:
+    """Of the gradients of input and weight that are wanted, as much as a forward each.
+
+    torch's own formula knows no groups, and counts a convolution by channel as a dense one.
+
+    Args:
+        gradient, x, weight: their shapes; ``weight`` has the channels of one group.
+    """
+    positions = x[2:] if transposed else gradient[2:]
+    forward = 2 * x[0] * prod(positions) * prod(weight)
+    return forward * sum(wanted[:2])
+
+
+_FLOPS = {torch.ops.aten.convolution_backward: _convolution_backward}
 
 
 class _Traffic(TorchDispatchMode):
