@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from toolkit.cost import Hardware, StageCost, profile, unit_costs
+from toolkit.cost import Hardware, StageCost, profile, simulate, unit_costs
 from toolkit.model import build, partition
 from toolkit.model.analysis import Work
 from toolkit.runtime.stage import StageRunner
+from toolkit.schedule import catalog
 
 FLOAT = 4
 MACHINE = Hardware("hand", flops=2.0, memory_bandwidth=5.0, link_bandwidth=1.0)
@@ -205,6 +206,28 @@ def test_stages_do_the_work_of_the_whole(n_stages):
     for name in ("flops", "backward_flops", "parameter_bytes"):
         assert sum(getattr(stage, name) for stage in stages) == getattr(whole, name) > 0
     assert [s.output_bytes for s in stages[:-1]] == [s.input_bytes for s in stages[1:]]
+
+
+class Classes(nn.Module):
+    """Classes are looked up behind the first layer, and so cross a cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.looked_up = nn.Linear(3, 5), nn.Embedding(7, 5)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x, classes):
+        return self.last(self.first(x) + self.looked_up(classes))
+
+
+def test_integers_that_cross_a_cut_are_sent_and_have_no_gradient():
+    x, classes = torch.empty(4, 3), torch.zeros(4, dtype=torch.int64)
+    stages = partition(Classes(), 2, (x, classes), by=["looked_up"])
+    first, second = profile(stages, (x.to("meta"), classes.to("meta")))
+    assert second.input_bytes == 4 * 5 * FLOAT + 4 * 8
+    assert second.input_gradient_bytes == 4 * 5 * FLOAT
+    timeline = simulate(catalog.gpipe(2, 1).lower(1), (first, second), MACHINE)
+    assert timeline.bytes_sent() == (second.input_bytes, second.input_gradient_bytes)
 
 
 def test_a_real_device_differs_in_seconds_only():

@@ -34,6 +34,7 @@ class StageCost:
             flight keeps and which travel with the gradients.
         extra_input_bytes: of its inputs, what no stage before it keeps anyway: all that they take
             where one rank computes these, too.
+        integer_input_bytes: of its inputs, those of integers, which have no gradient to send back.
         forward_seconds: measured; None where the hardware is to tell.
         backward_seconds: likewise.
         kernels: work of each operation's forward, in order.
@@ -48,6 +49,7 @@ class StageCost:
     parameter_bytes: float = 0.0
     statistics_bytes: float = 0.0
     extra_input_bytes: float = 0.0
+    integer_input_bytes: float = 0.0
     forward_seconds: float | None = None
     backward_seconds: float | None = None
     kernels: tuple[Work, ...] = field(default=(), repr=False)
@@ -67,6 +69,11 @@ class StageCost:
     def gradient_bytes(self) -> float:
         """A sum of gradients, and of statistics with it."""
         return self.parameter_bytes + self.statistics_bytes
+
+    @property
+    def input_gradient_bytes(self) -> float:
+        """What its backward sends to the stage before."""
+        return self.input_bytes - self.integer_input_bytes
 
     def update_bytes(self, optimizer_bytes: float | None = None) -> float:
         """What an update moves: weights, gradient and optimizer's state in, weights and state out.
@@ -158,6 +165,7 @@ def _analyse(
         backward_flops=sum(node.backward.flops for node in work),
         activation_bytes=sum(node.activations for node in nodes.values()),
         input_bytes=sum(map(_bytes, inputs)),
+        integer_input_bytes=sum(_bytes(x) for x in inputs if not x.is_floating_point()),
         output_bytes=sum(map(_bytes, outputs)),
         parameter_bytes=sum(_bytes(p) for p in stage.parameters() if p.requires_grad),
         statistics_bytes=sum(

@@ -271,7 +271,8 @@ class _Simulation:
         if i.buffer == Buffer.GRADIENT:
             return self.sums[rank, i.stage, i.step], cost.gradient_bytes
         ready = self.boundaries[i.buffer, i.stage, i.microbatch, i.step]
-        return ready, cost.output_bytes if i.buffer == Buffer.ACTIVATION else cost.input_bytes
+        sends = cost.output_bytes if i.buffer == Buffer.ACTIVATION else cost.input_gradient_bytes
+        return ready, sends
 
     def _open(self, i: Instruction, ranks: Iterable[int]) -> float:
         """When ``ranks`` have come so far in their ops that a message may go."""
