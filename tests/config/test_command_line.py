@@ -272,8 +272,9 @@ def test_choices_of_ones_own(own, tmp_path):
     assert finished.status == 0
     config = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
-    again = run("train", f"resume={tmp_path}/run", "epochs=2")
-    assert (again.status, again.err.count("error")) == (0, 0)
+    for k, flag in enumerate([[], [own], own.split("=")]):
+        again = run("train", f"epochs={2 + k}", *flag, f"resume={tmp_path}/run")
+        assert (again.status, again.err.count("error")) == (0, 0)
     shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
     assert (

@@ -15,7 +15,6 @@ from toolkit.config.resume import resumed
 from toolkit.config.status import Status, fail, read_status, write_status
 from toolkit.config.sweeps import (
     finished_before,
-    flag_first,
     summary,
     sweep_options,
     with_defaults,
@@ -52,18 +51,13 @@ def test_optuna_is_told_what_to_do_unless_it_has_been():
     assert with_defaults(["-m", "seed=0,1"]) == ["-m", "seed=0,1"]
 
 
-def test_the_flag_may_stand_anywhere():
-    assert flag_first(["seed=0,1", "-m", "epochs=1"]) == ["-m", "seed=0,1", "epochs=1"]
-    assert flag_first(["a=1", "--multirun"]) == ["--multirun", "a=1"]
-    assert flag_first(["a=1"]) == ["a=1"]
-
-
 def test_a_sweep_goes_on_with_its_own_options(tmp_path, monkeypatch):
     options = ["-m", "seed=0,1", "hydra.sweep.dir=x", "resume=y", "hydra/launcher=joblib"]
     (tmp_path / "sweep.json").write_text(json.dumps({"options": options}))
     kept = ["-m", "seed=0,1", "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
     assert resumed([f"resume={tmp_path}"], "train") == kept
     assert resumed(["--multirun", f"resume={tmp_path}"], "train") == kept
+    assert resumed([f"resume={tmp_path}", "seed=0,1"], "train") == kept
     with pytest.raises(ValueError, match=r"its own options: leave out epochs=9 seed=3$"):
         resumed(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"], "train")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import ranks, schema, sweeps
 from toolkit.config.errors import explain
+from toolkit.config.flags import flags_first
 from toolkit.config.help import text
 from toolkit.config.resume import remembered, resumed
 from toolkit.config.run import FAILED, STOPPED, USAGE, Experiment, run
@@ -79,7 +80,8 @@ class _CommandLine:
             sys.exit(self._status)
 
     def _compose_and_run(self) -> None:
-        Sweep.options = sweeps.with_defaults(resumed(sweeps.flag_first(sys.argv[1:]), self._name))
+        given = flags_first(resumed(flags_first(sys.argv[1:]), self._name))
+        Sweep.options = sweeps.with_defaults(given)
         check_given(Sweep.options)
         sys.argv[1:] = Sweep.options
         self._put_back = remembered(Sweep.options)

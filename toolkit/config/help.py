@@ -9,16 +9,15 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config import schema
+from toolkit.config.flags import OWN_FOLDER
 from toolkit.options import flat, without
-
-_OWN = ("--config-dir", "-cd")
 
 
 def text(name: str, conf: Path, arguments: Sequence[str]) -> str:
     """The help of experiment ``name``, with the values that a command line gives."""
     conf_and_own = folders(conf, arguments)
     found = [f"file://{own.resolve()}" for own in conf_and_own[1:]]
-    flags = [k for k, a in enumerate(arguments) if a in _OWN]
+    flags = [k for k, a in enumerate(arguments) if a in OWN_FOLDER]
     overrides = [a for k, a in enumerate(arguments) if not a.startswith("-") and k - 1 not in flags]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
         config = compose(name, [*overrides, f"hydra.searchpath={found}"])
@@ -50,7 +49,7 @@ def folders(conf: Path, arguments: Sequence[str]) -> list[Path]:
     found = [conf]
     for k, argument in enumerate(arguments):
         flag, given, value = argument.partition("=")
-        if flag in _OWN:
+        if flag in OWN_FOLDER:
             found += map(Path, [value] if given else arguments[k + 1 : k + 2])
     return found
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import yaml
 
+from toolkit.config.flags import MULTIRUN, OWN_FOLDER
 from toolkit.config.ranks import leads
 from toolkit.config.status import STATUS
-from toolkit.config.sweeps import MULTIRUN, sweep_options
+from toolkit.config.sweeps import sweep_options
 
 _OVERRIDES = Path(".hydra") / "overrides.yaml"
 _OWN = ("resume", "hydra.run.dir")  # which it sets
@@ -63,7 +64,7 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
 
 def _own_folder(folder: Path, given: Mapping[str, str]) -> list[str]:
     """Where a run had choices of its user's own from, unless that is given anew."""
-    if given.keys() & {"--config-dir", "-cd"}:
+    if given.keys() & {*OWN_FOLDER}:
         return []
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         found = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text())
@@ -110,7 +111,7 @@ def remembered(arguments: Sequence[str]) -> Callable[[], None]:
 
 def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str) -> list[str]:
     own = (*_OWN, *MULTIRUN, "hydra.sweep.dir")
-    given = [argument for argument in arguments if _key(argument) not in own]
+    given = [a for a in arguments if _key(a) not in own and a not in before]
     if given:
         raise ValueError(
             f"resume={folder} is a sweep, which goes on with its own options: leave out"

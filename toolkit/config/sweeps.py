@@ -16,7 +16,6 @@ from toolkit.config.ranks import leads
 from toolkit.config.status import FAILED, FINISHED, RUNNING, STOPPED, Status, read_status
 
 _NAME = "sweep.json"
-MULTIRUN = ("-m", "--multirun")
 
 
 class Sweep(Callback):
@@ -35,12 +34,6 @@ class Sweep(Callback):
         Sweep.folder = folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / _NAME, {"options": list(Sweep.options)})
-
-
-def flag_first(arguments: Sequence[str]) -> list[str]:
-    """The command line with ``-m`` before all options, which argparse wants together."""
-    flags = [a for a in arguments if a in MULTIRUN]
-    return [*flags[:1], *(a for a in arguments if a not in MULTIRUN)]
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
