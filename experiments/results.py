@@ -138,6 +138,7 @@ _ROWS = {
     "cifar10_narrow_8": _accuracy,
     "cifar10_narrow_4": _accuracy,
     "imagenette_narrow_8": _accuracy,
+    "imagenette_warm_8": _accuracy,
     "imagenette50_narrow_8": _accuracy,
     "text": _losses,
     "text_low": _losses,
