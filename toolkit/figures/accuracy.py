@@ -7,7 +7,7 @@ from statistics import mean
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from toolkit.figures.style import MARKERS, SERIES, style
+from toolkit.figures.style import MARKERS, SERIES, drawing, style
 from toolkit.measure import ACCURACY, LOSS, Measure
 
 Curves = Mapping[str, Sequence[Sequence[float]]]
@@ -53,7 +53,7 @@ def over_epochs(curves: Curves, by: Measure) -> Figure:
                 f" those that have as many, or of each the first {lengths[0]}"
             )
     with style():
-        figure = Figure(figsize=(5.2, 2.6), layout="constrained")
+        figure = drawing((5.2, 2.6))
         axes = figure.subplots()
         for k, (rule, runs) in enumerate(curves.items()):
             by_epoch = [_known(values) for values in zip(*runs, strict=True)]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from matplotlib.figure import Figure
 
 from toolkit.figures.rows import align
-from toolkit.figures.style import style
+from toolkit.figures.style import drawing, style
 from toolkit.figures.timeline import add_keys, bytes_sent_by_bin, draw_ranks, draw_traffic
 from toolkit.units import RATES, TIMES, unit_for
 
@@ -18,7 +18,7 @@ def activity(timeline: "Timeline") -> Figure:
     with style():
         n_ranks = timeline.n_ranks
         height = min(7.0, 2.2 + 0.25 * n_ranks)
-        figure = Figure(figsize=(4.5, height), layout="constrained")
+        figure = drawing((4.5, height))
         ratios = (max(2.0, 0.45 * n_ranks), 1)
         ranks, traffic = figure.subplots(2, 1, height_ratios=ratios, sharex="col")
         unit, name = unit_for(timeline.end, TIMES)

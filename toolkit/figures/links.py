@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from toolkit.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, style
+from toolkit.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, drawing, style
 
 _GREY = "#777777"
 _MEAN = VERMILION
@@ -36,7 +36,7 @@ def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
     heights = (0.9 + 0.19 * len(methods), 0.4 + 0.72 * len(drawn))
     with style():
         size = (7.2, sum(heights) if drawn else heights[0])
-        figure = Figure(figsize=size, layout="constrained")
+        figure = drawing(size)
         if not drawn:
             _draw_times(figure, rows, links, methods)
             return figure

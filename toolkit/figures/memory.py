@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from toolkit.figures.style import BLACK, SERIES, style
+from toolkit.figures.style import BLACK, SERIES, drawing, style
 from toolkit.units import GIB
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         title: names the model and the time axis.
     """
     with style():
-        figure = Figure(figsize=(3.9, 2.8), layout="constrained")
+        figure = drawing((3.9, 2.8))
         axes = figure.subplots()
         period = curve.edges[-1]
         axes.stairs(

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from toolkit.figures.names import name_points
-from toolkit.figures.style import BLUE, VERMILION, style
+from toolkit.figures.style import BLUE, VERMILION, drawing, style
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -33,7 +33,7 @@ def pipelines(rows: Rows) -> Figure:
     columns, lines = min(len(sizes), _COLUMNS), -(-len(sizes) // _COLUMNS)
     with style():
         size = (0.6 + 2.2 * max(columns, 1.5), 0.8 + 2.4 * lines)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = drawing(size)
         grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
         panels = list(grid.flat)
         for axes in panels[len(sizes) :]:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from toolkit.figures.rows import align
-from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, style
+from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, drawing, style
 from toolkit.schedule import Action, Program, Schedule
 from toolkit.schedule.grid import row_of, rows
 
@@ -76,7 +76,7 @@ def schedules(
     height = min(_TALLEST, max(_GRID, _ROW * most))
     with style():
         size = (_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)
-        figure = Figure(figsize=size, layout="constrained")
+        figure = drawing(size)
         grids, memories = figure.subplots(
             2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex=True
         )

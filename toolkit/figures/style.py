@@ -1,5 +1,6 @@
 """One look for all figures: colours that the colour-blind can tell apart, legible at 100 mm."""
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,20 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "toolkit",
 }
 _ENDINGS = (".png", ".svg")
+
+
+class Drawing(Figure):
+    """A figure that notebooks show, whether or not they have been told to (%matplotlib inline)."""
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.savefig(png, dpi=_STYLE["figure.dpi"], bbox_inches="tight")
+        return png.getvalue()
+
+
+def drawing(size: tuple[float, float]) -> Figure:
+    """An empty figure of ``size``, width and height in inches."""
+    return Drawing(figsize=size, layout="constrained")
 
 
 @contextmanager

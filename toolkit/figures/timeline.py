@@ -12,7 +12,17 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from toolkit.figures.rows import align
-from toolkit.figures.style import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW, style
+from toolkit.figures.style import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    YELLOW,
+    drawing,
+    style,
+)
 from toolkit.units import RATES, SIZES, TIMES, unit_for
 
 if TYPE_CHECKING:
@@ -48,7 +58,7 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
     with style():
         n_ranks = max(timeline.n_ranks for timeline in shown)
         height = min(8.0, 2.6 + 0.22 * n_ranks)
-        figure = Figure(figsize=(3.6 * len(shown) + 0.4, height), layout="constrained")
+        figure = drawing((3.6 * len(shown) + 0.4, height))
         ratios = (max(2.0, 0.45 * n_ranks), 1.4, 1)
         rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex=True)
         end = max(timeline.end for timeline in shown)
