@@ -393,6 +393,17 @@ def test_refuses(model, n_stages, by, message):
         partition(model, n_stages, torch.empty(2, 4), by)
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_what_torch_fx_does_not_look_into_is_named():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3), nn.Linear(8, 2))
+    one = "1 is one operation to torch.fx, since TransformerEncoder is a module of torch's own"
+    with pytest.raises(ValueError, match=f"no module called '1.layers.1'; {one}"):
+        partition(model, 2, torch.empty(2, 4, 8), ["1.layers.1"])
+    with pytest.raises(ValueError, match=f"into 1 to 3 stages: got n_stages=4; {one}"):
+        partition(model, 4, torch.empty(2, 4, 8))
+
+
 def test_the_model_keeps_its_modes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
     model[1].eval()

@@ -5,9 +5,9 @@ batch as leading dimension. All of them travel: residuals that skip over a cut g
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import overload
 
 import torch
@@ -251,6 +251,7 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
     if not 1 <= n_stages <= len(allowed) + 1:
         found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
         usual = "".join(f"; elsewhere mostly: {why}" for why, _ in found.most_common(1))
+        usual += "".join(f"; {why}" for _, why in islice(_stacked(crossing.nodes), 1))
         raise ValueError(
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
             f"{usual if n_stages > 1 else ''}"
@@ -273,13 +274,28 @@ def _named_cuts(
     for name in names:
         inside = [k for k, node in enumerate(nodes) if _belongs(node, name)]
         if not inside:
-            raise ValueError(f"the model runs no module called {name!r}")
+            within = [why for whole, why in _stacked(nodes) if name.startswith(f"{whole}.")]
+            raise ValueError("; ".join([f"the model runs no module called {name!r}", *within]))
         if (why := crossing.obstacle[inside[0]]) is not None or inside[0] == 0:
             raise ValueError(f"no stage can begin at {name!r}: {why or 'the first stage does'}")
         cuts.append(inside[0])
     if cuts != sorted(set(cuts)):
         raise ValueError(f"the modules {names} are not in the order in which the model runs them")
     return cuts
+
+
+def _stacked(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, str]]:
+    """Modules with layers of their own that are one operation to torch.fx: name, what is said."""
+    for node in nodes:
+        if node.op == "call_module" and (root := node.graph.owning_module) is not None:
+            module = root.get_submodule(str(node.target))
+            lists = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in module.children())
+            if lists or getattr(module, "num_layers", 1) > 1:
+                yield (
+                    str(node.target),
+                    f"{node.target} is one operation to torch.fx, since {type(module).__name__} is"
+                    " a module of torch's own: call layers one after another in its place",
+                )
 
 
 def _belongs(node: fx.Node, name: str) -> bool:

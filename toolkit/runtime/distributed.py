@@ -38,7 +38,8 @@ class Distributed(Runtime):
 
     Every rank makes it with the same arguments, and calls the same methods in the same order;
     rank 0's initial weights count. The trajectory is that of :class:`SingleProcess`. A rank keeps
-    the weights of the stages that it updates, and what its program has it hold.
+    the weights of the stages that it updates, and what its program has it hold; parameters of the
+    model that is given may be empty while it trains: :meth:`module` gives it whole.
 
     Args:
         stages: the model, partitioned, on the device of the rank.
