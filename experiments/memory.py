@@ -20,9 +20,8 @@ from toolkit.units import GIB
 @entry_point("memory", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
     import torch
-    from hydra.utils import instantiate
 
-    from toolkit.config import analysed_form, build_model, model_name
+    from toolkit.config import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
     from toolkit.tables import reductions, table
@@ -34,7 +33,7 @@ def main(config: DictConfig) -> None:
     check_counts(config, "batch")
     if config.axis not in AXES:
         raise ValueError(f"unknown axis {config.axis!r}: choose one of {', '.join(AXES)}")
-    hardware = instantiate(config.hardware)
+    hardware = build_hardware(config.hardware)
     measured = config.axis == "measured"
     device = pick_device(config.device) if measured else torch.device("meta")
     form = analysed_form(config)

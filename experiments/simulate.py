@@ -25,9 +25,14 @@ _FIRST = "schedule"  # what the schedule is called beside those in also
 @entry_point("simulate", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
     import torch
-    from hydra.utils import instantiate
 
-    from toolkit.config import analysed_form, build_model, build_schedule, model_name
+    from toolkit.config import (
+        analysed_form,
+        build_hardware,
+        build_model,
+        build_schedule,
+        model_name,
+    )
     from toolkit.cost import Costs, profile, simulate
     from toolkit.figures import save, timelines
     from toolkit.model import partition
@@ -46,7 +51,7 @@ def main(config: DictConfig) -> None:
     schedules = {_FIRST: build_schedule(config.schedule)}
     schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
     called = labels({name: schedule.name for name, schedule in schedules.items()})
-    hardware = instantiate(config.hardware)
+    hardware = build_hardware(config.hardware)
     form = analysed_form(config)
     device = pick_device(config.device) if config.measured else torch.device("meta")
     example = form.example(config.batch, device)

@@ -209,6 +209,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("train", ["save.kep=3"], "there is no option save.kep: did you mean save.keep?"),
         ("compare", ["rules.dp.dealy=2"], "no option rules.dp.dealy: did you mean rules.dp.delay?"),
         ("simulate", ["+also.g=gpipe"], "gpipe is no schedule but the name of one: to add it"),
+        ("train", ["model.arguments.n=3"], "no argument n yet: write +model.arguments.n=... to"),
         ("simulate", ["optimizer_words=-1"], "optimizer_words is 0 or more: got -1"),
         ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
         ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
@@ -304,6 +305,25 @@ def test_mistakes_in_choices_of_ones_own(own):
     )
     message = refused("train", own, "optimizer=rate", "optimizer.lr=fast", *TINY)
     assert message == "optimizer.lr is a number: got 'fast'"
+
+
+def test_machines_of_ones_own(tmp_path):
+    """As the page of options tells, and what is none."""
+    page = (EXPERIMENTS.parent / "conf" / "README.md").read_text()
+    where = tmp_path / "own" / "hardware" / "mine.yaml"
+    where.parent.mkdir(parents=True)
+    text = re.search(r"```yaml\n(_target_: toolkit.cost.*?)```", page, re.DOTALL)[1]
+    where.write_text(text)
+    given = f"--config-dir={tmp_path}/own", "hardware=mine", f"hydra.run.dir={tmp_path}/run"
+    finished = run("simulate", *given, "model=resnet8", "shape=[3,8,8]", "batch=2")
+    assert finished.status == 0
+    assert "my machines" in finished.out
+    where.write_text(text.replace("5.0e+13", "fast"))
+    message = refused("simulate", *given)
+    assert message == "flops of a hardware is a number above 0: got 'fast'"
+    where.write_text("name: my machines\n")
+    message = refused("simulate", *given)
+    assert message.startswith("this choice of hardware has no _target_: add to its file")
 
 
 def test_data_of_ones_own(own, tmp_path, monkeypatch):

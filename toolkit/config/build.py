@@ -156,6 +156,16 @@ def check_target(config: DictConfig, group: str, such_as: str) -> None:
         )
 
 
+def build_hardware(config: DictConfig) -> Any:
+    """The machine that ``config`` tells.
+
+    Raises:
+        ValueError: it tells none, or one that cannot be.
+    """
+    check_target(config, "hardware", "toolkit.cost.Hardware")
+    return instantiate(config)
+
+
 def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
     from torch import nn
 

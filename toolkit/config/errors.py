@@ -150,6 +150,8 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
         return f"there is no option {key}: it is of a rule, or of a schedule, that there is not"
     if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
+    if key.startswith("model.arguments."):
+        return f"the model has no argument {name} yet: write +{key}=... to add it"
     if key == "sweep":
         return "a sweep is added to what there is: write +sweep=..."
     if key in groups(conf):

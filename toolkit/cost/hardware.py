@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf, isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ class Hardware:
             **{f"memories[{k}]": memory for k, memory in enumerate(self.memories)},
         }
         for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(f"{name} of a hardware is above 0: got {value}")
-        if not (isfinite(self.link_latency) and self.link_latency >= 0):
-            raise ValueError(f"link_latency is 0 seconds or more: got {self.link_latency}")
+            if not (isinstance(value, Real) and value > 0):
+                raise ValueError(f"{name} of a hardware is a number above 0: got {value!r}")
+        latency = self.link_latency
+        if not (isinstance(latency, Real) and isfinite(latency) and latency >= 0):
+            raise ValueError(f"link_latency is 0 seconds or more: got {latency!r}")
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
