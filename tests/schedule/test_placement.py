@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules, shifted, split
-from toolkit.schedule import Schedule, catalog, timing
+from toolkit.schedule import Assigned, Schedule, catalog, timing
 
 TIMINGS = {
     "simultaneous": timing.simultaneous,
@@ -127,3 +127,28 @@ def test_refuses_an_unknown_placement(placement):
     known = "one, per_microbatch, per_stage, per_stage_and_microbatch"
     with pytest.raises(ValueError, match=f"unknown placement '{placement}': choose one of {known}"):
         catalog.cyclic(3, placement=placement)
+
+
+def test_a_placement_of_ones_own():
+    """Two pipelines in opposite directions on the same ranks, which cyclic timing lets meet."""
+    table = [[0, 3, 0, 3], [1, 2, 1, 2], [2, 1, 2, 1], [3, 0, 3, 0]]
+    schedule = Schedule("both ways", 4, 4, timing.cyclic(4, 4), Assigned(table), "freshest")
+    assert schedule.n_ranks == 4
+    assert [schedule.rank(0, m) for m in range(4)] == [0, 3, 0, 3]
+    schedule.lower(4).verify()
+    assert {len(schedule.layout.ranks(j)) for j in range(4)} == {2}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([[0]], r"a placement is \[stage\]\[microbatch\], here 2 of 2 each: got \(\(0,\),\)"),
+        ([[0, 0], [1]], "here 2 of 2 each"),
+        ([[0, 0], [1, -1]], "a rank is a whole number, 0 or more: got -1"),
+        ([[0, 0], [1, 0.5]], "a rank is a whole number, 0 or more: got 0.5"),
+        ([[0, 0], []], "a placement has the ranks of every stage: got"),
+    ],
+)
+def test_what_is_no_placement(table, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule("wrong", 2, 2, timing.simultaneous(2, 2), Assigned(table))

@@ -35,7 +35,7 @@ HALF_SLOTS = Schedule(
 IDLE = replace(
     catalog.cyclic(2, placement="per_stage"),
     name="idle",
-    placement=Assigned("per_stage", ((0, 0), (2, 2))),
+    placement=Assigned(((0, 0), (2, 2)), "per_stage"),
 )
 names = pytest.mark.parametrize(
     "schedule", PIPELINES, ids=lambda s: f"{s.name} {s.n_stages}x{s.n_microbatches}"

@@ -34,8 +34,8 @@ class Recipe:
         clip: largest norm of a gradient; larger ones are scaled down to it. None: no limit.
         clip_by: whether that norm is of each ``stage`` by itself or of the whole ``model``, which
             asks for all gradients of a step before its first update.
-        ema: decay of an exponential moving average of the weights, kept beside them. None: no
-            average. See :class:`toolkit.runtime.average.Average`.
+        ema: decay of an exponential moving average of the weights, kept beside them, in the long
+            run: at update t it is at most (1 + t) / (10 + t). None: no average.
         compile: mode of torch.compile for the stages; ``none`` leaves them as they are.
         channels_last: keep images and the weights of convolutions in that memory format.
 

@@ -4,7 +4,7 @@ from toolkit.schedule import catalog
 from toolkit.schedule.chains import CHAINS
 from toolkit.schedule.labels import labels
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.placement import PLACEMENTS, Placement
+from toolkit.schedule.placement import PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Action, Buffer, Instruction, Program
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import STATES, Schedule
@@ -18,6 +18,7 @@ __all__ = [
     "PLACEMENTS",
     "STATES",
     "Action",
+    "Assigned",
     "Buffer",
     "Instruction",
     "Kind",

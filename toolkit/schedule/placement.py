@@ -18,6 +18,7 @@ from itertools import accumulate
 from math import gcd
 
 from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.sizes import whole
 from toolkit.schedule.timing import Timing
 
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
@@ -55,10 +56,24 @@ class Turns:
 
 @dataclass(frozen=True)
 class Assigned:
-    """``table[stage][microbatch]`` is the rank, at every step."""
+    """``table[stage][microbatch]`` is the rank, at every step.
 
-    name: str
+    Raises:
+        ValueError: it is no table of whole numbers, 0 or more.
+    """
+
     table: tuple[tuple[int, ...], ...]
+    name: str = "assigned"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.table, str) or not all(self.table):
+            raise ValueError(f"a placement has the ranks of every stage: got {self.table!r}")
+        table = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in self.table)
+        object.__setattr__(self, "table", table)
+
+    def fits(self, n_stages: int, n_microbatches: int) -> bool:
+        """Whether it has a rank for each stage and micro-batch, and no more."""
+        return [*map(len, self.table)] == [n_microbatches] * n_stages
 
     @property
     def n_ranks(self) -> int:

@@ -33,7 +33,8 @@ class Schedule:
         n_stages: contiguous parts of the model, S.
         n_microbatches: micro-batches of one training step, M.
         timing: start of every op of a training step, and the period.
-        placement: ``one``, ``per_microbatch``, ``per_stage`` or ``per_stage_and_microbatch``.
+        placement: ``one``, ``per_microbatch``, ``per_stage`` or ``per_stage_and_microbatch``; or
+            :class:`Assigned`: the rank of each stage and micro-batch.
         delay: steps by which every weight version read is late; a list ``[stage]`` or a matrix
             ``[stage][microbatch]`` of them; ``"freshest"``, the least that the timing allows; or a
             :class:`RandomDelay`, which draws them anew at every step.
@@ -91,6 +92,11 @@ class Schedule:
         layout = self.placement
         if not isinstance(layout, Placement):
             layout = place(layout, self.timing, *sizes, self.n_workers)
+        elif isinstance(layout, Assigned) and not layout.fits(*sizes):
+            raise ValueError(
+                f"a placement is [stage][microbatch], here {sizes[0]} of {sizes[1]} each: got"
+                f" {layout.table}"
+            )
         object.__setattr__(self, "layout", layout)
         self._check_dependencies()
         self._check_ranks()
@@ -282,7 +288,7 @@ class Schedule:
         else:
             period = whole(period, "a period in slots", 1)
             timing = _orders.as_early_as_possible(orders, delay, period, slots)
-        layout = Assigned("per_stage", table)
+        layout = Assigned(table, "per_stage")
         sizes = len(table), len(table[0])
         return cls(name, *sizes, timing, layout, delay, state, predict=predict)
 
