@@ -506,6 +506,11 @@ def test_costs_of_other_stages_are_refused(n):
         simulate(catalog.gpipe(2, 2).lower(1), unit_costs(n), UNIT)
 
 
+def test_what_is_no_cost_is_refused():
+    with pytest.raises(ValueError, match=r"costs are toolkit.cost.StageCost, .*: got {'flops': 1}"):
+        simulate(catalog.gpipe(2, 2).lower(1), [unit_costs(1)[0], {"flops": 1}], UNIT)
+
+
 def test_a_schedule_is_lowered_first():
     with pytest.raises(ValueError, match=r"give schedule\.lower\(n_steps\)\.verify\(\), not a Sch"):
         simulate(catalog.gpipe(2, 2), unit_costs(2), UNIT)

@@ -95,6 +95,7 @@ def test_every_colour_is_named():
     assert named(schedules(catalog.cyclic(2))) == whole
     split = schedules([catalog.cyclic(2), catalog.zero_bubble(2, 2)])
     assert named(split) == [*whole[:2], "backward of weights", whole[2]]
+    assert named(schedules(catalog.data_parallel(2))) == whole[:2]
 
 
 def test_figures_of_their_own_can_share_scales():

@@ -120,6 +120,9 @@ def profile(
 ) -> tuple[StageCost, ...]:
     """The costs of ``stages`` on a micro-batch like ``example``; random generators are kept.
 
+    Activations are those of autograd; what a library keeps for itself, as oneDNN does of an LSTM
+    on a CPU, is not among them.
+
     Args:
         stages: the model, partitioned.
         example: a micro-batch. On a real device, where the model is too, seconds are measured; on

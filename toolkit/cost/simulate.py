@@ -21,7 +21,7 @@ One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from toolkit.cost.costs import Costs
+from toolkit.cost.costs import Costs, StageCost
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.port import Port, reserve
 from toolkit.cost.timeline import (
@@ -59,8 +59,8 @@ def simulate(
             an update reads and writes it. Unless given it takes no memory, and time as a momentum.
 
     Raises:
-        ValueError: it is no program, or no hardware; there are not as many costs or optimizers'
-            states as stages, or fewer speeds or memories than ranks.
+        ValueError: it is no program, or no hardware; costs are none, or there are not as many, or
+            as many optimizers' states, as stages; or fewer speeds or memories than ranks.
     """
     if not isinstance(program, Program):
         raise ValueError(
@@ -68,6 +68,11 @@ def simulate(
             f" {type(program).__name__}"
         )
     check_hardware(hardware)
+    if wrong := [cost for cost in costs if not isinstance(cost, StageCost)]:
+        raise ValueError(
+            f"costs are toolkit.cost.StageCost, as profile(stages, example) gives them: got"
+            f" {wrong[0]!r}"
+        )
     if len(costs) != program.schedule.n_stages:
         raise ValueError(
             f"the schedule has {program.schedule.n_stages} stages and there are costs of"

@@ -113,7 +113,8 @@ def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
     if any(schedule.splits_backward for schedule in shown):
         named[Action.BACKWARD_WEIGHT] = "backward of weights"
     patches = [Patch(color=_FILL[action], label=label) for action, label in named.items()]
-    return [*patches, Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")]
+    stale = Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")
+    return [*patches, *[stale] * any(schedule.max_staleness for schedule in shown)]
 
 
 def _alive(program: Program) -> list[float]:

@@ -159,7 +159,11 @@ class Runtime(ABC):
         return Source(batches, n, self._reads, self.steps_done, self._device)
 
     def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it."""
+        """The whole model with the newest weights, on every rank. Every rank calls it.
+
+        To go on from other weights, load a state: a change to the model is one of its newest
+        version alone, and a schedule may still read older ones.
+        """
         self._check_ended()
         return self._module()
 
