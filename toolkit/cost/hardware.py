@@ -12,7 +12,7 @@ from toolkit.messages import instead
 from toolkit.model.analysis import Work
 from toolkit.repository import conf
 from toolkit.schedule import Action
-from toolkit.schedule.program import rounds
+from toolkit.schedule.traffic import rounds
 
 
 @dataclass(frozen=True)

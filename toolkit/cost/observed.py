@@ -10,7 +10,7 @@ from toolkit.cost.hardware import Hardware
 from toolkit.cost.simulate import simulate
 from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
 from toolkit.schedule import Action, Schedule
-from toolkit.schedule.program import rounds
+from toolkit.schedule.traffic import rounds
 
 
 def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:

@@ -41,9 +41,9 @@ from toolkit.cost.timeline import (
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.lookahead import lookahead
-from toolkit.schedule.program import traffic_of
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import steady_steps
+from toolkit.schedule.traffic import traffic_of
 
 
 def simulate(

@@ -2,10 +2,11 @@
 
 from toolkit.schedule import catalog
 from toolkit.schedule.chains import CHAINS
+from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.labels import labels
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import PLACEMENTS, Assigned, Placement
-from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.program import Program
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import STATES, Schedule
 from toolkit.schedule.staleness import FRESHEST

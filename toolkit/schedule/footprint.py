@@ -5,17 +5,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from toolkit.schedule.program import (
-    Action,
-    Buffer,
-    Instruction,
-    Program,
-    Traffic,
-    rounds,
-    traffic_of,
-)
+from toolkit.schedule.instruction import Action, Buffer, Instruction
+from toolkit.schedule.program import Program
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import settled_steps, steady_slots
+from toolkit.schedule.traffic import Traffic, rounds, traffic_of
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule

@@ -29,8 +29,9 @@ from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.op import Kind
-from toolkit.schedule.program import Action, Buffer, Instruction, Program
+from toolkit.schedule.program import Program
 from toolkit.schedule.sizes import whole
 
 if TYPE_CHECKING:

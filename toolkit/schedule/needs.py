@@ -8,7 +8,7 @@ nobody can wait for ever.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from toolkit.schedule.program import Action, Buffer, Instruction
+from toolkit.schedule.instruction import Action, Buffer, Instruction
 
 
 def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:

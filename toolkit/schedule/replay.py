@@ -9,7 +9,8 @@ all ranks together is that of the schedule.
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from toolkit.schedule.program import Action, Instruction, Program
+from toolkit.schedule.instruction import Action, Instruction
+from toolkit.schedule.program import Program
 
 _SEND = Action.SEND  # looked up once: this loop is the hot one
 _MESSAGES = (Action.SEND, Action.RECV)

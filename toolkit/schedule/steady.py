@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from toolkit.schedule.program import Traffic
+from toolkit.schedule.traffic import Traffic
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 
 from toolkit.schedule import grid
 from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.program import Action, Buffer, Instruction, Program, WeightsKey
+from toolkit.schedule.program import Program
 from toolkit.schedule.replay import DeadlockError, replay
 from toolkit.schedule.schedule import Schedule
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Op, Program
 from toolkit.schedule.dependencies import dependencies
-from toolkit.schedule.program import WeightsKey
+from toolkit.schedule.instruction import WeightsKey
 
 _Key = tuple[int, int]  # rank, position among the rank's instructions
 

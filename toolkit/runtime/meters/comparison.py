@@ -16,8 +16,8 @@ from toolkit.runtime.processes.world import join
 from toolkit.schedule import Buffer, Program
 from toolkit.schedule.comparison import RULES, SETTINGS
 from toolkit.schedule.footprint import belongs_to, footprint
-from toolkit.schedule.program import traffic_of
 from toolkit.schedule.steady import settled_steps, steady_slots
+from toolkit.schedule.traffic import traffic_of
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 

@@ -9,7 +9,8 @@ from toolkit.cost.timeline import Timeline
 from toolkit.runtime.meters.meter import Event, Record
 from toolkit.runtime.meters.spans import timeline_of
 from toolkit.schedule import Action, Buffer, Schedule
-from toolkit.schedule.program import most_by_slot, traffic_of
+from toolkit.schedule.program import most_by_slot
+from toolkit.schedule.traffic import traffic_of
 
 
 class Sent(NamedTuple):

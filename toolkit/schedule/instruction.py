@@ -1,0 +1,147 @@
+"""The words of a lowered program: what one rank does at one moment."""
+
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from toolkit.schedule.op import Kind, Op
+
+
+class Action(IntEnum):
+    """What an instruction does. The first four are the kinds of op, with the same values."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    UPDATE = 4
+    PREDICT = 5
+    SEND = 6
+    RECV = 7
+    ALL_REDUCE = 8
+    REDUCE = 9
+    BROADCAST = 10
+    FREE = 11
+
+    @property
+    def computes(self) -> bool:
+        return self <= Action.BACKWARD_WEIGHT
+
+    @property
+    def communicates(self) -> bool:
+        return Action.SEND <= self <= Action.BROADCAST
+
+    @cached_property
+    def label(self) -> str:
+        """Its name in words: ``backward input``, ``all-reduce``."""
+        return self.name.lower().replace("_", "-" if self.communicates else " ")
+
+
+_MESSAGES = (Action.SEND, Action.RECV)
+
+
+class Buffer(IntEnum):
+    """What is sent, received, reduced, predicted or freed.
+
+    ``ACTIVATION`` as a message is the output of a stage's forward; freed, it is everything that
+    the stage keeps for its backward. ``ACTIVATION_GRADIENT`` is the gradient with respect to a
+    stage's input. ``GRADIENT`` is a sum over micro-batches of gradients with respect to a stage's
+    parameters. ``WEIGHTS`` is one version of a stage's parameters, and ``PREDICTION`` what a later
+    one is expected to be.
+    """
+
+    ACTIVATION = 0
+    ACTIVATION_GRADIENT = 1
+    GRADIENT = 2
+    WEIGHTS = 3
+    PREDICTION = 4
+
+    @cached_property
+    def label(self) -> str:
+        """Its name in words."""
+        return self.name.lower().replace("_", " ")
+
+
+WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
+"""Stage and version of weights; of a prediction made from them also the step it is for."""
+
+
+class Instruction(NamedTuple):
+    """One entry of a rank's program.
+
+    ``tick`` is when it starts; ``version`` is the weight version read (forward, backward, predict),
+    made (update) or meant (messages and frees of weights); ``peers`` are the receiver of a send,
+    the sender of a receive, or every rank of a collective, the root first. An op whose ``buffer``
+    is ``PREDICTION`` reads what ``version`` lets expect of the weights of its ``step``. What does
+    not apply is None.
+    """
+
+    tick: int
+    action: Action
+    stage: int
+    microbatch: int | None = None
+    step: int | None = None
+    version: int | None = None
+    buffer: Buffer | None = None
+    peers: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> WeightsKey:
+        """The weights that it reads, makes, moves or frees."""
+        if self.buffer == Buffer.PREDICTION:
+            return self.stage, self.version, self.step
+        return self.stage, self.version
+
+    @property
+    def of_step(self) -> int | None:
+        """The training step that it is of; of messages of weights, that which begins with them."""
+        return self.version if self.step is None else self.step
+
+    @property
+    def predicted_from(self) -> tuple[WeightsKey, WeightsKey]:
+        """The weights that a prediction is made from: a version, and the one before it."""
+        assert self.version is not None
+        return (self.stage, self.version), (self.stage, self.version - 1)
+
+    def gives(self, rank: int) -> bool:
+        """Whether ``rank`` puts something of its own into a message or a collective."""
+        return self.action != Action.RECV and (
+            self.action != Action.BROADCAST or rank == self.peers[0]
+        )
+
+    def leaves(self, rank: int) -> bool:
+        """Whether a message or a collective leaves ``rank`` with what is new to it."""
+        if self.action == Action.REDUCE:
+            return rank == self.peers[0]
+        if self.action == Action.BROADCAST:
+            return rank != self.peers[0]
+        return self.action != Action.SEND
+
+    @property
+    def op(self) -> Op:
+        """The op that it is, where it computes."""
+        return Op(Kind(self.action), self.stage, self.microbatch or 0)
+
+    @property
+    def label(self) -> str:
+        """What timelines call it: an op or another work of a stage, what is sent, a collective."""
+        if self.buffer is not None and self.action in _MESSAGES:
+            return self.buffer.label
+        if self.action.computes:
+            return str(self.op)
+        if self.action.communicates:
+            return self.action.label
+        return f"{self.action.label} {self.stage}"
+
+    def __str__(self) -> str:
+        words = [self.action.name]
+        if self.buffer is not None:
+            words.append(self.buffer.label)
+        words.append(f"stage {self.stage}")
+        for name in ("microbatch", "step", "version"):
+            if (value := getattr(self, name)) is not None:
+                words.append(f"{name} {value}")
+        if self.peers:
+            word = {Action.SEND: "to", Action.RECV: "from"}.get(self.action, "among")
+            words.append(f"{word} rank {', '.join(map(str, self.peers))}")
+        return " ".join(words)
