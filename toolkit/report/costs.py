@@ -12,7 +12,7 @@ from toolkit.report.words import NONE, count, number, per_million
 from toolkit.tracking.runs import rebuild_schedule
 
 if TYPE_CHECKING:
-    from toolkit.schedule import Schedule
+    from toolkit.schedule import Schedule, SteadyState
 
 _GRIDS = 9  # schedules drawn
 _ROWS = 12  # of the largest one drawn
@@ -64,8 +64,9 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
         yield Text("No run tells of a schedule.")
         return
     drawn = [name for name, schedule in schedules.items() if rows(schedule)[1] <= _ROWS][:_GRIDS]
+    steady = {name: steady_state(schedule) for name, schedule in schedules.items()}
     peaks = {
-        name: steady_state(schedule).peak_activations / schedule.n_stages
+        name: steady[name].peak_activations / schedule.n_stages
         for name, schedule in schedules.items()
     }
     if drawn:
@@ -86,7 +87,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     if left_out:
         yield Text(f"Not drawn, to stay legible: {', '.join(left_out)}.")
     yield Table(
-        [_held(name, schedule, peaks[name]) for name, schedule in schedules.items()],
+        [_held(name, schedule, steady[name]) for name, schedule in schedules.items()],
         "Activations that a schedule keeps, at most and in micro-batches (1 is all that one"
         " micro-batch keeps over the whole model), and how late its weights are.",
     )
@@ -122,8 +123,9 @@ def communication_blocks(groups: Sequence[Group], found: Found) -> Iterator[Bloc
     yield from _timelines(groups)
 
 
-def _held(name: str, schedule: "Schedule", peak: float) -> dict[str, str]:
-    fullest = max(schedule.lower(3).peak_activations()) / schedule.n_stages
+def _held(name: str, schedule: "Schedule", steady: "SteadyState") -> dict[str, str]:
+    peak = steady.peak_activations / schedule.n_stages
+    fullest = max(map(max, steady.activations)) / schedule.n_stages
     return {
         "schedule": name,
         "stages": str(schedule.n_stages),

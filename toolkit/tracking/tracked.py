@@ -93,8 +93,10 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     tracker.table(
         keys.ACTIVATIONS,
         [
-            {"slot": slot, "all ranks": sum(held), "fullest rank": max(held)}
-            for slot, held in enumerate(steady.activations)
+            {"slot": slot, "all ranks": total, "fullest rank": max(held)}
+            for slot, (total, held) in enumerate(
+                zip(steady.total_activations, steady.activations, strict=True)
+            )
         ],
     )
     tracker.table(
