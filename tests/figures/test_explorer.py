@@ -14,12 +14,12 @@ from toolkit.config.help import choices
 from toolkit.config.shorthands import check_given
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.analysis import analyse, predict
-from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN
+from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of
 from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.figures.explorer.export import write_csv
 from toolkit.figures.explorer.hover import find
 from toolkit.figures.explorer.machines import cost_sources, hardware_presets
-from toolkit.figures.explorer.static import choice_of, explored
+from toolkit.figures.explorer.static import explored
 from toolkit.figures.explorer.svg import steps
 from toolkit.schedule import Schedule, catalog, steady_state
 from toolkit.schedule.footprint import footprint
@@ -341,8 +341,19 @@ def test_a_schedule_is_found_among_the_choices(choice):
     assert found.build() == schedule
 
 
+def test_orders_of_ones_own_are_found():
+    own = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"], name="mine", delay=1)
+    found = choice_of(own)
+    assert (found.schedule, found.orders, found.delay) == (
+        OWN,
+        ("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1",),
+        1,
+    )
+    assert replace(found.build(), name="mine") == own
+
+
 def test_what_nothing_makes_is_not_found():
-    own = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"])
+    own = Schedule.from_rank_orders(["0F0 0B0"], period=7)
     assert choice_of(own) is None
 
 

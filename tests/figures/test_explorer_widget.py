@@ -227,6 +227,31 @@ def test_an_op_is_looked_up(explorer):
     assert explorer.columns[0].found.value == ""
 
 
+def test_a_schedule_is_explored_as_it_is():
+    """With its own sizes and options, and another beside it."""
+    cyclic = catalog.cyclic(3, 1, n_stages=6)
+    shown = Explorer(cyclic, compare=catalog.data_parallel(3, n_stages=6))
+    assert [choice.build() for choice in shown.choices] == [
+        cyclic,
+        catalog.data_parallel(3, n_stages=6),
+    ]
+    mine = Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
+    assert Explorer(mine).choices[0].build() == mine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"delay": 1, "orders": ["0F0"]}, "tells its options itself: leave out delay, orders"),
+        ({"compare": catalog.cyclic(3)}, "got 2 stages and 2 micro-batches beside 3 and 3"),
+        ({"compare": Schedule.from_rank_orders(["0F0 0B0"], period=7)}, "no controls of the expl"),
+    ],
+)
+def test_a_schedule_that_cannot_be_explored(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Explorer(catalog.cyclic(2), **arguments)
+
+
 def test_own_orders(explorer):
     column = explorer.columns[0]
     column.schedule.value = OWN

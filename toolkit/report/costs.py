@@ -98,7 +98,8 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
 
 def _explored(schedules: Sequence["Schedule"]) -> Iterator[Block]:
     """The first small ones, to point at."""
-    from toolkit.figures.explorer.static import choice_of, explored
+    from toolkit.figures.explorer.choice import choice_of
+    from toolkit.figures.explorer.static import explored
 
     small = [s for s in schedules if max(s.n_stages, s.n_microbatches) <= _EXPLORED_SIZE]
     choices = [choice for s in small if (choice := choice_of(s)) is not None][:_EXPLORED]

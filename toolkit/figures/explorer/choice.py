@@ -5,8 +5,9 @@ and as overrides of the experiments' configuration.
 """
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -171,6 +172,38 @@ class Choice:
         if self.stages != (self.microbatches if preset is None else preset):
             options["n_stages"] = self.stages
         return f"catalog.{method.make}", [self.microbatches], options
+
+
+def choice_of(schedule: Schedule) -> Choice | None:
+    """What one would choose to see ``schedule``, by its own name or another; None: nothing."""
+    making = [choice for choice in _candidates(schedule) if _makes(choice, schedule)]
+    exact = [choice for choice in making if choice.build().name == schedule.name]
+    return next(iter(exact + making), None)
+
+
+def _candidates(schedule: Schedule) -> Iterator[Choice]:
+    sizes = schedule.n_stages, schedule.n_workers
+    named = {name: getattr(schedule, name) for name in _OPTIONS if hasattr(schedule, name)}
+    for name, method in METHODS.items():
+        options: dict[str, Any] = {k: v for k, v in named.items() if k in method.options}
+        if "n_ranks" in options:
+            options["n_ranks"] = schedule.n_ranks
+        yield Choice(name, *sizes, **options)
+    with suppress(ValueError):  # it is no pipeline
+        orders = tuple(line.replace(",", " ") for line in schedule.to_csv().splitlines())
+        own: dict[str, Any] = {k: v for k, v in named.items() if k in _OWN_OPTIONS}
+        yield Choice(OWN, *sizes, orders=orders, **own)
+
+
+def _makes(choice: Choice, schedule: Schedule) -> bool:
+    """Whether it is ``schedule``, by whichever name."""
+    try:
+        built = choice.build()
+    except ValueError:
+        return False
+    if choice.schedule == OWN:
+        built = replace(built, placement=schedule.placement)
+    return replace(built, name=schedule.name) == schedule
 
 
 @lru_cache(maxsize=64)

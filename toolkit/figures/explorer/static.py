@@ -1,29 +1,13 @@
 """The explorer's drawing of schedules as a part of another page."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from toolkit.figures.explorer import page
 from toolkit.figures.explorer.analysis import analyse, predict
-from toolkit.figures.explorer.choice import METHODS, Choice
+from toolkit.figures.explorer.choice import Choice
 from toolkit.figures.explorer.drawing import draw, frame_of
-from toolkit.schedule import Schedule
 
 _STEPS = 3  # training steps drawn
-
-
-def choice_of(schedule: Schedule) -> Choice | None:
-    """What one would choose in the explorer to see ``schedule``; None if nothing makes it."""
-    for name, method in METHODS.items():
-        named = ("placement", "state", "delay", "accumulate", "predict")
-        options: dict[str, Any] = {k: getattr(schedule, k) for k in named if k in method.options}
-        try:
-            choice = Choice(name, schedule.n_stages, schedule.n_workers, **options)
-            if choice.build() == schedule:
-                return choice
-        except ValueError:
-            continue
-    return None
 
 
 def explored(choices: Sequence[Choice]) -> str:

@@ -9,9 +9,10 @@ import ipywidgets as ui
 from toolkit.cost.hardware import check_hardware
 from toolkit.figures.explorer import export, hover, machines, page
 from toolkit.figures.explorer.analysis import Analysis, analyse, predict
-from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes
+from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes, choice_of
 from toolkit.figures.explorer.column import FIELD, Column, in_columns
 from toolkit.figures.explorer.drawing import draw, frame_of
+from toolkit.schedule import Schedule
 from toolkit.schedule.collector import collector_paused
 
 if TYPE_CHECKING:
@@ -31,10 +32,11 @@ class Explorer(ui.VBox):
     toolkit's. Wrong values show a sentence, and the drawing before them fades.
 
     Args:
-        schedule: a choice of conf/schedule, or ``"your own"`` with ``orders``.
+        schedule: a choice of conf/schedule, or ``"your own"`` with ``orders``; or a
+            :class:`~toolkit.schedule.Schedule`, which tells sizes and options, too.
         stages: parts of the model.
         microbatches: of a training step.
-        compare: another schedule to show beside it.
+        compare: another schedule to show beside it, likewise; one of the same sizes.
         delay, predict, placement, state, n_ranks, accumulate, orders: of the first schedule, as
             in :class:`Choice`.
         n_steps: training steps drawn, 1 to 3.
@@ -45,16 +47,17 @@ class Explorer(ui.VBox):
         folder: where exports are written.
 
     Raises:
-        ValueError: ``n_steps`` is another number, or ``hardware`` is none.
+        ValueError: ``n_steps`` is another number, ``hardware`` is none, or no controls make the
+            schedule.
     """
 
     def __init__(
         self,
-        schedule: str = "cdp_v2",
+        schedule: str | Schedule = "cdp_v2",
         stages: int = 4,
         microbatches: int = 4,
         *,
-        compare: str | None = None,
+        compare: str | Schedule | None = None,
         delay: "Delay | None" = None,
         predict: bool | None = None,
         placement: str | None = None,
@@ -71,19 +74,24 @@ class Explorer(ui.VBox):
     ) -> None:
         if n_steps not in range(1, _MOST_STEPS + 1):
             raise ValueError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
-        first = Choice(
-            schedule,
-            stages,
-            microbatches,
-            delay=delay,
-            predict=predict,
-            placement=placement,
-            state=state,
-            n_ranks=n_ranks,
-            accumulate=accumulate,
-            orders=tuple(orders),
-        )
-        second = Choice(compare or "dp", stages, microbatches)
+        options: dict[str, Any] = {
+            "delay": delay,
+            "predict": predict,
+            "placement": placement,
+            "state": state,
+            "n_ranks": n_ranks,
+            "accumulate": accumulate,
+            "orders": tuple(orders),
+        }
+        first = _chosen(schedule, stages, microbatches, options)
+        if isinstance(schedule, Schedule):
+            stages, microbatches = first.stages, first.microbatches
+        second = _chosen(compare or "dp", stages, microbatches, {})
+        if (second.stages, second.microbatches) != (stages, microbatches):
+            raise ValueError(
+                f"schedules side by side have the same sizes: got {stages} stages and"
+                f" {microbatches} micro-batches beside {second.stages} and {second.microbatches}"
+            )
         wrong = [_complaint(choice) for choice in (first, second)]
         columns = [
             Column(Choice() if complaint else choice)
@@ -351,6 +359,23 @@ class Explorer(ui.VBox):
         column.found.value = ""
         if wanted and good:
             column.found.value = page.looked_up(hover.find(good[0].drawn, wanted))
+
+
+def _chosen(
+    schedule: str | Schedule, stages: int, microbatches: int, options: dict[str, Any]
+) -> Choice:
+    """What is shown first: by its name, or the choice that makes a schedule."""
+    if isinstance(schedule, str):
+        return Choice(schedule, stages, microbatches, **options)
+    if given := [name for name, value in options.items() if value not in (None, ())]:
+        raise ValueError(f"a Schedule tells its options itself: leave out {', '.join(given)}")
+    found = choice_of(schedule)
+    if found is None:
+        raise ValueError(
+            f"no controls of the explorer make {schedule!r}: it takes schedules of the catalogue,"
+            " and rank orders that drain; toolkit.figures.schedules draws any"
+        )
+    return found
 
 
 def _complaint(choice: Choice) -> str:
