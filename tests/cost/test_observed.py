@@ -133,7 +133,8 @@ def test_it_predicts_the_run_that_it_was_seen_in(schedule):
     assert again.end == pytest.approx(seen.end)
 
 
-seconds = st.floats(0.125, 8)
+# Eighths, whose sums are exact: where moments coincide, the last bit decides what comes first.
+seconds = st.integers(1, 64).map(lambda eighths: eighths / 8)
 
 
 @given(programs(), st.data())

@@ -97,7 +97,7 @@ def test_a_model_that_does_not_take_the_shape_is_told_in_a_sentence(experiment, 
         (["hydra.run.dir=/proc/nowhere"], "/proc/nowhere: "),
         (["axis=time"], "unknown axis 'time': choose one of roofline, flops, bytes, measured"),
         (["hardware=h100"], "hardware=h100 is unknown: did you mean"),
-        (["hardware.flops=-1"], "flops of a hardware is above 0: got -1.0"),
+        (["hardware.flops=-1"], "flops of a hardware is a number above 0: got -1.0"),
         (["model.target=no_such.thing"], "model.target=no_such.thing cannot be imported"),
         (["model.target=my_package.broken"], "gives a int: expected a torch.nn.Module"),
         (
