@@ -366,6 +366,54 @@ def test_what_is_sent_in_a_step_is_the_footprints(n, setting, rule):
     assert sum(timeline.bytes_a_step()) == pytest.approx(float(expected))
 
 
+@given(programs(), st.sampled_from([0.0, 0.5, 4.0, 9.0]))
+@quick
+def test_memory_is_that_of_the_spans(program, latency):
+    """Activations from a forward to the end of its backward; a sum of gradients from whichever
+    contribution is there first, however late messages are."""
+    schedule = program.schedule
+    stages = unit_costs(schedule.n_stages)
+    timeline = simulate(program, stages, replace(UNIT, link_latency=latency))
+    begun = {}
+    forwards, backwards = {}, {}
+    for s in timeline.spans:
+        kind = s.computed if s.lane == "compute" else s.name
+        if kind == "F":
+            forwards[s.rank, s.stage, s.microbatch, s.step] = s.start
+        elif s.lane == "compute" and kind in "BIW":
+            key = (s.rank, s.stage, s.microbatch, s.step)
+            backwards[key] = max(backwards.get(key, 0.0), s.end)
+            if kind != "I":
+                at = (s.rank, s.stage, s.step)
+                begun[at] = min(begun.get(at, inf), s.start)
+        elif (s.lane, s.name, s.peer is None) == ("receive", "gradient", False):
+            at = (s.rank, s.stage, s.step)
+            begun[at] = min(begun.get(at, inf), s.end)
+    assert forwards.keys() == backwards.keys()
+    changes = Counter()
+    for key, start in forwards.items():
+        changes[key[0], start] += 1
+        changes[key[0], backwards[key]] -= 1
+    expected = Counter()
+    for change in timeline.changes:
+        if change.kind == "activations":
+            expected[change.rank, change.time] += change.bytes
+    assert {k: n for k, n in changes.items() if n} == {k: n for k, n in expected.items() if n}
+    gained = Counter(
+        (change.rank, change.time)
+        for change in timeline.changes
+        if change.kind == "gradients" and change.bytes > 0
+    )
+    assert gained == Counter((rank, when) for (rank, _, _), when in begun.items())
+
+
+def test_a_sum_begins_with_a_backward_where_what_is_added_to_it_comes_late():
+    stage = StageCost(0, 0, 10, 1, 1, 100, forward_seconds=1.0, backward_seconds=2.0)
+    late = Hardware("late", 1, 1e9, inf, 5)
+    timeline = simulate(catalog.cyclic(2, 1).lower(8), [stage] * 2, late)
+    assert timeline.peak_memory(1, "gradients") == 400
+
+
 def test_an_update_takes_as_long_as_its_optimizers_state_asks_for():
     """In parameters' bytes, of one byte a second: weights and gradient in, weights out, and twice
     the state."""

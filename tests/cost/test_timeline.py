@@ -133,6 +133,18 @@ def test_all_ranks_peak_is_that_of_the_schedule(n, s):
     assert found.peak_memory(kind="activations") == steady_state(schedule).peak_activations
 
 
+def test_idle_share_is_of_the_steps_that_are_timed():
+    """Not of the first, which takes longer where ranks are new to it."""
+    spans = [
+        Span(0, "compute", 0.0, 100.0, "0F0", 0, 0, 0),
+        Span(0, "compute", 100.0, 101.0, "0F0", 0, 0, 1),
+        Span(0, "compute", 102.0, 103.0, "0F0", 0, 0, 2),
+    ]
+    found = timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0))
+    assert found.step_time == 2
+    assert found.idle_share == 0.5
+
+
 def test_idle_share():
     spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
     assert timeline(spans).end == 3

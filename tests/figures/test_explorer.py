@@ -235,7 +235,7 @@ def test_an_op_says_what_it_waits_for_and_frees():
     assert find(analyse(Choice("cdp_v2", 2, 2), 2).drawn, "0B0") == "\n".join(
         [
             "0B0 of step 0: backward of stage 0 on micro-batch 0; rank 0, slot 3",
-            "waits for: weights 0 of stage 0 (1 step late; held from the start);"
+            "waits for: weights 0 of stage 0 (the newest; held from the start);"
             " 0F0 (activations here); 1B0 (gradient made here); 1B0, before it on this rank",
             "frees: activations of 0F0",
         ]

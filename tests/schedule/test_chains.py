@@ -165,6 +165,13 @@ def test_what_it_asks_of_a_rank(n):
     )
 
 
+def read_by(i):
+    """The weights that an instruction computes with or predicts from."""
+    if i.action == Action.PREDICT:
+        return i.predicted_from
+    return [(i.stage, i.version)] if i.action.computes else []
+
+
 @given(
     schedules(placements=["per_microbatch"], states=["replicated"], chains=["in_order"]),
     st.integers(1, 4),
@@ -197,9 +204,7 @@ def test_any_timing_and_delay_that_leave_time(schedule, n_steps, first_step, dat
         way = [*zip((ring[-1], *ring), ring[:-1], strict=False)]
         assert Counter(found) == Counter(way[: len(found)])
         last = way[len(found) - 1][1]
-        assert any(
-            (i.stage, i.version) == (j, version) and i.action.computes for i in program.ranks[last]
-        )
+        assert any((j, version) in read_by(i) for i in program.ranks[last])
 
 
 AS_MADE = (

@@ -12,7 +12,8 @@ from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
 from tests.thorough import more
-from toolkit.schedule import Action, Buffer, Kind, Op, catalog, steady_state
+from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, Timing, catalog, steady_state
+from toolkit.schedule.footprint import footprint
 from toolkit.schedule.steady import settled_steps, steady_slots, steady_steps, steps_to_time
 
 SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
@@ -268,6 +269,20 @@ def test_activations_of_all_ranks_are_those_alive_at_one_moment(schedule):
     )
     together = zip(found.activations, found.total_activations, strict=True)
     assert all(max(ranks) <= total <= sum(ranks) for ranks, total in together)
+
+
+@pytest.mark.parametrize(
+    ("period", "ticks", "steps"), [(13, 2, 2), (23, 4, 4), (17, 3, 3), (1, 2, 2)]
+)
+def test_a_period_that_ends_within_a_slot(period, ticks, steps):
+    """The steady state is of as many as end with one."""
+    starts = {Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): ticks}
+    own = Schedule("own", 1, 1, Timing(starts, period, ticks), "one", "freshest")
+    found = steady_state(own)
+    assert len(found.total_activations) * ticks == steps * period
+    under_way = -(-2 * ticks // period)
+    assert found.peak_activations in (under_way, under_way + 1)
+    assert footprint(own).total_activations == found.peak_activations
 
 
 def test_ranks_that_are_fullest_at_different_moments():

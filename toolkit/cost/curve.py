@@ -112,7 +112,12 @@ def memory_curve(
         raise ValueError(f"no operation of this model takes {axis}: choose another axis")
     if not kept[-1]:
         raise ValueError("this model keeps nothing for its backward: give it a layer more")
-    return _curve([*forward, *reversed(backward)], [*kept, *reversed(kept)])
+    curve = _curve([*forward, *reversed(backward)], [*kept, *reversed(kept)])
+    if not curve.peak:
+        raise ValueError(
+            f"what this model keeps is of operations that take no {axis}: choose another axis"
+        )
+    return curve
 
 
 def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:

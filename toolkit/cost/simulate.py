@@ -125,6 +125,8 @@ class _Simulation:
         self.inputs: dict[tuple, float] = {}  # bytes of those that stages keep
         self.weights: dict[tuple, float] = {}
         self.sums: dict[tuple, float] = {}
+        self.begun: dict[tuple, float] = {}  # sums, by whichever contribution is the first
+        self.used_until: dict[tuple, float] = {}  # activations and weights, by ops
         self.in_use_until: dict[tuple, float] = {}  # weights, by messages and updates
         self.arrival = 0.0
         self.spans: list[Span] = []
@@ -193,7 +195,7 @@ class _Simulation:
             after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
             start = max(start, self.boundaries.pop(after))
         end = start + self.seconds[stage][action] / self.hardware.speed(rank)
-        self.computed[rank] = end
+        self.computed[rank] = self.used_until[rank, *i.weights] = end
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
@@ -206,6 +208,7 @@ class _Simulation:
             if stage > 0 and (rank, *key) not in self.inputs:  # they were made on this rank
                 self._hold_inputs(start, (rank, *key), self.costs[stage].extra_input_bytes)
             return
+        self.used_until[rank, Buffer.ACTIVATION, *key] = end
         if action != Action.BACKWARD_WEIGHT:
             self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
         if action != Action.BACKWARD_INPUT:
@@ -220,15 +223,14 @@ class _Simulation:
         self, rank: int, stage: int, step: int | None, start: float, end: float
     ) -> None:
         key = (rank, stage, step)
-        if key not in self.sums:
-            held = self.costs[stage].gradient_bytes
-            self.changes.append(Change(start, rank, GRADIENTS, held))
+        self.begun[key] = min(self.begun.get(key, start), start)
         self.sums[key] = max(self.sums.get(key, 0.0), end)
 
     def _drop_sum(self, rank: int, i: Instruction, when: float) -> float:
         """When the rank's sum was ready; it is gone at ``when`` or then, if that is later."""
-        ready = self.sums.pop((rank, i.stage, i.step))
-        held = self.costs[i.stage].gradient_bytes
+        key = (rank, i.stage, i.step)
+        ready, held = self.sums.pop(key), self.costs[i.stage].gradient_bytes
+        self.changes.append(Change(self.begun.pop(key, ready), rank, GRADIENTS, held))
         self.changes.append(Change(max(when, ready), rank, GRADIENTS, -held))
         return ready
 
@@ -253,6 +255,7 @@ class _Simulation:
         moved = 3 * self.costs[i.stage].parameter_bytes
         end = start + moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.computed[rank] = end
+        self.used_until |= {(rank, *weights): end for weights in i.predicted_from}
         self._hold_weights(start, rank, i.stage, i.version, i.step)
         if end > start:
             what = (i.label, i.stage, None, i.step)
@@ -347,13 +350,15 @@ class _Simulation:
                 self.sums[peer, i.stage, i.step] = end
 
     def _free(self, rank: int, i: Instruction) -> None:
-        when = self.computed[rank]
         if i.buffer != Buffer.ACTIVATION:
             key = (rank, *i.weights)
-            when = max(when, self.weights.pop(key), self.in_use_until.pop(key, 0.0))
+            until = (times.pop(key, 0.0) for times in (self.used_until, self.in_use_until))
+            when = max(self.weights.pop(key), *until)
             self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
         else:
             held = self.costs[i.stage].kept_bytes
+            key = (rank, Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
+            when = self.used_until.pop(key)
             self.changes.append(Change(when, rank, ACTIVATIONS, -held))
             if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
                 self.changes.append(Change(when, rank, INPUTS, -inputs))

@@ -1,7 +1,7 @@
 """What happened when, on which rank: predicted by the simulator or measured by a runtime."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -92,27 +92,36 @@ class Timeline:
     @property
     def step_time(self) -> float:
         """Seconds from step to step in the steady state; of a single step, all of it."""
-        begin, end, n_steps = self._timed()
-        return (end - begin) / n_steps
+        begin, end, steps = self._timed()
+        return (end - begin) / len(steps)
 
     @property
     def idle_share(self) -> float:
         """The share of all ranks' time in which they do not compute, while training goes on.
 
-        Of a single step from its start to its end.
+        Of the training steps of which :attr:`step_time` is; of a single one from its start to its
+        end. Measured over few steps that overlap it is rough, and may be below 0.
         """
-        n_steps = len(self.step_ends)
-        busy = sum(span.end - span.start for span in self.spans if span.lane == COMPUTE) / n_steps
-        return 1 - busy / (self.n_ranks * (self.step_time if n_steps > 1 else self.end))
+        _, _, steps = self._timed()
+        of = self._steps_from_0()
+        busy = sum(s.end - s.start for s in self.spans if s.lane == COMPUTE and of(s) in steps)
+        span = self.step_time if len(self.step_ends) > 1 else self.end
+        return 1 - busy / len(steps) / (self.n_ranks * span)
 
-    def _timed(self) -> tuple[float, float, int]:
-        """Begin and end, in seconds, of the training steps of which rates are; their number."""
+    def _timed(self) -> tuple[float, float, range]:
+        """Begin and end, in seconds, of the training steps of which rates are; and which."""
         ends = self.step_ends
         if self.steady:
-            return ends[self.steady[0] - 1], ends[self.steady[-1]], len(self.steady)
+            return ends[self.steady[0] - 1], ends[self.steady[-1]], self.steady
         if len(ends) > 1:
-            return ends[0], ends[-1], len(ends) - 1
-        return 0.0, ends[0], 1
+            return ends[0], ends[-1], range(1, len(ends))
+        return 0.0, ends[0], range(1)
+
+    def _steps_from_0(self) -> Callable[[Span], int]:
+        """Of a span its training step, counted from the first here; -1 if it is of none."""
+        computed = (span.step for span in self.spans if span.lane == COMPUTE)
+        first = min((step for step in computed if step is not None), default=0)
+        return lambda span: -1 if span.step is None else span.step - first
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """(time, bytes from then on), of one rank or all, of one kind or all."""
@@ -161,11 +170,10 @@ class Timeline:
         """
         if not self.steady:
             return tuple(n_bytes / len(self.step_ends) for n_bytes in self.bytes_sent())
-        steps = {s.step for s in self.spans if s.lane == COMPUTE and s.step is not None}
-        first = min(steps, default=0)
+        of = self._steps_from_0()
         sent = [0.0] * self.n_ranks
         for span in self.spans:
-            if span.lane == SEND and span.step is not None and span.step - first in self.steady:
+            if span.lane == SEND and of(span) in self.steady:
                 sent[span.rank] += span.bytes
         return tuple(n_bytes / len(self.steady) for n_bytes in sent)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import gcd
 from typing import TYPE_CHECKING
 
 from toolkit.schedule.traffic import Traffic
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What goes on in one period while training does.
+    """What goes on in one period while training does; in several, if one ends within a slot.
 
     Where ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
     messages of the steps beside; :func:`~toolkit.schedule.footprint.footprint` counts those of one
@@ -44,8 +45,15 @@ class SteadyState:
 
 
 def settled_steps(schedule: "Schedule") -> int:
-    """Training steps after which the first ones are no longer felt."""
-    return schedule.timing.steps_under_way + schedule.max_staleness + 1
+    """Training steps after which the first ones are no longer felt, and a slot begins."""
+    steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
+    return -(-steps // _whole(schedule)) * _whole(schedule)
+
+
+def _whole(schedule: "Schedule") -> int:
+    """The fewest periods that are a whole number of slots: one, as a rule."""
+    timing = schedule.timing
+    return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
 
 def steady_steps(schedule: "Schedule", n_steps: int) -> range:
@@ -69,9 +77,9 @@ def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
 
 
 def steady_slots(schedule: "Schedule", step: int) -> slice:
-    """The slots of the period in which ``step`` starts."""
-    period = schedule.timing.period // schedule.timing.ticks_per_slot
-    return slice(step * period, (step + 1) * period)
+    """The slots from the start of ``step``, a settled one, to the next step that starts a slot."""
+    timing, end = schedule.timing, step + _whole(schedule)
+    return slice(*(at * timing.period // timing.ticks_per_slot for at in (step, end)))
 
 
 def steady_state(schedule: "Schedule") -> SteadyState:
@@ -80,7 +88,7 @@ def steady_state(schedule: "Schedule") -> SteadyState:
     Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.
     """
     settled = settled_steps(schedule)
-    program = schedule.lower(settled + schedule.max_staleness + 2)
+    program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
     held = (of_rank[slots] for of_rank in program.activations())
     traffic = program.traffic(range(slots.start, slots.stop))

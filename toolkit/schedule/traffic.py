@@ -43,6 +43,20 @@ def traffic_of(i: Instruction, rank: int) -> Traffic:
     return Traffic(messages, Fraction(messages))
 
 
+def received_of(i: Instruction, rank: int) -> Traffic:
+    """What ``rank`` receives by an instruction that moves something."""
+    if i.action == Action.RECV:
+        return _MESSAGE
+    if i.action == Action.ALL_REDUCE:
+        return traffic_of(i, rank)
+    messages = 0
+    if i.action == Action.BROADCAST:
+        messages = int(rank != i.peers[0])
+    elif i.action == Action.REDUCE:
+        messages = _tree_children(i.peers.index(rank), len(i.peers))
+    return Traffic(messages, Fraction(messages))
+
+
 def _tree_children(position: int, n: int) -> int:
     """Children of ``position`` in the binomial tree over 0 .. n-1 whose root is 0."""
     bits = range(position.bit_length(), n.bit_length())

@@ -69,7 +69,7 @@ def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -
     head = f"{op} of step {i.step}: {i.action.label} of stage {i.stage}"
     head += f" on micro-batch {i.microbatch}; rank {rank}, slot {_slot(i.tick, tick)}"
 
-    late = schedule.delays(i.step or 0)[i.stage][i.microbatch or 0]
+    late = (i.step or 0) - (i.version or 0)
     fresh = "the newest" if not late else f"{late} step{'s' * (late > 1)} late"
     origin = seen.made.get((i.stage, i.version), "held from the start")
     weights = f"weights {i.version} of stage {i.stage}"

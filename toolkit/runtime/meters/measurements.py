@@ -10,7 +10,7 @@ from toolkit.runtime.meters.meter import Event, Record
 from toolkit.runtime.meters.spans import timeline_of
 from toolkit.schedule import Action, Buffer, Schedule
 from toolkit.schedule.program import most_by_slot
-from toolkit.schedule.traffic import traffic_of
+from toolkit.schedule.traffic import received_of, traffic_of
 
 
 class Sent(NamedTuple):
@@ -70,12 +70,15 @@ class Measurements:
         )
 
     def by_rank(self) -> list[dict[str, int | float | None]]:
-        """A row a rank: peaks in bytes; messages and bytes sent and received in all."""
+        """A row a rank: peaks in bytes; messages and bytes sent and received in all.
+
+        Those of collectives by their usual forms, as in :meth:`sent`.
+        """
         every = self.sent(*Buffer)
         rows: list[dict[str, int | float | None]] = []
         for rank, record in enumerate(self.records):
             sent = [of_rank[rank] for of_rank in every]
-            received = [e.bytes for e in record.events if e.instruction.action == Action.RECV]
+            received = [(received_of(e.instruction, rank), e.bytes) for e in record.events]
             rows.append(
                 {
                     "rank": rank,
@@ -84,8 +87,8 @@ class Measurements:
                     "device_peak": record.device_peak,
                     "messages_sent": sum(of_slot.messages for of_slot in sent),
                     "bytes_sent": float(sum(of_slot.bytes for of_slot in sent)),
-                    "messages_received": len(received),
-                    "bytes_received": sum(received),
+                    "messages_received": sum(found.messages for found, _ in received),
+                    "bytes_received": float(sum(found.units * n for found, n in received)),
                 }
             )
         return rows
