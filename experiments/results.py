@@ -139,6 +139,7 @@ _ROWS = {
     "cifar10_narrow_4": _accuracy,
     "imagenette_narrow_8": _accuracy,
     "imagenette_warm_8": _accuracy,
+    "imagenette_long_8": _accuracy,
     "imagenette50_narrow_8": _accuracy,
     "text": _losses,
     "text_low": _losses,
