@@ -51,7 +51,10 @@ def main(config: DictConfig) -> int:
     if ran:
         for record, row in zip(records, ran, strict=True):
             record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
-        shown = [measured(r) | {"as counted": alike(r, "_measured")} for r in records]
+        shown = [
+            measured(record) | {"as counted": "no" if row.differences else "yes"}
+            for record, row in zip(records, ran, strict=True)
+        ]
         print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)

@@ -204,6 +204,11 @@ def test_refused(axis, message):
     [
         (nn.ReLU(), "flops", "no operation of this model takes flops: choose another axis"),
         (nn.Linear(3, 4), "bytes", "keeps nothing for its backward"),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.Tanh()),
+            "flops",
+            "what this model keeps is of operations that take no flops: choose another axis",
+        ),
     ],
 )
 def test_models_without_a_curve_are_refused(model, axis, message):

@@ -126,8 +126,7 @@ class _Simulation:
         self.weights: dict[tuple, float] = {}
         self.sums: dict[tuple, float] = {}
         self.begun: dict[tuple, float] = {}  # sums, by whichever contribution is the first
-        self.used_until: dict[tuple, float] = {}  # activations and weights, by ops
-        self.in_use_until: dict[tuple, float] = {}  # weights, by messages and updates
+        self.in_use_until: dict[tuple, float] = {}  # weights and activations
         self.arrival = 0.0
         self.spans: list[Span] = []
         self.changes: list[Change] = []
@@ -195,7 +194,8 @@ class _Simulation:
             after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
             start = max(start, self.boundaries.pop(after))
         end = start + self.seconds[stage][action] / self.hardware.speed(rank)
-        self.computed[rank] = self.used_until[rank, *i.weights] = end
+        self.computed[rank] = end
+        self._use((rank, *i.weights), end)
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
@@ -208,7 +208,7 @@ class _Simulation:
             if stage > 0 and (rank, *key) not in self.inputs:  # they were made on this rank
                 self._hold_inputs(start, (rank, *key), self.costs[stage].extra_input_bytes)
             return
-        self.used_until[rank, Buffer.ACTIVATION, *key] = end
+        self._use((rank, Buffer.ACTIVATION, *key), end)
         if action != Action.BACKWARD_WEIGHT:
             self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
         if action != Action.BACKWARD_INPUT:
@@ -242,7 +242,7 @@ class _Simulation:
         self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)
         self._hold_weights(end, rank, i.stage, i.version)
-        self.in_use_until[key] = end
+        self._use(key, end)
         self.steps[step] = max(self.steps.get(step, 0.0), end)
         if seconds > 0:
             what = (i.label, i.stage, None, i.step)
@@ -255,7 +255,8 @@ class _Simulation:
         moved = 3 * self.costs[i.stage].parameter_bytes
         end = start + moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.computed[rank] = end
-        self.used_until |= {(rank, *weights): end for weights in i.predicted_from}
+        for weights in i.predicted_from:
+            self._use((rank, *weights), end)
         self._hold_weights(start, rank, i.stage, i.version, i.step)
         if end > start:
             what = (i.label, i.stage, None, i.step)
@@ -266,9 +267,8 @@ class _Simulation:
         held = self.costs[stage].parameter_bytes
         self.changes.append(Change(when, rank, WEIGHTS, held))
 
-    def _keep_weights(self, until: float, rank: int, i: Instruction) -> None:
-        """A message sends them until then."""
-        key = (rank, i.stage, i.version)
+    def _use(self, key: tuple, until: float) -> None:
+        """An op, an update or a message reads weights or activations until then."""
         self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), until)
 
     def _content(self, rank: int, i: Instruction) -> tuple[float, float]:
@@ -306,7 +306,7 @@ class _Simulation:
         if i.buffer == Buffer.GRADIENT:
             self._drop_sum(rank, i, end)
         elif i.buffer == Buffer.WEIGHTS:
-            self._keep_weights(end, rank, i)
+            self._use((rank, i.stage, i.version), end)
 
     def _receive(self, rank: int, i: Instruction) -> None:
         if i.buffer == Buffer.WEIGHTS:
@@ -341,7 +341,7 @@ class _Simulation:
             self.spans.append(Span(peer, lane, start, end, name, *what))
             if i.action == Action.BROADCAST:
                 if peer == rank:
-                    self._keep_weights(end, rank, i)
+                    self._use((rank, i.stage, i.version), end)
                 else:
                     self._hold_weights(end, peer, i.stage, i.version)
             elif i.action == Action.REDUCE and peer != rank:
@@ -352,13 +352,12 @@ class _Simulation:
     def _free(self, rank: int, i: Instruction) -> None:
         if i.buffer != Buffer.ACTIVATION:
             key = (rank, *i.weights)
-            until = (times.pop(key, 0.0) for times in (self.used_until, self.in_use_until))
-            when = max(self.weights.pop(key), *until)
+            when = max(self.weights.pop(key), self.in_use_until.pop(key, 0.0))
             self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
         else:
             held = self.costs[i.stage].kept_bytes
             key = (rank, Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
-            when = self.used_until.pop(key)
+            when = self.in_use_until.pop(key)
             self.changes.append(Change(when, rank, ACTIVATIONS, -held))
             if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
                 self.changes.append(Change(when, rank, INPUTS, -inputs))

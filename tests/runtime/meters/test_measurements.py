@@ -10,7 +10,7 @@ from toolkit.cost import Change
 from toolkit.cost.timeline import LANES
 from toolkit.runtime.meters.measurements import Measurements, Sent
 from toolkit.runtime.meters.meter import Event, Record
-from toolkit.schedule import Action, Buffer, Instruction, catalog
+from toolkit.schedule import STATES, Action, Buffer, Instruction, catalog
 
 PIPELINE = catalog.gpipe(2, 1)
 CYCLIC = catalog.cyclic(3, n_stages=2)  # of 3 ticks a slot
@@ -478,6 +478,27 @@ def test_every_message_of_a_program_finds_its_other_end(program):
     drawn = [i for order in program.ranks for i in order if i.action != Action.FREE]
     assert len(found.spans) == len(drawn)
     assert len(found.step_ends) == program.n_steps
+
+
+@pytest.mark.parametrize("n_ranks", range(1, 8))
+@pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
+@pytest.mark.parametrize("state", STATES)
+def test_what_ranks_send_is_received(make, n_ranks, state):
+    """By messages, rings and trees alike."""
+    program = make(n_ranks, state=state).lower(2)
+    rows = Measurements(program.schedule, followed(program)).by_rank()
+    for what in ("messages", "bytes"):
+        sent, received = (sum(row[f"{what}_{way}"] for row in rows) for way in ("sent", "received"))
+        assert received == pytest.approx(sent)
+
+
+def test_a_ring_receives_as_it_sends():
+    """Four ranks reduce 80 bytes: 2 * 3 messages of a quarter each."""
+    together = reduced(0, *range(4))
+    records = [Record(rank, [event(together, 0, 1, 80)]) for rank in range(4)]
+    for row in Measurements(catalog.data_parallel(4), records).by_rank():
+        assert (row["messages_sent"], row["bytes_sent"]) == (6, 120)
+        assert (row["messages_received"], row["bytes_received"]) == (6, 120)
 
 
 def test_a_trace_has_a_row_of_slots(pipeline, tmp_path):
