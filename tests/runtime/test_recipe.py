@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ RECIPES = {
     "ema": Recipe(ema=0.9, channels_last=True),
     "all": Recipe(clip=0.05, checkpoint="all", ema=0.9, channels_last=True),
 }
+PREDICTED = replace(catalog.cyclic(3), predict=True)
 MODEL_CLIP = Recipe(clip=0.05, clip_by="model")
 
 
@@ -62,6 +64,16 @@ def test_every_order_trains_alike(schedule, recipe):
     assert_same(found, expected)
     assert_same(found_averages, averages)
     assert bool(averages) == (recipe.ema is not None)
+
+
+@pytest.mark.parametrize("schedule", [catalog.cyclic(3), PREDICTED], ids=name_of)
+@pytest.mark.parametrize("recipe", [Recipe(), RECIPES["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+def test_a_step_neither_mixes_devices_nor_waits_for_one(schedule, recipe, order):
+    """On the meta device, of which no number can be read."""
+    runtime = make(schedule, recipe, order, model=residual().to("meta"))
+    for result in runtime.run(make_batches(schedule.n_microbatches, steps=3)):
+        assert result.losses.is_meta
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
