@@ -24,6 +24,7 @@ def main(config: DictConfig) -> None:
     from toolkit.config import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
+    from toolkit.model.precision import autocast_type
     from toolkit.tables import reductions, table
     from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
@@ -41,7 +42,7 @@ def main(config: DictConfig) -> None:
     with torch.device(device):
         model = build_model(config.model, form)
     axes = [axis for axis in AXES if axis != "measured" or measured]
-    curves = {axis: memory_curve(model, example, axis, hardware) for axis in axes}
+    curves = {axis: memory_curve(model, example, axis, hardware, config.precision) for axis in axes}
 
     rows = [
         {"time axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
@@ -50,7 +51,9 @@ def main(config: DictConfig) -> None:
     ]
     shown = curves[config.axis]
     name = model_name(config.model)
-    title = f"{name}, batch {config.batch}, time axis: {rows[axes.index(config.axis)]['time axis']}"
+    cast = "" if autocast_type(config.precision) is None else f" in {config.precision}"
+    axis = rows[axes.index(config.axis)]["time axis"]
+    title = f"{name}{cast}, batch {config.batch}, time axis: {axis}"
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(memory_curves(shown, workers, title), folder / "memory")
     records = [

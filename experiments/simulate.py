@@ -33,7 +33,7 @@ def main(config: DictConfig) -> None:
         build_schedule,
         model_name,
     )
-    from toolkit.cost import Costs, profile, simulate
+    from toolkit.cost import Costs, profile, recomputing, simulate
     from toolkit.figures import save, timelines
     from toolkit.model import partition
     from toolkit.schedule import labels
@@ -61,7 +61,9 @@ def main(config: DictConfig) -> None:
     @cache
     def costs_of(n_stages: int) -> Costs:
         """The same for all schedules, though they are timed."""
-        return profile(partition(model, n_stages, example, config.partition), example)
+        stages = partition(model, n_stages, example, config.partition)
+        costs = profile(stages, example, precision=config.precision)
+        return recomputing(costs, config.checkpoint)
 
     predicted, rows = [], []
     for name, schedule in schedules.items():
@@ -99,7 +101,7 @@ def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
         "ranks": timeline.n_ranks,
         "ms a step": round(timeline.step_time * 1e3, 3),
         "samples/s": round(samples / timeline.step_time, 1),
-        "idle": f"{timeline.idle_share:.1%}",
+        "idle": f"{timeline.idle_share:z.1%}",
         "GiB, fullest rank": round(peaks[fullest] / GIB, 3),
         "of it activations": round((held[ACTIVATIONS] + held[INPUTS]) / GIB, 3),
         "fits": "yes" if fits else "no",

@@ -94,7 +94,7 @@ def pipeline(row: Row) -> Cells:
         "micro-batches": row["microbatches"],
         "method": row["method"],
         "activations (all)": f"{row['activations']:.4g} ({row['total_activations']:.4g}) A",
-        "idle": f"{row['idle']:.1%}",
+        "idle": f"{row['idle']:z.1%}",
         "weights": f"{_fraction(row['weights'])} P",
         **staleness(row),
         "flush": "yes" if row["flush"] else "no",

@@ -1,8 +1,9 @@
 """Peak memory of one GPU that runs the micro-batches of N workers by the slots of a schedule.
 
 Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
-allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, and
-that of experiments/memory.py, which shifts one worker's memory curve operation by operation.
+allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, and,
+unless stages compute their forward twice, that of experiments/memory.py, which shifts one worker's
+memory curve operation by operation.
 """
 
 import gc
@@ -16,11 +17,12 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from toolkit.config.counts import check_counts
-from toolkit.cost import memory_curve, profile, simulate
+from toolkit.cost import memory_curve, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.timeline import WEIGHTS
 from toolkit.model import build, partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime.recipe import allow_tf32
 from toolkit.schedule import Schedule, catalog
 from toolkit.units import GIB
 
@@ -39,23 +41,22 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             " counted by experiments/communication.py measured=true"
         )
     check_counts(config, "batch", "image_size", of="bench.")
+    recipe = Recipe(config.precision, checkpoint=config.checkpoint)
+    allow_tf32(recipe.precision == "tf32")
     rows = []
     settings = [*product(config.models, config.workers)]
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
         images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
-        curve = memory_curve(
-            build(name, _CLASSES, config.image_size).to(device), images, "measured"
-        )
-        shifted = {"DP": n * curve.peak}
+        again = recipe.checkpoint != "none"
+        by_curve = None if again else curve_peaks(name, n, images, recipe.precision)
         for schedule in (
             catalog.data_parallel(n, "one"),
             catalog.cyclic(n, 1, "one"),
             catalog.cyclic(n, "freshest", "one"),
         ):
-            measured, asked_for = held(name, schedule, images, config.image_size)
-            predicted = foreseen(name, schedule, images, config.image_size)
-            by_curve = shifted.get(schedule.name, float(curve.shifted(n)[1].max()))
+            measured, asked_for = held(name, schedule, images, recipe)
+            predicted = foreseen(name, schedule, images, recipe)
             rows.append(
                 {
                     "model": name,
@@ -66,20 +67,32 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                     "/ program": round(measured / predicted, 3),
                     "asked for": round(asked_for / GIB, 3),
                     "asked for / program": round(asked_for / predicted, 3),
-                    "curve": round(by_curve / GIB, 3),
-                    "/ curve": round(measured / by_curve, 3),
                 }
             )
+            if by_curve:
+                together, shifted = by_curve
+                expected = together if schedule.name == "DP" else shifted
+                rows[-1] |= {
+                    "curve": round(expected / GIB, 3),
+                    "/ curve": round(measured / expected, 3),
+                }
     return rows
 
 
-def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> tuple[float, float]:
+def curve_peaks(name: str, n: int, images: Tensor, precision: str) -> tuple[float, float]:
+    """Bytes of ``n`` workers by the memory curve of one: together, and shifted."""
+    model = build(name, _CLASSES, images.shape[-1]).to(images.device)
+    curve = memory_curve(model, images, "measured", precision=precision)
+    return n * curve.peak, float(curve.shifted(n)[1].max())
+
+
+def held(name: str, schedule: Schedule, images: Tensor, recipe: Recipe) -> tuple[float, float]:
     """Bytes that the allocator's peak is above what stays between training steps.
 
     Returns:
         those that it gave, and those that it was asked for.
     """
-    model = build(name, _CLASSES, image_size).to(images.device)
+    model = build(name, _CLASSES, images.shape[-1]).to(images.device)
     stages = partition(model, schedule.n_stages, images)
     runtime = SingleProcess(
         stages,
@@ -87,6 +100,7 @@ def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> tupl
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         F.cross_entropy,
         "scheduled",
+        recipe=recipe,
     )
     inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
     targets = torch.zeros(len(inputs), dtype=torch.long, device=images.device)
@@ -104,12 +118,13 @@ def held(name: str, schedule: Schedule, images: Tensor, image_size: int) -> tupl
     return gave, asked_for
 
 
-def foreseen(name: str, schedule: Schedule, images: Tensor, image_size: int) -> float:
+def foreseen(name: str, schedule: Schedule, images: Tensor, recipe: Recipe) -> float:
     """Bytes that the program holds at most above the weights that stay between training steps."""
     with torch.device("meta"):
-        model = build(name, _CLASSES, image_size)
+        model = build(name, _CLASSES, images.shape[-1])
     example = images.to("meta")
-    costs = profile(partition(model, schedule.n_stages, example), example)
+    stages = partition(model, schedule.n_stages, example)
+    costs = recomputing(profile(stages, example, precision=recipe.precision), recipe.checkpoint)
     timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest

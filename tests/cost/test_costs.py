@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from toolkit.cost import Hardware, StageCost, profile, simulate, unit_costs
+from toolkit.cost import Hardware, StageCost, profile, recomputing, simulate, unit_costs
 from toolkit.model import build, partition
 from toolkit.model.analysis import Work
+from toolkit.model.precision import PRECISIONS, autocast
 from toolkit.runtime.stage import StageRunner
 from toolkit.schedule import catalog
 
@@ -54,7 +55,7 @@ def stored(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def kept_by(stage, received):
+def kept_by(stage, received, precision="fp32"):
     """What autograd itself keeps in a forward of ``stage``, and what the stage passes on."""
     own = {stored(x) for x in (*stage.parameters(), *stage.buffers(), *received)}
     kept = {}
@@ -64,7 +65,8 @@ def kept_by(stage, received):
             kept[stored(tensor)] = tensor  # alive, so that no address is used twice
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with keeping, autocast(precision, torch.device("cpu")):
         outputs = stage(*received)
     passed_on = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in outputs)
     return sum(x.untyped_storage().nbytes() for x in kept.values()), passed_on
@@ -91,13 +93,17 @@ def test_activations_are_those_that_autograd_keeps(n_stages, batch, by):
     ],
     ids=["ResNet", "ViT"],
 )
-def test_activations_of_known_models(make):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_activations_of_known_models(make, precision):
+    """And what crosses the cuts, in 16 bits under autocast."""
     example = torch.randn(2, 3, 16, 16)
     stages = partition(make(), 3, example)
+    costs = profile(stages, example, repeats=1, precision=precision)
     values = (example,)
-    for stage, cost in zip(stages, profile(stages, example, repeats=1), strict=True):
-        n_bytes, values = kept_by(stage.train(), values)
+    for stage, cost in zip(stages, costs, strict=True):
+        n_bytes, values = kept_by(stage.train(), values, precision)
         assert cost.activation_bytes == n_bytes
+        assert cost.output_bytes == sum(x.nbytes for x in values)
 
 
 def test_a_linear_by_hand():
@@ -117,6 +123,38 @@ def test_kernels_are_in_order():
     linear, relu = first.kernels
     assert linear == Work(2 * 5 * 3 * 4, (5 * 3 + 16 + 5 * 4) * FLOAT)
     assert relu == Work(0, 2 * 5 * 4 * FLOAT)
+
+
+def test_stages_that_recompute_keep_their_inputs():
+    """And the next one what it is given, though it is made on the same rank."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    plain = profile(partition(model, 2, torch.zeros(5, 3), by=["3"]), torch.zeros(5, 3).to("meta"))
+    assert [cost.extra_input_bytes for cost in plain] == [0, 5 * 4 * FLOAT]
+    first, second = recomputing(plain, [0])
+    assert (first.kept_bytes, second) == (2 * 4 * FLOAT, plain[1])
+    first, second = recomputing((plain[0], replace(plain[1], extra_input_bytes=0)), [0])
+    assert second.extra_input_bytes == 5 * 4 * FLOAT
+    assert first.activation_bytes == plain[0].activation_bytes > 0
+    assert [cost.recomputes for cost in recomputing(plain, "all")] == [True, True]
+    assert recomputing(plain, "none") == plain
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        ([0, 2], "checkpoint names stage 2 and there are 2: choose from 0 to 1"),
+        ("some", r"unknown checkpoint 'some': give none, all or a list of stages, such as \[0,1\]"),
+        (1, "unknown checkpoint 1: give none, all or a list"),
+    ],
+)
+def test_stages_that_cannot_recompute(checkpoint, message):
+    with pytest.raises(ValueError, match=message):
+        recomputing(unit_costs(2), checkpoint)
+
+
+def test_unknown_precisions_are_refused():
+    with pytest.raises(ValueError, match="unknown precision 'int8': choose one of fp32, tf32, bf"):
+        profile(linears(), torch.zeros(5, 3), precision="int8")
 
 
 def test_parameters_that_are_not_trained_cost_no_gradient():

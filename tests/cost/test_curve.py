@@ -1,5 +1,6 @@
 """Memory of one micro-batch over time, and of several that are shifted."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -214,6 +215,29 @@ def test_refused(axis, message):
 def test_models_without_a_curve_are_refused(model, axis, message):
     with pytest.raises(ValueError, match=message):
         memory_curve(nn.Sequential(model), torch.empty(5, 3, device="meta"), axis)
+
+
+def test_in_16_bits_by_hand():
+    """The input, the second weight and its input in 16 bits; the first weight is not needed."""
+    curve = memory_curve(two_layers(), torch.empty(5, 3, device="meta"), "flops", precision="bf16")
+    assert curve.levels.tolist() == [30, 30 + 40 + 16, 30 + 40 + 16, 30]
+    real = memory_curve(two_layers(), torch.zeros(5, 3), "measured", precision="bf16")
+    assert real.peak == curve.peak
+
+
+def test_products_of_16_bits_are_faster():
+    machine = replace(ARITHMETIC, flops_in_16_bits=4.0)
+    example = torch.empty(5, 3, device="meta")
+    slow, fast = (
+        memory_curve(two_layers(), example, "roofline", machine, precision)
+        for precision in ("tf32", "fp16")
+    )
+    assert slow.edges[-1] == 4 * fast.edges[-1]
+
+
+def test_unknown_precisions_are_refused():
+    with pytest.raises(ValueError, match="unknown precision 'int8'"):
+        memory_curve(two_layers(), torch.zeros(5, 3), precision="int8")
 
 
 def test_a_curve_of_one_level_cannot_be_improved():

@@ -1,5 +1,6 @@
 """Machines: their few formulas by hand, and the numbers that they refuse."""
 
+from dataclasses import replace
 from math import inf, nan
 
 import pytest
@@ -8,6 +9,7 @@ from hydra.utils import instantiate
 from tests.config.test_presets import CONF
 from toolkit.config.help import choices
 from toolkit.cost import UNIT, Hardware, simulate, unit_costs
+from toolkit.cost.hardware import presets
 from toolkit.model.analysis import Work
 from toolkit.notebook import settings
 from toolkit.schedule import catalog
@@ -24,6 +26,19 @@ MACHINE = Hardware(
 )
 def test_roofline(flops, n_bytes, seconds):
     assert MACHINE.roofline(Work(flops, n_bytes)) == seconds
+
+
+def test_products_of_16_bits():
+    """As fast as told; bytes are as many as they are."""
+    fast = replace(MACHINE, flops_in_16_bits=400.0)
+    assert fast.roofline(Work(200, 1, in_16_bits=True)) == 0.5
+    assert fast.roofline(Work(200, 30, in_16_bits=True)) == 3.0
+    assert fast.roofline(Work(200, 1)) == MACHINE.roofline(Work(200, 1, in_16_bits=True)) == 2.0
+
+
+def test_presets_tell_how_fast_products_of_16_bits_are():
+    for hardware in presets().values():
+        assert hardware.flops_in_16_bits == 2 * hardware.flops
 
 
 @pytest.mark.parametrize(("n_bytes", "seconds"), [(0, 0.5), (8, 2.5)])

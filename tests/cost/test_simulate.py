@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick
-from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
+from toolkit.cost import UNIT, Hardware, StageCost, recomputing, simulate, unit_costs
+from toolkit.cost.timeline import INPUTS
 from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog, comparison
 from toolkit.schedule.footprint import footprint
 from toolkit.schedule.steady import steps_to_time
@@ -69,6 +70,29 @@ everything = pytest.mark.parametrize(
 
 
 # By hand
+
+
+def test_a_stage_that_recomputes():
+    """Its activations are there in its backward only, which is longer by its forward."""
+    costs = recomputing((FIRST, replace(SECOND, extra_input_bytes=3.0)), [1])
+    one = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0"])
+    timeline = simulate(one.lower(1), costs, UNIT)
+    assert when(timeline) == {
+        "0 0F0": (0, 2),
+        "0 1F0": (2, 3),
+        "0 1B0": (3, 6),
+        "0 0B0": (6, 9),
+    }
+    assert timeline.memory(0, "activations") == [(0, 10), (2, 10), (3, 30), (6, 10), (9, 0)]
+    assert held(timeline, 0, INPUTS, 5) == 3  # as without
+
+
+def test_each_half_of_a_backward_recomputes():
+    costs = recomputing([replace(FIRST, backward_seconds=4.0, forward_seconds=1.0)], "all")
+    split = Schedule.from_rank_orders(["0F0 0I0 0W0"])
+    timeline = simulate(split.lower(1), costs, UNIT)
+    assert when(timeline) == {"0 0F0": (0, 1), "0 0I0": (1, 4), "0 0W0": (4, 7)}
+    assert timeline.memory(0, "activations") == [(0, 0), (1, 10), (4, 10), (7, 0)]
 
 
 def test_a_pipeline_waits_for_its_messages():

@@ -9,7 +9,8 @@ from tests.thorough import more
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import build, partition
-from toolkit.runtime import SingleProcess
+from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime.recipe import PLAIN
 from toolkit.schedule import catalog
 
 
@@ -26,10 +27,20 @@ def test_all_together_keep_what_each_keeps(peak):
     with torch.device("meta"):
         stages = partition(build("resnet8", 1000, 64), 4, images)
     one = sum(cost.kept_bytes + cost.extra_input_bytes for cost in profile(stages, images))
-    together = peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, 64)
+    together = peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, PLAIN)
     assert together == pytest.approx(4 * one, rel=0.02)  # gradients and the last op's come on top
-    shifted = peak.foreseen("resnet8", catalog.cyclic(4, placement="one"), images, 64)
+    shifted = peak.foreseen("resnet8", catalog.cyclic(4, placement="one"), images, PLAIN)
     assert 0.45 * together < shifted < 0.8 * together
+
+
+@pytest.mark.parametrize("recipe", [Recipe("bf16"), Recipe(checkpoint="all")])
+def test_the_recipe_is_foreseen(peak, recipe):
+    images = torch.empty(8, 3, 64, 64, device="meta")
+    plain, less = (
+        peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, which)
+        for which in (PLAIN, recipe)
+    )
+    assert less < 0.7 * plain
 
 
 @pytest.mark.parametrize("delay", more(["freshest"], [1, "freshest"]))
@@ -46,14 +57,16 @@ def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
     at_rest = sum(tensor.nbytes for weights in kept for tensor in weights.values())
     assert at_rest > sum(p.nbytes for p in stages.model.parameters())
     timeline = simulate(schedule.lower(3, 1), profile(stages, images), UNIT)
-    found = peak.foreseen("resnet8", schedule, images, 32)
+    found = peak.foreseen("resnet8", schedule, images, PLAIN)
     assert found == pytest.approx(timeline.peak_memory() - at_rest)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_allocator_agrees(peak):
+@pytest.mark.parametrize("recipe", [PLAIN, Recipe("bf16"), Recipe(checkpoint="all")])
+def test_the_allocator_agrees(peak, recipe):
     images = torch.randn(32, 3, 64, 64, device="cuda")
     for schedule in (catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")):
-        _, asked_for = peak.held("resnet18", schedule, images, 64)
-        assert asked_for == pytest.approx(peak.foreseen("resnet18", schedule, images, 64), rel=0.1)
+        _, asked_for = peak.held("resnet18", schedule, images, recipe)
+        expected = peak.foreseen("resnet18", schedule, images, recipe)
+        assert asked_for == pytest.approx(expected, rel=0.1)

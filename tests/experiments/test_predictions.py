@@ -51,6 +51,16 @@ def test_memory_measured_on_the_device(tmp_path):
     assert "measured" in finished.out
 
 
+def test_memory_in_16_bits(tmp_path):
+    peaks = {}
+    for precision in ("tf32", "bf16"):
+        folder = tmp_path / precision
+        arguments = (f"precision={precision}", "workers=[2]", f"hydra.run.dir={folder}")
+        assert run("memory", *SMALL, *arguments).status == 0
+        peaks[precision] = float(rows(folder / "memory.csv")[0]["peak_bytes_together"])
+    assert 0.5 * peaks["tf32"] < peaks["bf16"] < 0.9 * peaks["tf32"]
+
+
 def test_memory_of_one_number_of_workers(tmp_path):
     finished = run("memory", *SMALL, "workers=2", f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
@@ -96,6 +106,8 @@ def test_a_model_that_does_not_take_the_shape_is_told_in_a_sentence(experiment, 
         (["classes=0"], "classes is 1 or more: got 0"),
         (["hydra.run.dir=/proc/nowhere"], "/proc/nowhere: "),
         (["axis=time"], "unknown axis 'time': choose one of roofline, flops, bytes, measured"),
+        (["precision=int8"], "unknown precision 'int8': choose one of fp32, tf32, bf16, fp16"),
+        (["hardware.flops_in_16_bits=0"], "flops_in_16_bits of a hardware is a number above 0"),
         (["hardware=h100"], "hardware=h100 is unknown: did you mean"),
         (["hardware.flops=-1"], "flops of a hardware is a number above 0: got -1.0"),
         (["model.target=no_such.thing"], "model.target=no_such.thing cannot be imported"),
@@ -219,6 +231,23 @@ def test_simulate_counts_the_state_of_the_optimizer(tmp_path):
         return float(rows(folder / "simulation.csv")[0]["GiB, fullest rank"])
 
     assert fullest(0) < fullest(200)
+
+
+def test_simulate_stages_that_compute_their_forward_twice(tmp_path):
+    found = {}
+    for k, which in enumerate(("none", "[0,1]", "all")):
+        folder = tmp_path / str(k)
+        arguments = (f"checkpoint={which}", "schedule=dp", "schedule.placement=one")
+        assert run("simulate", *SMALL, *arguments, f"hydra.run.dir={folder}").status == 0
+        (row,) = json.loads((folder / "result.json").read_text())["metrics"]
+        found[which] = row["GiB, fullest rank"], row["ms a step"]
+    assert found["none"][0] > found["[0,1]"][0] > found["all"][0]
+    assert found["none"][1] < found["[0,1]"][1] < found["all"][1]
+
+
+def test_simulate_refuses_to_recompute_stages_that_there_are_not():
+    message = refused("simulate", *SMALL, "stages=2", "checkpoint=[2]")
+    assert "checkpoint names stage 2 and there are 2: choose from 0 to 1" in message
 
 
 def test_simulate_side_by_side(tmp_path):

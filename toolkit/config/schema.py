@@ -123,6 +123,7 @@ class Hardware:
     memory: float = MISSING
     speeds: list[float] = field(default_factory=list)
     memories: list[float] = field(default_factory=list)
+    flops_in_16_bits: float | None = None
 
 
 @dataclass
@@ -284,6 +285,7 @@ class Analysed:
         None, "of a sample: [channels,height,width] or [tokens]; null: [3,224,224] or [1024]"
     )
     classes: int | None = option(None, "scores of an answer; null: 1000 classes or 50257 tokens")
+    precision: str = option("fp32", "fp32, tf32, bf16 or fp16")
 
 
 @dataclass
@@ -308,6 +310,7 @@ class Simulate(Analysed):
     device: str = option("auto", "where they are timed")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")
     partition: Any = option("flops", "flops, parameters, activations, or [names of modules]")
+    checkpoint: Any = option("none", "stages that compute their forward twice: none, all or [0,1]")
 
 
 @dataclass

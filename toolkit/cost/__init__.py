@@ -1,6 +1,6 @@
 """What a schedule costs on a machine: stage costs, hardware, the simulator, and its timelines."""
 
-from toolkit.cost.costs import Costs, StageCost, profile, unit_costs
+from toolkit.cost.costs import Costs, StageCost, profile, recomputing, unit_costs
 from toolkit.cost.curve import AXES, MemoryCurve, memory_curve
 from toolkit.cost.hardware import UNIT, Hardware
 from toolkit.cost.observed import observed, predict_observed
@@ -21,6 +21,7 @@ __all__ = [
     "observed",
     "predict_observed",
     "profile",
+    "recomputing",
     "simulate",
     "unit_costs",
 ]

@@ -15,12 +15,14 @@ from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, node_costs
 from toolkit.model.partition import check_stages
+from toolkit.model.precision import autocast, check_precision
+from toolkit.model.recomputation import checkpointed
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one micro-batch. Bytes are of the dtype that the model has.
+    """One stage on one micro-batch. Bytes are of the types that it computes with.
 
     Attributes:
         flops: of the forward, by torch's own counter.
@@ -39,6 +41,8 @@ class StageCost:
         backward_seconds: likewise.
         kernels: work of each operation's forward, in order.
         backward_kernels: work of each operation's backward, in order of the forward.
+        recomputes: whether each backward computes the forward again, and the activations are only
+            there meanwhile.
     """
 
     flops: float
@@ -54,6 +58,7 @@ class StageCost:
     backward_seconds: float | None = None
     kernels: tuple[Work, ...] = field(default=(), repr=False)
     backward_kernels: tuple[Work, ...] = field(default=(), repr=False)
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -63,7 +68,7 @@ class StageCost:
     @property
     def kept_bytes(self) -> float:
         """What a micro-batch in flight keeps."""
-        return self.activation_bytes + self.statistics_bytes
+        return self.statistics_bytes + (0 if self.recomputes else self.activation_bytes)
 
     @property
     def gradient_bytes(self) -> float:
@@ -116,7 +121,10 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
 
 
 def profile(
-    stages: Stages, example: Tensor | tuple[Tensor, ...], repeats: int = 5
+    stages: Stages,
+    example: Tensor | tuple[Tensor, ...],
+    repeats: int = 5,
+    precision: str = "fp32",
 ) -> tuple[StageCost, ...]:
     """The costs of ``stages`` on a micro-batch like ``example``; random generators are kept.
 
@@ -128,26 +136,52 @@ def profile(
         example: a micro-batch. On a real device, where the model is too, seconds are measured; on
             the meta device nothing is computed or allocated, and hardware tells the seconds.
         repeats: timed runs of each stage, of which the median counts.
+        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; the copies of weights
+            that autocast makes for the backward count as activations.
 
     Raises:
-        ValueError: these are no stages, or they cannot train on the example.
+        ValueError: these are no stages, or they cannot train on the example; unknown precision.
     """
     check_stages(stages)
+    check_precision(precision)
     inputs = example if isinstance(example, tuple) else (example,)
     with refused(stages.model, inputs), kept_generators(inputs):
-        return _profile(stages, inputs, repeats)
+        return _profile(stages, inputs, repeats, precision)
 
 
-def _profile(stages: Stages, inputs: Values, repeats: int) -> tuple[StageCost, ...]:
+def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCost, ...]:
+    """``costs``, of which some stages compute their forward again instead of keeping activations.
+
+    What such a stage passes on is kept by the next one, as its inputs.
+
+    Args:
+        costs: one entry a stage.
+        checkpoint: ``none``, ``all`` or a list of stages.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    chosen = checkpointed(checkpoint, len(costs))
+    return tuple(
+        replace(
+            cost,
+            recomputes=stage in chosen,
+            extra_input_bytes=cost.input_bytes if stage - 1 in chosen else cost.extra_input_bytes,
+        )
+        for stage, cost in enumerate(costs)
+    )
+
+
+def _profile(stages: Stages, inputs: Values, repeats: int, precision: str) -> tuple[StageCost, ...]:
     costs: list[StageCost] = []
     values = inputs
     shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
     extra = 0
     for stage in stages:
-        cost, outputs, extra_of_next = _analyse(stage, shapes, inputs[0].device)
+        cost, outputs, extra_of_next = _analyse(stage, shapes, inputs[0].device, precision)
         cost, extra = replace(cost, extra_input_bytes=extra), extra_of_next
         if inputs[0].device.type != "meta":
-            forward, backward, values = _measure(stage, values, repeats)
+            forward, backward, values = _measure(stage, values, repeats, precision)
             cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
         costs.append(cost)
         shapes = _received(outputs)
@@ -155,10 +189,10 @@ def _profile(stages: Stages, inputs: Values, repeats: int) -> tuple[StageCost, .
 
 
 def _analyse(
-    stage: fx.GraphModule, inputs: Values, device: torch.device
+    stage: fx.GraphModule, inputs: Values, device: torch.device, precision: str
 ) -> tuple[StageCost, Values, int]:
     """The stage's cost on ``device`` without its seconds; what it passes on, and does not keep."""
-    nodes = node_costs(stage, inputs, device)
+    nodes = node_costs(stage, inputs, device, precision)
     output = next(iter(reversed(stage.graph.nodes))).args[0]
     outputs = tuple(nodes[node.name].output for node in output)
     unkept = [nodes[node.name].output for node in output if not nodes[node.name].kept]
@@ -184,14 +218,17 @@ def _analyse(
     return cost, outputs, sum(map(_bytes, unkept))
 
 
-def _measure(stage: fx.GraphModule, inputs: Values, repeats: int) -> tuple[float, float, Values]:
+def _measure(
+    stage: fx.GraphModule, inputs: Values, repeats: int, precision: str
+) -> tuple[float, float, Values]:
     """Median seconds of a forward and of a backward, and what the stage passes on."""
     twin = in_training(copy.deepcopy(stage))  # its batch norms may advance
     forwards, backwards = [], []
     for counted in [False] + [True] * repeats:
         received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs
         begin = now(received[0].device)
-        outputs = twin(*received)
+        with autocast(precision, received[0].device):
+            outputs = twin(*received)
         middle = now(received[0].device)
         trained = [x for x in outputs if x.requires_grad]
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
+from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import in_training, kept_generators, refused, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
@@ -76,6 +77,7 @@ def memory_curve(
     example: Tensor | tuple[Tensor, ...],
     axis: str = "roofline",
     hardware: Hardware | None = None,
+    precision: str = "fp32",
 ) -> MemoryCurve:
     """Activations kept by each operation of ``model``, over the time that the operations take.
 
@@ -86,22 +88,25 @@ def memory_curve(
             hardware, or as ``measured`` on the device of ``example`` and ``model``; random
             generators are kept.
         hardware: for the roofline.
+        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; the copies of weights
+            that autocast makes for the backward count as activations.
 
     Raises:
-        ValueError: unknown axis, a roofline without hardware, a model that cannot be traced, or
-            one that keeps nothing for its backward or takes no time.
+        ValueError: unknown axis or precision, a roofline without hardware, a model that cannot be
+            traced, or one that keeps nothing for its backward or takes no time.
 
     Source: the memory figure of arXiv 2403.08837, section 5.
     """
+    check_precision(precision)
     inputs = example if isinstance(example, tuple) else (example,)
     traced = trace(model, len(inputs))
     with refused(model, inputs):
-        costs = [*node_costs(traced, inputs).items()]
+        costs = [*node_costs(traced, inputs, precision=precision).items()]
     if axis == "measured":
         if inputs[0].device.type == "meta":
             raise ValueError("the measured axis runs the model: give an example on a real device")
         with refused(model, inputs), kept_generators(inputs):
-            seconds = _measured(traced, inputs)
+            seconds = _measured(traced, inputs, precision)
         forward = [seconds[name][0] for name, _ in costs]
         backward = [seconds[name][1] for name, _ in costs]
     else:
@@ -144,12 +149,12 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
 
 
 def _measured(
-    traced: fx.GraphModule, inputs: tuple[Tensor, ...], repeats: int = 3
+    traced: fx.GraphModule, inputs: tuple[Tensor, ...], precision: str, repeats: int = 3
 ) -> dict[str, tuple[float, float]]:
     """Median seconds of each node's forward and backward, run alone on the device of ``inputs``."""
     runs = []
     for counted in [False] + [True] * repeats:
-        stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device)
+        stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device, precision)
         stopwatch.run(*inputs)
         if counted:
             runs.append(stopwatch.seconds)
@@ -162,16 +167,18 @@ def _measured(
 class _Stopwatch(fx.Interpreter):
     """Times each node, forward and backward, on inputs cut off from the nodes before."""
 
-    def __init__(self, traced: fx.GraphModule, device: torch.device) -> None:
+    def __init__(self, traced: fx.GraphModule, device: torch.device, precision: str) -> None:
         super().__init__(traced, garbage_collect_values=True)
         self.device = device
+        self.precision = precision
         self.seconds: dict[str, tuple[float, float]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         (args, kwargs), _ = cut_off((args, kwargs), changed=True)
         begin = now(self.device)
-        output = getattr(self, n.op)(n.target, args, kwargs)
+        with autocast(self.precision, self.device):
+            output = getattr(self, n.op)(n.target, args, kwargs)
         middle = now(self.device)
         trained = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
         if trained:

@@ -28,6 +28,7 @@ class Hardware:
         memory: bytes of a rank's memory.
         speeds: of each rank, as multiples of ``flops`` and ``memory_bandwidth``; all 1 if empty.
         memories: bytes of each rank's memory; all ``memory`` if empty.
+        flops_in_16_bits: operations a second on numbers of 16 bits; None: no more than ``flops``.
 
     Raises:
         ValueError: a number that is not positive (a latency may be 0).
@@ -41,6 +42,7 @@ class Hardware:
     memory: float = inf
     speeds: Sequence[float] = ()
     memories: Sequence[float] = ()
+    flops_in_16_bits: float | None = None
 
     def __post_init__(self) -> None:
         positive = {
@@ -51,6 +53,8 @@ class Hardware:
             **{f"speeds[{k}]": speed for k, speed in enumerate(self.speeds)},
             **{f"memories[{k}]": memory for k, memory in enumerate(self.memories)},
         }
+        if self.flops_in_16_bits is not None:
+            positive["flops_in_16_bits"] = self.flops_in_16_bits
         for name, value in positive.items():
             if not (isinstance(value, Real) and value > 0):
                 raise ValueError(f"{name} of a hardware is a number above 0: got {value!r}")
@@ -78,7 +82,8 @@ class Hardware:
 
     def roofline(self, work: Work) -> float:
         """Seconds of one kernel: the larger of its arithmetic and its memory traffic."""
-        return max(work.flops / self.flops, work.bytes / self.memory_bandwidth)
+        flops = self.flops_in_16_bits if work.in_16_bits else None
+        return max(work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth)
 
     def message(self, n_bytes: float) -> float:
         """Seconds of a point-to-point message."""

@@ -10,7 +10,8 @@ take both ports of all their ranks, in the order of the program.
 
 Memory is of weights, activations, gradients, the optimizer's state where it is told, and the
 inputs of stages, which a rank keeps from their arrival to the backward; what waits to be sent, and
-gradients of inputs, are not counted.
+gradients of inputs, are not counted. A stage that recomputes has its activations while a backward
+of it runs, which takes longer by its forward; so does each half of a split one.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
@@ -175,11 +176,12 @@ class _Simulation:
 
     def _seconds(self, stage: int) -> dict[Action, float]:
         forward, backward = self.costs[stage].seconds(self.hardware)
+        again = forward if self.costs[stage].recomputes else 0.0
         return {
             Action.FORWARD: forward,
-            Action.BACKWARD: backward,
-            Action.BACKWARD_INPUT: backward / 2,
-            Action.BACKWARD_WEIGHT: backward / 2,
+            Action.BACKWARD: again + backward,
+            Action.BACKWARD_INPUT: again + backward / 2,
+            Action.BACKWARD_WEIGHT: again + backward / 2,
         }
 
     def _compute(self, rank: int, i: Instruction) -> None:
@@ -209,6 +211,10 @@ class _Simulation:
                 self._hold_inputs(start, (rank, *key), self.costs[stage].extra_input_bytes)
             return
         self._use((rank, Buffer.ACTIVATION, *key), end)
+        if self.costs[stage].recomputes:
+            again = self.costs[stage].activation_bytes
+            self.changes.append(Change(start, rank, ACTIVATIONS, again))
+            self.changes.append(Change(end, rank, ACTIVATIONS, -again))
         if action != Action.BACKWARD_WEIGHT:
             self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
         if action != Action.BACKWARD_INPUT:

@@ -5,7 +5,7 @@ on a laptop.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.model import attention
+from toolkit.model.mixed import autocast_of_meta, casting
+from toolkit.model.precision import autocast_type
 from toolkit.model.trace import in_training
 
 
@@ -29,10 +31,12 @@ class Work:
         flops: floating-point operations, by torch's own counter but for the backward of
             convolutions in groups.
         bytes: read and written in the device's memory, each kernel on its own.
+        in_16_bits: whether any of the numbers have 16 bits, as those of its products then have.
     """
 
     flops: int
     bytes: int
+    in_16_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,20 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 
 def node_costs(
-    traced: fx.GraphModule, example: tuple[Tensor, ...], device: torch.device | None = None
+    traced: fx.GraphModule,
+    example: tuple[Tensor, ...],
+    device: torch.device | None = None,
+    precision: str = "fp32",
 ) -> dict[str, NodeCost]:
     """The cost of each node of ``traced`` for inputs like ``example``, by node name.
 
     Args:
-        device: whose attention is meant; that of ``example`` unless given. Meta: a GPU's.
+        device: whose attention and autocast are meant; that of ``example`` unless given. Meta: a
+            GPU's.
+        precision: of :data:`toolkit.model.precision.PRECISIONS`.
     """
     inputs = tuple(_to_meta(tensor) for tensor in example)
-    recorder = _Recorder(meta_copy(traced), inputs, attention.fused(device or example[0].device))
+    recorder = _Recorder(meta_copy(traced), inputs, device or example[0].device, precision)
     recorder.run(*inputs)
     kept = {_storage(tensor) for tensor in recorder.kept}
     return {
@@ -155,11 +164,17 @@ class _Recorder(fx.Interpreter):
     """Runs each node alone, forward and backward, on inputs cut off from the nodes before."""
 
     def __init__(
-        self, module: nn.Module, inputs: tuple[Tensor, ...], fused: Callable[..., Tensor]
+        self,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        device: torch.device,
+        precision: str,
     ) -> None:
         assert isinstance(module, fx.GraphModule)
         super().__init__(module, garbage_collect_values=False)
-        self.attention = fused
+        self.dtype = autocast_type(precision)
+        self.on_cpu = device.type == "cpu"
+        self.attention = casting(attention.fused(device), self.dtype)
         self.costs: dict[str, NodeCost] = {}
         self.counted: set[int] = set()
         # Storages are told apart by address: what is kept must stay alive meanwhile.
@@ -180,8 +195,8 @@ class _Recorder(fx.Interpreter):
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         kept = self.bytes
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, _same)
-        with _Counter() as forward, keeping, attention.within_modules(self.attention):
-            output = getattr(self, n.op)(n.target, args, kwargs)
+        with _Counter() as forward, keeping:
+            output = self._run(n, args, kwargs)
         leaves += [parameter for _, parameter in parameters_of(self.module, n)]
         with _Counter() as backward:
             _backward(output, leaves)
@@ -197,6 +212,12 @@ class _Recorder(fx.Interpreter):
         )
         return output
 
+    def _run(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
+        """The result of ``n``, computed as where the model is trained."""
+        mixed = autocast_of_meta(self.dtype, on_cpu=self.on_cpu)
+        with attention.within_modules(self.attention), mixed:
+            return getattr(self, n.op)(n.target, args, kwargs)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         function = self.attention if target is attention.PLAIN else target
         return super().call_function(function, args, kwargs)
@@ -207,7 +228,7 @@ class _Recorder(fx.Interpreter):
             return ()
         before = [(node, x, x._version) for node, x in self.env.items() if isinstance(x, Tensor)]
         with torch.no_grad():
-            getattr(self, n.op)(n.target, args, kwargs)
+            self._run(n, args, kwargs)
         return tuple(node.name for node, x, version in before if x._version != version)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -259,7 +280,7 @@ class _Counter:
 
     @property
     def work(self) -> Work:
-        return Work(self._flops.get_total_flops(), self._traffic.bytes)
+        return Work(self._flops.get_total_flops(), self._traffic.bytes, self._traffic.in_16_bits)
 
 
 def _convolution_backward(
@@ -297,6 +318,7 @@ class _Traffic(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
+        self.in_16_bits = False
         self.draws = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,8 +326,9 @@ class _Traffic(TorchDispatchMode):
         if func.is_view or func in _ALLOCATIONS:
             return output
         self.draws |= _draws(func, args)
-        touched = [*tree_leaves((args, kwargs)), *tree_leaves(output)]
-        self.bytes += sum(x.numel() * x.element_size() for x in touched if isinstance(x, Tensor))
+        touched = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
+        self.bytes += sum(x.numel() * x.element_size() for x in touched)
+        self.in_16_bits |= any(x.dtype in attention.HALVES for x in touched)
         return output
 
 

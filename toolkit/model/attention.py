@@ -19,7 +19,7 @@ _ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH = _ATEN._scaled_dot_product_flash_attention.default
 _EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
 _DROPOUT = {_ON_CPU: 3, _FLASH: 3, _EFFICIENT: 5}  # which argument it is
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def fused(device: torch.device) -> Callable[..., Tensor]:
@@ -71,7 +71,7 @@ def _attention(
         mask = mask.expand(*query.shape[:3], key.shape[2])
     if on_cpu:
         found, *_ = _ON_CPU(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)
-    elif mask is None and query.dtype in _HALVES:
+    elif mask is None and query.dtype in HALVES:
         found, *_ = _FLASH(*tensors, dropout_p, is_causal, scale=scale)
     else:
         found, *_ = _EFFICIENT(*tensors, mask, True, dropout_p, is_causal, scale=scale)

@@ -1,7 +1,7 @@
 """How stages compute and update, whatever the schedule: precision, memory, clipping, averages."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
@@ -10,11 +10,11 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from toolkit.model.precision import autocast, autocast_type, check_precision
+from toolkit.model.recomputation import check_checkpoint, checkpointed
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
 _CLIP_BY = ("stage", "model")
 
@@ -53,19 +53,11 @@ class Recipe:
     channels_last: bool = False
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("precision", PRECISIONS),
-            ("clip_by", _CLIP_BY),
-            ("compile", COMPILE_MODES),
-        ):
+        check_precision(self.precision)
+        for name, choices in (("clip_by", _CLIP_BY), ("compile", COMPILE_MODES)):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
-        listed = isinstance(self.checkpoint, Sequence) and not isinstance(self.checkpoint, str)
-        if not listed and self.checkpoint not in ("none", "all"):
-            raise ValueError(
-                f"unknown checkpoint {self.checkpoint!r}: give none, all or a list of stages, such"
-                " as [0,1]"
-            )
+        check_checkpoint(self.checkpoint)
         if not _is_between(self.loss_scale, inf):
             raise ValueError(f"loss_scale is a number above 0: got {self.loss_scale!r}")
         if self.clip is not None and not _is_between(self.clip, inf):
@@ -86,13 +78,11 @@ class Recipe:
     @property
     def autocasts(self) -> bool:
         """Whether stages compute in another type than their weights have."""
-        return self.precision in _AUTOCAST
+        return autocast_type(self.precision) is not None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """The context in which stages compute."""
-        if not self.autocasts:
-            return nullcontext()
-        return torch.autocast(device.type, _AUTOCAST[self.precision])
+        return autocast(self.precision, device)
 
     def computed(
         self, loss: Callable[[Tensor, Tensor], Tensor]
@@ -142,13 +132,7 @@ class Recipe:
                 f"compile={self.compile} runs all forwards of a step before its backwards: use"
                 " compile=default, or runtime=single_process with order=grouped"
             )
-        if not isinstance(self.checkpoint, str):
-            for stage in self.checkpoint:
-                if stage not in range(schedule.n_stages):
-                    raise ValueError(
-                        f"checkpoint names stage {stage} and there are {schedule.n_stages}:"
-                        f" choose from 0 to {schedule.n_stages - 1}"
-                    )
+        checkpointed(self.checkpoint, schedule.n_stages)
         if self.clip is None or self.clip_by != "model":
             return
         sizes = (schedule.n_stages, schedule.n_microbatches)

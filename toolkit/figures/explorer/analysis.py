@@ -105,7 +105,7 @@ class Analysis:
             Number("most sent in a slot", _text(self.most_sent), *_SENT),
             Number("step time", *time, "of the simulated timeline"),
             Number(
-                "idle", f"{100 * timeline.idle_share:.1f}", "%", "of all ranks' time, simulated"
+                "idle", f"{100 * timeline.idle_share:z.1f}", "%", "of all ranks' time, simulated"
             ),
         ]
 
