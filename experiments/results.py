@@ -92,6 +92,11 @@ def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
     ]
 
 
+def _on_one_device(result: dict[str, Any]) -> list[dict[str, Any]]:
+    columns = ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
+    return [{column: row[column] for column in columns} for row in result["metrics"]]
+
+
 def _counted(result: dict[str, Any]) -> list[dict[str, str]]:
     """Of every setting under each rule: its footprint, and whether it is the closed form's."""
     return [
@@ -150,6 +155,8 @@ _ROWS = {
     "prediction_narrow_8": _accuracy,
     "memory_resnet50": _memory,
     "memory_vit_b_16": _memory,
+    "checkpointing_none": _on_one_device,
+    "checkpointing_all": _on_one_device,
     "communication": _counted,
     "communication_measured": _measured,
     "pipelines": _pipelines,

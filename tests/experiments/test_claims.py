@@ -40,7 +40,27 @@ def reduction(model, axis):
     return row["reduction"]
 
 
+def on_one_device(checkpoint, rule, column="of it activations"):
+    """Of what DP has without checkpoints, in per cent."""
+
+    def of_rule(checkpoint, rule):
+        found = rows(f"checkpointing_{checkpoint}")
+        return next(row[column] for row in found if row["schedule"] == rule)
+
+    return round(100 * of_rule(checkpoint, rule) / of_rule("none", "DP"))
+
+
 CLAIMS = [
+    (
+        "CDP takes 27 % off the activations, for staleness and a version more of some weights; "
+        "checkpoints take 84 % off those of DP, for 44 % more time. Together they are 87 % below",
+        lambda: (
+            on_one_device("none", "CDP-v2") == 100 - 27
+            and on_one_device("all", "DP") == 100 - 84
+            and on_one_device("all", "DP", "ms a step") == 144
+            and on_one_device("all", "CDP-v2") == 100 - 87
+        ),
+    ),
     (
         "CDP-v2 ends about half a point below DP, which five seeds cannot tell from nothing, and "
         "CDP-v1 1.7 points, which they can.",
