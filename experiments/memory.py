@@ -24,7 +24,6 @@ def main(config: DictConfig) -> None:
     from toolkit.config import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
-    from toolkit.model.precision import autocast_type
     from toolkit.tables import reductions, table
     from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
@@ -50,10 +49,9 @@ def main(config: DictConfig) -> None:
         for axis, curve in curves.items()
     ]
     shown = curves[config.axis]
-    name = model_name(config.model)
-    cast = "" if autocast_type(config.precision) is None else f" in {config.precision}"
+    name = f"{model_name(config.model)} in {config.precision}"
     axis = rows[axes.index(config.axis)]["time axis"]
-    title = f"{name}{cast}, batch {config.batch}, time axis: {axis}"
+    title = f"{name}, batch {config.batch}, time axis: {axis}"
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(memory_curves(shown, workers, title), folder / "memory")
     records = [

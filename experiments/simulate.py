@@ -82,7 +82,7 @@ def main(config: DictConfig) -> None:
         timeline.to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
     where = describe(device) if config.measured else "meta tensors"
     write_result(folder, "simulation", rows, config, where, time.perf_counter() - start)
-    name = model_name(config.model)
+    name = f"{model_name(config.model)} in {config.precision}"
     timed = f"stages timed on {where}, links of " if config.measured else ""
     print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
     print(table(rows))
