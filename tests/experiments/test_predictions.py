@@ -71,7 +71,7 @@ def test_memory_of_the_users_own_model(own, tmp_path):
     arguments = ("shape=[3,8,8]", "batch=2", "workers=[2]", f"hydra.run.dir={tmp_path}")
     finished = run("memory", f"model.target={own}", "+model.arguments.width=2", *arguments)
     assert finished.status == 0, finished.err
-    assert f"{own}: one micro-batch of 2 keeps" in finished.out
+    assert f"{own} in fp32: one micro-batch of 2 keeps" in finished.out
 
 
 @pytest.mark.parametrize("experiment", ["memory", "simulate"])
