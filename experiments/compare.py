@@ -15,7 +15,7 @@ and otherwise with the options of those:
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isnan, nan
 from pathlib import Path
 from statistics import mean
@@ -83,6 +83,7 @@ def conclude(
     called = labels({name: schedule.name for name, schedule in rules.items()})
     first = next(iter(called.values()))
     lost = diverged(runs, called)
+    counted = {name: with_losses(label, name, runs) for name, label in called.items()}
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
     write_result(
@@ -98,15 +99,16 @@ def conclude(
     )
     curves = {
         label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in runs_of]
-        for name, label in called.items()
+        for name, label in counted.items()
         if (runs_of := [run for run in runs if run.rule == name])
     }
+    told_apart = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
     figures = [
         *save(over_epochs(curves, by), folder / by.name),
-        *save(schedules(list(rules.values())), folder / "schedules"),
+        *save(schedules(told_apart), folder / "schedules"),
     ]
     shown = [
-        {"rule": called[row["rule"]]}
+        {"rule": counted[row["rule"]]}
         | tables.compared(row, by, first)
         | tables.staleness(row)
         | tables.peaks(row)
@@ -180,10 +182,14 @@ def train_all(
                     delays.extend(asdict(delay) for delay in step.result.delays)
 
                 epochs = job.run_to_end(on_epoch=curves.epoch, on_step=count)
-                final = asdict(epochs[-1])
-                tracker.summary({keys.final(k): v for k, v in final.items() if v is not None})
-            rows = [asdict(epoch) for epoch in epochs]
-            run = RuleRun(name, seed, rows, delays, tracker.notes, tracker.where)
+                run = RuleRun(name, seed, [asdict(epoch) for epoch in epochs], delays)
+                if run.diverged_in is None:
+                    final = run.epochs[-1].items()
+                    tracker.summary({keys.final(k): v for k, v in final if v is not None})
+                    run.notes.extend(f"{name}, seed {seed}: {note}" for note in job.left_out())
+                else:
+                    tracker.end(f"failed: its loss diverged in epoch {run.diverged_in}", 1)
+            run = replace(run, notes=[*run.notes, *tracker.notes], where=tracker.where)
             last = epochs[-1].told(samples.form.measure)
             if run.diverged_in is not None:
                 last = "diverged"
@@ -245,6 +251,13 @@ def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[
     known = [value for value in final.values() if not isnan(value)]
     found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
     return dict(zip(by.columns, found, strict=True))
+
+
+def with_losses(label: str, name: str, runs: list["RuleRun"]) -> str:
+    """What a rule is called beside its results, with how many of its runs are not among them."""
+    mine = [run for run in runs if run.rule == name]
+    lost = sum(run.diverged_in is not None for run in mine)
+    return f"{label} ({lost} of {len(mine)} diverged)" if lost else label
 
 
 def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:

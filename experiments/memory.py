@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts, counts
-from toolkit.units import GIB
+from toolkit.units import size
 
 
 @entry_point("memory", Path(__file__).parents[1] / "conf")
@@ -68,7 +68,7 @@ def main(config: DictConfig) -> None:
     ]
     where = describe(device) if measured else "meta tensors"
     write_result(folder, "memory", records, config, where, time.perf_counter() - start)
-    print(f"\n{name}: one micro-batch of {config.batch} keeps {shown.peak / GIB:.2f} GiB\n")
+    print(f"\n{name}: one micro-batch of {config.batch} keeps {size(shown.peak)}\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
     print(table(rows))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from toolkit import tables
 from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.tracking.provenance import begun_anew
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -31,13 +30,11 @@ def table(name: str) -> str:
     """The table of a kept result, and its origin."""
     result = json.loads((RESULTS / name / "result.json").read_text())
     rows = _ROWS[name](result)
-    return (
-        f"{tabulate(rows, headers='keys', tablefmt='github')}\n\n{origin(result['provenance'])}\n"
-    )
+    return f"{tables.table(rows, 'github')}\n\n{origin(result['provenance'])}\n"
 
 
 def origin(found: dict[str, Any]) -> str:
-    command = re.sub(r" (hydra\.run\.dir|resume)=\S+", "", found["command"])
+    command = begun_anew(found["command"])
     return (
         f"<sub>`{command}`, torch {found['versions']['torch']}, {found['device']},"
         f" {found['seconds']:.0f} s, commit {(found['commit'] or 'unknown')[:10]}</sub>"

@@ -32,6 +32,15 @@ def test_as_it_is_read(value, width, sign, expected):
     assert plus_minus(value, width, sign) == expected
 
 
+def test_cells_that_are_formed_stay_as_they_are():
+    found = table([{"a": "+0.90", "b": "1234567.891", "c": 0.5}, {"a": "-", "b": "2", "c": 2.0}])
+    assert [line.split() for line in found.splitlines()[2:]] == [
+        ["+0.90", "1234567.891", "0.5"],
+        ["-", "2", "2"],
+    ]
+    assert table([{"a": "63.30"}], "github").splitlines()[-1] == "| 63.30 |"
+
+
 def test_as_it_is_read_with_more_decimals():
     assert plus_minus(1.23456, 0.01234, "+", decimals=3) == "+1.235 ± 0.012"
 

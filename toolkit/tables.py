@@ -4,6 +4,7 @@ Each function but :func:`table` gives cells by their headings, of a row of a ``r
 the numbers that go into one.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import isnan
@@ -18,9 +19,30 @@ Row = Mapping[str, Any]
 Cells = dict[str, Any]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text, their keys as headings."""
-    return tabulate([list(row.values()) for row in rows], headers=list(rows[0]), numalign="right")
+def table(rows: Sequence[Row], form: str = "simple") -> str:
+    """Rows as aligned text, their keys as headings.
+
+    Args:
+        form: ``simple``, or ``github`` for Markdown.
+    """
+    columns = list(zip(*(row.values() for row in rows), strict=True))
+    return tabulate(
+        [
+            [f"{cell:g}" if isinstance(cell, float) else cell for cell in row.values()]
+            for row in rows
+        ],
+        headers=list(rows[0]),
+        tablefmt=form,
+        disable_numparse=True,  # cells that are formed already stay as they are
+        colalign=["right" if all(map(_is_number, column)) else "left" for column in columns],
+    )
+
+
+def _is_number(cell: object) -> bool:
+    """Whether a cell is a number, or is written as one, or is empty or a dash."""
+    if isinstance(cell, str):
+        return cell in ("", "-") or re.fullmatch(r"[+-]?[\d.]+", cell) is not None
+    return isinstance(cell, int | float)
 
 
 def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:

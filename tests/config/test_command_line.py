@@ -35,6 +35,11 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["lr=cosin"], "lr=cosin is unknown: did you mean cosine?"),
         (["experiment=digit"], "experiment=digit is unknown: did you mean digits?"),
         (["experiment=paper/cifar_resnet18"], "did you mean paper/cifar10_resnet18?"),
+        (
+            ["experiment=paper/cifar10_resnet18", "lr=cosine"],
+            "experiment/paper/cifar10_resnet18 sets lr.every_epochs, which this choice of lr has"
+            " not: take the preset without lr=...",
+        ),
         # values of the wrong type
         (["seed=abc"], "seed=abc: seed is a whole number"),
         (["epochs=1.5"], "epochs=1.5: epochs is a whole number"),

@@ -1,6 +1,7 @@
 """Recipes and delay studies as a user asks for them."""
 
 import json
+import re
 import shutil
 from dataclasses import asdict
 
@@ -36,11 +37,22 @@ def test_what_the_delay_does(tmp_path):
     ]
     assert [row["stage"] for row in found["delays"]] == [0, 1, 2, 3]
     for row in found["delays"]:
-        assert row["delay"] == pytest.approx(2 / 3)  # nothing is late at the first step
         of_stage = [w for w in written if w["stage"] == str(row["stage"])]
-        assert row["cosine"] == pytest.approx(sum(float(w["cosine"]) for w in of_stage) / 3)
-        moved = [float(w["moved"]) for w in of_stage[1:]]
-        assert row["moved"] == pytest.approx(sum(moved) / 2)
+        assert [float(w["delay"]) for w in of_stage] == [0, 1, 1]
+        assert row["delay"] == 1  # the first step, in which nothing is late, does not count
+        for name in ("cosine", "moved"):
+            values = [float(w[name]) for w in of_stage[1:]]
+            assert row[name] == pytest.approx(sum(values) / 2)
+
+
+def test_updates_that_were_left_out_are_told(tmp_path):
+    options = ("precision=fp16", "loss_scale=1e30")
+    found = complete("train", tmp_path / "train", *TINY, *options)
+    assert len(found["notes"]) == 4
+    pattern = r"stage 0 left out (\d+) of \1 updates, whose gradients were not finite: lower loss_s"
+    assert re.match(pattern, found["notes"][0])
+    found = complete("compare", tmp_path / "compare", *TINY, *options, "seeds=1")
+    assert found["notes"][0].startswith("dp, seed 0: stage 0 left out ")
 
 
 @thorough
@@ -162,6 +174,8 @@ def test_a_comparison_outlives_runs_that_diverge(tmp_path, monkeypatch):
     assert states == ["finished", "finished", "finished", "failed", "finished", "finished"]
 
     monkeypatch.undo()
+    folder = f"hydra.run.dir={tmp_path / 'again'}"
+    assert "CDP-v1 (1 of 3 diverged)" in run("compare", f"resume={tmp_path}", *options, folder).out
     again = complete("compare", tmp_path, f"resume={tmp_path}")
     assert again["notes"] == ["resumed: 6 runs had ended before, and take no seconds", note]
     assert again["metrics"] == found["metrics"]

@@ -452,6 +452,13 @@ def test_a_sequence_before_the_batch_does_not_cross():
             partition(Turned(), 2, torch.zeros(length, 4, 6), ["first"])
 
 
+def test_parameters_that_a_forward_changes_are_refused():
+    """An embedding's norms, in a version that others may be reading."""
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"Sequential changes 0\.weight in its forward"):
+        partition(model, 2, torch.zeros(2, 5, dtype=torch.long))
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -1,5 +1,8 @@
 """The graph of a model does what the model does, or the model is refused."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -198,6 +201,21 @@ def attention(x, p):
 def test_what_draws_at_random_is_seen(draw, draws):
     stages = partition(Drawing(draw), 3, ROWS, by=["draw", "last"] if _named(draw) else "flops")
     assert any(map(draws_at_random, stages)) == draws
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + torch.normal(0.0, 1.0, (6,)),
+        lambda x: torch.relu(x) if torch.rand(()) < 2 else x,
+        lambda x: x * random.random(),
+        lambda x: x * float(np.random.rand()),
+    ],
+)
+def test_what_would_be_drawn_once_is_refused(draw):
+    """A layer that is left out now and then would be left out for ever, or never."""
+    with pytest.raises(ValueError, match="Drawing draws at random in its forward what does not"):
+        partition(Drawing(draw), 2, ROWS)
 
 
 def _named(draw):

@@ -143,6 +143,14 @@ def test_runs_that_have_diverged_do_not_count():
     assert list(found["paired difference from DP"]) == ["+0.00", "-9.00", "-"]
 
 
+def test_runs_that_have_diverged_are_told_however_they_were_kept():
+    """Of those that have not finished only they; also where all of a rule's have."""
+    lost = table(("DP", 0, [80]), ("X", 0, [nan]), ("Y", 0, [70])).assign(train_loss=1.0)
+    lost["state"] = ["finished", "failed", "unfinished"]
+    lost.loc[lost["schedule"] == "X", "train_loss"] = nan
+    assert differences(lost)["runs"].to_dict() == {"DP": 1, "X": 0}
+
+
 def test_differences_are_of_as_many_epochs():
     unequal = table(("DP", 0, [1, 2, 3]), ("X", 0, [1, 2, 3]), ("X", 1, [1, 2]))
     told = re.escape(

@@ -66,7 +66,7 @@ ROOMY = replace(MACHINE, memory=16 * GIB)
 
 CASES = {
     "neither": (findings(), "DP", "nothing that counts"),
-    "memory-limited": (findings(**LARGE), "CDP-v2", "DP needs 12.00 of 8.00 GiB"),
+    "memory-limited": (findings(**LARGE), "CDP-v2", "DP needs 12.0 GiB of 8.0 GiB"),
     "link-limited": (findings(**FAST), "CDP-v2", "0.70 (0.69 to 0.71)"),
     "both": (findings(**FAST, **LARGE), "CDP-v2", "a loss of up to 0.5 points"),
     "a gain that is not sure": (findings(v2=0.9, spread=0.1), "DP", "surely more than 5%"),
@@ -100,7 +100,7 @@ CASES = {
     "a device of less memory": (
         findings(**LARGE, hardware=replace(ROOMY, memories=(8 * GIB, 8 * GIB))),
         "CDP-v2",
-        "DP needs 12.00 of 8.00 GiB on the fullest device, and CDP-v2 6.00 of 8.00 GiB",
+        "DP needs 12.0 GiB of 8.0 GiB on the fullest device, and CDP-v2 6.0 GiB of 8.0 GiB",
     ),
     "a device of more memory": (
         findings(memory=(12, 12), hardware=replace(MACHINE, memories=(2 * GIB, 16 * GIB))),
@@ -110,7 +110,7 @@ CASES = {
     "the fullest has the most memory": (
         findings(memory=(12, 12), hardware=replace(MACHINE, memories=(GIB / 2, 16 * GIB))),
         "DP",
-        "neither DP (1.00 of 0.50 GiB",
+        "neither DP (1.0 GiB of 512 MiB",
     ),
     "not trained": (
         findings(**FAST, training=None, untrained="the images came without classes"),
@@ -128,7 +128,7 @@ CASES = {
         "lower the learning rate",
     ),
     "not to be cut": (findings(n_stages=1, rules=(), training=None), "DP", "cannot be cut"),
-    "neither fits": (findings(memory=(12, 9)), "DP", "neither DP (12.00 of 8.00 GiB"),
+    "neither fits": (findings(memory=(12, 9)), "DP", "neither DP (12.0 GiB of 8.0 GiB"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from math import isnan, nan
 
 import yaml
 
@@ -49,8 +50,9 @@ def provenance(options, command, **more):
 def rows_of(top1, epochs=2):
     """Epochs that end with the accuracy ``top1`` (a share), and what it lacks as the loss."""
     ends = [top1 * (k + 1) / epochs for k in range(epochs)]
+    loss = nan if isnan(top1) else 1.0
     return [
-        {"epoch": k, "train_loss": 1.0, "test_loss": 1 - end, "top1": end}
+        {"epoch": k, "train_loss": loss, "test_loss": 1 - end, "top1": end}
         | {"samples_per_second": 100.0}
         for k, end in enumerate(ends)
     ]

@@ -1,7 +1,7 @@
 """A report's sections, for every output alike."""
 
 import json
-from math import sqrt
+from math import nan, sqrt
 
 import pytest
 
@@ -190,6 +190,27 @@ def test_commands_are_told_once(report, sweep):
         f"9 runs in {sweep / '0'} and 8 more; commit 0123456789, with changes, python 3.11.7,"
         " torch 2.15.0, a processor, 2 threads"
     )
+
+
+@pytest.mark.parametrize(
+    "resumed", ["resume=/a/b", "'resume=/my runs/b'", "resume='/my runs/b'", "'hydra.run.dir=/a b'"]
+)
+def test_commands_begin_anew(tmp_path, resumed):
+    """Where they went on from is of this machine, and not what they trained."""
+    command = f"python experiments/train.py {resumed} seed=1"
+    folders.train(tmp_path / "0", command=command)
+    (found,) = blocks(built(tmp_path), "Reproduce", Command)
+    assert found.command == "python experiments/train.py seed=1"
+
+
+def test_rules_whose_loss_diverged_are_told(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [nan, nan], "cdp_v2": [nan, 0.95]})
+    report = built(tmp_path)
+    dp, v1, v2 = table(report, "Accuracy", "accuracy after the last epoch")
+    assert [row["seeds"] for row in (dp, v1, v2)] == ["2", "0 (2 diverged)", "1 (1 diverged)"]
+    assert [row["accuracy (%)"] for row in (dp, v1, v2)] == ["85.00", NONE, "95.00"]
+    assert "Of CDP-v2 only one seed did not diverge" in texts(report, "Accuracy")
+    assert "ran with one seed" not in texts(report, "Accuracy")
 
 
 def test_settings_are_compared_within_themselves(tmp_path):

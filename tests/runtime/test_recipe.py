@@ -170,15 +170,19 @@ def test_the_norm_of_the_model_is_known_where_no_update_is_early(delay):
     assert differ(found, trained(catalog.cyclic(3, delay), RECIPES["clip"])[0])
 
 
-def test_the_average_follows_the_weights():
+def test_the_average_follows_weights_and_running_statistics():
+    """By which it is tested; but no numbers of batches."""
     schedule = catalog.cyclic(3)
     runtime = make(schedule, RECIPES["ema"])
-    expected = {k: p.detach().clone() for k, p in runtime.module().named_parameters()}
+    state = runtime.module().state_dict()
+    expected = {k: x.clone() for k, x in state.items() if "num_batches" not in k}
+    assert any("running_var" in name for name in expected)
     for step, batch in enumerate(make_batches(3, steps=12)):
         runtime.step(*batch)
         decay = min(0.9, (1 + step) / (10 + step))
-        for name, parameter in runtime.module().named_parameters():
-            expected[name] = decay * expected[name] + (1 - decay) * parameter.detach()
+        newest = runtime.module().state_dict()
+        for name, before in expected.items():
+            expected[name] = decay * before + (1 - decay) * newest[name]
     assert_same(runtime.averages(), expected)
 
 
@@ -284,6 +288,7 @@ def test_an_infinite_gradient_is_left_out():
     assert_same({k: after[k] for k in names}, {k: before[k] for k in names})
     assert differ(after, before)
     assert [runner.n_skipped for runner in runtime._runners] == [3, 3]
+    assert runtime.skipped() == [3, 3]
     assert runtime.learning_rates == [0.025, 0.025]
     assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
 

@@ -1,5 +1,6 @@
 """Runs that are stopped, resumed and rolled back end as if nothing had happened."""
 
+import math
 import os
 import re
 import shutil
@@ -19,11 +20,11 @@ from tests.thorough import THOROUGH, more, thorough
 from toolkit.config import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
-from toolkit.training import StoppedError, prepare, run_kept
+from toolkit.training import StoppedError, loop, prepare, run_kept
 from toolkit.training.job import Job
 from toolkit.training.keeper import DivergedError, Keeper, Signals
 from toolkit.training.kept import without_delay
-from toolkit.training.loop import Position
+from toolkit.training.loop import Evaluation, Position
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -245,6 +246,20 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
     assert outcome.job.schedule.max_staleness == 0
     assert outcome.job.runtime.steps_done == 4 * 32
     assert outcome.epochs[-1].top1 >= calm.epochs[-1].top1 - 0.02
+
+
+def test_without_a_guard_a_lost_run_goes_on(tmp_path):
+    options = "guard=off", "optimizer.lr=1e30", "epochs=2"
+    outcome = run_kept(prepare(configured(*options)), tmp_path)
+    assert len(outcome.epochs) == 2
+    assert all(math.isnan(epoch.test_loss) for epoch in outcome.epochs)
+
+
+@pytest.mark.parametrize("guard", ["stop", "rollback"])
+def test_weights_that_only_the_test_finds_lost_are_no_result(tmp_path, monkeypatch, guard):
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: Evaluation(math.nan, math.nan, math.nan))
+    with pytest.raises(FloatingPointError, match=r"the test loss of epoch 0 is nan.*: lower opt"):
+        run_kept(prepare(configured(f"guard={guard}")), tmp_path)
 
 
 @pytest.mark.gpu

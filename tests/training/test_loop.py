@@ -1,6 +1,6 @@
 """The loop and evaluation, on models whose answers are known."""
 
-from math import exp, log
+from math import exp, isnan, log, nan
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ from toolkit.runtime import Recipe, SingleProcess
 from toolkit.schedule import catalog
 from toolkit.training import evaluate, fit, loop
 from toolkit.training.data import synthetic
-from toolkit.training.loop import Epoch, Position, evaluated_at_once, is_best
+from toolkit.training.loop import Epoch, Evaluation, Position, evaluated_at_once, is_best
 
 CPU = torch.device("cpu")
 
@@ -150,6 +150,22 @@ def test_the_first_loss_is_that_of_the_first_step(images):
 def test_divergence_says_what_to_do(images):
     with pytest.raises(FloatingPointError, match=r"of epoch 0 is .*: lower optimizer.lr, or warm"):
         run(images, lr=1e30)
+
+
+def test_weights_that_only_the_test_finds_lost(images, monkeypatch):
+    """As after a last update that is not finite. No epoch is reported, and no accuracy."""
+    found = Evaluation(nan, nan, nan)
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments, **options: found)
+    epochs = []
+    with pytest.raises(FloatingPointError, match="the test loss of epoch 0 is nan: lower opt"):
+        run(images, on_epoch=epochs.append)
+    assert epochs == []
+
+
+def test_scores_that_are_not_finite_are_no_answers():
+    scores = torch.tensor([[nan, nan], [1.0, 0.0]])
+    found = evaluate(nn.Identity(), [(scores, torch.tensor([0, 0]))])
+    assert all(map(isnan, (found.loss, found.top1, found.top5)))
 
 
 def test_weights_are_tested_in_the_place_of_the_models_own():

@@ -1,5 +1,6 @@
 """Optimizers: their first update by hand, and stages like the whole model."""
 
+import io
 import sys
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.config.test_presets import composed
+from tests.config.test_presets import CONF, composed
+from toolkit.config.help import choices
 from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
+from toolkit.runtime.updater import takes_names
 from toolkit.schedule import catalog
 from toolkit.training.job import _optimizer
 from toolkit.training.optimizers import lamb, lars
@@ -110,6 +113,19 @@ def test_nadam_decays_beside_its_update():
     now, then = (0.99 * (1 - 0.5 * 0.96 ** (t * 4e-3)) for t in (1, 2))
     update = (1 + then * (1 - 0.99) / (1 - now * then)) * g.sign()
     torch.testing.assert_close(found, w * (1 - 0.1 * 0.5) - 0.1 * update)
+
+
+@pytest.mark.parametrize("name", choices([CONF], "optimizer"))
+def test_what_is_kept_of_them_can_be_read_again(name):
+    """Tensors and plain values: a list of the configuration's own is none."""
+    make, w = chosen(name), nn.Parameter(torch.ones(2, 3))
+    optimizer = make([("w", w)] if takes_names(make) else [w])
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    kept = io.BytesIO()
+    torch.save(optimizer.state_dict(), kept)
+    kept.seek(0)
+    assert torch.load(kept, weights_only=True)["param_groups"]
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb", "nadam", "muon"])

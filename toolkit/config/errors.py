@@ -111,6 +111,8 @@ _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _EXISTS = re.compile(r"An item is already at '([^']+)'")
 _SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
+_IN_PRESET = re.compile(r"In '([^']+)': \w+ raised while composing config")
+_NOT_IN_CHOICE = re.compile(r"not in '\w+'.*full_key: (\w+\.[\w.]+)", re.DOTALL)
 _TYPE = re.compile(
     r"could not be converted to (\w+)|is not a valid (bool)|is (not Optional)|is not a (ListConfig)"
 )
@@ -139,7 +141,20 @@ def _composition(
         option = found[1].lstrip("+").partition("=")[0]
         expected = _EXPECTED[next(filter(None, kind.groups()))]
         return f"{found[1]}: {option} is {expected}"
+    if found := _IN_PRESET.match(message):
+        return _preset(found[1], str(error))
     return f"{message}: {cause}" if cause else message
+
+
+def _preset(name: str, message: str) -> str:
+    """Why a file that sets options does not go with the choices that it meets."""
+    if found := _NOT_IN_CHOICE.search(message):
+        group = found[1].rpartition(".")[0]
+        return (
+            f"{name} sets {found[1]}, which this choice of {group} has not: take the preset without"
+            f" {group}=..., or its options without the preset"
+        )
+    return f"{name}: {next(filter(None, map(str.strip, message.splitlines()[1:])), message)}"
 
 
 def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> str:

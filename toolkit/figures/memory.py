@@ -8,10 +8,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from toolkit.figures.style import BLACK, SERIES, drawing, style
-from toolkit.units import GIB
+from toolkit.units import SIZES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
+
+_DASHES = ("-", "--", "-.")  # of each a colour
 
 
 def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "") -> Figure:
@@ -22,25 +24,31 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         workers: numbers of shifted workers, a line each.
         title: names the model and the time axis.
     """
+    unit, name = unit_for(curve.peak, SIZES)
+    colours = [colour for colour in SERIES if colour != BLACK]
     with style():
-        figure = drawing((3.9, 2.8))
+        figure = drawing((5.6, 2.6))
         axes = figure.subplots()
         period = curve.edges[-1]
         axes.stairs(
-            curve.levels / GIB, curve.edges / period, color=BLACK, label="together", baseline=None
+            curve.levels / unit, curve.edges / period, color=BLACK, label="together", baseline=None
         )
         for k, n in enumerate(workers):
             times, total = curve.shifted(n)
-            edges = np.append(times, period) / period
-            label = f"N = {n}, shifted: {-curve.reduction(n):.1%}"
-            colour = SERIES[k % len(SERIES)]
-            axes.stairs(total / n / GIB, edges, color=colour, label=label, baseline=None)
-        mean = curve.mean / GIB
+            axes.stairs(
+                total / n / unit,
+                np.append(times, period) / period,
+                color=colours[k % len(colours)],
+                linestyle=_DASHES[k // len(colours) % len(_DASHES)],
+                label=f"N = {n}, shifted: {-curve.reduction(n):z.1%}",
+                baseline=None,
+            )
+        mean = curve.mean / unit
         axes.axhline(mean, color=BLACK, linewidth=0.8, linestyle=":", zorder=3, label="mean")
         axes.set_xlim(0, 1)
-        axes.set_ylim(0, 1.45 * curve.peak / GIB)
+        axes.set_ylim(0, 1.05 * curve.peak / unit)
         axes.set_xlabel("time (training steps)")
-        axes.set_ylabel("activations a worker (GiB)")
-        axes.legend(loc="upper center", ncols=2, columnspacing=1)
+        axes.set_ylabel(f"activations a worker ({name})")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, not over the lines
         axes.set_title(fill(title, 54))
         return figure

@@ -50,7 +50,7 @@ class NodeCost:
         activations: bytes that its forward keeps for the backward and no earlier node kept;
             neither parameters nor the model's inputs.
         changes: the nodes whose results it overwrites in place, views of them included.
-        buffers: the buffers that it changes, batch norms' running statistics apart.
+        state: the buffers and parameters that it changes, batch norms' running statistics apart.
         draws: whether it draws at random.
         output: its result on the meta device (a tensor of the right shape and type).
         kept: whether memory of its result is kept for the backward, by whichever node.
@@ -61,7 +61,7 @@ class NodeCost:
     parameters: int
     activations: int
     changes: tuple[str, ...]
-    buffers: tuple[str, ...]
+    state: tuple[str, ...]
     draws: bool
     output: Any
     kept: bool = False
@@ -182,7 +182,7 @@ class _Recorder(fx.Interpreter):
         self.seen = {_storage(tensor) for tensor in self.kept}
         self.bytes = 0
         norms = [name for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
-        self.buffers = {
+        self.state = dict(module.named_parameters()) | {
             name: buffer
             for name, buffer in module.named_buffers()
             if name.rpartition(".")[0] not in norms
@@ -190,7 +190,7 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        before = {name: buffer._version for name, buffer in self.buffers.items()}
+        before = {name: tensor._version for name, tensor in self.state.items()}
         changes = self._changes(n, args, kwargs)
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         kept = self.bytes
@@ -206,7 +206,7 @@ class _Recorder(fx.Interpreter):
             parameters=self._new_parameters(n),
             activations=self.bytes - kept,
             changes=changes,
-            buffers=tuple(k for k, x in self.buffers.items() if x._version != before[k]),
+            state=tuple(k for k, x in self.state.items() if x._version != before[k]),
             draws=forward.draws,
             output=output,
         )

@@ -148,8 +148,8 @@ def _costs(
                 " more than once: begin with x = x.clone(), or have that make a new tensor"
                 " (inplace=False, or x = x - 1 for x.sub_(1))"
             )
-        if cost.buffers:
-            raise ValueError(f"{name} {changing(cost.buffers, node)}")
+        if cost.state:
+            raise ValueError(f"{name} {changing(cost.state, node)}")
     return costs
 
 

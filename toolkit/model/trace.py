@@ -1,10 +1,12 @@
 """The graph of a model's operations."""
 
 import inspect
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
@@ -27,7 +29,7 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
         ValueError: torch.fx cannot trace it, or its graph would lack what it does.
     """
     try:
-        with _unchanged(model), _seeing_autocast():
+        with _unchanged(model), _seeing_autocast(), _seeing_draws():
             if not model.training:
                 model.train()
             # A traced functional dropout keeps the mode in which it was traced.
@@ -84,7 +86,7 @@ def evaluated(module: nn.Module) -> frozenset[str]:
 
 
 def changing(names: Sequence[str], where: object) -> str:
-    """What a model does that changes buffers or attributes at the node ``where``, and no may."""
+    """What a model does that changes tensors or attributes at the node ``where``, and no may."""
     return (
         f"changes {', '.join(names)} in its forward ({where}), and of what a forward changes only"
         " batch norms' running statistics are kept alike in every order and on every rank: leave"
@@ -210,6 +212,28 @@ def _in_batches(norm: fx.Node) -> bool:
     """Whether a call of a function normalises by the statistics of its batch."""
     given = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
     return given is not False
+
+
+@contextmanager
+def _seeing_draws() -> Iterator[None]:
+    """Refuse what would be drawn once and for all."""
+    before = _generators()
+    yield
+    if any(state != now for state, now in zip(before, _generators(), strict=True)):
+        raise _UntraceableError(
+            "draws at random in its forward what does not depend on its input, which its graph"
+            " would never draw again: draw it from a tensor that does, as torch.randn_like(x), or"
+            " in a function marked by torch.fx.wrap"
+        )
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of those that a forward may draw from."""
+    _, numbers, *rest = np.random.get_state(legacy=True)
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    tensors = [torch.get_rng_state(), *devices]
+    drawn = tuple(state.numpy(force=True).tobytes() for state in tensors)
+    return drawn, random.getstate(), np.asarray(numbers).tobytes(), rest
 
 
 @contextmanager

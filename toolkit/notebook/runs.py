@@ -69,7 +69,8 @@ def train_rules(
 def by_epoch(epochs: "pd.DataFrame", measure: Measure = ACCURACY, last: bool = False) -> Curves:
     """How good the models were after each epoch: by rule, a list a run, as figures take them.
 
-    Accuracies are shares, losses in nats. Runs that are known not to have finished are left out.
+    Accuracies are shares, losses in nats. Runs that are known not to have finished are left out,
+    but for those whose loss diverged: theirs are NaN from there on.
 
     Args:
         epochs: a row an epoch, as of :func:`train_rules` or ``learning_curves``.
@@ -198,7 +199,7 @@ def _comparison(folder: Path, measure: Measure) -> dict[str, Any]:
 
 
 def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, list[float]]]:
-    """By rule and seed, the measure after each epoch of the runs that have finished.
+    """By rule and seed, the measure after each epoch of the runs that have finished or diverged.
 
     Raises:
         ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
@@ -208,7 +209,7 @@ def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, lis
             f"these runs have no test {measure.name}: their table lacks {measure.metric}"
         )
     if "state" in epochs:
-        epochs = epochs[epochs["state"] == "finished"]
+        epochs = epochs[(epochs["state"] == "finished") | _diverged(epochs)]
     if {"folder", "rule"} <= {*epochs}:
         epochs = epochs.assign(schedule=_told_apart(epochs))
     found: dict[str, dict[int, list[float]]] = {}
@@ -218,6 +219,13 @@ def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, lis
         values = run.sort_values("epoch")[measure.metric].tolist()
         found.setdefault(str(rule), {})[int(seed)] = values
     return found
+
+
+def _diverged(epochs: "pd.DataFrame") -> "pd.Series":
+    """Of each row, whether the loss of its run diverged."""
+    run = [column for column in ("folder", "rule", "schedule", "seed") if column in epochs]
+    lost = epochs.get("train_loss", epochs["epoch"]).isna()
+    return lost.groupby([epochs[column] for column in run], dropna=False).transform("any")
 
 
 def _told_apart(epochs: "pd.DataFrame") -> list[str]:

@@ -6,7 +6,7 @@ from shlex import quote
 
 from toolkit.pilot.findings import Findings, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
-from toolkit.units import GIB
+from toolkit.units import size
 
 WORTH = 0.05
 """The least share of a training step that is worth stale weights."""
@@ -101,13 +101,13 @@ def _gains(found: Findings) -> tuple[list[str], list[str]]:
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
     if not found.fits(dp) and found.fits(v2):
         gains.append(
-            f"memory: DP needs {_gib(found, dp)} on the fullest device, and CDP-v2"
-            f" {_gib(found, v2)}"
+            f"memory: DP needs {_need(found, dp)} on the fullest device, and CDP-v2"
+            f" {_need(found, v2)}"
         )
     elif not found.fits(dp):
         others.append(
-            f"memory: neither DP ({_gib(found, dp)} on the fullest device) nor CDP-v2"
-            f" ({_gib(found, v2)}) fits: lower batch, or take checkpoint=all"
+            f"memory: neither DP ({_need(found, dp)} on the fullest device) nor CDP-v2"
+            f" ({_need(found, v2)}) fits: lower batch, or take checkpoint=all"
         )
     else:
         others.append(_activations(found, dp, v2))
@@ -226,6 +226,9 @@ def _command(found: Findings, choice: str) -> str:
     ]
     if choice == TRY:
         rest = [quote("~rules.cdp_v1"), "seeds=5 diagnostics=20 ema=0.999"]
+        if found.placement == "one":  # by its slots, beside what trains as DP in less memory
+            rest = [rest[0], "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"]
+            rest += ["runtime.order=scheduled seeds=5 ema=0.999"]
         return " ".join(["python experiments/compare.py", *options, *rest])
     ranks = {"one": 1, "per_microbatch": found.n_workers, "per_stage": found.n_stages}
     n_ranks = ranks[found.placement]
@@ -248,6 +251,6 @@ def _points(trained: TrainingFindings) -> str:
     return f"{estimate.mean:+z.1f}{width} points"
 
 
-def _gib(found: Findings, rule: RuleFindings) -> str:
+def _need(found: Findings, rule: RuleFindings) -> str:
     peak, memory = found.tightest(rule)
-    return f"{peak / GIB:.2f} of {memory / GIB:.2f} GiB"
+    return f"{size(peak)} of {size(memory)}"

@@ -29,8 +29,9 @@ def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
     counted = [group for group in groups if group.counting]
     if not counted:
         yield Text("No run has finished with an accuracy.")
+    told = [group for group in groups if group.counting or group.n_diverged]
     for name in dict.fromkeys(group.comparison for group in counted):
-        yield from _comparison(name, [group for group in counted if group.comparison == name])
+        yield from _comparison(name, [group for group in told if group.comparison == name])
     yield from _delays(counted)
 
 
@@ -87,7 +88,7 @@ def _final(group: Group, first: Group, by: Measure) -> dict[str, str]:
     other = ACCURACY if by is LOSS else LOSS
     return {
         "rule": group.label,
-        "seeds": str(n_seeds),
+        "seeds": f"{n_seeds} ({lost} diverged)" if (lost := group.n_diverged) else str(n_seeds),
         f"{by.name} ({by.unit})": _written(average, by),
         "sd": _written(deviation, by),
         "difference": _written(difference, by, "+z"),
@@ -115,13 +116,16 @@ def _difference(group: Group, first: Group, by: Measure) -> tuple[float, float]:
 
 
 def _cautions(groups: Sequence[Group]) -> Iterator[Block]:
-    single = [g.label for g in groups if len(g.by_seed) == 1]
+    single = [g.label for g in groups if len(g.by_seed) == 1 and not g.n_diverged]
     if single:
         who = "Each rule" if len(single) == len(groups) > 1 else ", ".join(single)
         yield Text(
             f"{who} ran with one seed: no spread and no interval can be given, and a difference may"
             " be chance."
         )
+    left = [g.label for g in groups if len(g.by_seed) == 1 and g.n_diverged]
+    if left:
+        yield Text(f"Of {', '.join(left)} only one seed did not diverge: there is no spread.")
     fewer = [
         g.label
         for g in groups

@@ -38,6 +38,11 @@ class Group:
         return [run for run in self.runs if run.counts]
 
     @property
+    def n_diverged(self) -> int:
+        """Runs whose loss diverged, and that so do not count."""
+        return sum(run.diverged and not run.counts for run in self.runs)
+
+    @property
     def by_seed(self) -> dict[int, Run]:
         """The runs that count, one a seed: of several the one that started last."""
         found: dict[int, Run] = {}

@@ -1,13 +1,11 @@
 """How to do it again."""
 
-import re
 from collections.abc import Iterator, Sequence
 
 from toolkit.report.description import Block, Command, Text
 from toolkit.report.words import count
+from toolkit.tracking.provenance import begun_anew
 from toolkit.tracking.runs import Run
-
-_FOLDER = re.compile(r" '?hydra\.(?:run|sweep)\.dir=\S+")
 
 
 def reproduce_blocks(runs: Sequence[Run]) -> Iterator[Block]:
@@ -16,7 +14,7 @@ def reproduce_blocks(runs: Sequence[Run]) -> Iterator[Block]:
     for run in runs:
         command = run.provenance.get("command")
         if isinstance(command, str):
-            found.setdefault((_FOLDER.sub("", command), _where(run)), []).append(run)
+            found.setdefault((begun_anew(command), _where(run)), []).append(run)
     if not found:
         yield Text("No run tells its command.")
     for (command, where), same in found.items():

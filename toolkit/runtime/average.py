@@ -1,4 +1,4 @@
-"""An exponential moving average of a stage's weights."""
+"""An exponential moving average of a stage's weights and running statistics."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Average:
-    """Follows the weights of one stage.
+    """Follows the weights of one stage, and the statistics by which its norms are tested.
 
     Args:
         decay: share of the old average that an update keeps, in the long run. At update t it is

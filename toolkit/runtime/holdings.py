@@ -34,13 +34,12 @@ class Holdings:
         self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
         self._updaters = _updaters(schedule)
         self._layouts = [Layout.of(self._state(j)) for j in range(len(runners))]
-        self._weights = [Layout.of(runner.newest()) for runner in runners]
+        self._averaged = [Layout.of(runner.averaged()) for runner in runners]
         self._begin_alike()
         self.updated = [j for j, ranks in enumerate(self._updaters) if world.rank in ranks]
         self.versions = {j: {0: runners[j].newest()} for j in self.updated}
         for j in self.updated:
-            if (average := runners[j].average) is not None:
-                average.begin(runners[j].newest())
+            runners[j].begin_average()
         self.forget()
 
     def forget(self) -> None:
@@ -101,7 +100,7 @@ class Holdings:
         for j, runner in enumerate(self.runners):
             if runner.average is not None:
                 owner = self.schedule.owners[j]
-                found |= self._broadcast(self._weights[j], owner, runner.average.weights)
+                found |= self._broadcast(self._averaged[j], owner, runner.average.weights)
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:

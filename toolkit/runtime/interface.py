@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from toolkit.model import Stages
@@ -171,7 +172,7 @@ class Runtime(ABC):
     def _module(self) -> nn.Module: ...
 
     def averages(self) -> Weights:
-        """The average of each trained parameter, by its name; empty if none is kept.
+        """The average of each trained parameter and running statistic, by its name; or nothing.
 
         On every rank; every rank calls it.
         """
@@ -180,6 +181,19 @@ class Runtime(ABC):
 
     def _averages(self) -> Weights:
         return join_averages(self._updaters)
+
+    def skipped(self) -> list[int]:
+        """How many updates of each stage were left out, as their gradient was not finite.
+
+        Every rank calls it.
+        """
+        self._check_ended()
+        counted = torch.zeros(len(self.stages), 2, dtype=torch.int64)
+        for j, updater in enumerate(self._updaters):
+            if j in self.own:
+                counted[j] = torch.tensor([updater.n_skipped, 1])
+        left_out, ranks = self.total(counted).unbind(1)
+        return (left_out // ranks.clamp(min=1)).tolist()
 
     def part(self) -> dict[str, Any]:
         """What this rank alone adds to :meth:`state_dict`. Every rank calls it.

@@ -34,8 +34,9 @@ class Recipe:
         clip: largest norm of a gradient; larger ones are scaled down to it. None: no limit.
         clip_by: whether that norm is of each ``stage`` by itself or of the whole ``model``, which
             asks for all gradients of a step before its first update.
-        ema: decay of an exponential moving average of the weights, kept beside them, in the long
-            run: at update t it is at most (1 + t) / (10 + t). None: no average.
+        ema: decay of an exponential moving average of the weights, and of the running statistics of
+            batch norms, kept beside them, in the long run: at update t it is at most
+            (1 + t) / (10 + t). None: no average.
         compile: mode of torch.compile for the stages; ``none`` leaves them as they are.
         channels_last: keep images and the weights of convolutions in that memory format.
 

@@ -195,7 +195,7 @@ def _fault_of_stage(
     if expected["average"] is None:
         expected["average"] = found.get("average")  # nobody asks for it any longer
     elif isinstance(average := found.get("average"), dict) and average.get("weights"):
-        expected["average"] = {"weights": updater.newest(), "n_updates": 0}
+        expected["average"] = {"weights": updater.averaged(), "n_updates": 0}
     elif steps_done > 0:
         return f"{where}.average has no weights"
     return difference(found, expected, where)

@@ -194,8 +194,7 @@ class Updater:
                 memory of its own.
             norm: by which the gradient is clipped, or left out; its own unless given.
         """
-        if self.average is not None:
-            self.average.begin(self.newest())
+        self.begin_average()
         self.unused = [name for name in self.masters if name not in total.tensors]
         if keep_old:
             self._renew()
@@ -207,14 +206,28 @@ class Updater:
                 self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
-            self.average.update(self.newest())
         if self.scheduler is not None:
             self.scheduler.step()
         if names := [name for name in total.tensors if name not in self.masters]:
             norms = [cast(_BatchNorm, self.stage.get_submodule(name)) for name in names]
             summed = [total.tensors[name] for name in names]
             advance_running_statistics(norms, torch._foreach_div(summed, n_microbatches))
+        if self.average is not None:
+            self.average.update(self.averaged())
+
+    def begin_average(self) -> None:
+        """Have the average, if there is one, start with what is there before the first update."""
+        if self.average is not None:
+            self.average.begin(self.averaged())
+
+    def averaged(self) -> Weights:
+        """What an average follows: the newest weights, and running statistics of batch norms."""
+        running = {
+            name: tensor
+            for name, tensor in self.stage.named_buffers()
+            if name.rpartition(".")[2] in ("running_mean", "running_var")
+        }
+        return self.newest() | running
 
     @torch.no_grad()
     def _renew(self) -> None:
@@ -273,7 +286,7 @@ def norms(updaters: Sequence[Updater], totals: Sequence[Sum]) -> list[Norm | Non
 
 
 def join_averages(updaters: Iterable[Updater]) -> Weights:
-    """The averages that ``updaters`` keep, by the names of their weights."""
+    """The averages that ``updaters`` keep, by the names of what they are of."""
     kept = (updater.average.weights for updater in updaters if updater.average is not None)
     return {name: tensor for weights in kept for name, tensor in weights.items()}
 

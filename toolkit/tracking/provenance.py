@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 _PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
+_PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own machine
 _SHORTEST_KEY = 8  # characters
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +37,15 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
         "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
         "seconds": round(seconds, 3),
     }
+
+
+def begun_anew(command: str) -> str:
+    """``command`` without the folder that it wrote to, and the run that it went on from."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # it is nobody's
+        return command
+    return shlex.join(word for word in words if word.partition("=")[0] not in _PLACES)
 
 
 def redacted(content: Any) -> Any:

@@ -36,6 +36,7 @@ _CATALOG = "toolkit.schedule.catalog."
 _MOST_SEEDS = 10_000  # of a comparison; more are a damaged option
 _MOST_OPS = 1_000_000  # of a schedule
 _TEXTS = ("toolkit.training.data.text", "toolkit.training.data.token_files")
+_DIVERGED = re.compile(r"(training|test) loss of epoch \d+")  # in what a run has ended with
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # as of the environment, which is nobody else's
 _NOT_ENDED = {
     "finished": "",
@@ -89,6 +90,12 @@ class Run:
     def trains(self) -> bool:
         """Whether it is one of the experiments that train a model."""
         return self.kind in ("train", "compare")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its loss did, which ended it."""
+        lost = any(isnan(epoch.get("train_loss", 0.0)) for epoch in self.epochs)
+        return lost or _DIVERGED.search(self.message) is not None
 
     @property
     def counts(self) -> bool:

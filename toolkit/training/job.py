@@ -104,6 +104,18 @@ class Job:
             rest = range(len(epochs), self.config.epochs)
             return epochs + [Epoch(number, *[nan] * 6) for number in rest]
 
+    def left_out(self) -> list[str]:
+        """Sentences on updates that were not made. Every rank calls it, after the last step."""
+        if _recipe(self.config).scale == 1:
+            return []
+        of = self.runtime.steps_done
+        return [
+            f"stage {j} left out {n} of {of} updates, whose gradients were not finite: lower"
+            " loss_scale, or take precision=bf16"
+            for j, n in enumerate(self.runtime.skipped())
+            if n
+        ]
+
     def measurements(self) -> Measurements | None:
         """What all ranks have measured, if anything. Every rank calls it."""
         if isinstance(self.runtime, Distributed) and self.runtime.n_recorded:
@@ -246,7 +258,8 @@ def _optimizer(config: DictConfig) -> tuple[Callable[..., Optimizer], float]:
     check_target(config, "optimizer", "torch.optim.SGD")
     if not isinstance(config.get("lr", 0), int | float):
         raise ValueError(f"optimizer.lr is a number: got {config.lr!r}")
-    make: Callable[..., Optimizer] = instantiate(config, _partial_=True)
+    # Its own lists would be kept in the optimizer's state, and so in checkpoints.
+    make: Callable[..., Optimizer] = instantiate(config, _partial_=True, _convert_="all")
     try:
         parameter = torch.zeros(1, requires_grad=True)
         made = make([("weight", parameter) if takes_names(make) else parameter])

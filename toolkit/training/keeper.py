@@ -98,8 +98,8 @@ class Keeper(Stretches):
         checkpoints: where to.
         often: when.
         extra: what else belongs into a checkpoint.
-        guard: ``off``, or to raise :class:`DivergedError` where the loss is not finite or more
-            than ``guard_factor`` times that of the first step.
+        guard: ``off``, or to raise :class:`DivergedError` where the loss is not finite or, in
+            training, more than ``guard_factor`` times that of the first step.
         guard_factor: see ``guard``.
         signals: that end the run.
         measure: by which a checkpoint is the best.
@@ -140,6 +140,10 @@ class Keeper(Stretches):
                 f"the training loss of epoch {position.epoch}, step {position.step} is"
                 f" {loss:.4g}{before}"
             )
+
+    def check_test(self, loss: float, position: Position) -> None:
+        if self.guard != "off" and not isfinite(loss):
+            raise DivergedError(f"the test loss of epoch {position.epoch} is {loss}")
 
     def end(self, position: Position) -> None:
         trained = time.monotonic() - self._begun

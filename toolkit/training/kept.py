@@ -26,7 +26,7 @@ class Outcome:
     Attributes:
         epochs: their metrics.
         notes: sentences on what did not go as it should: checkpoints that were damaged or could
-            not be written, and rollbacks.
+            not be written, rollbacks, and updates that were left out.
         job: the one that ended; another one than began if the run was rolled back.
         resumed_at: training steps that were done when it was resumed; 0 if it was not.
     """
@@ -92,7 +92,7 @@ def run_kept(
             try:
                 epochs = job.run(on_epoch, on_step, position, keeper)
                 keeper.write_model()
-                notes += keeper.notes()
+                notes += [*keeper.notes(), *job.left_out()]
                 return Outcome(epochs, notes, job, resumed_at)
             except DivergedError as error:
                 notes += keeper.notes()

@@ -29,7 +29,8 @@ def _alone(values: Tensor) -> Tensor:
 class Evaluation:
     """Mean loss, and the shares of answers that are right at first, or among the first five.
 
-    An answer is the class of an image, or the next token at a place of a sequence.
+    An answer is the class of an image, or the next token at a place of a sequence. Shares of scores
+    that are not finite are NaN.
     """
 
     loss: float
@@ -137,7 +138,23 @@ class Stretches:
         return n_steps
 
     def check(self, position: Position) -> None:
-        """A stretch has ended. Every rank calls it alike."""
+        """A stretch has ended. Every rank calls it alike.
+
+        Raises:
+            FloatingPointError: the loss is no longer finite.
+        """
+        self._check("training", position.stretch_loss, position)
+
+    def check_test(self, loss: float, position: Position) -> None:
+        """An epoch has been tested, of which ``position`` does not tell yet; as :meth:`check`."""
+        self._check("test", loss, position)
+
+    def _check(self, which: str, loss: float, position: Position) -> None:
+        if not isfinite(loss):
+            raise FloatingPointError(
+                f"the {which} loss of epoch {position.epoch} is {loss}: lower optimizer.lr, or warm"
+                " up with lr.warmup_epochs"
+            )
 
     def end(self, position: Position) -> None:
         """What has ended has been checked, and the epoch, if it has ended, is in the history."""
@@ -174,7 +191,7 @@ def fit(
         recipe: in whose precision the tests compute, as the runtime does.
 
     Raises:
-        FloatingPointError: the training loss is no longer finite.
+        FloatingPointError: the loss is no longer finite.
         ValueError: epochs had another number of steps before ``position``.
     """
     position = position or Position()
@@ -190,21 +207,16 @@ def fit(
         start, begun_at = time.perf_counter(), position.step
         _train(runtime, batches, batch_size, position, stretches, rate, on_step)
         seconds = time.perf_counter() - start
-        train_loss = position.loss / position.n_losses
-        if not isfinite(train_loss):
-            raise FloatingPointError(
-                f"the training loss of epoch {epoch} is {train_loss}: lower optimizer.lr, or warm"
-                " up with lr.warmup_epochs"
-            )
         n_tested = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
         test = evaluate(runtime.module(), share, runtime.total, recipe=recipe)
+        stretches.check_test(test.loss, position)
         ema = None
         if averages := runtime.averages():
             ema = evaluate(runtime.module(), share, runtime.total, averages, recipe)
         done = Epoch(
             epoch=epoch,
-            train_loss=train_loss,
+            train_loss=position.loss / position.n_losses,
             test_loss=test.loss,
             top1=test.top1,
             top5=test.top5,
@@ -308,4 +320,6 @@ def evaluate(
         module.training = mode
     summed = torch.stack(sums).sum(0).tolist() if sums else [0.0] * 3
     loss, top1, top5, n = total(torch.tensor([*summed, n_answers], dtype=torch.float64))
+    if not isfinite(loss):
+        return Evaluation(float(loss / n), nan, nan)
     return Evaluation(float(loss / n), float(top1 / n), float(top5 / n))
