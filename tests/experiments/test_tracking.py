@@ -127,6 +127,15 @@ def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path):
     assert f"wandb sync {tmp_path}/wandb/offline-run-*\n" in finished.out
 
 
+def test_a_run_of_a_comparison_whose_loss_diverges_has_failed(tmp_path):
+    """As one of train has, and with no metrics of a last epoch."""
+    arguments = *TRACKED, "seeds=1", "~rules.cdp_v1", "~rules.cdp_v2", "optimizer.lr=1e30"
+    assert run("compare", *arguments, f"hydra.run.dir={tmp_path}").status == 0
+    (lost,) = found(tmp_path)
+    assert (lost.exit_code, lost.summary["state"]) == (1, "failed: its loss diverged in epoch 0")
+    assert not [name for name in lost.summary if name.startswith("final/")]
+
+
 def test_bench_tracking(tmp_path):
     sizes = ("image_size=8", "stages=2", "batch=2", "rounds=2", "steps=2", "every=1", "most=1000")
     arguments = [f"bench.{size}" for size in sizes]

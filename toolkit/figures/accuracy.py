@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from statistics import mean
+from textwrap import fill
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from toolkit.figures.style import MARKERS, SERIES, drawing, style
+from toolkit.figures.style import DASHES, MARKERS, SERIES, drawing, style
 from toolkit.measure import ACCURACY, LOSS, Measure
+
+_LEGEND = 28  # characters in a line of it
 
 Curves = Mapping[str, Sequence[Sequence[float]]]
 """By rule, one sequence a run: a value after each epoch."""
@@ -61,9 +64,10 @@ def over_epochs(curves: Curves, by: Measure) -> Figure:
             colour = SERIES[k % len(SERIES)]
             low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
             axes.fill_between(epochs, low, high, color=colour, alpha=0.18, linewidth=0)
-            line = axes.plot(epochs, [mean(v) for v in by_epoch], color=colour, label=rule)[0]
+            means, label = [mean(v) for v in by_epoch], fill(rule, _LEGEND)
+            line = axes.plot(epochs, means, color=colour, label=label)[0]
             line.set_marker(MARKERS[k % len(MARKERS)])
-            line.set_linestyle("-" if k < len(SERIES) else "--")
+            line.set_linestyle(DASHES[k // len(SERIES) % len(DASHES)])
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"test {by.name} ({by.unit})")
         if by is ACCURACY:

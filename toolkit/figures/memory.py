@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from toolkit.figures.style import BLACK, SERIES, drawing, style
+from toolkit.figures.style import BLACK, DASHES, SERIES, drawing, style
 from toolkit.units import SIZES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
-
-_DASHES = ("-", "--", "-.")  # of each a colour
 
 
 def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "") -> Figure:
@@ -39,7 +37,7 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
                 total / n / unit,
                 np.append(times, period) / period,
                 color=colours[k % len(colours)],
-                linestyle=_DASHES[k // len(colours) % len(_DASHES)],
+                linestyle=DASHES[k // len(colours) % len(DASHES)],
                 label=f"N = {n}, shifted: {-curve.reduction(n):z.1%}",
                 baseline=None,
             )

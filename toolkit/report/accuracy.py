@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite, nan
 from statistics import mean
-from textwrap import fill
 from typing import Any
 
 from toolkit.measure import ACCURACY, LOSS, Measure
@@ -15,7 +14,6 @@ from toolkit.tracking.delays import delay_means
 from toolkit.tracking.statistics import paired_by_seed, spread
 
 _CURVES = 7  # in one figure
-_LEGEND = 28  # characters in a line of its legend
 _SIZE = (4.5, 2.7)  # inches; legible on a phone
 _MEASURED = ("stage", "delay", "cosine", "gradient", "fresh_gradient", "moved", "weights")
 
@@ -47,8 +45,7 @@ def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
             f"{rule} {mean(c[-1] for c in curves[rule]):.{by.decimals - 1}f} {by.unit}"
             for rule in shown
         )
-        drawn = {fill(rule, _LEGEND): curves[rule] for rule in shown}
-        figure = over_epochs(drawn, by)
+        figure = over_epochs({rule: curves[rule] for rule in shown}, by)
         figure.set_size_inches(_SIZE)
         yield Figure(
             figure,
