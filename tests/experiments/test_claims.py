@@ -140,8 +140,8 @@ CLAIMS = [
     ),
     (
         "a constant delay of 2 costs a point, and longer ones break the training; delays of up to "
-        "a step and a half on average cost less than half a point, and but for one of five cannot be "
-        "told from none",
+        "a step and a half on average cost less than half a point, and but for one of five cannot "
+        "be told from none",
         lambda: (
             round(of("delays", "late_2")) == -1
             and max(of("delays", "late_4"), of("delays", "late_8")) < -20
