@@ -238,6 +238,7 @@ def with_recipes(world) -> dict[str, Any]:
         found[precision] = copy.deepcopy(pipeline.module().state_dict())
         measured = pipeline.measurements()
         found[f"{precision} sent"] = sum(row["bytes_sent"] for row in measured.by_rank())
+        found[f"{precision} held"] = measured.peak_activations()
     ddp = in_single(DDP, catalog.data_parallel(2), "bf16")
     found["DDP bf16"] = [float(result.loss) for result in ddp.run(batches)][-1]
     found["refused"] = _refused(world)

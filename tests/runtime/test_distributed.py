@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tests.runtime import conform, models
 from tests.runtime.models import assert_same, differ, name_of
 from tests.thorough import more
+from toolkit.cost import UNIT, profile, simulate
 from toolkit.runtime import Distributed, SingleProcess, launch
 from toolkit.schedule import catalog
 
@@ -199,10 +200,23 @@ def test_recipes(odd_jobs, name, schedule, recipe):
     assert_same(averages, runtime.averages())
 
 
-def test_16_bits_travel(odd_jobs):
-    """Under autocast what crosses a boundary has the type that was computed."""
+def held_in(precision):
+    """The most bytes of activations that each rank of a pipeline holds at once, as predicted."""
+    schedule = catalog.gpipe(2, 2)
+    stages = models.cut(models.residual(), schedule)
+    stages.model.float()
+    costs = profile(stages, torch.zeros(3, 1, 6, 6), repeats=1, precision=precision)
+    timeline = simulate(schedule.lower(5), costs, UNIT)
+    return tuple(timeline.peak_memory(rank, "activations") for rank in range(2))
+
+
+def test_16_bits_are_sent_and_held(odd_jobs):
+    """Under autocast what crosses a boundary has the type that was computed; all as predicted."""
     found = odd_jobs[0]["recipes"]
     assert found["bf16 sent"] * 2 == found["fp32 sent"]
+    for precision in ("fp32", "bf16"):
+        assert found[f"{precision} held"] == held_in(precision)
+    assert found["bf16 held"] < found["fp32 held"]
     for name, tensor in found["fp32"].items():
         torch.testing.assert_close(found["bf16"][name], tensor, rtol=0.05, atol=0.02)
 
