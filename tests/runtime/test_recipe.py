@@ -67,11 +67,10 @@ def test_every_order_trains_alike(schedule, recipe):
 
 
 @pytest.mark.parametrize("schedule", [catalog.cyclic(3), PREDICTED], ids=name_of)
-@pytest.mark.parametrize("recipe", [Recipe(), RECIPES["all"]], ids=["plain", "all"])
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
-def test_a_step_neither_mixes_devices_nor_waits_for_one(schedule, recipe, order):
+def test_a_step_neither_mixes_devices_nor_waits_for_one(schedule, order):
     """On the meta device, of which no number can be read."""
-    runtime = make(schedule, recipe, order, model=residual().to("meta"))
+    runtime = make(schedule, RECIPES["all"], order, model=residual().to("meta"))
     for result in runtime.run(make_batches(schedule.n_microbatches, steps=3)):
         assert result.losses.is_meta
 
