@@ -21,7 +21,7 @@ from toolkit.schedule.random_delay import PER
 
 quick = settings(
     deadline=None,
-    max_examples=more(25, 60),
+    max_examples=more(20, 60),
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 RULES = ("simultaneous", "cyclic", "sequential", "shifted", "split")
