@@ -38,6 +38,8 @@ def test_cells_that_are_formed_stay_as_they_are():
         ["+0.90", "1234567.891", "0.5"],
         ["-", "2", "2"],
     ]
+    found = table([{"a": 10, "b": 2}, {"a": None}, {"a": 1e-7}])
+    assert [line.rstrip() for line in found.splitlines()[2:]] == ["   10    2", "", "1e-07"]
     assert table([{"a": "63.30"}], "github").splitlines()[-1] == "| 63.30 |"
 
 

@@ -7,6 +7,7 @@ the numbers that go into one.
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import zip_longest
 from math import isnan
 from typing import Any
 
@@ -25,12 +26,10 @@ def table(rows: Sequence[Row], form: str = "simple") -> str:
     Args:
         form: ``simple``, or ``github`` for Markdown.
     """
-    columns = list(zip(*(row.values() for row in rows), strict=True))
+    cells = [[f"{x:g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+    columns = zip_longest(*cells, fillvalue="")
     return tabulate(
-        [
-            [f"{cell:g}" if isinstance(cell, float) else cell for cell in row.values()]
-            for row in rows
-        ],
+        cells,
         headers=list(rows[0]),
         tablefmt=form,
         disable_numparse=True,  # cells that are formed already stay as they are
@@ -39,10 +38,10 @@ def table(rows: Sequence[Row], form: str = "simple") -> str:
 
 
 def _is_number(cell: object) -> bool:
-    """Whether a cell is a number, or is written as one, or is empty or a dash."""
+    """Whether a cell is a number, or is written as one, or is none."""
     if isinstance(cell, str):
-        return cell in ("", "-") or re.fullmatch(r"[+-]?[\d.]+", cell) is not None
-    return isinstance(cell, int | float)
+        return cell in ("", "-") or re.fullmatch(r"[+-]?[\d.]+(e[+-]\d+)?|nan", cell) is not None
+    return cell is None or isinstance(cell, int)
 
 
 def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:
