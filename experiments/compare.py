@@ -83,8 +83,12 @@ def conclude(
     called = labels({name: schedule.name for name, schedule in rules.items()})
     first = next(iter(called.values()))
     lost = diverged(runs, called)
-    counted = {name: with_losses(label, name, runs) for name, label in called.items()}
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
+    counted = {
+        row["rule"]: called[row["rule"]]
+        + (f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else "")
+        for row in rows
+    }
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
     write_result(
         folder,
@@ -251,13 +255,6 @@ def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[
     known = [value for value in final.values() if not isnan(value)]
     found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
     return dict(zip(by.columns, found, strict=True))
-
-
-def with_losses(label: str, name: str, runs: list["RuleRun"]) -> str:
-    """What a rule is called beside its results, with how many of its runs are not among them."""
-    mine = [run for run in runs if run.rule == name]
-    lost = sum(run.diverged_in is not None for run in mine)
-    return f"{label} ({lost} of {len(mine)} diverged)" if lost else label
 
 
 def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:

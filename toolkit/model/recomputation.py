@@ -27,12 +27,15 @@ def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[in
         ValueError: it names something else.
     """
     check_checkpoint(checkpoint)
-    if isinstance(checkpoint, str):
-        return frozenset(range(n_stages) if checkpoint == "all" else ())
-    for stage in checkpoint:
+    for stage in () if isinstance(checkpoint, str) else checkpoint:
         if stage not in range(n_stages):
             raise ValueError(
                 f"checkpoint names stage {stage} and there are {n_stages}: choose from 0 to"
                 f" {n_stages - 1}"
             )
-    return frozenset(checkpoint)
+    return frozenset(stage for stage in range(n_stages) if recomputes(checkpoint, stage))
+
+
+def recomputes(checkpoint: str | Sequence[int], stage: int) -> bool:
+    """Whether ``stage`` is among those that ``checkpoint`` names."""
+    return checkpoint == "all" if isinstance(checkpoint, str) else stage in checkpoint

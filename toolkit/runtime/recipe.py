@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.model.precision import autocast, autocast_type, check_precision
-from toolkit.model.recomputation import check_checkpoint, checkpointed
+from toolkit.model.recomputation import check_checkpoint, checkpointed, recomputes
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
@@ -114,9 +114,7 @@ class Recipe:
 
     def checkpoints(self, stage: int) -> bool:
         """Whether ``stage`` computes its forward twice."""
-        if isinstance(self.checkpoint, str):
-            return self.checkpoint == "all"
-        return stage in self.checkpoint
+        return recomputes(self.checkpoint, stage)
 
     def check(self, schedule: Schedule, *, whole_step: bool) -> None:
         """Refuse what ``schedule`` or its runtime cannot do.
