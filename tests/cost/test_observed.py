@@ -16,6 +16,7 @@ from toolkit.cost import (
     Timeline,
     observed,
     predict_observed,
+    recomputing,
     simulate,
     unit_costs,
 )
@@ -112,20 +113,26 @@ everything = pytest.mark.parametrize(
 )
 
 
+recomputed = pytest.mark.parametrize("checkpoint", ["none", [1]])
+
+
 @everything
-def test_what_was_put_in_comes_out(schedule):
-    found, links = observed(simulate(schedule.lower(3), (FIRST, SECOND), LATENT), (FIRST, SECOND))
-    assert found == (FIRST, SECOND)
+@recomputed
+def test_what_was_put_in_comes_out(schedule, checkpoint):
+    costs = recomputing((FIRST, SECOND), checkpoint)
+    found, links = observed(simulate(schedule.lower(3), costs, LATENT), costs)
+    assert found == costs
     assert links.memory_bandwidth == pytest.approx(10)
     alone = schedule.n_ranks == 1
     assert links.link_latency == pytest.approx(0.0 if alone else 0.5)
 
 
 @everything
-def test_it_predicts_the_run_that_it_was_seen_in(schedule):
-    program = schedule.lower(4)
-    seen = simulate(program, (FIRST, SECOND), LATENT)
-    blank = [replace(c, forward_seconds=None, backward_seconds=None) for c in (FIRST, SECOND)]
+@recomputed
+def test_it_predicts_the_run_that_it_was_seen_in(schedule, checkpoint):
+    program, costs = schedule.lower(4), recomputing((FIRST, SECOND), checkpoint)
+    seen = simulate(program, costs, LATENT)
+    blank = [replace(c, forward_seconds=None, backward_seconds=None) for c in costs]
     again = predict_observed(seen, schedule, blank)
     assert again.name == f"{schedule.name}, predicted"
     assert again.step_time == pytest.approx(seen.step_time)

@@ -1,5 +1,6 @@
 """The explorer shows what the toolkit computes, and says a schedule in ways that mean the same."""
 
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from hydra import compose, initialize_config_dir
 
+import toolkit.schedule
 from tests.config.test_presets import CONF
 from toolkit.config import build_schedule, schema
 from toolkit.config.help import choices
@@ -21,7 +23,7 @@ from toolkit.figures.explorer.hover import find
 from toolkit.figures.explorer.machines import cost_sources, hardware_presets
 from toolkit.figures.explorer.static import explored
 from toolkit.figures.explorer.svg import steps
-from toolkit.schedule import Schedule, catalog, steady_state
+from toolkit.schedule import RandomDelay, Schedule, steady_state
 from toolkit.schedule.footprint import footprint
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
@@ -40,6 +42,7 @@ CHOICES = [
     Choice("pipedream_2bw", 3, 3, predict=True),
     Choice("dp", 2, 3, delay=[1, 2]),
     Choice("cdp_v1", 2, 2, delay=[[1, 2], [2, 1]]),
+    Choice("dp", 2, 2, delay=RandomDelay("geometric", most=4, p=0.5, seed=3)),
 ]
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -70,14 +73,15 @@ def rows(page):
 
 
 def made(line):
-    return eval(line, {"catalog": catalog, "Schedule": Schedule})
+    return eval(line, vars(toolkit.schedule))
 
 
 def composed(overrides, experiment="simulate"):
     schema.register()
-    check_given(overrides.split())
+    given = shlex.split(overrides)
+    check_given(given)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return build_schedule(compose(experiment, overrides.split()).schedule)
+        return build_schedule(compose(experiment, given).schedule)
 
 
 def test_the_schedules_are_the_choices_of_the_configuration():
@@ -115,7 +119,8 @@ def test_lines_are_as_short_as_they_can_be():
 def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert made(OURS.python()) == OURS.build()
-    assert write_csv(analyse(OURS, 1), tmp_path).name == ORDERS_FILE
+    (path,) = write_csv([analyse(OURS, 1)], tmp_path)
+    assert path.name == ORDERS_FILE
     read = composed(OURS.overrides())
     assert replace(read, name="rank orders") == OURS.build()
     late = replace(OURS, delay=1, predict=True)
@@ -127,7 +132,7 @@ def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
 def test_a_pipeline_that_does_not_drain_survives_the_file(name, tmp_path):
     options = {} if name == "pipedream_2bw" else {"placement": "per_stage"}
     shown = analyse(Choice(name, 3, 3, **options), 1)
-    file, schedule = write_csv(shown, tmp_path), shown.schedule
+    (file,), schedule = write_csv([shown], tmp_path), shown.schedule
     read = composed(f"schedule.file={file} schedule.delay={schedule.delay}")
     assert (read.timing, read.staleness) == (schedule.timing, schedule.staleness)
 
@@ -160,7 +165,7 @@ def test_every_op_is_drawn_once_in_its_place(choice):
         for i in instructions:
             if i.action.computes:
                 row = i.microbatch if one else rank
-                stale = schedule.staleness[i.stage][i.microbatch] > 0
+                stale = schedule.delays(i.step)[i.stage][i.microbatch] > 0
                 op = f"{i.stage}{'FBIW'[i.action]}{i.microbatch}"
                 expected.setdefault(row, []).append((i.tick, op, "fbbw"[i.action], i.stage, stale))
     page = drawn(choice, n_steps)
@@ -243,8 +248,12 @@ def test_an_op_says_what_it_waits_for_and_frees():
     said = find(analyse(Choice("gpipe", 2, 2), 2).drawn, "1F1")
     assert "0F1 (activation from rank 0)" in said
     assert "keeps its activations until slot 5" in said
-    weights = find(analyse(Choice("zero_cdp_v2", 3, 3), 2).drawn, "2F1")
-    assert "from rank" in weights
+    sharded = analyse(Choice("zero_cdp_v2", 4, 4), 3).drawn  # which come anew for each op
+    assert "(the newest; from rank 0)" in find(sharded, "1F1")
+    assert "frees: weights 0 of stage 1" in find(sharded, "1F1")
+    assert "(the newest; from rank 3)" in find(sharded, "1B1")
+    assert "frees: activations of 1F1; weights 0 of stage 1" in find(sharded, "1B1")
+    assert "broadcast by rank 2)" in find(analyse(Choice("zero_dp", 4, 4), 1).drawn, "1F0")
     assert "there is no op 9F9" in find(analyse(Choice("gpipe", 2, 2), 2).drawn, "9F9")
 
 

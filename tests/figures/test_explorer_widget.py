@@ -237,6 +237,8 @@ def test_a_schedule_is_explored_as_it_is():
     ]
     mine = Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
     assert Explorer(mine).choices[0].build() == mine
+    text = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    assert Explorer(OWN, 2, 2, orders=text).choices[0].build() == mine
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,7 @@ def test_a_schedule_is_explored_as_it_is():
         ({"delay": 1, "orders": ["0F0"]}, "tells its options itself: leave out delay, orders"),
         ({"compare": catalog.cyclic(3)}, "got 2 stages and 2 micro-batches beside 3 and 3"),
         ({"compare": Schedule.from_rank_orders(["0F0 0B0"], period=7)}, "no controls of the expl"),
+        ({"compare": catalog.gpipe(2, 33)}, "microbatches is a whole number from 1 to 32: got 33"),
     ],
 )
 def test_a_schedule_that_cannot_be_explored(arguments, message):
@@ -338,6 +341,26 @@ def test_exports(explorer, tmp_path):
     assert starts["1F0"] == ("1", "0", "0")
     events = json.loads((folder / "gpipe_2x2.trace.json").read_text())["traceEvents"]
     assert {event["name"] for event in events if event.get("cat") == "compute"} >= {"0F0", "1B1"}
+
+
+def test_exports_of_one_name_are_numbered(explorer, tmp_path):
+    """Side by side a schedule may stand with other options."""
+    explorer.folder.value = str(tmp_path)
+    explorer.columns[1].schedule.value = "cdp_v2"
+    explorer.columns[1].placement.value = "per_stage"
+    assert [path.name for path in explorer.export_trace()] == [
+        "cdp_v2_2x2_1.trace.json",
+        "cdp_v2_2x2_2.trace.json",
+    ]
+    alike, pipeline = explorer.export_csv()
+    assert alike.read_text().startswith("op,kind")
+    assert Schedule.from_csv(pipeline, period=4, delay="freshest").n_ranks == 2
+    for column in explorer.columns:
+        column.schedule.value = OWN
+    explorer.columns[1].orders.value = "0F0 0B0"
+    first, second = explorer.export_csv()
+    assert (first.name, second.name) == ("rank_orders_1.csv", "rank_orders_2.csv")
+    assert (first.read_text().count("\n"), second.read_text()) == (2, "0F0,0B0\n")
 
 
 def test_exports_say_why_not(explorer, tmp_path):

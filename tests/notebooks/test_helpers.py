@@ -288,6 +288,7 @@ def test_live_rows():
         "rank 1 50% setting <one>",
     ]
     shown = live._repr_html_()
+    assert "done in" in shown
     assert "&lt;one&gt;" in shown
     assert shown.count("<polyline") == 1
     assert shown.index("rank 0") < shown.index("rank 1")
@@ -300,8 +301,11 @@ def test_an_error_in_a_cell_is_one_sentence():
         pilot(torch.nn.Linear(3, 2), torch.randn(8, 3), n_workers=0)
     (line,) = refused.value._render_traceback_()
     assert line == f"ValueError: {refused.value}"
-    with pytest.raises(KeyError) as bug, Live("pilot"):
+    live = Live("pilot")
+    assert "running for" in live._repr_html_()
+    with pytest.raises(KeyError) as bug, live:
         raise KeyError("a bug keeps its traceback")
+    assert "ended after" in live._repr_html_()
     assert not hasattr(bug.value, "_render_traceback_")
 
 

@@ -208,6 +208,14 @@ def test_divergence_is_told():
     assert found.advice.choice == "undecided"
 
 
+def test_a_training_whose_loss_is_0():
+    """Of answers that are all alike, which 32 bits round to no loss at all."""
+    alike = torch.zeros(40, dtype=torch.long)
+    found = pilot(net(1), (IMAGES, alike), 2, batch=4, steps=6, seeds=1)
+    assert (found.training.loss_ratio, found.training.highest) == (1, 1)
+    assert found.training.diverged == ()
+
+
 def test_a_function_draws_weights_for_every_seed():
     make, _ = pilot.__globals__["_maker"](net)
     drawn = torch.get_rng_state()

@@ -3,12 +3,13 @@
 import pytest
 
 from toolkit.cost import Hardware, unit_costs
-from toolkit.pilot.predict import predict, schedule_of
+from toolkit.pilot.predict import predict
+from toolkit.schedule.comparison import schedule_of
 
 
 def test_waiting_includes_latency():
     slow = Hardware("slow", 1.0, 1e9, 1e9, link_latency=1.0)
-    schedules = [schedule_of("DP", 2, 2, "per_microbatch")]
+    schedules = [schedule_of("DP", 2, "per_microbatch")]
     (found,) = predict(schedules, unit_costs(2), slow, [0, 0], (1.0, 1.0))
     assert found.without_links == pytest.approx(4, rel=1e-3)
     assert found.seconds > found.without_links + 1
@@ -18,7 +19,7 @@ def test_waiting_includes_latency():
     ("placement", "more"), [("per_microbatch", (8, 8)), ("per_stage", (5, 3)), ("one", (8,))]
 )
 def test_devices_keep_the_optimizers_of_what_they_update(placement, more):
-    schedules = [schedule_of("DP", 2, 2, placement)]
+    schedules = [schedule_of("DP", 2, placement)]
     machine = Hardware("quick", 1.0, 1e9, 1e9)
 
     def memories(state):

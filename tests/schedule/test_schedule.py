@@ -127,3 +127,21 @@ def test_ops_between_slots_collide_where_a_period_ends():
     starts = {Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): 3}
     with pytest.raises(ValueError, match="cannot run 0B0 and 0F0 in the same slot"):
         Schedule("tight", 1, 1, Timing(starts, period=4, ticks_per_slot=2), "per_stage", delay=1)
+
+
+def test_a_schedule_in_short():
+    """However many micro-batches there are."""
+    assert repr(catalog.one_f_one_b(4, 64)) == (
+        "Schedule('1F1B', stages=4, microbatches=64, ranks=4, period=134, placement='per_stage',"
+        " delay=0, state='replicated')"
+    )
+    assert "delay='by stage'" in repr(catalog.published(3))
+
+
+def test_a_rank_that_has_nothing_to_do_holds_nothing():
+    """There are more turns than micro-batches, and one step alone."""
+    schedule = Schedule("own", 8, 4, timing.pipelined(8, 4), "per_stage_and_microbatch", "freshest")
+    peaks = schedule.lower(1).verify().peak_activations()
+    assert len(peaks) == 36
+    assert sum(peaks) == 26
+    assert {*peaks} == {0, 1}

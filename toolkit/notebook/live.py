@@ -41,6 +41,7 @@ class Live:
         self.rows: dict[str, _Row] = {}
         self._begun = self._shown = 0.0
         self._ended: float | None = None
+        self._state = "running for"
         self._handle: Any = None
 
     def __enter__(self) -> "Live":
@@ -53,6 +54,7 @@ class Live:
 
     def __exit__(self, kind: object, error: object, where: object) -> None:
         self._ended = time.monotonic()
+        self._state = "done in" if error is None else "ended after"
         self.show()
         if isinstance(error, RankError | JobFailedError) or (
             isinstance(error, ValueError) and refused_by(error)
@@ -101,9 +103,8 @@ class Live:
 
     def _repr_html_(self) -> str:
         shown = "".join(_html(name, row) for name, row in sorted(self.rows.items(), key=_in_order))
-        state = "done in" if self._ended else "running for"
         return (
-            f"<div><b>{escape(self.title)}</b> <span style='opacity:0.6'>{state}"
+            f"<div><b>{escape(self.title)}</b> <span style='opacity:0.6'>{self._state}"
             f" {self._seconds:.0f} s</span>"
             f"<table style='margin:4px 0'>{shown}</table></div>"
         )

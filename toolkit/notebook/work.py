@@ -43,7 +43,7 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         config: from which the stages are made again, without ranks.
     """
     from toolkit.config import build_model
-    from toolkit.cost import predict_observed, profile
+    from toolkit.cost import predict_observed, profile, recomputing
     from toolkit.model import partition
     from toolkit.training.data import load
 
@@ -55,5 +55,6 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         example,
         config.partition,
     )
+    costs = recomputing(profile(stages, example, precision=config.precision), config.checkpoint)
     timeline = found.timeline()
-    return timeline, predict_observed(timeline, found.schedule, profile(stages, example))
+    return timeline, predict_observed(timeline, found.schedule, costs)

@@ -1,7 +1,7 @@
 """The rule by which findings become advice: a pure function of them."""
 
 from dataclasses import dataclass
-from math import isnan
+from math import isfinite, isnan
 from shlex import quote
 
 from toolkit.pilot.findings import Findings, RuleFindings, TrainingFindings
@@ -204,7 +204,7 @@ def _advice(found: Findings, choice: str, reasons: list[str]) -> Advice:
 
 def _guard_factor(trained: TrainingFindings | None) -> float:
     """Twice as high as a healthy loss has come, and at least 2; 10 where none was seen."""
-    if trained is None or not trained.learned or isnan(trained.highest):
+    if trained is None or not trained.learned or not isfinite(trained.highest):
         return 10.0
     return max(2.0, round(2 * trained.highest, 1))
 

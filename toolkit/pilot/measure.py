@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice, repeat
-from math import isfinite, nan
+from math import inf, isfinite, nan
 from statistics import mean, quantiles
 
 import torch
@@ -130,13 +130,18 @@ def train(
         tested="tokens" if data.samples == "sequences" else data.samples,
         accuracy=right,
         difference=_difference(right[rules[1].name], right[rules[0].name], len(labels)),
-        loss_ratio=mean(mine / theirs for mine, theirs in losses),
-        highest=max(max(run.tenths) / run.first for found in runs.values() for run in found),
+        loss_ratio=mean(_ratio(mine, theirs) for mine, theirs in losses),
+        highest=max(_ratio(max(run.tenths), run.first) for found in runs.values() for run in found),
         chance=chance,
         learned=mean(right[rules[0].name]) > chance + _SURE * error,
         diverged=tuple(rule for rule, found in runs.items() if any(run.diverged for run in found)),
         cosine=min(cosines, default=nan),
     )
+
+
+def _ratio(loss: float, other: float) -> float:
+    """Of losses, which 32 bits round to 0 where a model is sure of itself."""
+    return loss / other if other else inf if loss else 1.0
 
 
 def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> Estimate:

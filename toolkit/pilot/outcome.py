@@ -8,7 +8,8 @@ from math import inf
 from toolkit.cost import Hardware
 from toolkit.pilot.advice import Advice, advise
 from toolkit.pilot.findings import Findings
-from toolkit.pilot.predict import predict, schedule_of
+from toolkit.pilot.predict import check_placement, predict
+from toolkit.schedule.comparison import schedule_of
 from toolkit.tables import table
 from toolkit.units import TIMES, digits, size, unit_for
 
@@ -30,8 +31,10 @@ class Pilot(Findings):
     def elsewhere(self, hardware: Hardware | None = None, placement: str | None = None) -> "Pilot":
         """The same measurements, predicted for other machines or another placement."""
         hardware, placement = hardware or self.hardware, placement or self.placement
+        check_placement(placement)
         schedules = [
-            schedule_of(rule.rule, self.n_workers, self.n_stages, placement) for rule in self.rules
+            schedule_of(found.rule, self.n_workers, placement, n_stages=self.n_stages)
+            for found in self.rules
         ]
         predictions = predict(schedules, self.costs, hardware, self.optimizer_bytes, self.slack)
         rules = tuple(
@@ -72,12 +75,16 @@ class Pilot(Findings):
         """The findings as aligned text."""
         if not self.rules:
             return "nothing was measured: the model cannot be cut into stages"
-        turned = [
-            {"": name, **{row["rule"]: row[name] for row in self.rows()}}
-            for name in self.rows()[0]
+        return table(self._turned())
+
+    def _turned(self) -> list[dict[str, str]]:
+        """A row a quantity, a column a rule."""
+        rows = self.rows()
+        return [
+            {"": name, **{row["rule"]: row[name] for row in rows}}
+            for name in rows[0]
             if name != "rule"
         ]
-        return table(turned)
 
     def origin(self) -> list[str]:
         """What was measured where, what was predicted from what, and how sure it is."""
@@ -118,15 +125,13 @@ class Pilot(Findings):
         advice = self.advice
         parts = [f"<h3>{escape(advice.verdict)}</h3>", _list(advice.reasons)]
         if self.rules:
-            names = [name for name in self.rows()[0] if name != "rule"]
-            heads = "".join(f"<th>{escape(row['rule'])}</th>" for row in self.rows())
+            turned = self._turned()
+            heads = "".join(f"<th>{escape(name)}</th>" for name in turned[0])
             body = "".join(
-                f'<tr><td style="text-align:left">{escape(name)}</td>'
-                + "".join(f"<td>{escape(row[name])}</td>" for row in self.rows())
-                + "</tr>"
-                for name in names
+                "<tr>" + "".join(f"<td{_aligned(k)}>{escape(row[k])}</td>" for k in row) + "</tr>"
+                for row in turned
             )
-            parts.append(f"<table><thead><tr><th></th>{heads}</tr></thead>{body}</table>")
+            parts.append(f"<table><thead><tr>{heads}</tr></thead>{body}</table>")
         parts.append(_list(self.origin()))
         for title, lines in (("Watch", advice.watch), ("Roll back", advice.roll_back)):
             if lines:
@@ -138,6 +143,10 @@ class Pilot(Findings):
 
 def _list(lines: tuple[str, ...] | list[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>"
+
+
+def _aligned(column: str) -> str:
+    return "" if column else ' style="text-align:left"'
 
 
 def _range(ratio: tuple[float, float, float]) -> str:

@@ -6,10 +6,9 @@ from math import inf
 
 from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.cost.hardware import check_hardware
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import Schedule
 from toolkit.schedule.steady import steps_to_time
 
-RULES = ("DP", "CDP-v1", "CDP-v2")
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
 
 
@@ -30,20 +29,14 @@ class Prediction:
     memories: tuple[float, ...]
 
 
-def schedule_of(rule: str, n_workers: int, n_stages: int, placement: str) -> Schedule:
-    """The schedule of a rule.
+def check_placement(placement: str) -> None:
+    """Refuse what is no placement of a pilot's workers.
 
     Raises:
-        ValueError: unknown placement.
+        ValueError: it is another.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"unknown placement {placement!r}: choose one of {', '.join(PLACEMENTS)}")
-    if rule != "DP":
-        delay = 1 if rule == "CDP-v1" else "freshest"
-        return catalog.cyclic(n_workers, delay, placement, n_stages=n_stages)
-    if placement == "per_stage":
-        return replace(catalog.gpipe(n_stages, n_workers), name="DP")
-    return catalog.data_parallel(n_workers, placement, n_stages=n_stages)
 
 
 def predict(
@@ -63,15 +56,15 @@ def predict(
     """
     check_hardware(hardware)
     free = replace(hardware, link_bandwidth=inf, link_latency=0.0)
-    versions = [costs, *(_scaled(costs, factor, hardware) for factor in slack)]
+    slackened = [_scaled(costs, factor, hardware) for factor in slack]
     found: list[Prediction] = []
     baseline: list[float] = []
     for schedule in schedules:
         program = schedule.lower(steps_to_time(schedule)).verify()
-        timeline = simulate(program, costs, hardware, optimizer_bytes)
-        times = [
-            simulate(program, scaled, hardware, optimizer_bytes).step_time for scaled in versions
-        ]
+        timeline, *others = (
+            simulate(program, version, hardware, optimizer_bytes) for version in (costs, *slackened)
+        )
+        times = [timeline.step_time, *(other.step_time for other in others)]
         baseline = baseline or times
         ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
         found.append(

@@ -18,10 +18,11 @@ from toolkit.pilot import data as images_of
 from toolkit.pilot import measure
 from toolkit.pilot.findings import RuleFindings, TrainingFindings
 from toolkit.pilot.outcome import Pilot
-from toolkit.pilot.predict import PLACEMENTS, RULES, predict, schedule_of
+from toolkit.pilot.predict import check_placement, predict
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
+from toolkit.schedule.comparison import RULES, schedule_of
 from toolkit.schedule.sizes import whole
 from toolkit.tracking import describe
 from toolkit.training.data import Batch
@@ -179,7 +180,7 @@ class _Trial:
             slack = low / middle, high / middle
         self.say("predicting", 0.0)
         n, s, placement = self.found.n_workers, self.found.n_stages, self.found.placement
-        schedules = [schedule_of(rule, n, s, placement) for rule in RULES]
+        schedules = [schedule_of(rule, n, placement, n_stages=s) for rule in RULES]
         predictions = predict(schedules, costs, self.found.hardware, state, slack)
         rules = tuple(
             RuleFindings(
@@ -219,7 +220,8 @@ def _affordable(found: Pilot, left: float, seeds: int) -> int:
 
 def _here(found: Pilot) -> dict[str, Schedule]:
     """Every rule with all workers on one device: what is measured."""
-    return {rule: schedule_of(rule, found.n_workers, found.n_stages, "one") for rule in RULES}
+    on_one = partial(schedule_of, placement="one", n_stages=found.n_stages)
+    return {rule: on_one(rule, found.n_workers) for rule in RULES}
 
 
 def _optimizer_bytes(runtime: SingleProcess) -> list[int]:
@@ -269,7 +271,7 @@ def _first_trained(model: nn.Module) -> nn.Parameter:
 
 def _cut(model: nn.Module, n_workers: int, example: Tensor) -> tuple[Stages, int]:
     """As many stages as workers, or as many as the model can be cut into; 2 or more train."""
-    whole = partition(model, 1, example)  # what cannot be traced is refused here
+    uncut = partition(model, 1, example)  # what cannot be traced is refused here
     for n_stages in range(n_workers, 1, -1):
         try:
             stages = partition(model, n_stages, example)
@@ -277,7 +279,7 @@ def _cut(model: nn.Module, n_workers: int, example: Tensor) -> tuple[Stages, int
             continue
         if sum(any(p.requires_grad for p in stage.parameters()) for stage in stages) > 1:
             return stages, n_stages
-    return whole, 1
+    return uncut, 1
 
 
 def _this_device(device: torch.device) -> Hardware:
@@ -308,11 +310,8 @@ def _check_output(stages: Stages, data: images_of.Data, answers: Tensor) -> None
 
 
 def _check(placement: str, compute: str, budget: float) -> None:
-    for name, chosen, known in (
-        ("placement", placement, PLACEMENTS),
-        ("compute", compute, COMPUTE),
-    ):
-        if chosen not in known:
-            raise ValueError(f"unknown {name} {chosen!r}: choose one of {', '.join(known)}")
+    check_placement(placement)
+    if compute not in COMPUTE:
+        raise ValueError(f"unknown compute {compute!r}: choose one of {', '.join(COMPUTE)}")
     if not (isinstance(budget, int | float) and budget > 0):
         raise ValueError(f"budget is a number of seconds above 0: got {budget!r}")

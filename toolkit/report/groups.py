@@ -64,7 +64,8 @@ class Group:
     @property
     def summed(self) -> Run | None:
         """The means over seeds, where runs have not been kept by themselves."""
-        return next((run for run in self.counting if run.seed is None), None)
+        means = (r for r in self.counting if r.seed is None and r.kind == "compare")
+        return next(means, None)
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

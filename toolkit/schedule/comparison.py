@@ -8,6 +8,7 @@ forms of traffic count messages of this toolkit's programs.
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from toolkit.schedule import catalog
 from toolkit.schedule.footprint import Footprint, footprint
@@ -50,25 +51,34 @@ def compare(n: int) -> list[Row]:
     return rows
 
 
-def _placed(placement: str, state: str = "replicated") -> Callable[[str, int], Schedule]:
-    def make(rule: str, n: int) -> Schedule:
-        if rule == "DP":
-            return catalog.data_parallel(n, placement, state)
-        return catalog.cyclic(n, 1 if rule == "CDP-v1" else "freshest", placement, state)
+def schedule_of(
+    rule: str,
+    n_workers: int,
+    placement: str,
+    state: str = "replicated",
+    *,
+    n_stages: int | None = None,
+) -> Schedule:
+    """The schedule of a rule; as a pipeline, DP is GPipe.
 
-    return make
-
-
-def _pipeline(rule: str, n: int) -> Schedule:
-    return catalog.gpipe(n, n) if rule == "DP" else _placed("per_stage")(rule, n)
+    Args:
+        rule: one of :data:`RULES`.
+        n_stages: as many as workers unless given.
+    """
+    if rule != "DP":
+        delay = 1 if rule == "CDP-v1" else "freshest"
+        return catalog.cyclic(n_workers, delay, placement, state, n_stages=n_stages)
+    if placement == "per_stage":
+        return catalog.gpipe(n_workers if n_stages is None else n_stages, n_workers)
+    return catalog.data_parallel(n_workers, placement, state, n_stages=n_stages)
 
 
 SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
-    "one device": _placed("one"),
-    "multi-device": _placed("per_microbatch"),
-    "with model parallelism": _placed("per_stage_and_microbatch"),
-    "pipeline": _pipeline,
-    "ZeRO": _placed("per_microbatch", "sharded"),
+    "one device": partial(schedule_of, placement="one"),
+    "multi-device": partial(schedule_of, placement="per_microbatch"),
+    "with model parallelism": partial(schedule_of, placement="per_stage_and_microbatch"),
+    "pipeline": partial(schedule_of, placement="per_stage"),
+    "ZeRO": partial(schedule_of, placement="per_microbatch", state="sharded"),
 }
 """How each setting of the paper is scheduled under a rule, for N workers."""
 

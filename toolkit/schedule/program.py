@@ -89,7 +89,7 @@ class Program:
 
     def peak_activations(self) -> tuple[int, ...]:
         """The most stage-activations that each rank holds at once."""
-        return tuple(max(alive for _, alive in _alive(rank)) for rank in self.ranks)
+        return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
         """The most weights that each rank holds at once, in stage-parameters: all versions, and

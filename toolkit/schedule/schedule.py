@@ -114,6 +114,14 @@ class Schedule:
                 " keeps no version but for one op; choose that, or predict=False"
             )
 
+    def __repr__(self) -> str:
+        late = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"
+        return (
+            f"Schedule({self.name!r}, stages={self.n_stages}, microbatches={self.n_microbatches},"
+            f" ranks={self.n_ranks}, period={self.period:g}, placement={self.layout.name!r},"
+            f" delay={late!r}, state={self.state!r})"
+        )
+
     @property
     def n_ranks(self) -> int:
         return self.layout.n_ranks
@@ -367,13 +375,14 @@ class Schedule:
     def _busy(self) -> dict[int, tuple[list[tuple[int, Op]], int]]:
         """Of each rank: (start, op) modulo the ticks after which it does the same again."""
         period = self.timing.period
+        turns = [self.layout.turns(stage) for stage in range(self.n_stages)]
+        in_turn = [n > 1 and self._first_come_first_served(stage) for stage, n in enumerate(turns)]
         busy: dict[int, tuple[list[tuple[int, Op]], int]] = {}
         for op, start in self.timing.starts.items():
-            turns = self.layout.turns(op.stage)
-            if turns > 1 and self._first_come_first_served(op.stage):
+            if in_turn[op.stage]:
                 continue  # a rank is free again when its turn comes
-            lap = turns * period
-            for step in range(turns):
+            lap = turns[op.stage] * period
+            for step in range(turns[op.stage]):
                 rank = self.rank(op.stage, op.microbatch, step)
                 taken, _ = busy.setdefault(rank, ([], lap))
                 taken.append(((start + step * period) % lap, op))

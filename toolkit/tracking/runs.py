@@ -192,7 +192,6 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 def _runs_of(folder: Path) -> list[Run]:
     """The runs of one folder: one, or those of a comparison; none of a report's."""
-    kind, choice, config = _options(folder)
     state, message = "unfinished", "there is no result.json"
     result: dict[str, Any] = {}
     try:
@@ -203,16 +202,15 @@ def _runs_of(folder: Path) -> list[Run]:
     except DamagedError as error:
         state, message = "damaged", str(error)
     source = result.get("provenance")
-    if isinstance(source, dict):
-        config = source["config"] if isinstance(source.get("config"), dict) else config
-        kind = kind or _kind(source.get("command"), config)
-    elif state == "finished":
-        message = "result.json has no provenance: it is of another version"
     lacking = state == "finished" and not isinstance(source, dict)
-    kind = kind or _kind(None, config) or "unknown"
+    if lacking:
+        message = "result.json has no provenance: it is of another version"
+    told = source if isinstance(source, dict) else {}
+    config = told["config"] if isinstance(told.get("config"), dict) else _options(folder)
+    kind, choice = _job(folder)
+    kind = kind or _kind(told.get("command"), config) or "unknown"
     if kind == _OWN:
         return []
-    told = source if isinstance(source, dict) else {}
     by = _judged_by(result, config)
     base = Run(
         *(folder, kind, state, message, lacking),
@@ -360,8 +358,8 @@ def _epochs_by_run(path: Path) -> dict[tuple[str, int], list[dict[str, float]]]:
     return found
 
 
-def _options(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
-    """The experiment, its choice of a schedule and its options; empty where Hydra wrote none."""
+def _options(folder: Path) -> dict[str, Any]:
+    """Options as Hydra has written them; empty where it wrote none."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -372,12 +370,17 @@ def _options(folder: Path) -> tuple[str, str | None, dict[str, Any]]:
     if not _RESOLVER.search(str(config)):
         with suppress(OmegaConfBaseException, ValueError):  # else as it was written
             config = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    return config
+
+
+def _job(folder: Path) -> tuple[str, str | None]:
+    """The experiment, and its choice of a schedule; empty where Hydra wrote none."""
     hydra = read_yaml(folder / ".hydra" / "hydra.yaml")
     kind = choice = None
     with suppress(KeyError, TypeError, AttributeError):
         kind = text_or_none(hydra["hydra"]["job"]["name"])
         choice = text_or_none(hydra["hydra"]["runtime"]["choices"].get("schedule"))
-    return kind or "", choice, config
+    return kind or "", choice
 
 
 def _kind(command: Any, config: Mapping[str, Any]) -> str:

@@ -7,13 +7,14 @@ and as overrides of the experiments' configuration.
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
 from toolkit.messages import instead
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.schedule.staleness import Delay, plain
 
 OWN = "your own"
@@ -141,7 +142,7 @@ class Choice:
         return _build(self)
 
     def python(self) -> str:
-        """One line that makes the schedule, with ``catalog`` and ``Schedule`` imported."""
+        """One line that makes the schedule, of what ``toolkit.schedule`` has."""
         name, sizes, options = self._call()
         words = [*map(repr, sizes), *(f"{key}={value!r}" for key, value in options.items())]
         return f"{name}({', '.join(words)})"
@@ -225,11 +226,14 @@ def _build(choice: Choice) -> Schedule:
 
 def _overrides(sizes: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     given = {**sizes, **{f"schedule.{name}": value for name, value in options.items()}}
-    return " ".join(f"{key}={_written(value)}" for key, value in given.items())
+    return " ".join(quote(f"{key}={_written(value)}") for key, value in given.items())
 
 
 def _written(value: Any) -> str:
     """As Hydra reads it, without blanks."""
+    if isinstance(value, RandomDelay):
+        drawn = {key: x for key, x in asdict(value).items() if x is not None}
+        return "{" + ",".join(f"{key}:{x}" for key, x in drawn.items()) + "}"
     return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
 
 

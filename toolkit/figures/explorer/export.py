@@ -13,35 +13,44 @@ if TYPE_CHECKING:
     from toolkit.cost import Timeline
 
 
-def write_png(shown: Sequence[Analysis], folder: Path) -> Path:
+def write_png(shown: Sequence[Analysis], folder: Path) -> list[Path]:
     """The toolkit's figure of the schedules side by side."""
     from toolkit.figures import save, schedules
 
     figure = schedules([analysis.schedule for analysis in shown], len(shown[0].drawn.steps))
     name = "_and_".join(_stem(analysis) for analysis in shown)
-    return save(figure, _in(folder) / name)[0]
+    return [save(figure, _in(folder) / name)[0]]
 
 
-def write_csv(analysis: Analysis, folder: Path) -> Path:
-    """The rank orders, where ranks have an order of their own; else a table of ops."""
+def write_csv(shown: Sequence[Analysis], folder: Path) -> list[Path]:
+    """Of each the rank orders, where ranks have an order of their own; else a table of ops."""
+    own = Path(ORDERS_FILE).stem
+    stems = [own if a.choice.schedule == OWN else _stem(a) for a in shown]
+    paths = [_in(folder) / f"{name}.csv" for name in _told_apart(stems)]
+    for path, analysis in zip(paths, shown, strict=True):
+        path.write_text(_csv(analysis))
+    return paths
+
+
+def write_traces(
+    shown: Sequence[Analysis], timelines: "Sequence[Timeline]", folder: Path
+) -> list[Path]:
+    """The simulated timeline of each, for ui.perfetto.dev."""
+    names = _told_apart([_stem(analysis) for analysis in shown])
+    paths = [_in(folder) / f"{name}.trace.json" for name in names]
+    for path, timeline in zip(paths, timelines, strict=True):
+        timeline.to_chrome_trace(path)
+    return paths
+
+
+def _csv(analysis: Analysis) -> str:
     if analysis.choice.schedule == OWN:
-        path = _in(folder) / ORDERS_FILE
         rows = [line.split() for line in analysis.choice.orders if line.strip()]
-        path.write_text("".join(f"{','.join(row)}\n" for row in rows))
-        return path
-    path = _in(folder) / f"{_stem(analysis)}.csv"
+        return "".join(f"{','.join(row)}\n" for row in rows)
     try:
-        path.write_text(analysis.schedule.to_csv())
+        return analysis.schedule.to_csv()
     except ValueError:  # not a pipeline
-        path.write_text(ops_table(analysis))
-    return path
-
-
-def write_trace(analysis: Analysis, timeline: "Timeline", folder: Path) -> Path:
-    """The simulated timeline, for ui.perfetto.dev."""
-    path = _in(folder) / f"{_stem(analysis)}.trace.json"
-    timeline.to_chrome_trace(path)
-    return path
+        return ops_table(analysis)
 
 
 def ops_table(analysis: Analysis) -> str:
@@ -69,3 +78,8 @@ def _in(folder: Path) -> Path:
 def _stem(analysis: Analysis) -> str:
     name = analysis.choice.schedule.replace(" ", "_")
     return f"{name}_{analysis.schedule.n_stages}x{analysis.schedule.n_microbatches}"
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """``names``, numbered where they are alike."""
+    return [f"{x}_{k}" if names.count(x) > 1 else x for k, x in enumerate(names, 1)]

@@ -1,111 +1,121 @@
 """What each op waits for and what it frees, read off the instructions of its program."""
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Op, Program
 from toolkit.schedule.dependencies import dependencies
-from toolkit.schedule.instruction import WeightsKey
+from toolkit.schedule.needs import needs
 
 _Key = tuple[int, int]  # rank, position among the rank's instructions
 
 
 def texts(program: Program) -> Mapping[_Key, str]:
     """``[rank, position]`` of every op: the op, what it waits for and what it frees, in lines."""
-    tick = program.schedule.timing.ticks_per_slot
     return {
-        (rank, k): _text(program, tick, rank, i, seen)
-        for rank, instructions in enumerate(program.ranks)
-        for seen in (_Rank(instructions),)
-        for k, i in enumerate(instructions)
+        (rank, k): seen.text(k)
+        for rank in range(len(program.ranks))
+        for seen in (_Rank(program, rank),)
+        for k, i in enumerate(seen.instructions)
         if i.action.computes
     }
 
 
 def find(program: Program, wanted: str) -> str:
     """The text of an op of the first training step, or that there is none such."""
-    for (rank, k), text in texts(program).items():
-        i = program.ranks[rank][k]
-        if i.step == program.first_step and text.startswith(f"{wanted} of"):
-            return text
+    for rank, instructions in enumerate(program.ranks):
+        for k, i in enumerate(instructions):
+            if i.action.computes and i.step == program.first_step and str(i.op) == wanted:
+                return _Rank(program, rank).text(k)
     return f"there is no op {wanted}: write stage, kind (F, B, I or W) and micro-batch, such as 0F0"
 
 
 class _Rank:
-    """Where a rank's buffers come from, when they go, and which op comes before which."""
+    """What each instruction of a rank waits for, and what waits for it."""
 
-    def __init__(self, instructions: tuple[Instruction, ...]) -> None:
-        self.received: dict[tuple, tuple[int, ...]] = {}
-        self.made: dict[tuple[int, int | None], str] = {}
-        self.freed: dict[tuple[int, int | None, int | None], int] = {}
-        self.weights: dict[WeightsKey, int] = {}
-        self.sent: defaultdict[tuple, list[int]] = defaultdict(list)
-        self.before: dict[Instruction, Instruction | None] = {}
-        last: Instruction | None = None
-        for i in instructions:
-            if i.action.computes:
-                self.before[i] = last
-                last = i
-            elif i.action == Action.FREE and i.buffer == Buffer.ACTIVATION:
-                self.freed[i.stage, i.microbatch, i.step] = i.tick
-            elif i.action == Action.FREE:
-                self.weights[i.weights] = i.tick
-            elif i.action == Action.UPDATE:
-                self.made[i.stage, i.version] = "updated here"
-            elif i.buffer == Buffer.WEIGHTS and i.action == Action.RECV:
-                self.made[i.stage, i.version] = f"from rank {i.peers[0]}"
-            elif i.buffer == Buffer.WEIGHTS and i.action == Action.BROADCAST:
-                self.made.setdefault((i.stage, i.version), f"broadcast by rank {i.peers[0]}")
-            elif i.action == Action.RECV:
-                self.received[i.buffer, i.stage, i.microbatch, i.step] = i.peers
-            elif i.action == Action.SEND and i.buffer != Buffer.GRADIENT:
-                self.sent[i.buffer, i.stage, i.microbatch, i.step] += i.peers
+    def __init__(self, program: Program, rank: int) -> None:
+        self.schedule, self.rank = program.schedule, rank
+        self.instructions = program.ranks[rank]
+        self.needed = needs(self.instructions, rank)
+        self.users: list[list[Instruction]] = [[] for _ in self.instructions]
+        for user, needed in zip(self.instructions, self.needed, strict=True):
+            for p in needed:
+                self.users[p].append(user)
+        ops = [i for i in self.instructions if i.action.computes]
+        self.before = dict(zip(ops[1:], ops, strict=False))
+
+    def text(self, position: int) -> str:
+        i, users = self.instructions[position], self.users[position]
+        tick = self.schedule.timing.ticks_per_slot
+        head = f"{i.op} of step {i.step}: {i.action.label} of stage {i.stage}"
+        head += f" on micro-batch {i.microbatch}; rank {self.rank}, slot {_slot(i.tick, tick)}"
+        freed = sorted((user for user in users if user.action == Action.FREE), key=_buffer)
+        frees = [_freed(user) for user in freed if user.tick == i.tick + tick]
+        waits = self._waits(position)
+        lines = [
+            head,
+            "waits for: " + "; ".join(waits),
+            "frees: " + ("; ".join(frees) or "nothing"),
+        ]
+        for user in freed:
+            if i.action == Action.FORWARD and user.buffer == Buffer.ACTIVATION:
+                lines.append(f"keeps its activations until slot {_slot(user.tick, tick)}")
+        for user in users:
+            if user.action == Action.SEND and user.buffer != Buffer.GRADIENT:
+                lines.append(f"sends its result to rank {user.peers[0]}")
+        return "\n".join(lines)
+
+    def _waits(self, position: int) -> Iterator[str]:
+        i = self.instructions[position]
+        late = (i.step or 0) - (i.version or 0)
+        fresh = "the newest" if not late else f"{late} step{'s' * (late > 1)} late"
+        yield f"{_weights(i)} ({fresh}; {self._origin(position)})"
+        for op in dependencies(i.op, self.schedule.timing.starts, self.schedule.n_stages):
+            yield self._input(op, position)
+        before = self.before.get(i)
+        if before is not None and not self.schedule.one_device:
+            own = "" if before.step == i.step else f" of step {before.step}"
+            yield f"{before.op}{own}, before it on this rank"
+
+    def _origin(self, position: int) -> str:
+        """Where the version that is read, or predicted from, has come from."""
+        version = self.instructions[position].version
+        for p in self.needed[position]:
+            maker = self.instructions[p]
+            if maker.action == Action.PREDICT:
+                return self._origin(p)
+            if maker.action == Action.UPDATE and maker.version == version:
+                return "updated here"
+            if maker.buffer == Buffer.WEIGHTS and maker.version == version:
+                how = "broadcast by" if maker.action == Action.BROADCAST else "from"
+                return f"{how} rank {maker.peers[0]}"
+        return "held from the start"
+
+    def _input(self, op: Op, position: int) -> str:
+        """One op whose result is needed, and the rank that sends it."""
+        gradient = op.kind != Kind.FORWARD
+        if op.stage == self.instructions[position].stage:
+            return f"{op} ({'gradient of the output, kept' if gradient else 'activations'} here)"
+        buffer = Buffer.ACTIVATION_GRADIENT if gradient else Buffer.ACTIVATION
+        makers = [self.instructions[p] for p in self.needed[position]]
+        sent = [f"from rank {i.peers[0]}" for i in makers if i.peers and i.buffer == buffer]
+        what = "gradient" if gradient else "activation"
+        return f"{op} ({what} {sent[0] if sent else 'made here'})"
 
 
-def _text(program: Program, tick: int, rank: int, i: Instruction, seen: _Rank) -> str:
-    schedule = program.schedule
-    op = i.op
-    key = (i.stage, i.microbatch, i.step)
-    head = f"{op} of step {i.step}: {i.action.label} of stage {i.stage}"
-    head += f" on micro-batch {i.microbatch}; rank {rank}, slot {_slot(i.tick, tick)}"
+def _buffer(i: Instruction) -> int:
+    return i.buffer or Buffer.ACTIVATION
 
-    late = (i.step or 0) - (i.version or 0)
-    fresh = "the newest" if not late else f"{late} step{'s' * (late > 1)} late"
-    origin = seen.made.get((i.stage, i.version), "held from the start")
-    weights = f"weights {i.version} of stage {i.stage}"
+
+def _weights(i: Instruction) -> str:
     if i.buffer == Buffer.PREDICTION:
-        weights = f"weights {i.step} of stage {i.stage} as predicted from {i.version}"
-    waits = [f"{weights} ({fresh}; {origin})"]
-    for needed in dependencies(op, schedule.timing.starts, schedule.n_stages):
-        waits.append(_input(needed, i, seen))
-    before = seen.before[i]
-    if before is not None and not schedule.one_device:
-        own = "" if before.step == i.step else f" of step {before.step}"
-        waits.append(f"{before.op}{own}, before it on this rank")
-
-    end = i.tick + tick
-    gone = seen.freed.get(key)
-    frees = [f"activations of {op.stage}F{op.microbatch}"] if gone == end else []
-    if seen.weights.get(i.weights) == end:
-        frees.append(weights)
-    lines = [head, "waits for: " + "; ".join(waits), "frees: " + ("; ".join(frees) or "nothing")]
-    if i.action == Action.FORWARD and gone is not None:
-        lines.append(f"keeps its activations until slot {_slot(gone, tick)}")
-    boundary = Buffer.ACTIVATION if i.action == Action.FORWARD else Buffer.ACTIVATION_GRADIENT
-    if i.action != Action.BACKWARD_WEIGHT and (targets := seen.sent.get((boundary, *key))):
-        lines.append(f"sends its result to rank {targets[0]}")
-    return "\n".join(lines)
+        return f"weights {i.step} of stage {i.stage} as predicted from {i.version}"
+    return f"weights {i.version} of stage {i.stage}"
 
 
-def _input(needed: Op, i: Instruction, seen: _Rank) -> str:
-    """One op whose result is needed, and the rank that sends it."""
-    buffer = Buffer.ACTIVATION if needed.kind == Kind.FORWARD else Buffer.ACTIVATION_GRADIENT
-    source = seen.received.get((buffer, needed.stage, needed.microbatch, i.step))
-    if needed.stage == i.stage:
-        half = "gradient of the output, kept" if needed.kind != Kind.FORWARD else "activations"
-        return f"{needed} ({half} here)"
-    what = "activation" if buffer == Buffer.ACTIVATION else "gradient"
-    return f"{needed} ({what} {f'from rank {source[0]}' if source else 'made here'})"
+def _freed(i: Instruction) -> str:
+    if i.buffer == Buffer.ACTIVATION:
+        return f"activations of {i.stage}F{i.microbatch}"
+    return _weights(i)
 
 
 def _slot(tick: int, ticks_per_slot: int) -> str:

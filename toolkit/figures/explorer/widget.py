@@ -38,7 +38,7 @@ class Explorer(ui.VBox):
         microbatches: of a training step.
         compare: another schedule to show beside it, likewise; one of the same sizes.
         delay, predict, placement, state, n_ranks, accumulate, orders: of the first schedule, as
-            in :class:`Choice`.
+            in :class:`Choice`; orders also as text of several lines.
         n_steps: training steps drawn, 1 to 3.
         costs: of the stages, by :func:`toolkit.cost.profile`; uniform unless given.
         model: whose stages are profiled on demand, with ``example``, a micro-batch.
@@ -64,7 +64,7 @@ class Explorer(ui.VBox):
         state: str | None = None,
         n_ranks: int | None = None,
         accumulate: int | None = None,
-        orders: Sequence[str] = (),
+        orders: str | Sequence[str] = (),
         n_steps: int = 3,
         costs: "Sequence[StageCost] | None" = None,
         model: "nn.Module | None" = None,
@@ -81,7 +81,7 @@ class Explorer(ui.VBox):
             "state": state,
             "n_ranks": n_ranks,
             "accumulate": accumulate,
-            "orders": tuple(orders),
+            "orders": tuple(orders.splitlines() if isinstance(orders, str) else orders),
         }
         first = _chosen(schedule, stages, microbatches, options)
         if isinstance(schedule, Schedule):
@@ -236,15 +236,16 @@ class Explorer(ui.VBox):
 
     def export_png(self) -> list[Path]:
         """Write the figure of what is shown, as PNG and SVG; return the PNG's path."""
-        return [export.write_png([analysis for analysis, _ in self._good()], self._folder)]
+        return export.write_png([analysis for analysis, _ in self._good()], self._folder)
 
     def export_csv(self) -> list[Path]:
         """Write the rank orders of each schedule, or its ops where it is no pipeline."""
-        return [export.write_csv(analysis, self._folder) for analysis, _ in self._good()]
+        return export.write_csv([analysis for analysis, _ in self._good()], self._folder)
 
     def export_trace(self) -> list[Path]:
         """Write the simulated timeline of each schedule, for ui.perfetto.dev."""
-        return [export.write_trace(*good, self._folder) for good in self._good()]
+        analyses, timelines = zip(*self._good(), strict=True)
+        return export.write_traces(analyses, timelines, self._folder)
 
     @property
     def _folder(self) -> Path:
@@ -369,6 +370,7 @@ def _chosen(
         return Choice(schedule, stages, microbatches, **options)
     if given := [name for name, value in options.items() if value not in (None, ())]:
         raise ValueError(f"a Schedule tells its options itself: leave out {', '.join(given)}")
+    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     found = choice_of(schedule)
     if found is None:
         raise ValueError(
