@@ -112,6 +112,15 @@ def test_ranks_that_wait_for_each_other_are_all_named():
     assert verdict(waits(1, seconds=11), waits(2, seconds=12), waits(0, seconds=1)) is None
 
 
+def test_ranks_that_are_all_at_one_place_may_only_take_long():
+    """As those of torch's wrappers are, whose backward both computes and waits for the others."""
+    here = at("the gradients", 0, 1, 2, seconds=11)
+    assert verdict(here, here, here) is None
+    found = verdict(here, here, at("the weights", 0, 1, 2, seconds=11))
+    assert found is not None
+    assert found.blamed is None
+
+
 def test_a_lost_connection_names_both_ends_once_no_better_reason_is_found():
     table = (
         waits(1, error="closed by peer"),

@@ -9,12 +9,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 from tests.thorough import thorough
 from toolkit.runtime.processes.lastword import LastWord, Process
 from toolkit.runtime.processes.verdict import Fate
-from toolkit.runtime.processes.watch import EXIT_FAILED, JobFailedError, Watch
+from toolkit.runtime.processes.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
 from toolkit.schedule import Action, Buffer, Instruction
 
 RING = Path(__file__).with_name("ring.py")
@@ -234,6 +235,8 @@ def test_an_error_where_no_rank_is_waited_for_is_the_users():
     here.at("FORWARD")
     with pytest.raises(RuntimeError, match=r"^shapes$"), here.failing():
         raise RuntimeError("shapes")
+    with pytest.raises(torch.OutOfMemoryError), here.waiting("the gradients of all ranks", [1]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_stop_gives_the_signals_back():
@@ -257,23 +260,26 @@ def test_a_handler_of_the_users_stays():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_on_terminate_may_go_on():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_hears_signals_by_itself_is_left_to_it(number):
+    """Once: with the second of a kind there is no more patience."""
     here = watch()
-    calls: list[int] = []
-    here.on_terminate = lambda: calls.append(1)
     here.start()
-    os.kill(os.getpid(), signal.SIGTERM)
-    deadline = time.monotonic() + 20
-    while not calls and time.monotonic() < deadline:
-        time.sleep(0.01)
-    here.stop()
-    assert calls == [1]
+    heard: list[int] = []
+    before = signal.signal(number, lambda number, frame: heard.append(number))
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(3 * _GRACE)  # this process would have ended by now, or the watch be about to
+        assert heard == [number]
+        assert here._signal == 0
+        assert here._obeys(number)
+    finally:
+        signal.signal(number, before)
+        here.stop()
 
 
 def test_a_signal_to_a_forked_process_is_not_one_to_the_rank():
     here = watch()
-    calls: list[int] = []
-    here.on_terminate = lambda: calls.append(1)
     here.start()
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         child = os.fork()  # which Python 3.12 warns of where there are threads
@@ -281,5 +287,5 @@ def test_a_signal_to_a_forked_process_is_not_one_to_the_rank():
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    time.sleep(2 * _GRACE)  # in which it would leave
     here.stop()
-    assert not calls

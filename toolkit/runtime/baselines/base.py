@@ -73,13 +73,16 @@ class Baseline(Runtime):
 
     @abstractmethod
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
-        """Training step ``step``, on what this rank reads of its batch."""
+        """Training step ``step``, on what this rank reads of its batch.
+
+        Where it waits for others, the watch is told so.
+        """
 
     def _steps(self, source: Source, n_steps: int | None) -> Steps:
         for share in take(source, n_steps):
             assert share is not None  # every rank reads something
             step = self.steps_done
-            self.world.watch.at(f"step {step}", step, self._everyone)
+            self.world.watch.at(f"step {step}", step)
             result = self._train(step, *share)
             self.steps_done += 1
             yield result

@@ -150,7 +150,7 @@ class _Message:
         self.world = world
         flat = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
         self.flat = flat.to(world.message_device, wire)
-        with world.watch.failing():
+        with world.watch.waiting("gradients to be sent", range(world.size)):
             self.work = dist.all_reduce(self.flat, group=world.group, async_op=True)
 
     def received(self) -> dict[str, Tensor]:

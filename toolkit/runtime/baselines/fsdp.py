@@ -1,6 +1,7 @@
 """torch's FSDP2: ZeRO-3, or ZeRO-2."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -88,6 +89,9 @@ class FSDP(Synchronous):
             fully_shard(stage, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
         return model
+
+    def _in_forward(self) -> AbstractContextManager[None]:
+        return self.world.watch.waiting("the weights of all ranks", self._everyone)
 
     @torch.no_grad()
     def _module(self) -> nn.Module:

@@ -1,6 +1,7 @@
 """Data parallelism under a wrapper of torch: forward, backward, update."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ class Synchronous(Baseline):
     def _wrap(self, model: Chain) -> nn.Module:
         raise NotImplementedError
 
+    def _in_forward(self) -> AbstractContextManager[None]:
+        """What a forward runs in; it waits for nobody unless told."""
+        return nullcontext()
+
     def _module(self) -> nn.Module:
         self._average_running_statistics()
         return self.stages.model
@@ -77,7 +82,7 @@ class Synchronous(Baseline):
         self._chain.at(step, self.rank)
         if self._recipe.channels_last:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
-        with self._recipe.autocast(self.world.device):
+        with self._in_forward(), self._recipe.autocast(self.world.device):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):

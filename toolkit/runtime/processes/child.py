@@ -5,7 +5,6 @@ import ctypes
 import mmap
 import os
 import pickle
-import re
 import signal
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from toolkit.runtime.processes import watch, world
+from toolkit.runtime.processes.backend import is_of_backend
 from toolkit.runtime.processes.watch import JobFailedError
 
 
@@ -38,8 +38,6 @@ class Raised(NamedTuple):
     pickled: bytes
     lost: bool
 
-
-_BACKENDS_WORDS = "(?i)gloo|nccl|connection|socket"
 
 _parent: Connection | None = None
 _telling = threading.Lock()
@@ -114,9 +112,7 @@ def _describe(error: BaseException) -> Raised:
     above = error.__traceback__
     frames = above.tb_next if above is not None else None  # without this module's own
     where = "".join(traceback.format_exception(type(error), error, frames))
-    lost = isinstance(error, ConnectionError) or (
-        isinstance(error, RuntimeError) and re.search(_BACKENDS_WORDS, str(error)) is not None
-    )
+    lost = is_of_backend(error)
     return Raised(type(error).__name__, str(error), where, base, pickled, lost)
 
 

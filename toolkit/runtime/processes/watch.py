@@ -16,10 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from toolkit.runtime.processes.backend import is_of_backend
 from toolkit.runtime.processes.beats import Beats
 from toolkit.runtime.processes.lastword import LastWord
 from toolkit.runtime.processes.verdict import Fate, Position, Seen, Verdict, judge, lost_store
@@ -59,8 +61,6 @@ class Watch:
 
     Attributes:
         position: where the main thread is.
-        on_terminate: called by the watch's thread on a SIGTERM that did not come because another
-            rank has failed. By default it ends the process.
         on_failure: called by the watch's thread, with the reason as far as this rank knows it,
             before the process ends because the job has failed. It has a moment.
     """
@@ -68,7 +68,6 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.position = Position("start", None, ())
-        self.on_terminate: Callable[[], None] = lambda: self._leave(128 + signal.SIGTERM)
         self.on_failure: Callable[[str], None] = lambda message: None
         self._told = "another rank has said why the ranks end"
         self._word = LastWord.make()
@@ -99,11 +98,12 @@ class Watch:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """A RuntimeError within, at a position with peers, is the backend's and ends the job."""
+        """An error of the backend within, at a position with peers, ends the job."""
         try:
             yield
-        except RuntimeError as error:
-            if self.position.peers and not isinstance(error, JobFailedError):
+        except Exception as error:
+            ours = isinstance(error, JobFailedError)
+            if self.position.peers and is_of_backend(error) and not ours:
                 self.fail(error)
             raise
 
@@ -184,18 +184,20 @@ class Watch:
         atexit.unregister(self._at_exit)
 
     # Signals. While the main thread is blocked in C++ no handler of Python's runs, but the number
-    # of the signal goes to the pipe at once.
+    # of the signal goes to the pipe at once. Somebody else's handler, such as that of a training
+    # that saves itself first, has the first signal to itself.
 
     def _take_signals(self) -> None:
         global _signalled
         self._old_pipe: int | None = None
         self._took_term = False
+        self._left_to_others: set[int] = set()
         if threading.current_thread() is not threading.main_thread():
             return
         self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         # Who has a handler already means it: submitit's makes Slurm's first SIGTERM harmless.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, lambda *_: None)
+            signal.signal(signal.SIGTERM, _leave_to_watch)
             self._took_term = True
         _signalled = self
 
@@ -207,6 +209,16 @@ class Watch:
             if self._took_term:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _signalled = None
+
+    def _obeys(self, number: int) -> bool:
+        """Whether the watch acts on a signal: one that is its own, or the second of another's."""
+        if number != signal.SIGINT and not (number == signal.SIGTERM and self._took_term):
+            return False
+        if signal.getsignal(number) in (signal.default_int_handler, _leave_to_watch):
+            return True
+        again = number in self._left_to_others
+        self._left_to_others.add(number)
+        return again
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -250,7 +262,7 @@ class Watch:
             if urgent:
                 self._beats.call()
             for number in self._sleep(_HURRY if urgent else self._beat):
-                if number == signal.SIGINT or (number == signal.SIGTERM and self._took_term):
+                if self._obeys(number):
                     self._signal, self._signal_at = number, self._now
                     self._word.fate = Fate.TOLD
 
@@ -280,9 +292,7 @@ class Watch:
 
     def _obey(self, mine: Seen) -> None:
         """Do as the signal says: no other rank's failure was the reason for it."""
-        if self._signal == signal.SIGTERM:
-            self.on_terminate()
-        elif mine.position.peers:
+        if self._signal == signal.SIGTERM or mine.position.peers:
             self._leave(128 + self._signal)
         elif self._now - self._signal_at <= 1:
             return  # the main thread is to have its KeyboardInterrupt
@@ -379,6 +389,10 @@ class Watch:
         printed.start()
         printed.join(_GRACE)  # the main thread may hold what that needs
         os._exit(status)
+
+
+def _leave_to_watch(number: int, frame: FrameType | None) -> None:
+    """A handler of SIGTERM: the watch's thread acts on it."""
 
 
 _signalled: Watch | None = None
