@@ -19,7 +19,7 @@ from tests.runtime.models import assert_same, differ
 from tests.stages import cut
 from tests.thorough import more
 from toolkit.model import partition
-from toolkit.runtime import Recipe, SingleProcess, by_name
+from toolkit.runtime import Recipe, SingleProcess, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.base import is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
@@ -213,13 +213,27 @@ def follow_all(n_ranks):
     for name, case in (CASES | COMPRESSED).items():
         if case.schedule.n_ranks == n_ranks:
             with _ops_run() as ops:
-                stages, *others = case.arguments()
+                stages, schedule, optimizer, loss = case.arguments()
+                waits = set()
                 if rank > 0:  # only the weights of rank 0 count
                     for tensor in stages.model.state_dict().values():
                         tensor.add_(1)
-                runtime = case.make(stages, *others, lr_scheduler=case.lr_scheduler, **case.options)
+                options = {"lr_scheduler": case.lr_scheduler, **case.options}
+                loss = watched(loss, waits)
+                runtime = case.make(stages, schedule, optimizer, loss, **options)
                 found[name] = (case.follow(runtime), ops, float(runtime.total(torch.ones(()))))
+                assert waits == {()} or case.make is TorchPipelining  # while it computes
     return found
+
+
+def watched(loss, waits):
+    """``loss``, which has ``waits`` tell for whom the watch thinks that it waits."""
+
+    def told(outputs, targets):
+        waits.add(join().watch.position.peers)
+        return loss(outputs, targets)
+
+    return told
 
 
 @contextlib.contextmanager
