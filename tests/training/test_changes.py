@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from omegaconf import MISSING, OmegaConf
 
-from toolkit.training.changes import changed_options
+from toolkit.training.changes import changed_options, rate_follows_epochs
 
 
 def test_options_that_one_side_lacks_are_told():
@@ -53,3 +53,15 @@ def test_some_options_change_nothing():
     assert changed_options(before, now) == "data.root=b (was a)"
     assert changed_options(before, now, ["data", "save"]) == "epochs=2 (was 1)"
     assert changed_options("ab: 1", OmegaConf.create({"ab": 2}), ["a"]) == "ab=2 (was 1)"
+
+
+@pytest.mark.parametrize(
+    ("lr", "epochs", "follows"), [("cosine", 20, True), ("cosine", 10, False), ("step", 20, False)]
+)
+def test_epochs_count_where_the_rate_follows_them(lr, epochs, follows):
+    """Half a cosine that was planned for 10 epochs is another one over 20."""
+    rate = {"_target_": f"toolkit.training.lr.{lr.title()}"}
+    now = OmegaConf.create({"epochs": epochs, "lr": rate})
+    assert rate_follows_epochs("epochs: 10", now) == follows
+    assert not rate_follows_epochs("epochs: ten", now)
+    assert not rate_follows_epochs(None, now)

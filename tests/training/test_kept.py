@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 def test_other_orders_in_the_same_file_are_told(tmp_path):
     file = tmp_path / "mine.csv"
-    options = f"schedule.file={file}", "save.steps=3"
+    options = f"schedule.file={file}", "save.steps=3", "lr=constant"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     stopped(tmp_path, 3, *options)
     job = prepare(configured(*options))
@@ -173,7 +173,8 @@ def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
     assert note.startswith("resumed with other options than those of the checkpoint: ")
     assert "optimizer.lr=0.5 (was 0.1)" in note
     assert "schedule._target_=toolkit.schedule.catalog.data_parallel (was" in note
-    assert not {"epochs", "save", "threads"} & {*re.findall(r"(\w+)[.\w]*=", note)}
+    assert "epochs=2 (was 3)" in note  # of a cosine
+    assert not {"save", "threads"} & {*re.findall(r"(\w+)[.\w]*=", note)}
 
 
 def test_a_run_that_has_ended_is_not_made_another(tmp_path):
@@ -403,6 +404,14 @@ def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, name):
     assert alike == [True, False]
 
 
+def test_a_longer_cosine_is_told_of(tmp_path):
+    run_kept(prepare(configured("lr=cosine", "epochs=1")), tmp_path)
+    longer = run_kept(prepare(configured("lr=cosine", "epochs=2")), tmp_path, resume=True)
+    assert longer.notes == [
+        "resumed with other options than those of the checkpoint: epochs=2 (was 1)"
+    ]
+
+
 @thorough
 def test_a_baseline_without_a_way_back_says_so(tmp_path):
     """There is no delay-free form of it."""
@@ -433,6 +442,23 @@ def test_each_rollback_goes_further_back_and_three_are_the_most(tmp_path, monkey
     with pytest.raises(FloatingPointError, match="3 rollbacks notwithstanding"):
         run_kept(prepare(configured("guard=rollback", "save.keep=9")), tmp_path)
     assert seen == [0, 24, 16, 8]
+
+
+def test_what_has_no_delay_is_rolled_back_once(tmp_path, monkeypatch):
+    """Data and seeds are the same again, so that a second time would end as the first."""
+    begun = []
+
+    def run(job, *arguments):
+        begun.append(job)
+        raise DivergedError("the loss is nan")
+
+    monkeypatch.setattr(Job, "run", run)
+    notes = []
+    job = prepare(configured("schedule=dp", "guard=rollback"))
+    with pytest.raises(FloatingPointError, match="is nan, 1 rollback notwithstanding"):
+        run_kept(job, tmp_path, on_note=notes.append)
+    assert len(begun) == 2
+    assert notes == ["the loss is nan: rolled back to epoch 0, step 0, and went on"]
 
 
 def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeypatch):

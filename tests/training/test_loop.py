@@ -1,5 +1,6 @@
 """The loop and evaluation, on models whose answers are known."""
 
+from dataclasses import replace
 from math import exp, isnan, log, nan
 from types import SimpleNamespace
 
@@ -66,6 +67,9 @@ def test_the_best_epoch_is_that_of_the_measure():
     assert not is_best(epochs, ACCURACY)
     assert is_best(epochs[:1], ACCURACY)
     assert is_best([*epochs, epochs[0]], ACCURACY)
+    lost = replace(epochs[0], top1=nan)
+    assert not is_best([epochs[0], lost], ACCURACY)
+    assert is_best([lost, epochs[1]], ACCURACY)
     assert (epochs[0].told(ACCURACY), epochs[0].told(LOSS)) == ("50.00%", "loss 2.000")
 
 

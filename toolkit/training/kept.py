@@ -7,9 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.options import INDIFFERENT
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
-from toolkit.training.changes import changed_options
+from toolkit.training.changes import FREE, changed_options, rate_follows_epochs
 from toolkit.training.checkpoints import Checkpoints, from_rank_0
 from toolkit.training.job import Job, prepare
 from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signals
@@ -72,6 +73,7 @@ def run_kept(
         folder / "checkpoints", options.save.keep, sharded=options.save.sharded
     )
     safe = _safe(job) if options.guard == "rollback" else None
+    delayed = job.schedule.max_staleness > 0
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -82,7 +84,7 @@ def run_kept(
     if resume or (resume is None and checkpoints.any(job.runtime)):
         job, position, rolled_back = _restored(job, checkpoints, note)
     resumed_at = position.steps_done if position else 0
-    n_rollbacks = 0
+    n_rollbacks, most = 0, _ROLLBACKS if delayed else 1  # or the same would come again
     with (signals or Signals()).heard() as signals:
         while True:
             saves = safe is not None or not often.never
@@ -96,14 +98,14 @@ def run_kept(
                 return Outcome(epochs, notes, job, resumed_at)
             except DivergedError as error:
                 notes += keeper.notes()
-                if safe is None or n_rollbacks == _ROLLBACKS:
+                if safe is None or n_rollbacks == most:
                     raise FloatingPointError(_no_way_back(error, safe, n_rollbacks)) from error
                 job, position = _rolled_back(job, checkpoints, safe, n_rollbacks, note)
                 rolled_back = True
                 n_rollbacks += 1
                 note(
                     f"{error}: rolled back to epoch {position.epoch}, step {position.step}, and"
-                    " went on without delay"
+                    f" went on{' without delay' * delayed}"
                 )
 
 
@@ -143,7 +145,8 @@ def _keeper(
 
 def _no_way_back(error: DivergedError, safe: Schedule | None, n_rollbacks: int) -> str:
     """What is said of a run that ends because its loss has diverged."""
-    tried = f", {n_rollbacks} rollbacks notwithstanding" if n_rollbacks else ""
+    some = f"{n_rollbacks} rollback{'s' * (n_rollbacks > 1)}"
+    tried = f", {some} notwithstanding" if n_rollbacks else ""
     back = "" if safe else " (guard=rollback goes back to the last checkpoint by itself)"
     return f"{error}{tried}: lower optimizer.lr, or warm up with lr.warmup_epochs{back}"
 
@@ -240,7 +243,9 @@ def _read(
     state, damaged = checkpoints.load(job.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
-    if told := changed_options(state.get("config"), job.config):
+    kept = state.get("config")
+    free = INDIFFERENT if rate_follows_epochs(kept, job.config) else FREE
+    if told := changed_options(kept, job.config, free):
         note(f"resumed with other options than those of the checkpoint: {told}")
     if (orders := _orders(job.config)) and state.get("orders") not in (None, orders):
         note(f"{job.config.schedule.file} has other orders than those of the checkpoint")

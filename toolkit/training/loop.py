@@ -274,9 +274,10 @@ def evaluated_at_once(form: Form, batch_size: int) -> int:
 
 
 def is_best(history: Sequence[Epoch], by: Measure) -> bool:
-    """Whether the last epoch is as good as any."""
+    """Whether the last epoch is as good as any; one that ended in no number is not."""
     values: list[float] = [getattr(epoch, by.metric) for epoch in history]
-    return values[-1] == (min if by.lower_is_better else max)(values)
+    best = min if by.lower_is_better else max
+    return values[-1] == best(filter(isfinite, values), default=None)
 
 
 def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:
