@@ -199,6 +199,7 @@ def train_all(
                 last = "diverged"
                 progress.skip(config.epochs - run.diverged_in - 1)
             progress.note(f"last: {job.schedule.name} {last}")
+            del job  # or the next one would have to find memory beside it
             yield run
 
 

@@ -57,9 +57,8 @@ def train_rules(
     rows: list[dict[str, Any]] = []
     for k, (seed, name) in enumerate(runs):
         single = {**config, "schedule": config.rules[name], "seed": seed}
-        job = prepare(OmegaConf.create(single), images)
         on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
-        for epoch in job.run_to_end():
+        for epoch in prepare(OmegaConf.create(single), images).run_to_end():
             numbers = per_cent(numbers_of(asdict(epoch))) | {"epoch": epoch.epoch}
             rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)

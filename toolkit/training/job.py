@@ -1,5 +1,6 @@
 """One training run, from its configuration to its metrics."""
 
+import gc
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
@@ -180,6 +181,7 @@ def prepare(
     device = world.device if world else pick_device(config.device)
     samples = load(config.data) if samples is None else samples
     form = samples.form
+    gc.collect()  # models of earlier runs: torch.fx ties them to themselves, GPU memory and all
     torch.manual_seed(config.seed)
     model = build_model(config.model, form).to(device)
     example = form.example(config.batch)
