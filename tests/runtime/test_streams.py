@@ -1,12 +1,14 @@
 """Threads beside the ops, on a GPU that is made up: in which order they do what."""
 
 import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from toolkit.runtime.streams import Streams, finish_stream
+from toolkit.runtime.streams import Streams, finish_stream, own_stream
 
 GPU = torch.device("cuda", 3)
 
@@ -43,7 +45,8 @@ def done(monkeypatch):
         yield
 
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream(found, "ops"))
-    monkeypatch.setattr("torch.cuda.Stream", lambda device: Stream(found, "own"))
+    monkeypatch.setattr("torch.cuda.Stream", lambda device, priority: Stream(found, "own"))
+    monkeypatch.setattr("toolkit.runtime.streams._spare", defaultdict(list))
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.stream", entered)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(device))
@@ -65,6 +68,43 @@ def test_a_thread_takes_its_device_before_all_else(done):
     thread.join()
     each = ["ops is through", "on own", "work", "own is through"]
     assert done == [GPU, *each, *each]
+
+
+def in_threads(n, work):
+    """What ``n`` threads make of ``work``, all at the same time."""
+    together = threading.Barrier(n)
+    with ThreadPoolExecutor(n) as pool:
+        return [*pool.map(lambda _: work(together), range(n))]
+
+
+def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, monkeypatch):
+    """Torch has 32 of them, of which a later one would be NCCL's, or that of another thread."""
+    used = []
+
+    @contextmanager
+    def entered(stream):
+        used.append(stream)
+        yield
+
+    monkeypatch.setattr("torch.cuda.stream", entered)
+    for _ in range(20):
+        streams = Streams(GPU)
+
+        def work(together, streams=streams):
+            with streams.beside():
+                together.wait()
+
+        in_threads(3, work)
+        streams.close()
+
+        def alone(together):
+            with own_stream(GPU):
+                together.wait()
+
+        in_threads(2, alone)
+    assert len(used) == 100
+    assert len({*map(id, used)}) == 3
+    assert all(len({*map(id, used[k : k + 3])}) == 3 for k in range(0, 100, 5))
 
 
 def test_on_the_cpu_there_is_nothing_to_do(done):

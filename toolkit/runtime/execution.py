@@ -67,7 +67,7 @@ class Execution:
         self._streams = Streams(self._world.device)
         self._unsent: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
-        self._closed = False
+        self._closed = self._finished = False
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the second thread
         self._news = threading.Condition(lock)  # for the main one
@@ -86,6 +86,8 @@ class Execution:
         for waiter in self._waiters.values():
             waiter.close()
         self._waiters.clear()  # or they and what they tell would hold each other, and the rank
+        if self._finished:  # otherwise a waiter may still be at it
+            self._streams.close()
 
     @property
     def in_order(self) -> list[int]:
@@ -128,6 +130,7 @@ class Execution:
             self._work.notify()
         self._await(lambda: self._flow.n_left == 0, self._flow.first_left)
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
+        self._finished = True
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
         """Wait until ``done``. The watch is told who holds up ``what``."""

@@ -5,11 +5,16 @@ are packed, awaited, unpacked and turned into updates. A thread waits until that
 before that until the ops whose results it uses have been done; so who is told of an end need not
 wait for the device. They sleep meanwhile: torch's default, to ask again and again, would take a
 core each.
+
+Torch gives out the same 32 streams of a GPU and a priority in turn, again and again, and NCCL's are
+among those of the usual one. On such a stream a thread would be held up by whatever NCCL waits for
+there, which may wait for that thread. So these are of high priority, and are used again.
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -27,12 +32,30 @@ def enter_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+_spare: "defaultdict[torch.device, list[torch.cuda.Stream]]" = defaultdict(list)
+
+
+def _take(device: torch.device) -> "torch.cuda.Stream":
+    """A stream that nobody else has, as long as there are no more than 32 at once."""
+    try:
+        return _spare[device].pop()
+    except IndexError:
+        return torch.cuda.Stream(device, priority=-1)
+
+
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
     """Work on ``device`` beside all else that is done there: on a stream of this thread's own."""
     enter_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+    if device.type != "cuda":
         yield
+        return
+    stream = _take(device)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        _spare[device].append(stream)
 
 
 class Streams:
@@ -44,6 +67,7 @@ class Streams:
             self._device = device
             self._ops = torch.cuda.current_stream(device)
             self._threads = threading.local()
+            self._taken: list[torch.cuda.Stream] = []
 
     def mark(self) -> "torch.cuda.Event | None":
         """The end of what the ops have been told to do so far."""
@@ -57,13 +81,20 @@ class Streams:
             return
         if not hasattr(self._threads, "stream"):
             enter_device(self._device)
-            self._threads.stream = torch.cuda.Stream(self._device)
+            self._threads.stream = _take(self._device)
+            self._taken.append(self._threads.stream)
         for mark in marks:
             if mark is not None:
                 mark.synchronize()
         with torch.cuda.stream(self._threads.stream):
             yield
             _end_of(self._threads.stream).synchronize()
+
+    def close(self) -> None:
+        """Leave the threads' streams to others; the threads have done all that they were to do."""
+        if self._gpu:
+            _spare[self._device].extend(self._taken)
+            self._taken.clear()
 
     def lend(self, tensors: Iterable[Tensor | None]) -> None:
         """The ops will use these, and drop them before they have been done with them."""
