@@ -1,8 +1,9 @@
 """What happened when, on which rank: predicted by the simulator or measured by a runtime."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -125,10 +126,9 @@ class Timeline:
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """(time, bytes from then on), of one rank or all, of one kind or all."""
+        of_ranks = self.changes if rank is None else self._changes_of[rank]
         changes = sorted(
-            (change.time, change.bytes)
-            for change in self.changes
-            if rank in (None, change.rank) and kind in (None, change.kind)
+            (change.time, change.bytes) for change in of_ranks if kind in (None, change.kind)
         )
         curve: list[tuple[float, float]] = []
         held = begun = 0.0
@@ -141,6 +141,14 @@ class Timeline:
                 begun = when
         return curve
 
+    @cached_property
+    def _changes_of(self) -> list[list[Change]]:
+        """By rank."""
+        found: list[list[Change]] = [[] for _ in range(self.n_ranks)]
+        for change in self.changes:
+            found[change.rank].append(change)
+        return found
+
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
         """The most bytes held at once."""
         return max((held for _, held in self.memory(rank, kind)), default=0.0)
@@ -149,8 +157,8 @@ class Timeline:
         """Bytes of each kind that a rank holds when it holds the most."""
         when, _ = max(self.memory(rank), key=lambda point: point[1], default=(0.0, 0.0))
         held = dict.fromkeys(KINDS, 0.0)
-        for change in self.changes:
-            if change.rank == rank and change.time <= when:
+        for change in self._changes_of[rank]:
+            if change.time <= when:
                 held[change.kind] += change.bytes
         return held
 
@@ -198,11 +206,12 @@ class Timeline:
         A row more names the slots, where the spans know theirs.
         """
         events: list[dict] = []
+        slots = self._slots()
         for rank in range(self.n_ranks):
             events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
             for lane, name in enumerate((*LANES, "slots")):
                 events.append(_metadata("thread_name", rank, lane, name))
-            for slot, start, end in self._slots(rank):
+            for slot, (start, end) in sorted(slots[rank].items()):
                 events.append(_complete(f"slot {slot}", rank, len(LANES), start, end))
         for span in self.spans:
             named = ("stage", "microbatch", "step", "bytes", "peer", "slot")
@@ -216,15 +225,15 @@ class Timeline:
                 events.append(event)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def _slots(self, rank: int) -> Iterator[tuple[int, float, float]]:
-        """Slot, start and end: from its first op to its last."""
-        times: dict[int, tuple[float, float]] = {}
+    def _slots(self) -> list[dict[int, tuple[float, float]]]:
+        """By rank, of each slot: the start of its first op and the end of its last."""
+        found: list[dict[int, tuple[float, float]]] = [{} for _ in range(self.n_ranks)]
         for span in self.spans:
-            if span.rank == rank and span.lane == COMPUTE and span.slot is not None:
+            if span.lane == COMPUTE and span.slot is not None:
+                times = found[span.rank]
                 start, end = times.get(span.slot, (span.start, span.end))
                 times[span.slot] = min(start, span.start), max(end, span.end)
-        for slot, (start, end) in sorted(times.items()):
-            yield slot, start, end
+        return found
 
 
 def _complete(name: str, rank: int, lane: int, start: float, end: float) -> dict:

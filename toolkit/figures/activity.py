@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from toolkit.figures.rows import align
 from toolkit.figures.style import drawing, style
-from toolkit.figures.timeline import add_keys, bytes_sent_by_bin, draw_ranks, draw_traffic
+from toolkit.figures.timeline import add_keys, draw_ranks, draw_traffic, rate_of_sending
 from toolkit.units import RATES, TIMES, unit_for
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ def activity(timeline: "Timeline") -> Figure:
         ratios = (max(2.0, 0.45 * n_ranks), 1)
         ranks, traffic = figure.subplots(2, 1, height_ratios=ratios, sharex="col")
         unit, name = unit_for(timeline.end, TIMES)
-        sent = bytes_sent_by_bin(timeline)
-        fastest = sent.max() * len(sent) / timeline.end
+        rate = rate_of_sending(timeline)
+        fastest = rate.max()
         traffic_unit, traffic_name = unit_for(fastest, RATES)
         traffic.set_xlim(0, timeline.end / unit)
         draw_ranks(ranks, timeline, unit)
         align([ranks], [("rank", n_ranks)])
-        draw_traffic(traffic, timeline, unit, traffic_unit)
+        draw_traffic(traffic, rate / traffic_unit, timeline.end / unit)
         traffic.set_ylim(0, 1.1 * fastest / traffic_unit or None)
         ranks.set_title(timeline.name)
         traffic.set_ylabel(f"sent\n({traffic_name})")

@@ -63,17 +63,20 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
         rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex=True)
         end = max(timeline.end for timeline in shown)
         unit, name = unit_for(end, TIMES)
-        fullest = max(t.peak_memory(rank) for t in shown for rank in range(t.n_ranks))
+        peaks = [[t.peak_memory(rank) for rank in range(t.n_ranks)] for t in shown]
+        fullest = max(map(max, peaks))
         memory_unit, memory_name = unit_for(fullest, SIZES)
-        fastest = max((bytes_sent_by_bin(t) * _BINS / t.end).max() for t in shown)
+        rates = [rate_of_sending(timeline) for timeline in shown]
+        fastest = max(rate.max() for rate in rates)
         traffic_unit, traffic_name = unit_for(fastest, RATES)
         rows[2, 0].set_xlim(0, end / unit)
         for column, timeline in enumerate(shown):
             ranks, memory, traffic = rows[:, column]
             draw_ranks(ranks, timeline, unit)
-            _draw_memory(memory, timeline, unit, memory_unit)
+            rank = peaks[column].index(max(peaks[column]))
+            _draw_memory(memory, timeline, rank, unit, memory_unit)
             memory.set_ylim(0, 1.45 * fullest / memory_unit or None)
-            draw_traffic(traffic, timeline, unit, traffic_unit)
+            draw_traffic(traffic, rates[column] / traffic_unit, timeline.end / unit)
             traffic.set_ylim(0, 1.1 * fastest / traffic_unit or None)
             ranks.set_title(timeline.name)
             traffic.set_xlabel(f"time ({name})")
@@ -125,9 +128,10 @@ def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     axes.tick_params(length=0, labelbottom=False)
 
 
-def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: float) -> None:
-    fullest = max(range(timeline.n_ranks), key=timeline.peak_memory)
-    curves = [timeline.memory(fullest, kind) for kind in _KINDS]
+def _draw_memory(
+    axes: Axes, timeline: "Timeline", rank: int, unit: float, memory_unit: float
+) -> None:
+    curves = [timeline.memory(rank, kind) for kind in _KINDS]
     times = np.unique([when for curve in curves for when, _ in curve] + [timeline.end])
     below = np.zeros(len(times))
     for (kind, colour), curve in zip(_KINDS.items(), curves, strict=True):
@@ -144,10 +148,13 @@ def _draw_memory(axes: Axes, timeline: "Timeline", unit: float, memory_unit: flo
     axes.legend(loc="upper center", ncols=5, fontsize=6, columnspacing=0.8, handlelength=0.8)
 
 
-def draw_traffic(axes: Axes, timeline: "Timeline", unit: float, traffic_unit: float) -> None:
-    edges = np.linspace(0, timeline.end, _BINS + 1)
-    rate = bytes_sent_by_bin(timeline) * _BINS / timeline.end
-    axes.stairs(rate / traffic_unit, edges / unit, fill=True, color=PURPLE, alpha=0.8)
+def draw_traffic(axes: Axes, rate: NDArray[np.float64], end: float) -> None:
+    axes.stairs(rate, np.linspace(0, end, _BINS + 1), fill=True, color=PURPLE, alpha=0.8)
+
+
+def rate_of_sending(timeline: "Timeline") -> NDArray[np.float64]:
+    """Bytes a second that all ranks send, in each of as many equal parts of the time."""
+    return bytes_sent_by_bin(timeline) * _BINS / timeline.end
 
 
 def bytes_sent_by_bin(timeline: "Timeline") -> NDArray[np.float64]:
@@ -159,8 +166,10 @@ def bytes_sent_by_bin(timeline: "Timeline") -> NDArray[np.float64]:
         if span.lane != "send" or not span.bytes:
             continue
         first, last = (min(_BINS - 1, int(t / width)) for t in (span.start, span.end))
+        if first == last:
+            sent[first] += span.bytes
+            continue
         bins = np.arange(first, last + 1)
         overlap = np.minimum(edges[bins + 1], span.end) - np.maximum(edges[bins], span.start)
-        lasting = overlap.sum()
-        sent[bins] += span.bytes * (overlap / lasting if lasting > 0 else 1 / len(bins))
+        sent[bins] += span.bytes * overlap / overlap.sum()
     return sent
