@@ -5,7 +5,6 @@ import importlib
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -25,6 +24,8 @@ def path(request):
 
 
 def read(path):
+    import nbformat  # which takes seconds, and most workers do without
+
     return nbformat.read(path, as_version=nbformat.NO_CONVERT)
 
 
@@ -37,6 +38,8 @@ def code(notebook):
 
 
 def test_stored_clean(path):
+    import nbformat
+
     notebook = read(path)
     nbformat.validate(notebook)
     assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import nan
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -26,6 +27,13 @@ class Found:
 
     schedules: dict[str, "Schedule"] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def steady(self) -> "dict[str, SteadyState]":
+        """What each of them comes to."""
+        from toolkit.schedule import steady_state
+
+        return {name: steady_state(schedule) for name, schedule in self.schedules.items()}
 
 
 def schedules_of(groups: Sequence[Group]) -> Found:
@@ -54,7 +62,6 @@ def schedules_of(groups: Sequence[Group]) -> Found:
 def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     """The schedules' grids, their peaks, and what ranks were seen to hold."""
     from toolkit.figures import schedules as draw
-    from toolkit.schedule import steady_state
     from toolkit.schedule.grid import rows
 
     for label, why in found.refused.items():
@@ -64,9 +71,8 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
         yield Text("No run tells of a schedule.")
         return
     drawn = [name for name, schedule in schedules.items() if rows(schedule)[1] <= _ROWS][:_GRIDS]
-    steady = {name: steady_state(schedule) for name, schedule in schedules.items()}
     peaks = {
-        name: steady[name].peak_activations / schedule.n_stages
+        name: found.steady[name].peak_activations / schedule.n_stages
         for name, schedule in schedules.items()
     }
     if drawn:
@@ -87,7 +93,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     if left_out:
         yield Text(f"Not drawn, to stay legible: {', '.join(left_out)}.")
     yield Table(
-        [_held(name, schedule, steady[name]) for name, schedule in schedules.items()],
+        [_held(name, schedule, found.steady[name]) for name, schedule in schedules.items()],
         "Activations that a schedule keeps, at most and in micro-batches (1 is all that one"
         " micro-batch keeps over the whole model), and how late its weights are.",
     )
@@ -112,7 +118,7 @@ def communication_blocks(groups: Sequence[Group], found: Found) -> Iterator[Bloc
     """Traffic by slot, what ranks were seen to send, and when."""
     if found.schedules:
         yield Table(
-            [_sent(name, schedule) for name, schedule in found.schedules.items()],
+            [_sent(name, steady) for name, steady in found.steady.items()],
             "What all ranks together send in a slot of the steady state, in stages' parameters,"
             " and the messages of one training step.",
         )
@@ -139,10 +145,7 @@ def _held(name: str, schedule: "Schedule", steady: "SteadyState") -> dict[str, s
     }
 
 
-def _sent(name: str, schedule: "Schedule") -> dict[str, str]:
-    from toolkit.schedule import steady_state
-
-    steady = steady_state(schedule)
+def _sent(name: str, steady: "SteadyState") -> dict[str, str]:
     units = steady.units_by_slot
     largest, average = float(max(units)), float(mean(units))
     messages = sum(sent.messages for slot in steady.traffic for sent in slot)

@@ -200,14 +200,10 @@ class Updater:
             self._renew()
         for name, master in self.masters.items():
             master.grad = total.tensors.get(name)
-        if self.optimizer is not None:
-            if not self._prepare_gradient(total, norm):
-                self.n_skipped += 1
-                self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if self.optimizer is not None and not self._prepare_gradient(total, norm):
+            self.n_skipped += 1
+            self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
+        self._step()
         if names := [name for name in total.tensors if name not in self.masters]:
             norms = [cast(_BatchNorm, self.stage.get_submodule(name)) for name in names]
             summed = [total.tensors[name] for name in names]
@@ -242,6 +238,9 @@ class Updater:
     def apply(self) -> None:
         """One optimizer step with the gradients that the parameters have."""
         self.unused = [name for name, master in self.masters.items() if master.grad is None]
+        self._step()
+
+    def _step(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)

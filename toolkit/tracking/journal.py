@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TextIO
 from uuid import uuid4
 
+from toolkit.files import write_text
+
 JOURNAL = "tracked.jsonl"
 """The file in a run's folder; its first line has the run's id and group."""
 
@@ -56,9 +58,7 @@ class Journal:
             return
         self.close()
         head = {"id": self.id, "mode": mode, "group": group}
-        beside = self._path.with_name(f".{self._path.name}")
-        beside.write_text("".join(f"{json.dumps(line)}\n" for line in [head, *self.points]))
-        beside.replace(self._path)
+        write_text(self._path, "".join(f"{json.dumps(line)}\n" for line in [head, *self.points]))
         self._file = self._path.open("a", buffering=1)
 
     def add(self, point: Mapping[str, Any]) -> None:

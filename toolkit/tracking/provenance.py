@@ -13,10 +13,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.repository import ROOT
+
 _PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
 _PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own machine
 _SHORTEST_KEY = 8  # characters
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def commit() -> str | None:
     None outside git, and where the code is installed within another repository.
     """
     try:
-        if Path(_git("rev-parse", "--show-toplevel")).resolve() != _ROOT:
+        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return None
         revision = _git("rev-parse", "HEAD")
         return f"{revision}+" if _git("status", "--porcelain", "--untracked-files=no") else revision
@@ -96,7 +97,7 @@ def commit() -> str | None:
 
 def _git(*arguments: str) -> str:
     found = subprocess.run(
-        ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return found.stdout.strip()
 
@@ -118,14 +119,14 @@ def _arguments() -> list[str]:
     if HydraConfig.initialized():
         hydra = HydraConfig.get()
         if Path(sys.argv[0]).stem != hydra.job.name:
-            return [str(_ROOT / "experiments" / f"{hydra.job.name}.py"), *hydra.overrides.task]
+            return [str(ROOT / "experiments" / f"{hydra.job.name}.py"), *hydra.overrides.task]
     return sys.argv
 
 
 def _relative(arguments: list[str]) -> list[str]:
     """The command as one would type it in the project's folder."""
     script = Path(arguments[0]).resolve()
-    shown = script.relative_to(_ROOT) if script.is_relative_to(_ROOT) else Path(script.name)
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     return [str(shown), *arguments[1:]]
 
 

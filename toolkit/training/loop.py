@@ -209,11 +209,12 @@ def fit(
         seconds = time.perf_counter() - start
         n_tested = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
-        test = evaluate(runtime.module(), share, runtime.total, recipe=recipe)
+        model = runtime.module()
+        test = evaluate(model, share, runtime.total, recipe=recipe)
         stretches.check_test(test.loss, position)
         ema = None
         if averages := runtime.averages():
-            ema = evaluate(runtime.module(), share, runtime.total, averages, recipe)
+            ema = evaluate(model, share, runtime.total, averages, recipe)
         done = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
