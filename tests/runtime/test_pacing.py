@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -234,8 +235,9 @@ def test_the_thread_is_on_the_device(monkeypatch):
         yield
 
     monkeypatch.setattr("torch.cuda.set_device", lambda device: done.append(device))
-    monkeypatch.setattr("torch.cuda.Stream", lambda device: f"new on {device}")
+    monkeypatch.setattr("torch.cuda.Stream", lambda device, priority: f"new on {device}")
     monkeypatch.setattr("torch.cuda.stream", entered)
+    monkeypatch.setattr("toolkit.runtime.streams._spare", defaultdict(list))
     device = torch.device("cuda", 3)
     pacer = Pacer(device)
     pacer.put([lambda: done.append("begun")], [1], 0).result(SECONDS)
