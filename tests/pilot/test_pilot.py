@@ -193,6 +193,13 @@ def test_text_is_given_as_a_set():
             pilot(net(), wrong, 2)
 
 
+def test_what_is_told_of_the_progress_ends_at_its_end():
+    told = []
+    images = (IMAGES, CLASSES)
+    pilot(net(), images, 2, batch=4, steps=0, on_progress=lambda *said: told.append(said))
+    assert told[-1] == ("predicting", 1.0)
+
+
 def test_a_model_and_images_of_unlike_types():
     found = pilot(net().double(), (IMAGES, CLASSES), np.int64(2), batch=4, steps=2, seeds=1)
     assert found.training.n_steps == 2

@@ -182,6 +182,7 @@ class _Trial:
         n, s, placement = self.found.n_workers, self.found.n_stages, self.found.placement
         schedules = [schedule_of(rule, n, placement, n_stages=s) for rule in RULES]
         predictions = predict(schedules, costs, self.found.hardware, state, slack)
+        self.say("predicting", 1.0)
         rules = tuple(
             RuleFindings(
                 rule=rule,
