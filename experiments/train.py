@@ -6,7 +6,6 @@ python experiments/train.py resume=outputs/train/...
 torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cdp_v2
 """
 
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
+from toolkit.config.ranks import restarted
 from toolkit.config.status import fail
 
 if TYPE_CHECKING:
@@ -34,12 +34,13 @@ def main(config: DictConfig) -> Ended:
     from toolkit.files import write_json
     from toolkit.tracking import describe, track
     from toolkit.training import prepare
+    from toolkit.training.checkpoints import from_rank_0
 
     start = time.perf_counter()
     job = prepare(config)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if leads() and job.runtime.world is not None:
-        job.runtime.world.watch.on_failure = partial(fail, folder)
+    if job.runtime.world is not None:  # whichever rank knows the reason tells it
+        job.runtime.world.watch.on_failure = partial(fail, from_rank_0(job.runtime, folder))
     with track(
         config,
         folder,
@@ -255,11 +256,6 @@ def sweep() -> str | None:
     """The name of the sweep's folder, if this is a run of one."""
     hydra = HydraConfig.get()
     return Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
-
-
-def restarted() -> bool:
-    """Whether torchrun has started the ranks again."""
-    return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def track_weights(config: DictConfig, folder: Path, tracker: Any) -> None:

@@ -79,6 +79,8 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["runtime.order=fast"], "unknown order 'fast': choose one of grouped, scheduled"),
         (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
         (["lr=step", "lr.gamma=-1"], "lr.gamma is above 0: got -1"),
+        (["lr.warmup_epochs=nan"], "lr.warmup_epochs is 0 or more: got nan"),
+        (["optimizer.lr=nan"], "optimizer.lr is a number: got nan"),
         (["lr=cosine", "lr.final=-5"], "lr.final is 0 or more: got -5"),
         (["optimizer=adamw", "optimizer.betas=[0.9]"], "optimizer cannot be made: "),
         (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
@@ -201,6 +203,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
             ["rules.dpp.delay=1"],
             "there is no option rules.dpp.delay: it is of a rule, or",
         ),
+        ("compare", ["schedule.delay=2"], "a rule: write rules.NAME.delay, such as rules.cdp_v2."),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
         (
             "compare",
@@ -262,6 +265,9 @@ def own(tmp_path):
         "optimizer/nothing": "lr: 0.1\n",
         "optimizer/rate": "_target_: torch.optim.Adagrad\nlr: 0.1\nbeta: 1\n",
         "optimizer/broken": "lr: [1\n",
+        "lr/torchs": "_target_: torch.optim.lr_scheduler.StepLR\nstep_size: 3\n",
+        "lr/number": "_target_: fractions.Fraction\n",
+        "schedule/number": "_target_: fractions.Fraction\n",
         "optimizer/listed": "- lr\n- 0.1\n",
         "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
         "experiment/eight": "# @package _global_\nworkers: 8\n",
@@ -310,6 +316,13 @@ def test_mistakes_in_choices_of_ones_own(own):
     )
     message = refused("train", own, "optimizer=rate", "optimizer.lr=fast", *TINY)
     assert message == "optimizer.lr is a number: got 'fast'"
+    message = refused("train", own, "lr=torchs", *TINY)
+    assert message.startswith("_target_: torch.optim.lr_scheduler.StepLR cannot be called so: ")
+    assert message.endswith("missing 1 required positional argument: 'optimizer'")
+    message = refused("train", own, "lr=number", *TINY)
+    assert message.startswith("lr: fractions.Fraction gives a Fraction, and training takes what")
+    message = refused("train", own, "schedule=number", *TINY)
+    assert message.startswith("schedule: fractions.Fraction gives a Fraction, and a schedule is")
 
 
 def test_machines_of_ones_own(tmp_path):
@@ -326,6 +339,8 @@ def test_machines_of_ones_own(tmp_path):
     where.write_text(text.replace("5.0e+13", "fast"))
     message = refused("simulate", *given)
     assert message == "flops of a hardware is a number above 0: got 'fast'"
+    where.write_text(text.replace("memory_bandwidth", "memory_bandwith"))
+    assert refused("simulate", *given).endswith("unexpected keyword argument 'memory_bandwith'")
     where.write_text("name: my machines\n")
     message = refused("simulate", *given)
     assert message.startswith("this choice of hardware has no _target_: add to its file")
@@ -349,7 +364,7 @@ def test_data_of_ones_own(own, tmp_path, monkeypatch):
         ("n: 3", "this choice of data has no _target_: add to its file what makes it, such as"),
     ]:
         where.write_text(text)
-        assert expected in refused("train", own, *rest, f"hydra.run.dir={tmp_path}/run")
+        assert expected in refused("train", own, *rest, f"hydra.run.dir={tmp_path}/other")
 
 
 def python(*arguments):

@@ -8,6 +8,7 @@ import yaml
 
 from tests.experiments.command import TINY, refused, run
 from toolkit.config.resume import resumed
+from toolkit.config.status import alone_in
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -128,3 +129,35 @@ def test_mistakes(tmp_path):
     assert done.status == 0
     assert "there is no checkpoint in" in refused("train", f"resume={tmp_path}")
     assert "save.keep is 1 or more: got 0" in refused("train", *TINY, "save.keep=0")
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path):
+    """Of which the later steps would be taken for its own."""
+    where = f"hydra.run.dir={tmp_path / 'run'}"
+    assert run("train", *TINY, where).status == 0
+    before = contents(tmp_path)
+    told = refused("train", *TINY, "seed=7", where)
+    assert "run has the checkpoints of a run: resume=" in told
+    assert contents(tmp_path) == before
+    assert run("train", f"resume={tmp_path / 'run'}", "epochs=2").status == 0
+
+
+def test_ranks_that_were_started_again_go_on(tmp_path, monkeypatch):
+    where = f"hydra.run.dir={tmp_path / 'run'}"
+    assert run("train", *TINY, where).status == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run("train", *TINY, where).status == 0
+
+
+def test_two_processes_are_not_at_work_in_one_folder(tmp_path):
+    where = f"hydra.run.dir={tmp_path / 'run'}"
+    assert run("train", *TINY, where).status == 0
+    before = contents(tmp_path)
+    with alone_in(tmp_path / "run"):
+        for given in (where, f"resume={tmp_path / 'run'}"):
+            assert "another process is at work in" in refused("train", *TINY, given)
+    assert contents(tmp_path) == before

@@ -59,7 +59,7 @@ def test_updates_that_were_left_out_are_told(tmp_path):
 
 @thorough
 def test_a_resumed_run_keeps_what_was_seen_before(tmp_path):
-    options = (*TINY, "schedule=cdp_v1", "diagnostics=2")
+    options = (*TINY, "schedule=cdp_v1", "diagnostics=2", "lr=constant")
     complete("train", tmp_path, *options, "epochs=1")
     assert [row["epoch"] for row in rows(tmp_path / "epochs.csv")] == ["0"]
     found = complete("train", tmp_path, f"resume={tmp_path}", "epochs=3")

@@ -244,7 +244,7 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
     (note,) = outcome.notes
     assert heard == outcome.notes
     assert "rolled back to epoch" in note
-    assert "went on without delay" in note
+    assert note.endswith("went on" if rule == "dp" else "went on without delay")
     assert outcome.job.schedule.max_staleness == 0
     assert outcome.job.runtime.steps_done == 4 * 32
     assert outcome.epochs[-1].top1 >= calm.epochs[-1].top1 - 0.02
@@ -375,12 +375,12 @@ def distributed(tmp_path_factory):
 def test_ranks_stop_together_and_go_on(distributed, name):
     """One of them has heard the signal."""
     folder, found = distributed
-    for heard, on_rank in zip((signal.SIGTERM, SENT[name]), found, strict=True):
+    for on_rank in found:
         expected, again, error, (ended, measured) = on_rank[name]
         assert_identical(again, expected)
         assert_identical(ended, expected)  # resumed when all was done
         assert measured is None
-        assert error == heard.name
+        assert error == SENT[name].name
     saved = [path.is_dir() for path in (folder / name / "again").glob("checkpoints/step_*.ckpt")]
     assert saved == 7 * ["sharded" in name]
 

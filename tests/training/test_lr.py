@@ -1,5 +1,7 @@
 """Learning rates, as literal numbers."""
 
+from math import inf, nan
+
 import pytest
 
 from toolkit.training.lr import Constant, Cosine, Step
@@ -57,6 +59,9 @@ def test_imagenet_of_the_paper():
         (lambda: Cosine(reference_batch=0), "lr.reference_batch is 1 or more: got 0"),
         (lambda: Step(every_epochs=0), "lr.every_epochs is 1 or more: got 0"),
         (lambda: Step(warmup_epochs=-1), "lr.warmup_epochs is 0 or more"),
+        (lambda: Step(warmup_epochs=inf), "lr.warmup_epochs is 0 or more: got inf"),
+        (lambda: Step(gamma=nan), "lr.gamma is above 0: got nan"),
+        (lambda: Cosine(final=nan), "lr.final is 0 or more: got nan"),
     ],
 )
 def test_refuses(make, message):

@@ -50,7 +50,12 @@ def build_schedule(config: DictConfig) -> Schedule:
             " it out, or give schedule.file"
         )
     check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")
-    schedule: Schedule = instantiate(options, _partial_=True)(**late)
+    schedule = instantiate(options, _partial_=True)(**late)
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"schedule: {config._target_} gives a {type(schedule).__name__}, and a schedule is a"
+            " toolkit.schedule.Schedule, such as toolkit.schedule.catalog makes"
+        )
     return schedule
 
 

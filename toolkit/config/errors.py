@@ -38,12 +38,16 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         if found := _NO_TARGET.match(str(error)):
             return f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)}"
+        if (wrong := _NOT_TAKEN.search(str(error))) and isinstance(error.__cause__, TypeError):
+            return f"_target_: {wrong[1]} cannot be called so: {error.__cause__}"
         error = error.__cause__
     ours = _TOOLKIT, conf.resolve().parent / "experiments"
     if isinstance(error, ValueError | FloatingPointError) and refused_by(error, *ours):
         return str(error)
     if type(error).__name__ == "JobFailedError":  # known by name: torch may not be loaded
         return str(error)
+    if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in str(error):
+        return "tensors would be larger than any memory: lower batch, or the sizes of the model"
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if type(error).__name__ == "FailedJobError":  # of a task elsewhere, with its traceback
@@ -107,6 +111,9 @@ def _unknown_choice(group: str, choice: str, found: Sequence[Path]) -> str:
 
 
 _NO_TARGET = re.compile(r"Error locating target '([^']+)'")
+_NOT_TAKEN = re.compile(
+    r"Error in call to target '([^']+)'.*(?:unexpected keyword argument|missing \d+ required)", re.S
+)
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _EXISTS = re.compile(r"An item is already at '([^']+)'")
 _SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
@@ -171,6 +178,11 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
         return "a sweep is added to what there is: write +sweep=..."
     if key in groups(conf):
         return f"{experiment} cannot take {key}=... here; --help lists what it takes"
+    if (experiment, group) == ("compare", "schedule"):
+        return (
+            f"a comparison has a schedule a rule: write rules.NAME.{name}, such as"
+            f" rules.cdp_v2.{name}=..."
+        )
     siblings = _own_options(group, folders(conf, arguments)[1:], arguments) or [
         option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")
     ]

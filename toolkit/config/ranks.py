@@ -17,6 +17,11 @@ def leads() -> bool:
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
 
 
+def restarted() -> bool:
+    """Whether torchrun has started the ranks again."""
+    return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
 def elsewhere() -> list[str]:
     """Options that have another rank than the first leave nothing in the job's folder.
 

@@ -90,14 +90,14 @@ def _made_by(folder: Path) -> str | None:
 
 
 def remembered(arguments: Sequence[str]) -> Callable[[], None]:
-    """What puts the options and the status of a run that is resumed back as they are now.
+    """What puts the options and the status of a run that is there already back as they are now.
 
     A run that is refused is then what it was before.
     """
     given = {_key(argument): argument.partition("=")[2] for argument in arguments}
-    folder = Path(given.get("hydra.run.dir", ""))
-    if "resume" not in given or given["resume"] == "null" or not leads():
+    if "hydra.run.dir" not in given or not leads():
         return lambda: None
+    folder = Path(given["hydra.run.dir"])
     paths = [path for path in (*folder.glob(".hydra/*.yaml"), folder / STATUS) if path.is_file()]
     contents = {path: path.read_bytes() for path in paths}
 

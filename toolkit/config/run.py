@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from toolkit.config import ranks, sweeps
 from toolkit.config import status as states
 from toolkit.config.shorthands import settle
-from toolkit.config.status import Status, write_status
+from toolkit.config.status import Status, alone_in, write_status
 
 FAILED = 1
 USAGE = 2
@@ -48,10 +48,21 @@ def run(function: Experiment, config: DictConfig, explained: Explained) -> Ended
 
 
 def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
+    """A run, in a folder that no other one is in, nor has left what it could go on from."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    with alone_in(folder):
+        fresh = "resume" in config and not config.resume and not ranks.restarted()
+        if fresh and sweeps.has_checkpoint(folder):
+            raise ValueError(
+                f"{folder} has the checkpoints of a run: resume={folder} goes on with it; for"
+                " another run give another hydra.run.dir"
+            )
+        return _told(function, config, explained, folder)
+
+
+def _told(function: Experiment, config: DictConfig, explained: Explained, folder: Path) -> Ended:
     """A run, with its status in its folder."""
-    hydra_config = HydraConfig.get()
-    folder = Path(hydra_config.runtime.output_dir)
-    options = list(hydra_config.overrides.task)
+    options = list(HydraConfig.get().overrides.task)
 
     def tell(state: str, message: str | None = None, objective: float | None = None) -> None:
         if ranks.leads():

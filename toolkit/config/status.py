@@ -1,7 +1,10 @@
 """``status.json`` in a run's folder: whether it runs, has ended, and how."""
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -42,6 +45,28 @@ def fail(folder: Path, message: str) -> None:
     status = read_status(folder)
     if status is not None and status.state == RUNNING:
         write_status(folder, replace(status, state=FAILED, message=message))
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Within, no other process has a run in ``folder``, as far as its file system can tell.
+
+    Raises:
+        ValueError: one has.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # where nothing can be locked
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"another process is at work in {folder}: wait until it has ended, or give"
+                    " another hydra.run.dir"
+                ) from None
+        yield
+    finally:
+        os.close(held)
 
 
 def read_status(folder: Path) -> Status | None:

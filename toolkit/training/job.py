@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import partial
-from math import nan
+from math import isfinite, nan
 from typing import Any
 
 import torch
@@ -197,6 +197,11 @@ def prepare(
     steps_per_epoch = len(samples.train(batch_size, config.seed, 0, device))
     check_target(config.lr, "lr", "toolkit.training.lr.Constant")
     rates = instantiate(config.lr)
+    if not callable(getattr(rates, "factor", None)):
+        raise ValueError(
+            f"lr: {config.lr._target_} gives a {type(rates).__name__}, and training takes what has"
+            " factor(step, steps_per_epoch, epochs, batch), such as toolkit.training.lr.Constant"
+        )
     make_optimizer, full_rate = _optimizer(config.optimizer)
 
     def factor(step: int) -> float:
@@ -258,7 +263,7 @@ def _diagnostics(config: DictConfig) -> dict[str, int]:
 def _optimizer(config: DictConfig) -> tuple[Callable[..., Optimizer], float]:
     """What makes the optimizer of a stage, and its learning rate."""
     check_target(config, "optimizer", "torch.optim.SGD")
-    if not isinstance(config.get("lr", 0), int | float):
+    if not (isinstance(config.get("lr", 0), int | float) and isfinite(config.get("lr", 0))):
         raise ValueError(f"optimizer.lr is a number: got {config.lr!r}")
     # Its own lists would be kept in the optimizer's state, and so in checkpoints.
     make: Callable[..., Optimizer] = instantiate(config, _partial_=True, _convert_="all")

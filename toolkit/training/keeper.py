@@ -21,6 +21,7 @@ from toolkit.training.loop import Epoch, Position, Stretches, is_best
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
+_HEARD = (signal.SIGINT, signal.SIGTERM)
 _PAUSE = 5.0  # seconds between two pauses at which ranks hear of signals
 
 
@@ -73,7 +74,7 @@ class Signals:
     def heard(self) -> Iterator["Signals"]:
         """Hear them; elsewhere than in the main thread none are heard."""
         try:
-            before = {n: signal.signal(n, self._hear) for n in (signal.SIGTERM, signal.SIGINT)}
+            before = {n: signal.signal(n, self._hear) for n in _HEARD}
         except ValueError:
             before = {}
         try:
@@ -147,16 +148,17 @@ class Keeper(Stretches):
 
     def end(self, position: Position) -> None:
         trained = time.monotonic() - self._begun
-        mine = [self.signals.number, 0.0, 0.0]
+        mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _HEARD)]
         if self._leads:
-            mine[1:] = [time.monotonic() - self._saved_at, trained]
-        heard, since, trained = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+            mine[:2] = [time.monotonic() - self._saved_at, trained]
+        total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        since, trained, *by = total
+        heard = [number for number, ranks in zip(_HEARD, by, strict=True) if ranks]
         due = self._due(position, since)
         if (due or heard) and self.saves:
             self.save(position)
         if heard:
-            number = self.signals.number or signal.SIGTERM
-            raise StoppedError(number, saved=self.saves and not self.unwritten)
+            raise StoppedError(heard[0], saved=self.saves and not self.unwritten)
         if trained < _PAUSE / 2:
             self.length *= 2
         elif trained > _PAUSE and self.length > 1:

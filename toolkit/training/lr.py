@@ -5,7 +5,7 @@ optimizer's rate was chosen (Goyal et al., arXiv 1706.02677).
 """
 
 from dataclasses import dataclass
-from math import cos, pi
+from math import cos, inf, pi
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Constant:
     reference_batch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.warmup_epochs < 0:
+        if not 0 <= self.warmup_epochs < inf:
             raise ValueError(f"lr.warmup_epochs is 0 or more: got {self.warmup_epochs}")
         if self.reference_batch is not None and self.reference_batch < 1:
             raise ValueError(f"lr.reference_batch is 1 or more: got {self.reference_batch}")
@@ -50,7 +50,7 @@ class Step(Constant):
         super().__post_init__()
         if self.every_epochs < 1:
             raise ValueError(f"lr.every_epochs is 1 or more: got {self.every_epochs}")
-        if self.gamma <= 0:
+        if not 0 < self.gamma < inf:
             raise ValueError(f"lr.gamma is above 0: got {self.gamma}")
 
     def decay(self, epoch: float, epochs: int) -> float:
@@ -65,7 +65,7 @@ class Cosine(Constant):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.final < 0:
+        if not 0 <= self.final < inf:
             raise ValueError(f"lr.final is 0 or more: got {self.final}")
 
     def decay(self, epoch: float, epochs: int) -> float:

@@ -273,6 +273,8 @@ def test_who_hears_signals_by_itself_is_left_to_it(number):
         assert heard == [number]
         assert here._signal == 0
         assert here._obeys(number)
+        signal.signal(number, lambda number, frame: heard.append(number))  # of the next training
+        assert not here._obeys(number)
     finally:
         signal.signal(number, before)
         here.stop()

@@ -191,7 +191,7 @@ class Watch:
         global _signalled
         self._old_pipe: int | None = None
         self._took_term = False
-        self._left_to_others: set[int] = set()
+        self._left_to: dict[int, object] = {}  # the handler that the last one of a kind was left to
         if threading.current_thread() is not threading.main_thread():
             return
         self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -214,10 +214,11 @@ class Watch:
         """Whether the watch acts on a signal: one that is its own, or the second of another's."""
         if number != signal.SIGINT and not (number == signal.SIGTERM and self._took_term):
             return False
-        if signal.getsignal(number) in (signal.default_int_handler, _leave_to_watch):
+        handler = signal.getsignal(number)
+        if handler in (signal.default_int_handler, _leave_to_watch):
             return True
-        again = number in self._left_to_others
-        self._left_to_others.add(number)
+        again = self._left_to.get(number) is handler
+        self._left_to[number] = handler
         return again
 
     def _wake(self) -> None:
@@ -285,7 +286,8 @@ class Watch:
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._now - self._well_at))
         verdict = judge(table, self.rank, self.timeout, patience)
         over = mine.seconds >= self.timeout or (mine.error and not patience)
-        if verdict is None and lost and over and mine.position.peers:
+        blamed = verdict is not None and verdict.blamed is not None
+        if lost and not blamed and over and mine.position.peers:
             verdict = lost_store(table, self.rank, _address(self.store))
         if verdict is not None:
             self._end(verdict, lost)
@@ -339,6 +341,7 @@ class Watch:
         if self._is_elected(lost):
             self._told = verdict.message
             announce(verdict.message)
+            self._tell_failure()
             self._beats.speak(verdict.blamed)
             self._word.fate = Fate.FAILED
             self._kill(verdict.blamed)
@@ -378,13 +381,18 @@ class Watch:
             if word is None or word.fate == Fate.RUNNING:
                 process.kill()
 
+    def _tell_failure(self) -> None:
+        """Call ``on_failure``, once; who says the reason does so before all others."""
+        told, self.on_failure = self.on_failure, lambda message: None
+        failed = threading.Thread(target=told, args=(self._told,), daemon=True)
+        failed.start()
+        failed.join(_GRACE)
+
     def _leave(self, status: int) -> NoReturn:
         """End this process as it is: threads of a backend may hang for long in a clean end."""
         if status == EXIT_FAILED:
             self._word.fate = Fate.FAILED
-            failed = threading.Thread(target=self.on_failure, args=(self._told,), daemon=True)
-            failed.start()
-            failed.join(_GRACE)
+            self._tell_failure()
         printed = threading.Thread(target=_flush, daemon=True)
         printed.start()
         printed.join(_GRACE)  # the main thread may hold what that needs
