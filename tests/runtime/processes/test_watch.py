@@ -280,6 +280,18 @@ def test_who_hears_signals_by_itself_is_left_to_it(number):
         here.stop()
 
 
+def test_a_failure_is_told_once():
+    """By who says the reason before it has left: what others tell later is less."""
+    here = watch()
+    told: list[str] = []
+    here.on_failure = told.append
+    here._told = "rank 1 has died"
+    here._tell_failure()
+    here._told = "another rank has said why"
+    here._tell_failure()
+    assert told == ["rank 1 has died"]
+
+
 def test_a_signal_to_a_forked_process_is_not_one_to_the_rank():
     here = watch()
     here.start()
