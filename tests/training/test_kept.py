@@ -202,8 +202,10 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
+    with pytest.raises(ValueError, match="has the checkpoints of a run: give another folder"):
+        run_kept(prepare(configured()), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        run_kept(prepare(configured()), tmp_path, on_step=twice)
+        run_kept(prepare(configured()), tmp_path, resume=True, on_step=twice)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -56,14 +56,15 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     held = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # where nothing can be locked
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    f"another process is at work in {folder}: wait until it has ended, or give"
-                    " another hydra.run.dir"
-                ) from None
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is at work in {folder}: wait until it has ended, or give another"
+                " hydra.run.dir"
+            ) from None
+        except OSError:
+            pass  # nothing can be locked there
         yield
     finally:
         os.close(held)

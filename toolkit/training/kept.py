@@ -60,8 +60,8 @@ def run_kept(
         signals: those that end it; SIGTERM and SIGINT of this process unless given.
 
     Raises:
-        ValueError: there is no checkpoint to resume from, or it is of another run; an option
-            that the runtime cannot serve.
+        ValueError: there is no checkpoint to resume from, or it is of another run; there are
+            checkpoints, and none is to be resumed from; an option that the runtime cannot serve.
         StoppedError: a signal has ended the run.
         FloatingPointError: the loss has diverged, and there is no way back.
     """
@@ -81,6 +81,10 @@ def run_kept(
         on_note(text)
 
     position, rolled_back = None, False
+    if resume is False and checkpoints.any(job.runtime):
+        raise ValueError(
+            f"{folder} has the checkpoints of a run: give another folder, or resume=True"
+        )
     if resume or (resume is None and checkpoints.any(job.runtime)):
         job, position, rolled_back = _restored(job, checkpoints, note)
     resumed_at = position.steps_done if position else 0
