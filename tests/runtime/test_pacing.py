@@ -299,6 +299,14 @@ def test_close_wakes_who_is_idle():
     assert not pacer._thread.is_alive()
 
 
+def test_on_a_machine_that_has_just_started(clock, pacer, sent):
+    """Its clock counts from there, so that no time before it is long ago."""
+    clock.now = 0.0
+    pacer.rate = 1.0
+    pacer.put(sent.message("a", 3), [3600] * 3, 0).result(SECONDS)
+    assert sent.times == [0, 0, 3600]
+
+
 def test_close_does_not_wait_for_the_next_chunk():
     """By the real clock, an hour before it may begin."""
     pacer, sent = Pacer(CPU), Sent(Clock())

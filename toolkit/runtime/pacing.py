@@ -54,7 +54,7 @@ class Pacer:
         self._numbers = count()
         self._changed = threading.Condition()
         self._closed = False
-        self._next = 0.0  # when the next chunk may begin
+        self._next = -inf  # when the next chunk may begin
         self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
         self._thread.start()
 
