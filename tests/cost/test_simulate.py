@@ -87,12 +87,12 @@ def test_a_stage_that_recomputes():
     assert held(timeline, 0, INPUTS, 5) == 3  # as without
 
 
-def test_each_half_of_a_backward_recomputes():
+def test_the_first_half_of_a_backward_that_recomputes_is_all_of_it():
     costs = recomputing([replace(FIRST, backward_seconds=4.0, forward_seconds=1.0)], "all")
     split = Schedule.from_rank_orders(["0F0 0I0 0W0"])
     timeline = simulate(split.lower(1), costs, UNIT)
-    assert when(timeline) == {"0 0F0": (0, 1), "0 0I0": (1, 4), "0 0W0": (4, 7)}
-    assert timeline.memory(0, "activations") == [(0, 0), (1, 10), (4, 10), (7, 0)]
+    assert when(timeline) == {"0 0F0": (0, 1), "0 0I0": (1, 6), "0 0W0": (6, 6)}
+    assert timeline.memory(0, "activations") == [(0, 0), (1, 10), (6, 0)]
 
 
 def test_a_pipeline_waits_for_its_messages():

@@ -34,7 +34,7 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
         halves = [median(seconds[stage, kind]) for kind in "IW" if seconds[stage, kind]]
         whole = [median(seconds[stage, "B"])] if seconds[stage, "B"] else halves
         forward = median(seconds[stage, "F"])
-        again = len(whole) * forward if cost.recomputes else 0.0
+        again = forward if cost.recomputes else 0.0
         backward = max(0.0, sum(whole) - again)
         timed.append(replace(cost, forward_seconds=forward, backward_seconds=backward))
     meetings: defaultdict[tuple, list[Span]] = defaultdict(list)

@@ -11,7 +11,7 @@ take both ports of all their ranks, in the order of the program.
 Memory is of weights, activations, gradients, the optimizer's state where it is told, and the
 inputs of stages, which a rank keeps from their arrival to the backward; what waits to be sent, and
 gradients of inputs, are not counted. A stage that recomputes has its activations while a backward
-of it runs, which takes longer by its forward; so does each half of a split one.
+of it runs, which takes longer by its forward; all of it is the first half, if it is split.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
@@ -176,12 +176,15 @@ class _Simulation:
 
     def _seconds(self, stage: int) -> dict[Action, float]:
         forward, backward = self.costs[stage].seconds(self.hardware)
-        again = forward if self.costs[stage].recomputes else 0.0
+        halves = (backward / 2, backward / 2)
+        if self.costs[stage].recomputes:
+            backward += forward
+            halves = (backward, 0.0)
         return {
             Action.FORWARD: forward,
-            Action.BACKWARD: again + backward,
-            Action.BACKWARD_INPUT: again + backward / 2,
-            Action.BACKWARD_WEIGHT: again + backward / 2,
+            Action.BACKWARD: backward,
+            Action.BACKWARD_INPUT: halves[0],
+            Action.BACKWARD_WEIGHT: halves[1],
         }
 
     def _compute(self, rank: int, i: Instruction) -> None:
@@ -211,7 +214,7 @@ class _Simulation:
                 self._hold_inputs(start, (rank, *key), self.costs[stage].extra_input_bytes)
             return
         self._use((rank, Buffer.ACTIVATION, *key), end)
-        if self.costs[stage].recomputes:
+        if self.costs[stage].recomputes and action != Action.BACKWARD_WEIGHT:
             again = self.costs[stage].activation_bytes
             self.changes.append(Change(start, rank, ACTIVATIONS, again))
             self.changes.append(Change(end, rank, ACTIVATIONS, -again))

@@ -16,11 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.halves import Stretch, first_half
 from toolkit.runtime.stage import (
     StageRunner,
     Values,
     gradients,
-    kept_for_two_backwards,
     leaves,
     predicted,
 )
@@ -47,12 +47,14 @@ class Kept:
         inputs: likewise.
         outputs: where they are in the graph. Their memory may go once they have been passed on.
         gradients: of the outputs; that of the loss is known at once.
+        second_half: what the first half of a split backward leaves to be done.
     """
 
     weights: Weights
     inputs: Values
     outputs: Sequence[GradientEdge | None]
     gradients: Gradients = ()
+    second_half: Sequence[Stretch] = ()
 
     @property
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
@@ -91,8 +93,6 @@ class Rank:
         self.runners, self.updaters, self.versions = runners, updaters, versions
         self.loss, self.feed = loss, feed
         self.watching = watching
-        compiled = any(runner.recipe.compile != "none" for runner in runners.values())
-        self._compiled_and_split = compiled and schedule.splits_backward
         self.weights: dict[tuple, Weights] = {}
         self.kept: dict[tuple, Kept] = {}
         self.boundaries: dict[tuple, Gradients] = {}
@@ -100,9 +100,7 @@ class Rank:
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that concerns no other rank."""
-        split = self._compiled_and_split and i.action.computes
-        with kept_for_two_backwards() if split else nullcontext():
-            _DO[i.action](self, i)
+        _DO[i.action](self, i)
 
     def give(self, i: Instruction) -> Payload:
         """What ``i`` sends to another rank. This one keeps weights only."""
@@ -160,15 +158,21 @@ class Rank:
             self._give_input_gradients(i, tuple(tensor.grad for tensor in kept.inputs))
 
     def _backward_input(self, i: Instruction) -> None:
+        if not self.runners[i.stage].splits:
+            self._backward(i)
+            return
         kept = self._take_output_gradients(i)
+        weights = list(kept.weights.values())
+        found, kept.second_half = first_half(*kept.roots, kept.inputs, weights)
         if i.stage > 0:
-            self._give_input_gradients(i, _input_gradients(kept))
+            self._give_input_gradients(i, found)
 
     def _backward_weight(self, i: Instruction) -> None:
+        if not self.runners[i.stage].splits:
+            return
         kept = self.kept[i.stage, i.microbatch, i.step]
-        if kept.weights:
-            # Not torch.autograd.grad, which may return one tensor for two weights.
-            torch.autograd.backward(*kept.roots, inputs=list(kept.weights.values()))
+        for stretch in kept.second_half:
+            stretch.run()
         self.sums[i.stage, i.step].add(gradients(kept.weights))
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
@@ -210,15 +214,6 @@ _DO: dict[Action, Callable[[Rank, Instruction], None]] = {
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _input_gradients(kept: Kept) -> Gradients:
-    wanted = [tensor for tensor in kept.inputs if tensor.requires_grad]
-    if not wanted:
-        return (None,) * len(kept.inputs)
-    outputs, known = kept.roots
-    found = iter(torch.autograd.grad(outputs, wanted, known, retain_graph=True, allow_unused=True))
-    return tuple(next(found) if x.requires_grad else None for x in kept.inputs)
 
 
 def _int(value: int | None) -> int:

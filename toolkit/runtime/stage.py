@@ -59,6 +59,15 @@ class StageRunner(Updater):
         if recipe.compile != "none":
             self._call = compiled(self._call, recipe.compile)
 
+    @property
+    def splits(self) -> bool:
+        """Whether the halves of a backward are half the work each.
+
+        Of a compiled stage torch computes all gradients or none, and one that computes its forward
+        again would do so for each half.
+        """
+        return self.recipe.compile == "none" and not self.recipe.checkpoints(self.index)
+
     def replica(self) -> "StageRunner":
         """A copy with parameters and optimizer state of its own."""
         stage = copy.deepcopy(self.stage)
@@ -130,23 +139,6 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
             return found(weights, inputs)
 
     return compiling
-
-
-@contextmanager
-def kept_for_two_backwards() -> Iterator[None]:
-    """Have torch.compile leave what a forward saves as it is until the second half of a backward.
-
-    Otherwise the first half computes in that memory; so may code in torch's cache that another
-    schedule has left there, hence the tag. These are settings of a thread, and a backward on a GPU
-    has to stay in it.
-    """
-    tag = torch.compiler.config.cache_key_tag
-    with (
-        torch._functorch.config.patch(donated_buffer=False),
-        torch.compiler.config.patch(cache_key_tag=f"{tag} split backward"),  # type: ignore[attr-defined]
-        torch.autograd.set_multithreading_enabled(False),
-    ):
-        yield
 
 
 def channels_last(tensor: Tensor) -> Tensor:

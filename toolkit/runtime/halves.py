@@ -1,0 +1,124 @@
+"""A backward in two halves: gradients of a stage's inputs first, those of its weights later.
+
+The first half goes from the outputs to the inputs, and remembers the gradients with which it passes
+the joints: the nodes where weights join that way. The second half begins at these and goes to the
+weights alone, so that nothing is computed twice (as in Zero Bubble, arXiv 2401.10241).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+
+@dataclass
+class Stretch:
+    """A part of a backward: from ``edges``, with their ``gradients``, to some ``weights``."""
+
+    edges: Sequence[GradientEdge]
+    weights: Sequence[Tensor]
+    gradients: Sequence[Tensor | None] = ()
+
+    def run(self) -> None:
+        """Leave the gradients on the weights; autograd gives back what it has kept for them."""
+        pairs = zip(self.edges, self.gradients, strict=True)
+        known = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
+        if known and self.weights:
+            edges, gradients = zip(*known, strict=True)
+            # Not torch.autograd.grad, which may return one tensor for two weights.
+            torch.autograd.backward(edges, gradients, inputs=self.weights)
+
+
+def first_half(
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> tuple[tuple[Tensor | None, ...], list[Stretch]]:
+    """Find the gradients of ``inputs``.
+
+    Weights that join the way at several places are left their gradients at once, for from one of
+    these autograd would go on to the others; and so are those of outputs beside the way.
+
+    Args:
+        outputs: where the backward begins.
+        gradients: of the outputs.
+        inputs: leaves.
+        weights: leaves.
+
+    Returns:
+        the gradient of each input, or None where there is none; and the second half, whose
+        stretches are to be run one after another.
+    """
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if not wanted or not outputs:
+        return (None,) * len(inputs), [Stretch(outputs, weights, gradients)]
+    second_half = _find_stretches(outputs, wanted, weights)
+    later = {id(weight) for stretch in second_half for weight in stretch.weights}
+    at_once = [weight for weight in weights if id(weight) not in later]
+    edges = [edge for stretch in second_half for edge in stretch.edges]
+    asked: list[Tensor | GradientEdge] = [*wanted, *at_once, *edges]
+    found = iter(
+        torch.autograd.grad(
+            outputs,
+            asked,  # type: ignore[arg-type]  # of both kinds
+            gradients,
+            retain_graph=True,
+            allow_unused=True,
+        )
+    )
+    of_inputs = tuple(next(found) if tensor.requires_grad else None for tensor in inputs)
+    for weight in at_once:
+        gradient = next(found)
+        weight.grad = None if gradient is None else gradient.clone()
+    for stretch in second_half:
+        stretch.gradients = list(islice(found, len(stretch.edges)))
+    return of_inputs, second_half
+
+
+def _find_stretches(
+    outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[Stretch]:
+    """From each joint to the weights that join there and nowhere else; without gradients yet."""
+    ends = {get_gradient_edge(tensor).node for tensor in inputs}
+    leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
+    entered: defaultdict[Node, set[int]] = defaultdict(set)
+    for edge in outputs:
+        entered[edge.node].add(edge.output_nr)
+    joining: dict[Node, set[Node]] = {}  # of each node on the way to the inputs
+    beyond: dict[Node, set[Node]] = {}  # weights beyond each of the other nodes
+    for node in _leaves_first(outputs):
+        followers = [(n, number) for n, number in node.next_functions if n is not None]
+        for follower, number in followers:
+            entered[follower].add(number)
+        reached = set().union(*(beyond[n] for n, _ in followers if n in beyond))
+        if node in ends or any(n in joining for n, _ in followers):
+            joining[node] = reached
+        else:
+            beyond[node] = reached | (leaves.keys() & {node})
+    times = Counter(chain(*joining.values()))
+    beside = set().union(*(beyond.get(edge.node, ()) for edge in outputs))
+    stretches = []
+    for node, reached in joining.items():
+        if once := [n for n in reached if times[n] == 1 and n not in beside]:
+            edges = [GradientEdge(node, number) for number in sorted(entered[node])]
+            stretches.append(Stretch(edges, [leaves[n] for n in once]))
+    return stretches
+
+
+def _leaves_first(outputs: Sequence[GradientEdge]) -> Iterator[Node]:
+    """Every node of the graph after those that follow it."""
+    seen: set[Node] = set()
+    left = [(edge.node, False) for edge in outputs]
+    while left:
+        node, done = left.pop()
+        if done:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            left.append((node, True))
+            left += [(n, False) for n, _ in node.next_functions if n is not None]
