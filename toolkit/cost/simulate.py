@@ -10,8 +10,9 @@ take both ports of all their ranks, in the order of the program.
 
 Memory is of weights, activations, gradients, the optimizer's state where it is told, and the
 inputs of stages, which a rank keeps from their arrival to the backward; what waits to be sent, and
-gradients of inputs, are not counted. A stage that recomputes has its activations while a backward
-of it runs, which takes longer by its forward; all of it is the first half, if it is split.
+gradients of activations, also those that the first half of a backward leaves to the second, are
+not counted. A stage that recomputes has its activations while a backward of it runs, which takes
+longer by its forward; all of it is the first half, if it is split.
 
 What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
 far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
