@@ -20,7 +20,7 @@ from toolkit.runtime.processes.lastword import Process
 from toolkit.runtime.processes.launch import RankError, launch
 from toolkit.runtime.processes.watch import JobFailedError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def eventually(true):
