@@ -69,6 +69,10 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
             ["workers=3", "microbatches=5"],
             "workers=3 and microbatches=5: workers sets microbatches, so leave one of them out",
         ),
+        (
+            ["workers=3", "++microbatches=5"],
+            "workers=3 and ++microbatches=5: workers sets microbatches, so leave one of them out",
+        ),
         (["seed=-1"], "seed is 0 or more, and below 2**63: got -1"),
         (["seed=99999999999999999999"], "seed is 0 or more, and below 2**63: got 99999999999"),
         (["stages=100"], "this model can be cut into 1 to 24 stages: got n_stages=100"),

@@ -180,6 +180,7 @@ def test_a_file_has_the_options_that_are_not_of_a_method(tmp_path):
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     for overrides, late, state, predict in (
         (["schedule.delay=2"], 2, "replicated", False),
+        (["++schedule.delay=2"], 2, "replicated", False),
         (["schedule=cdp_v1", "schedule.predict=true"], 1, "replicated", True),
         (["schedule.state=sharded"], 0, "sharded", False),
         (["schedule=gpipe"], 0, "replicated", False),

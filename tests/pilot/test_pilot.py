@@ -132,6 +132,39 @@ def test_norms_know_the_last_images_only_for_the_test():
     assert model[0].momentum == 0.1
 
 
+class Frozen(nn.Sequential):
+    """Its norm stays in evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_frozen_norms_keep_what_they_know(training):
+    model = Frozen(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).train(training)
+    before = copy.deepcopy(model[0].state_dict())
+    batches = [(3 + torch.randn(64, 2), None) for _ in range(4)]
+    with measure.settled_norms(model, iter(batches)):
+        assert all(torch.equal(before[k], v) for k, v in model[0].state_dict().items())
+        assert model[1].running_mean.min() > 2
+    assert [module.training for module in model.modules()] == [training, False, training]
+
+
+def test_norms_are_as_they_were_after_batches_that_cannot_be_read():
+    def batches():
+        yield torch.randn(4, 2), None
+        raise OSError("gone")
+
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(OSError, match="gone"), measure.settled_norms(model, batches()):
+        pass
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert model[0].momentum == 0.1
+
+
 class Pairs(torch.utils.data.Dataset):
     def __len__(self):
         return 40

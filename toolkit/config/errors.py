@@ -18,6 +18,7 @@ from hydra.errors import (
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import schema
+from toolkit.config.flags import key_of
 from toolkit.config.help import choices, folders, groups
 from toolkit.messages import first_line, instead, last_line, refused_by
 
@@ -145,7 +146,7 @@ def _composition(
     if found := _NO_OPTION.match(message):
         return _no_option(found[1], experiment, conf, arguments)
     if (found := _VALUE.match(message)) and (kind := _TYPE.search(cause)):
-        option = found[1].lstrip("+").partition("=")[0]
+        option = key_of(found[1])
         expected = _EXPECTED[next(filter(None, kind.groups()))]
         return f"{found[1]}: {option} is {expected}"
     if found := _IN_PRESET.match(message):
@@ -208,7 +209,7 @@ def _own_options(group: str, own: Sequence[Path], arguments: list[str]) -> list[
 def _own_files(own: Sequence[Path], arguments: list[str], group: str = "") -> Iterator[Path]:
     """The files of the user's own that are chosen, of ``group`` or of any."""
     for argument in arguments:
-        where, _, choice = argument.lstrip("+").partition("=")
+        where, choice = key_of(argument), argument.partition("=")[2]
         for path in (folder / where / f"{choice}.yaml" for folder in own):
             if group in ("", where) and path.is_file():
                 yield path

@@ -1,4 +1,4 @@
-"""Hydra's flags on a command line, among the options."""
+"""What of a command line are Hydra's flags, and of what the options are."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,11 @@ _WITH_A_VALUE = (
     "--experimental-rerun",
 )
 _MAYBE_WITH_ONE = ("--info", "-i")
+
+
+def key_of(argument: str) -> str:
+    """What an option is of: ``a.b`` of ``+a.b=c``."""
+    return argument.partition("=")[0].lstrip("+~")
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.config.flags import MULTIRUN, OWN_FOLDER
+from toolkit.config.flags import MULTIRUN, OWN_FOLDER, key_of
 from toolkit.config.ranks import leads
 from toolkit.config.status import STATUS
 from toolkit.config.sweeps import sweep_options
@@ -26,7 +26,7 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     Raises:
         ValueError: the folder is not that of a run of the ``experiment``.
     """
-    given = {_key(argument): argument for argument in arguments}
+    given = {key_of(argument): argument for argument in arguments}
     if "resume" not in given:
         return [*arguments]
     folder = given["resume"].partition("=")[2]
@@ -57,8 +57,8 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     replaced = {*given, *_OWN}
     replaced |= {other for one, other in _SAME.items() if one in given}
     replaced |= {key.partition("@")[2] for key in given if "@" in key}  # a rule that was left out
-    kept = [o for o in before if _key(o) not in replaced and not _of_another(o, given, before)]
-    rest = [argument for argument in arguments if _key(argument) not in ("hydra.run.dir",)]
+    kept = [o for o in before if key_of(o) not in replaced and not _of_another(o, given, before)]
+    rest = [argument for argument in arguments if key_of(argument) not in ("hydra.run.dir",)]
     return [*_own_folder(Path(folder), given), *kept, *rest, f"hydra.run.dir={folder}"]
 
 
@@ -76,7 +76,7 @@ def _own_folder(folder: Path, given: Mapping[str, str]) -> list[str]:
 
 def _of_another(option: str, given: Mapping[str, str], before: Sequence[str]) -> bool:
     """Whether an option is of a choice, such as a schedule, that another now takes the place of."""
-    group, dot, _ = _key(option).partition(".")
+    group, dot, _ = key_of(option).partition(".")
     return bool(dot) and group in given and given[group] not in before
 
 
@@ -94,7 +94,7 @@ def remembered(arguments: Sequence[str]) -> Callable[[], None]:
 
     A run that is refused is then what it was before.
     """
-    given = {_key(argument): argument.partition("=")[2] for argument in arguments}
+    given = {key_of(argument): argument.partition("=")[2] for argument in arguments}
     if "hydra.run.dir" not in given or not leads():
         return lambda: None
     folder = Path(given["hydra.run.dir"])
@@ -111,7 +111,7 @@ def remembered(arguments: Sequence[str]) -> Callable[[], None]:
 
 def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str) -> list[str]:
     own = (*_OWN, *MULTIRUN, "hydra.sweep.dir")
-    given = [a for a in arguments if _key(a) not in own and a not in before]
+    given = [a for a in arguments if key_of(a) not in own and a not in before]
     if given:
         raise ValueError(
             f"resume={folder} is a sweep, which goes on with its own options: leave out"
@@ -122,10 +122,5 @@ def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str)
             f"resume={folder} is a sweep, and under torchrun only single runs are resumed: give the"
             " folder of one"
         )
-    kept = [option for option in before if _key(option) not in own]
+    kept = [option for option in before if key_of(option) not in own]
     return ["-m", *kept, f"hydra.sweep.dir={folder}"]
-
-
-def _key(argument: str) -> str:
-    """What an option is of: ``a.b`` of ``+a.b=c``."""
-    return argument.partition("=")[0].lstrip("+~")

@@ -6,6 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.config.flags import key_of
+
 _SAME = ("workers", "microbatches")
 _OF_A_FILE = (*_SAME, "stages")
 _THREADS = 16  # for each processor; far more end the process
@@ -33,13 +35,13 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
         ValueError: the seed, the threads or the workers cannot be.
     """
     workers = config.get("workers")
-    told = [option for option in given if _key(option) == "microbatches"]
+    told = [option for option in given if key_of(option) == "microbatches"]
     if told and workers is not None:
         raise ValueError(
             f"{told[0]}, and a preset has workers={workers}, which sets microbatches: give workers"
             " instead"
         )
-    names = {_key(option) for option in given}
+    names = {key_of(option) for option in given}
     own = "schedule.file" in names and not names & {"schedule", "schedule.delay"}
     if own and "delay" in config.schedule:
         config.schedule.delay = 0  # that of the usual method is no word on a file
@@ -63,7 +65,7 @@ def check_given(arguments: Sequence[str]) -> None:
         ValueError: it gives ``workers`` and ``microbatches``, or one of them, or ``stages``, with a
             file that has its own.
     """
-    options = {_key(argument): argument for argument in arguments}
+    options = {key_of(argument): argument for argument in arguments}
     if all(name in options for name in _SAME):
         both = " and ".join(options[name] for name in options if name in _SAME)
         raise ValueError(f"{both}: workers sets microbatches, so leave one of them out")
@@ -74,7 +76,3 @@ def check_given(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"{' '.join(sizes)}: {file} has its own stages and micro-batches, so leave that out"
         )
-
-
-def _key(argument: str) -> str:
-    return argument.partition("=")[0]

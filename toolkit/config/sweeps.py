@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from toolkit.config.flags import key_of
 from toolkit.config.ranks import leads
 from toolkit.config.status import FAILED, FINISHED, RUNNING, STOPPED, Status, read_status
 
@@ -47,7 +48,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
     defaults = {"direction": "maximize", "max_failure_rate": "1.0", "sampler.seed": "0"}
     if "hydra/sweeper/sampler=grid" in arguments:
         del defaults["sampler.seed"]
-    given = {argument.partition("=")[0] for argument in arguments}
+    given = set(map(key_of, arguments))
     named = {f"hydra.sweeper.{name}": value for name, value in defaults.items()}
     return [*arguments, *(f"{name}={value}" for name, value in named.items() if name not in given)]
 

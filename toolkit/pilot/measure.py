@@ -195,21 +195,30 @@ def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
 def settled_norms(model: nn.Module, batches: Iterator[Batch]) -> Iterator[None]:
     """Within, batch norms know the statistics of ``batches`` under the weights as they are.
 
-    After a few training steps their running statistics are still those of the beginning.
+    After a few training steps their running statistics are still those of the beginning. Norms that
+    stay in evaluation mode while the model is trained keep theirs.
     """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    kept = [(copy.deepcopy(norm.state_dict()), norm.momentum) for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-    if norms:
+    modes = [(module, module.training) for module in model.modules()]
+    if not model.training:
         model.train()
-        with torch.no_grad():
-            for inputs, _ in batches:
-                model(inputs)
+    norms = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
+    ]
+    kept = [(copy.deepcopy(norm.state_dict()), norm.momentum) for norm in norms]
     try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over all batches
+        if norms:
+            with torch.no_grad():
+                for inputs, _ in batches:
+                    model(inputs)
         yield
     finally:
         for norm, (state, momentum) in zip(norms, kept, strict=True):
             norm.load_state_dict(state)
             norm.momentum = momentum
+        for module, training in modes:
+            module.training = training
