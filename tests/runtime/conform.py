@@ -190,7 +190,7 @@ def odd_jobs() -> dict[str, Any]:
         )
         list(runtime.run(models.id_batches(schedule.n_microbatches)))
         found[f"awkward {schedule.name}"] = runtime.module().state_dict()
-        found[f"rates {schedule.name}"] = runtime.learning_rates
+        found[f"rates {schedule.name}"] = models.learning_rates(runtime)
     found["state"] = _state_dict(world)
     found["resumed"] = _resume(world, found["state"])
     found["unalike"] = _unalike(world)

@@ -117,6 +117,12 @@ def assert_updates(kept, states):
     assert {(step, name) for step, weights in kept for name in weights} == everything
 
 
+def learning_rates(runtime):
+    """Of each stage's next update. Every rank calls it."""
+    optimizers = [stage["optimizer"] for stage in runtime.state_dict()["stages"]]
+    return [optimizer["param_groups"][0]["lr"] for optimizer in optimizers if optimizer]
+
+
 def assert_same(found, expected, rtol=1e-10, atol=1e-12):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
-from tests.runtime.models import assert_same, differ
+from tests.runtime.models import assert_same, differ, learning_rates
 from tests.stages import cut
 from tests.thorough import more
 from toolkit.model import partition
@@ -130,7 +130,7 @@ class Case:
             results = list(self.run(runtime, batches, n_steps))
             state = copy.deepcopy(runtime.module().eval().state_dict())
             kept = [(r.step, r.microbatches, r.losses, r.outputs) for r in results]
-            found.append((state, kept, runtime.learning_rates))
+            found.append((state, kept, learning_rates(runtime)))
         return found
 
 

@@ -85,7 +85,7 @@ def test_awkward_models(odd_jobs, schedule):
     list(runtime.run(models.id_batches(schedule.n_microbatches)))
     for found in odd_jobs:  # the model is whole on every rank
         assert_same(found[f"awkward {schedule.name}"], runtime.module().state_dict())
-        assert found[f"rates {schedule.name}"] == runtime.learning_rates == [0.0025, 0.0025]
+        assert found[f"rates {schedule.name}"] == models.learning_rates(runtime) == [0.0025, 0.0025]
 
 
 def test_a_state_goes_from_runtime_to_runtime(odd_jobs):

@@ -6,7 +6,8 @@ import copy
 import pytest
 import torch
 
-from tests.runtime.test_baselines import CASES, assert_same
+from tests.runtime.models import assert_same, learning_rates
+from tests.runtime.test_baselines import CASES
 from tests.thorough import THOROUGH
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.processes.launch import launch
@@ -60,7 +61,7 @@ def rank_0_first(states):
         found[name] = [
             middle,
             *(copy.deepcopy(r.module().state_dict()) for r in (first, second)),
-            second.learning_rates,
+            learning_rates(second),
             refused,
         ]
     return found
@@ -90,7 +91,7 @@ def test_goes_on_from_the_state_of_a_single_process(single, found, name):
         _, first, second, rates, _ = on_rank[name]
         assert_same(first, whole.module().state_dict())
         assert_same(second, whole.module().state_dict())
-        assert rates == pytest.approx(whole.learning_rates)
+        assert rates == pytest.approx(learning_rates(whole))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +103,7 @@ def test_a_single_process_goes_on_from_its_state(single, found, name):
         runtime.load_state_dict(on_rank[name][0])
         train(runtime, case.batches()[MIDDLE:])
         assert_same(runtime.module().state_dict(), whole.module().state_dict())
-        assert runtime.learning_rates == pytest.approx(whole.learning_rates)
+        assert learning_rates(runtime) == pytest.approx(learning_rates(whole))
 
 
 def test_a_state_of_another_form_is_refused_on_every_rank(found):

@@ -124,11 +124,6 @@ class Distributed(Runtime):
         )
         self._to_record = record
         self.n_recorded = 0
-        self._rates = self._read_rates()
-
-    @property
-    def learning_rates(self) -> list[float]:
-        return self._rates
 
     def _steps(self, source: Source, n_steps: int | None) -> Steps:
         assert n_steps is not None, "it looks ahead"
@@ -153,7 +148,6 @@ class Distributed(Runtime):
                 yield from self._run(program, feed, links)
                 self.steps_done += length
         feed.skip_to(self.steps_done)
-        self._rates = self._read_rates()
 
     def _module(self) -> nn.Module:
         """Until the next :meth:`run` it takes the memory of the whole model."""
@@ -194,7 +188,6 @@ class Distributed(Runtime):
         self._holdings.load(state)
         for j in self.own:
             self._runners[j].load(state["stages"][j])
-        self._rates = self._read_rates()
 
     def _run(self, program: Program, feed: Feed, links: Links) -> Steps:
         self.world.make_groups(*_who_meets(program, self._per_machine))
@@ -244,17 +237,6 @@ class Distributed(Runtime):
                     self._skeletons, inputs, self._compressed, self.world.device
                 )
         return self._layouts[seen]
-
-    def _read_rates(self) -> list[float]:
-        """Every stage's learning rate, from its owner."""
-        mine = {
-            j: rate
-            for j in self._holdings.updated
-            if self.schedule.owners[j] == self.rank
-            and (rate := self._runners[j].learning_rate) is not None
-        }
-        found = {j: rate for part in self.world.gather(mine) for j, rate in part.items()}
-        return [found[j] for j in sorted(found)]
 
 
 def _who_meets(

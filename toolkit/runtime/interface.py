@@ -75,12 +75,6 @@ class Runtime(ABC):
         """The stages whose updates this rank makes: all, unless it says otherwise."""
         return range(len(self.stages))
 
-    @property
-    def learning_rates(self) -> list[float]:
-        """The learning rate of each stage's next update."""
-        rates = (updater.learning_rate for updater in self._updaters)
-        return [rate for rate in rates if rate is not None]
-
     def total(self, values: Tensor) -> Tensor:
         """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
         return values if self.world is None else self.world.total(values)

@@ -162,11 +162,6 @@ class Updater:
             twin.optimizer.step()
         return twin.state()
 
-    @property
-    def learning_rate(self) -> float | None:
-        """That of the next update; None where there is nothing to train."""
-        return self.optimizer.param_groups[0]["lr"] if self.optimizer else None
-
     def newest(self) -> Weights:
         """The newest version. It shares memory with the parameters until the next update."""
         return {name: master.data for name, master in self.masters.items()}
