@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts, counts
+from toolkit.schedule.given import check_choice
 from toolkit.units import size
 
 
@@ -31,8 +32,7 @@ def main(config: DictConfig) -> None:
     start = time.perf_counter()
     workers = counts(config, "workers")
     check_counts(config, "batch")
-    if config.axis not in AXES:
-        raise ValueError(f"unknown axis {config.axis!r}: choose one of {', '.join(AXES)}")
+    check_choice("axis", config.axis, AXES)
     hardware = build_hardware(config.hardware)
     measured = config.axis == "measured"
     device = pick_device(config.device) if measured else torch.device("meta")

@@ -17,6 +17,7 @@ from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import in_training, kept_generators, refused, trace
+from toolkit.schedule.given import check_choice
 
 AXES = ("roofline", "flops", "bytes", "measured")
 
@@ -97,6 +98,7 @@ def memory_curve(
 
     Source: the memory figure of arXiv 2403.08837, section 5.
     """
+    check_choice("axis", axis, AXES)
     check_precision(precision)
     inputs = example if isinstance(example, tuple) else (example,)
     traced = trace(model, len(inputs))
@@ -137,8 +139,6 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
         return work.flops
     if axis == "bytes":
         return work.bytes
-    if axis != "roofline":
-        raise ValueError(f"unknown axis {axis!r}: choose one of {', '.join(AXES)}")
     if hardware is None:
         raise ValueError(
             "the roofline is that of a hardware: give one, such as"

@@ -13,7 +13,7 @@ from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
 from toolkit.schedule import FRESHEST, Schedule, catalog
 from toolkit.schedule.footprint import footprint
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.given import whole
 from toolkit.schedule.staleness import Delay
 from toolkit.schedule.steady import steps_to_time
 

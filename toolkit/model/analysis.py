@@ -327,7 +327,7 @@ class _Traffic(TorchDispatchMode):
             return output
         self.draws |= _draws(func, args)
         touched = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
-        self.bytes += sum(x.numel() * x.element_size() for x in touched)
+        self.bytes += sum(x.nbytes for x in touched)
         self.in_16_bits |= any(x.dtype in attention.HALVES for x in touched)
         return output
 

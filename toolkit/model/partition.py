@@ -16,7 +16,7 @@ from torch import fx, nn
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.trace import changing, part, reason, refused, shapes_of, trace
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.given import whole
 
 MEASURES = ("flops", "parameters", "activations")
 
@@ -232,7 +232,7 @@ class _Crossings:
 
     def bytes(self, cut: int) -> int:
         outputs = (self.costs[node.name].output for node in self.at[cut])
-        return sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+        return sum(tensor.nbytes for tensor in outputs)
 
     def boundary(self, cut: int) -> tuple[Boundary, ...]:
         return tuple(

@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from toolkit.schedule.given import check_choice
+
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
 
@@ -14,8 +16,7 @@ def check_precision(precision: str) -> None:
     Raises:
         ValueError: it is none.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+    check_choice("precision", precision, PRECISIONS)
 
 
 def autocast_type(precision: str) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from math import inf
 from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.cost.hardware import check_hardware
 from toolkit.schedule import Schedule
+from toolkit.schedule.given import check_choice
 from toolkit.schedule.steady import steps_to_time
 
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
@@ -35,8 +36,7 @@ def check_placement(placement: str) -> None:
     Raises:
         ValueError: it is another.
     """
-    if placement not in PLACEMENTS:
-        raise ValueError(f"unknown placement {placement!r}: choose one of {', '.join(PLACEMENTS)}")
+    check_choice("placement", placement, PLACEMENTS)
 
 
 def predict(

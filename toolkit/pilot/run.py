@@ -23,7 +23,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.schedule.comparison import RULES, schedule_of
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.given import check_choice, whole
 from toolkit.tracking import describe
 from toolkit.training.data import Batch
 from toolkit.training.loss import cross_entropy
@@ -312,7 +312,6 @@ def _check_output(stages: Stages, data: images_of.Data, answers: Tensor) -> None
 
 def _check(placement: str, compute: str, budget: float) -> None:
     check_placement(placement)
-    if compute not in COMPUTE:
-        raise ValueError(f"unknown compute {compute!r}: choose one of {', '.join(COMPUTE)}")
+    check_choice("compute", compute, COMPUTE)
     if not (isinstance(budget, int | float) and budget > 0):
         raise ValueError(f"budget is a number of seconds above 0: got {budget!r}")

@@ -1,6 +1,5 @@
 """What every runtime refuses."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -88,12 +87,6 @@ def scalar(loss: Loss) -> Loss:
         return value
 
     return checked
-
-
-def choose(option: str, value: str, choices: Iterable[str]) -> None:
-    """Refuse a ``value`` that is none of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"unknown {option} {value!r}: choose one of {', '.join(choices)}")
 
 
 def _kind(value: object) -> str:

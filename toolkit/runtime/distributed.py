@@ -10,7 +10,7 @@ from torch import nn
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import hierarchy
-from toolkit.runtime.checks import checked_world, choose, scalar
+from toolkit.runtime.checks import checked_world, scalar
 from toolkit.runtime.execution import Execution
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
@@ -29,6 +29,7 @@ from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
+from toolkit.schedule.given import check_choice
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
@@ -98,7 +99,7 @@ class Distributed(Runtime):
     ) -> None:
         super().__init__(stages, schedule, optimizer, recipe)
         recipe.check(schedule, whole_step=False)
-        choose("compression", compression, COMPRESSIONS)
+        check_choice("compression", compression, COMPRESSIONS)
         if chunk_mb is not None and not 0 < chunk_mb < inf:
             raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         if per_machine < 0:

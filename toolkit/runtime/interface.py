@@ -19,7 +19,7 @@ from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
 from toolkit.schedule import Schedule
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.given import whole
 
 Steps = Generator[StepResult, None, None]
 

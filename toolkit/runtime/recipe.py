@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.model.recomputation import check_checkpoint, checkpointed, recomputes
 from toolkit.schedule import Schedule
+from toolkit.schedule.given import check_choice
 from toolkit.schedule.staleness import freshest
 
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
@@ -56,8 +57,7 @@ class Recipe:
     def __post_init__(self) -> None:
         check_precision(self.precision)
         for name, choices in (("clip_by", _CLIP_BY), ("compile", COMPILE_MODES)):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+            check_choice(name, getattr(self, name), choices)
         check_checkpoint(self.checkpoint)
         if not _is_between(self.loss_scale, inf):
             raise ValueError(f"loss_scale is a number above 0: got {self.loss_scale!r}")

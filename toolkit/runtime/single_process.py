@@ -18,6 +18,7 @@ from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
+from toolkit.schedule.given import check_choice
 
 ORDERS = ("grouped", "scheduled")
 
@@ -67,8 +68,7 @@ class SingleProcess(Runtime):
         recipe: Recipe = PLAIN,
         diagnostics: int = 0,
     ) -> None:
-        if order not in ORDERS:
-            raise ValueError(f"unknown order {order!r}: choose one of {', '.join(ORDERS)}")
+        check_choice("order", order, ORDERS)
         if diagnostics < 0 or (diagnostics and order != "grouped"):
             raise ValueError(
                 "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"

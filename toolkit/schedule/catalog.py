@@ -2,9 +2,9 @@
 
 from toolkit.schedule import orders, timing, v_shape
 from toolkit.schedule.chains import IN_ORDER, ROTATED
+from toolkit.schedule.given import check_forwards, whole
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.sizes import check_forwards, whole
 from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
 
 _ACCUMULATE = "accumulate, the micro-batches of a worker,"

@@ -12,8 +12,8 @@ from functools import partial
 
 from toolkit.schedule import catalog
 from toolkit.schedule.footprint import Footprint, footprint
+from toolkit.schedule.given import whole
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.sizes import whole
 
 RULES = ("DP", "CDP-v1", "CDP-v2")
 

@@ -9,7 +9,7 @@ from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.program import Program
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import settled_steps, steady_slots
-from toolkit.schedule.traffic import Traffic, rounds, traffic_of
+from toolkit.schedule.traffic import rounds, together, traffic_of
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
@@ -56,7 +56,14 @@ def footprint(schedule: "Schedule") -> Footprint:
         for rank in schedule.first_holders(j):
             kept[rank] += 1
     traffic = program.traffic()[slots]
-    sent = _sent_in(program, settled)
+    sent = together(
+        [
+            traffic_of(i, rank)
+            for rank, instructions in enumerate(program.ranks)
+            for i in instructions
+            if belongs_to(i, settled)
+        ]
+    )
     return Footprint(
         ranks=schedule.n_ranks,
         activations=max(map(max, activations)) * stage,
@@ -75,17 +82,6 @@ def belongs_to(i: Instruction, step: int) -> bool:
     if i.buffer == Buffer.GRADIENT:
         return i.step == step
     return i.buffer == Buffer.WEIGHTS and i.version == step
-
-
-def _sent_in(program: Program, step: int) -> Traffic:
-    """What all ranks send for ``step``."""
-    messages, units = 0, Fraction()
-    for rank, instructions in enumerate(program.ranks):
-        for i in instructions:
-            if belongs_to(i, step):
-                sent = traffic_of(i, rank)
-                messages, units = messages + sent.messages, units + sent.units
-    return Traffic(messages, units)
 
 
 def _rounds(program: Program) -> int:

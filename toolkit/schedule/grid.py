@@ -5,8 +5,8 @@ A rank that runs several ops at once (a single device) takes one row for each mi
 
 from typing import TYPE_CHECKING
 
+from toolkit.schedule.given import whole
 from toolkit.schedule.op import Op
-from toolkit.schedule.sizes import whole
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule

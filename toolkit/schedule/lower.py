@@ -29,10 +29,10 @@ from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.given import whole
 from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.op import Kind
 from toolkit.schedule.program import Program
-from toolkit.schedule.sizes import whole
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 
+from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.sizes import whole
 from toolkit.schedule.timing import Timing
 
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from math import inf
 
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.given import check_choice, whole
 
 Draws = tuple[tuple[int, ...], ...]
 
@@ -62,8 +62,7 @@ class RandomDelay:
             ("distribution of delays", self.distribution, DISTRIBUTIONS),
             ("per of a random delay", self.per, PER),
         ):
-            if value not in known:
-                raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(known)}")
+            check_choice(what, value, known)
         for name in ("least", "most", "seed"):
             steps = whole(getattr(self, name), f"{name} of a random delay")
             object.__setattr__(self, name, steps)

@@ -11,10 +11,10 @@ from toolkit.schedule import orders as _orders
 from toolkit.schedule import text as _text
 from toolkit.schedule.chains import CHAINS, IN_ORDER, check_chains, ring_of
 from toolkit.schedule.dependencies import check_complete, dependencies
+from toolkit.schedule.given import check_choice, check_forwards, whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.random_delay import RandomDelay, draws
-from toolkit.schedule.sizes import check_forwards, whole
 from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, plain, requested
 from toolkit.schedule.timing import Timing
 
@@ -82,10 +82,8 @@ class Schedule:
     layout: Placement = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.state not in STATES:
-            raise ValueError(f"unknown state {self.state!r}: choose one of {', '.join(STATES)}")
-        if self.chains not in CHAINS:
-            raise ValueError(f"unknown chains {self.chains!r}: choose one of {', '.join(CHAINS)}")
+        check_choice("state", self.state, STATES)
+        check_choice("chains", self.chains, CHAINS)
         self._settle()
         sizes = self.n_stages, self.n_microbatches
         check_complete(self.timing.starts, *sizes)

@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.sizes import whole
 
 
 @dataclass(frozen=True)

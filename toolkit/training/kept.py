@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.options import INDIFFERENT
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
+from toolkit.schedule.given import check_choice
 from toolkit.training.changes import FREE, changed_options, rate_follows_epochs
 from toolkit.training.checkpoints import Checkpoints, from_rank_0
 from toolkit.training.job import Job, prepare
@@ -114,8 +115,7 @@ def run_kept(
 
 
 def _check_guard(options: DictConfig) -> None:
-    if options.guard not in GUARDS:
-        raise ValueError(f"unknown guard {options.guard!r}: choose one of {', '.join(GUARDS)}")
+    check_choice("guard", options.guard, GUARDS)
     if not options.guard_factor > 1:
         raise ValueError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
 

@@ -11,12 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.model import Stages
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.synchronous import Synchronous
-from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
+from toolkit.schedule.given import check_choice
 
 # Its newer name; the older one is deprecated there.
 _BUFFERS = "forward_sync_buffers"
@@ -65,7 +65,7 @@ class DDP(Synchronous):
         bucket_mb: float = 25.0,
         bucket_view: bool = False,
     ) -> None:
-        choose("compression", compression, _HOOKS)
+        check_choice("compression", compression, _HOOKS)
         if not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
         self._hook = _HOOKS[compression]

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
-from toolkit.runtime.checks import choose
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Steps
 from toolkit.runtime.layout import COMPRESSIONS
@@ -21,6 +20,7 @@ from toolkit.runtime.stage import StageRunner, Values, gradients, leaves
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
 from toolkit.schedule import Schedule
+from toolkit.schedule.given import check_choice
 
 
 class DelayedAllReduce(Baseline):
@@ -58,7 +58,7 @@ class DelayedAllReduce(Baseline):
         world: World | None = None,
         compression: str = "none",
     ) -> None:
-        choose("compression", compression, COMPRESSIONS)
+        check_choice("compression", compression, COMPRESSIONS)
         if not is_data_parallel(schedule, 1, ("replicated",)):
             raise ValueError(
                 "runtime=delayed_allreduce trains data parallelism with every weight one step"

@@ -19,6 +19,7 @@ from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.processes import watch as watching
 from toolkit.runtime.processes.watch import Watch
 from toolkit.runtime.streams import enter_device, finish_stream
+from toolkit.schedule.given import check_choice
 
 BACKENDS = ("auto", "nccl", "gloo")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -250,8 +251,7 @@ def join(
         SystemExit: the others do not come; what is wrong has been announced.
     """
     global _joined
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    check_choice("backend", backend, BACKENDS)
     if not timeout > 0:
         raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
     place = _place(n_ranks)

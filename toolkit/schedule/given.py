@@ -1,5 +1,6 @@
-"""Whole numbers as users give them: Python's, NumPy's, and what is none."""
+"""Values as users give them: whole numbers, Python's and NumPy's, and one of several names."""
 
+from collections.abc import Collection
 from numbers import Integral
 
 MOST = 2**20
@@ -25,6 +26,16 @@ def whole(value: object, what: str, least: int | None = None) -> int:
         bound = "" if least is None else f", {least} or more"
         raise ValueError(f"{what} is a whole number{bound}: got {value!r}")
     return int(value)
+
+
+def check_choice(what: str, value: object, choices: Collection[str]) -> None:
+    """Refuse a ``value`` that is none of the ``choices``; ``what`` it is called in the error.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if value not in choices:
+        raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
 
 
 def check_forwards(n_stages: int, n_microbatches: int) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from tests.schedule.strategies import quick, schedules
 from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.schedule.comparison import compare
-from toolkit.schedule.sizes import whole
+from toolkit.schedule.given import whole
 
 FOUR, TWO, ONE = np.int64(4), np.uint8(2), np.int16(1)
 
