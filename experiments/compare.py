@@ -16,7 +16,6 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from math import isnan, nan
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -246,16 +245,13 @@ def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[
 
     Runs that have diverged are left out.
     """
-    from toolkit.tracking import paired_by_seed, spread
+    from toolkit.tracking import over_seeds
 
     final, base = (
         {run.seed: by.factor * run.epochs[-1][by.metric] for run in runs if run.rule == rule}
         for rule in (name, first)
     )
-    difference = paired_by_seed(final, base)
-    known = [value for value in final.values() if not isnan(value)]
-    found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
-    return dict(zip(by.columns, found, strict=True))
+    return over_seeds(final, base, by)
 
 
 def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:

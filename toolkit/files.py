@@ -43,7 +43,7 @@ def write_text(path: Path, text: str) -> None:
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, newline="")
+        beside.write_text(text, encoding="utf-8", newline="")
         beside.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -3,6 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+COMPARED = "runs.yaml"
+"""In the folder of a comparison: the options of the runs that have ended."""
+
 AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
 """What is around a run: where it is tracked, what it goes on from, the comparison it is of."""
 

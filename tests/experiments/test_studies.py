@@ -183,6 +183,14 @@ def test_a_comparison_outlives_runs_that_diverge(tmp_path, monkeypatch):
     assert again["metrics"] == found["metrics"]
 
 
+def test_a_comparison_takes_the_place_of_no_other(compared):
+    before = {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()}
+    options = [*TINY, "seeds=1", f"hydra.run.dir={compared}"]
+    told = refused("compare", *options)
+    assert f"{compared} has the runs of a comparison: resume={compared} goes on with it" in told
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
 @pytest.fixture
 def compared(tmp_path):
     """A comparison of two rules that are equally good, whose runs ended in another order."""

@@ -52,10 +52,10 @@ def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ende
     folder = Path(HydraConfig.get().runtime.output_dir)
     with alone_in(folder):
         fresh = "resume" in config and not config.resume and not ranks.restarted()
-        if fresh and sweeps.has_checkpoint(folder):
+        if fresh and (left := sweeps.left_in(folder)):
             raise ValueError(
-                f"{folder} has the checkpoints of a run: resume={folder} goes on with it; for"
-                " another run give another hydra.run.dir"
+                f"{folder} has {left}: resume={folder} goes on with it; for another one give"
+                " another hydra.run.dir"
             )
         return _told(function, config, explained, folder)
 
@@ -97,7 +97,7 @@ def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained
             if before := sweeps.finished_before(folder, options):
                 print(f"run {folder.name} has finished before")
                 return Ended(objective=before.objective)
-            if "resume" in config and sweeps.has_checkpoint(folder):
+            if "resume" in config and sweeps.left_in(folder):
                 config.resume = str(folder)
         ended = _run(function, config, explained)
     except Exception as error:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from toolkit.config.flags import key_of
 from toolkit.config.ranks import leads
 from toolkit.config.status import FAILED, FINISHED, RUNNING, STOPPED, Status, read_status
+from toolkit.options import COMPARED
 
 _NAME = "sweep.json"
 
@@ -83,9 +84,11 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     return before if before.state == FINISHED else None
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether the run in ``folder`` can go on from where it was saved."""
-    return any((folder / "checkpoints").glob("step_*.ckpt"))
+def left_in(folder: Path) -> str:
+    """What ``folder`` has that a run, or a comparison, can go on from; "" if nothing."""
+    if any((folder / "checkpoints").glob("step_*.ckpt")):
+        return "the checkpoints of a run"
+    return "the runs of a comparison" if (folder / COMPARED).is_file() else ""
 
 
 def summary(folder: Path) -> tuple[str, bool]:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.model import Stages
-from toolkit.model.analysis import Work, node_costs
+from toolkit.model.analysis import Work, differentiable, node_costs
 from toolkit.model.partition import check_stages
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.recomputation import checkpointed
@@ -202,7 +202,7 @@ def _analyse(
         backward_flops=sum(node.backward.flops for node in work),
         activation_bytes=sum(node.activations for node in nodes.values()),
         input_bytes=sum(map(_bytes, inputs)),
-        integer_input_bytes=sum(_bytes(x) for x in inputs if not x.is_floating_point()),
+        integer_input_bytes=sum(_bytes(x) for x in inputs if not differentiable(x)),
         output_bytes=sum(map(_bytes, outputs)),
         parameter_bytes=sum(_bytes(p) for p in stage.parameters() if p.requires_grad),
         statistics_bytes=sum(
@@ -240,7 +240,7 @@ def _measure(
 
 
 def _received(values: Values) -> Values:
-    return tuple(x.detach().requires_grad_(x.is_floating_point()) for x in values)
+    return tuple(x.detach().requires_grad_(differentiable(x)) for x in values)
 
 
 def _bytes(tensor: Tensor) -> int:

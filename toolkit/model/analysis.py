@@ -358,3 +358,8 @@ def _storage(tensor: Tensor) -> int:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Whether autograd knows gradients of such a tensor."""
+    return tensor.is_floating_point() or tensor.is_complex()

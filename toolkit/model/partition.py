@@ -12,9 +12,11 @@ from typing import overload
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
+from toolkit.model.faithful import check_faithful
 from toolkit.model.trace import changing, part, reason, refused, shapes_of, trace
 from toolkit.schedule.given import whole
 
@@ -93,13 +95,15 @@ def partition(
             all further stages begin.
 
     Raises:
-        ValueError: the model cannot be traced, or cannot be cut like that.
+        ValueError: the model cannot be traced, or cannot be cut like that, or would be trained
+            otherwise.
     """
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
         raise ValueError("an example is a tensor or a tuple of tensors, the batch first")
     n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
+    check_faithful(model, traced)
     costs = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     output = next(iter(reversed(traced.graph.nodes))).args[0]
@@ -107,7 +111,7 @@ def partition(
         raise ValueError(
             "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
         )
-    crossing = _Crossings(traced, nodes, costs, _batched(model, traced, inputs, costs))
+    crossing = _Crossings(traced, nodes, costs, _batched(model, traced, inputs, costs, output.name))
     if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise ValueError(
@@ -158,6 +162,7 @@ def _batched(
     traced: fx.GraphModule,
     inputs: tuple[torch.Tensor, ...],
     costs: dict[str, NodeCost],
+    output: str,
 ) -> set[str]:
     """The nodes whose first dimension is the batch: it has one row more if the inputs have."""
     n = inputs[0].shape[0]
@@ -170,6 +175,13 @@ def _batched(
             f" not the batch: {reason(error)}"
         ) from error
     sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
+    answers = sizes[output]
+    if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
+        raise ValueError(
+            "a model to be partitioned returns one tensor, the batch first:"
+            f" {type(model).__name__} gives one of shape {shapes_of((costs[output].output,))} for"
+            f" {n} samples, and not of as many rows, or of equally many for each"
+        )
     return {k for k, pair in sizes.items() if pair == (n, n + 1)}
 
 
@@ -329,4 +341,18 @@ def _stage(
             copies[node] = graph.node_copy(node, copied)
     graph.output(tuple(copied(node) for node in crossing.at[end]))
     draws = any(crossing.costs[node.name].draws for node in nodes[begin:end])
-    return part(traced, graph, draws=draws)
+    mixes = any(_mixes(traced, node, crossing.batched) for node in nodes[begin:end])
+    return part(traced, graph, draws=draws, mixes=mixes)
+
+
+def _mixes(traced: fx.GraphModule, node: fx.Node, batched: set[str]) -> bool:
+    """Whether an operation sees all samples of a batch, and these are not one after another.
+
+    A batch norm whose input has the batch first takes micro-batches apart by itself.
+    """
+    if node.op != "call_module":
+        return False
+    module = traced.get_submodule(str(node.target))
+    if isinstance(module, _BatchNorm):
+        return any(x.name not in batched for x in node.all_input_nodes)
+    return bool(getattr(module, "scale_grad_by_freq", False))

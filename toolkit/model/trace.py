@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 _EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
 _DRAWS = "draws"  # whether it draws at random
+_MIXES = "mixes"  # whether it sees the samples of a batch together
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -49,20 +50,26 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
     return traced
 
 
-def part(traced: fx.GraphModule, graph: fx.Graph, *, draws: bool) -> fx.GraphModule:
+def part(traced: fx.GraphModule, graph: fx.Graph, *, draws: bool, mixes: bool) -> fx.GraphModule:
     """Some of the operations of ``traced`` as a module, with its parameters and buffers.
 
     Args:
         draws: whether any of them draws at random.
+        mixes: whether any sees micro-batches that run as one batch together.
     """
     found = fx.GraphModule(traced, graph, class_name="Stage")
-    found.meta |= {_EVALUATED: traced.meta[_EVALUATED], _DRAWS: draws}
+    found.meta |= {_EVALUATED: traced.meta[_EVALUATED], _DRAWS: draws, _MIXES: mixes}
     return found
 
 
 def draws_at_random(stage: nn.Module) -> bool:
     """Whether the forward of a stage in training uses a random generator."""
     return bool(getattr(stage, "meta", {}).get(_DRAWS, False))
+
+
+def one_by_one(stage: nn.Module) -> bool:
+    """Whether micro-batches have to run one after another in a stage, or would be otherwise."""
+    return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get(_MIXES, False))
 
 
 def kept_generators(inputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
@@ -180,6 +187,12 @@ class _Tracer(fx.Tracer):
         self._n_inputs = n_inputs
         self._gradients = torch.is_grad_enabled()
 
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Also a class of one's own that only sets the options of one of torch's."""
+        inherited = type(m).forward.__module__.startswith("torch.nn.modules")
+        leaf = super().is_leaf_module(m, module_qualified_name)
+        return leaf or (inherited and not isinstance(m, nn.Sequential))
+
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
@@ -197,10 +210,13 @@ class _Tracer(fx.Tracer):
                 " marked by torch.fx.wrap"
             )
         node = super().create_node(*args, **kwargs)
-        if node.target in _BATCH_NORMS and _in_batches(node):
+        if node.target in _BATCH_NORMS and _in_batches(node) and _sees_input(node):
+            kind = getattr(self.scope.module_type, "__name__", "")
+            within = f" in {self.scope.module_path} ({kind})" if self.scope.module_path else ""
             raise _UntraceableError(
-                "calls batch_norm as a function, which would mix the micro-batches that run as one"
-                " batch: use torch.nn's batch norms, whose statistics are of each micro-batch"
+                f"calls batch_norm as a function{within}, which would mix the micro-batches that"
+                " run as one batch: use torch.nn's batch norms, whose statistics are of each"
+                " micro-batch"
             )
         return node
 
@@ -212,6 +228,16 @@ def _in_batches(norm: fx.Node) -> bool:
     """Whether a call of a function normalises by the statistics of its batch."""
     given = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
     return given is not False
+
+
+def _sees_input(node: fx.Node) -> bool:
+    """Whether a value depends on the model's input, rather than on its weights alone."""
+    seen, left = set(), [node]
+    while left:
+        if (current := left.pop()) not in seen:
+            seen.add(current)
+            left += current.all_input_nodes
+    return any(found.op == "placeholder" for found in seen)
 
 
 @contextmanager

@@ -3,9 +3,8 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from math import isnan, nan
+from math import isnan
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -124,7 +123,7 @@ def differences(
     """
     import pandas as pd
 
-    from toolkit.tracking import paired_by_seed, spread
+    from toolkit.tracking import over_seeds
 
     found = _values(epochs, measure)
     if baseline not in found:
@@ -136,19 +135,17 @@ def differences(
     rows = {}
     for rule, by_seed in found.items():
         mine = {seed: run[-1] for seed, run in by_seed.items() if seed in base}
-        known = [value for value in mine.values() if not isnan(value)]
         if not mine:
             raise ValueError(
                 f"{rule} has no run with a seed of {baseline}: it has {_listed(by_seed)}, and"
                 f" {baseline} {_listed(base)}; train both with the same seeds"
             )
-        difference = paired_by_seed(mine, base)
-        low, high = difference.interval
-        values = mean(known or [nan]), spread(known), difference.mean, difference.half_width
+        comes_to = over_seeds(mine, base, measure)
+        *_, difference, width = comes_to.values()
         rows[rule] = {
-            "runs": len(known),
-            **tables.compared(dict(zip(measure.columns, values, strict=True)), measure, baseline),
-            "says": _says(low, high) if rule != baseline else "",
+            "runs": sum(not isnan(value) for value in mine.values()),
+            **tables.compared(comes_to, measure, baseline),
+            "says": _says(difference - width, difference + width) if rule != baseline else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 

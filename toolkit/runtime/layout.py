@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from toolkit.model.analysis import differentiable
 from toolkit.runtime.norm import MicrobatchNorm
 from toolkit.runtime.rank import Gradients, Payload
 from toolkit.runtime.stage import Values
@@ -191,7 +192,7 @@ def _find_layouts(
     for stage, own in zip(skeletons, tensors, strict=True):
         outputs: Values = torch.func.functional_call(stage, own, inputs)
         runs.append((inputs, outputs))
-        inputs = tuple(torch.empty_like(x).requires_grad_(x.is_floating_point()) for x in outputs)
+        inputs = tuple(torch.empty_like(x).requires_grad_(differentiable(x)) for x in outputs)
     given: Gradients = tuple(torch.empty_like(x) for x in runs[-1][1])
     activation_gradients, gradients = [], []
     for stage, own, (received, outputs) in reversed([*zip(skeletons, tensors, runs, strict=True)]):

@@ -103,7 +103,9 @@ class MicrobatchNorm(nn.Module):
         y = (wide - mean) * torch.rsqrt(variance + self.eps)
         of_channels = [-1, *[1] * (wide.dim() - 3)]
         if self.weight is not None:
-            y = y * self.weight.view(of_channels) + self.bias.view(of_channels)
+            y = y * self.weight.view(of_channels)
+        if self.bias is not None:
+            y = y + self.bias.view(of_channels)
         y = y.to(x.dtype).flatten(0, 1)
         if self.dtype is None:
             return y, None

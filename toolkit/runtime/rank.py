@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from toolkit.model.analysis import differentiable
 from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.halves import Stretch, first_half
@@ -213,7 +214,7 @@ _DO: dict[Action, Callable[[Rank, Instruction], None]] = {
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    return tensor.detach().requires_grad_(differentiable(tensor))
 
 
 def _int(value: int | None) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from toolkit.model.trace import draws_at_random, in_training
+from toolkit.model.trace import in_training, one_by_one
 from toolkit.runtime.norm import Again, Group, replace_norms
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
@@ -52,7 +52,7 @@ class StageRunner(Updater):
         tensors = chain(stage.parameters(), stage.buffers())
         self.compute = in_training(copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}))
         self.norms = replace_norms(self.compute, self.group)
-        self.random = draws_at_random(self.compute)
+        self.one_by_one = one_by_one(self.compute)
         self._call: Callable[[Weights, Values], Values] = partial(
             torch.func.functional_call, self.compute
         )
@@ -102,7 +102,7 @@ class StageRunner(Updater):
     def _compute(
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
-        if not self.random:
+        if not self.one_by_one:
             self.group.size = len(microbatches)
             return self._call(weights, inputs)
         self.group.size = 1
@@ -162,8 +162,21 @@ def leaves(weights: Weights) -> Weights:
 
 
 def gradients(weights: Weights) -> dict[str, Tensor]:
-    """What backward has left on ``leaves``."""
-    return {name: leaf.grad for name, leaf in weights.items() if leaf.grad is not None}
+    """What backward has left on ``leaves``, each in memory of its own.
+
+    Where several weights are added up, autograd may leave them views of one gradient.
+    """
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, leaf in weights.items():
+        gradient = leaf.grad
+        if gradient is not None:
+            if gradient.layout == torch.strided:
+                storage = gradient.untyped_storage()._cdata
+                gradient = gradient.clone() if storage in storages else gradient
+                storages.add(storage)
+            found[name] = gradient
+    return found
 
 
 @contextmanager

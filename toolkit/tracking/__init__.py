@@ -10,6 +10,7 @@ from toolkit.tracking.session import track
 from toolkit.tracking.statistics import (
     Estimate,
     binomial_half_width,
+    over_seeds,
     paired_by_seed,
     paired_difference,
     spread,
@@ -29,6 +30,7 @@ __all__ = [
     "describe",
     "describe_cpu",
     "learning_curves",
+    "over_seeds",
     "paired_by_seed",
     "paired_difference",
     "provenance",

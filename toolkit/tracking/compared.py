@@ -15,12 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from toolkit.files import write_csv, write_text
-from toolkit.options import INDIFFERENT
+from toolkit.options import COMPARED, INDIFFERENT
 from toolkit.tracking.reading import read_csv
 from toolkit.training.changes import changed_options
 from toolkit.training.loop import Epoch
 
-OPTIONS = "runs.yaml"
 # Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}
 
@@ -87,7 +86,7 @@ def keep_runs(folder: Path, config: DictConfig, runs: Sequence[RuleRun]) -> None
     if former:
         before = _options(folder).rules
         options["rules"] |= {rule: before[rule] for rule in before if rule in former}
-    write_text(folder / OPTIONS, OmegaConf.to_yaml(OmegaConf.create(options)))
+    write_text(folder / COMPARED, OmegaConf.to_yaml(OmegaConf.create(options)))
     write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
     if delays := [row for run in runs for row in run.named(run.delays)]:
         write_csv(folder / "delays.csv", delays)
@@ -125,12 +124,12 @@ def _check_options(folder: Path, config: DictConfig, trained: set[str]) -> None:
 
 def _options(folder: Path) -> DictConfig:
     try:
-        found = OmegaConf.load(folder / OPTIONS)
+        found = OmegaConf.load(folder / COMPARED)
         if isinstance(found, DictConfig) and isinstance(found.get("rules"), DictConfig):
             return found
     except (OSError, UnicodeDecodeError, OmegaConfBaseException, YAMLError):
         pass
     raise ValueError(
-        f"resume={folder} has runs, but no {OPTIONS} that tells with which options they were"
+        f"resume={folder} has runs, but no {COMPARED} that tells with which options they were"
         " trained: start in a new folder, without resume"
     )

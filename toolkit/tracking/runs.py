@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.config.shorthands import spell_out
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.messages import first_line
+from toolkit.options import COMPARED
 from toolkit.tracking.reading import (
     LARGEST,
     DamagedError,
@@ -280,7 +281,7 @@ def _trained(run: Run, result: Mapping[str, Any]) -> Run:
 def _compared(base: Run, result: Mapping[str, Any]) -> list[Run]:
     """Each rule with each seed; where runs.csv has not been kept, each rule."""
     rules = _rules(base.config)
-    known = _rules(read_yaml(base.folder / "runs.yaml")) | rules  # also of those left out since
+    known = _rules(read_yaml(base.folder / COMPARED)) | rules  # also of those left out since
     rest = {name: value for name, value in base.config.items() if name not in ("rules", "seeds")}
     summed = result.get("metrics")
     rows = [row for row in mappings(summed) if text_or_none(row.get("rule"))]

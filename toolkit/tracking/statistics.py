@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import isnan, nan
 from statistics import mean, stdev
 
+from toolkit.measure import Measure
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -81,3 +83,22 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
     if not shared:
         return Estimate(nan, nan)
     return paired_difference([values[s] for s in shared], [baseline[s] for s in shared])
+
+
+def over_seeds(
+    values: Mapping[int, float], baseline: Mapping[int, float], by: Measure
+) -> dict[str, float]:
+    """What a rule comes to, and how far from the ``baseline``, by the measure's columns.
+
+    Args:
+        values: by seed, in the measure's unit; NaN of runs that have diverged, which do not count.
+        baseline: likewise.
+        by: what they are of.
+
+    Raises:
+        ValueError: they share no seed.
+    """
+    known = [value for value in values.values() if not isnan(value)]
+    difference = paired_by_seed(values, baseline)
+    found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
+    return dict(zip(by.columns, found, strict=True))

@@ -286,8 +286,8 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+    except (ImportError, RuntimeError, AssertionError) as error:
+        reason = first_line(error)
         raise ValueError(f"device={name} cannot be used: {reason}; try device=auto") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")

@@ -1,0 +1,64 @@
+"""Refuses models whose stages would in silence be trained otherwise than the models themselves."""
+
+from collections.abc import Iterator
+
+from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
+
+from toolkit.model.trace import evaluated
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def check_faithful(model: nn.Module, traced: fx.GraphModule) -> None:
+    """Refuse hooks that would not run, and batch norms that are more than that.
+
+    Args:
+        model: as its user has made it.
+        traced: its graph.
+
+    Raises:
+        ValueError: with the first of what stages would lack, or do otherwise.
+    """
+    for why in _differences(model, traced):
+        raise ValueError(f"{type(model).__name__} {why}")
+
+
+def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield (
+                f"has a hook on the gradient of {name}, which would not run, since gradients are of"
+                " copies of the weights: leave it out, and change gradients in an optimizer's step"
+            )
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    for name, module in model.named_modules():
+        within = any(f"{name}.".startswith(f"{leaf}.") for leaf in called)
+        lost = _HOOKS if module is model else () if within else _HOOKS[2:]
+        if any(getattr(module, hooks) for hooks in lost):
+            yield (
+                f"has a hook on {name or 'itself'}, which would not run, since torch.fx traces what"
+                " is within: leave it out, or put it on a layer of torch.nn"
+            )
+    norms: dict[nn.Module, str] = {}
+    for name in called:
+        module = traced.get_submodule(name)
+        if not isinstance(module, _BatchNorm) or name in evaluated(traced):
+            continue
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            yield (
+                f"has a hook on the batch norm {name}, which would not run, since its micro-batches"
+                " are normalised one by one: leave it out, or put it on a layer beside"
+            )
+        if is_parametrized(module):
+            yield (
+                f"computes the weights of the batch norm {name} from others, and its micro-batches"
+                " are normalised one by one: leave that parametrization out"
+            )
+        if module in norms and module.track_running_stats:
+            yield (
+                f"calls the batch norm {norms[module]} more than once in a forward, and its"
+                " statistics are of one call: give each a batch norm of its own"
+            )
+        norms[module] = name
