@@ -239,13 +239,29 @@ class Fourier(nn.Module):
         return self.after(torch.fft.irfft(x, n=8))
 
 
+class Active(nn.BatchNorm1d):
+    """Ends in an activation."""
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        known = self.running_mean, self.running_var
+        x = F.batch_norm(x, *known, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return F.leaky_relu(x, 0.1, inplace=True)
+
+
+def active():
+    layers = [nn.Linear(36, 8), Active(8), nn.Linear(8, 8), Active(8, affine=False)]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 3))
+
+
 def added():
     layers = (Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     return nn.Sequential(nn.Flatten(), *layers)
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
-@pytest.mark.parametrize("make", [added, Folded, Fourier])
+@pytest.mark.parametrize("make", [active, added, Folded, Fourier])
 @pytest.mark.parametrize(
     "schedule",
     [

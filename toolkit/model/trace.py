@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+
+from toolkit.model.norms import own_norms
 
 _EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
 _DRAWS = "draws"  # whether it draws at random
@@ -35,7 +37,7 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
                 model.train()
             # A traced functional dropout keeps the mode in which it was traced.
             kept = tuple(name for name, module in model.named_modules() if not module.training)
-            graph = _Tracer(n_inputs).trace(model)
+            graph = _Tracer(n_inputs, own_norms(model)).trace(model)
             traced = fx.GraphModule(model, graph, type(model).__name__)
             _check_changes(model, n_inputs)
     except _UntraceableError as error:
@@ -159,7 +161,7 @@ def _check_changes(model: nn.Module, n_inputs: int) -> None:
                 del vars(module)[name]
     if names:
         try:
-            _Tracer(n_inputs).trace(model)
+            _Tracer(n_inputs, own_norms(model)).trace(model)
         except Exception as error:
             raise _UntraceableError(changing(names, nodes[0])) from error
 
@@ -182,15 +184,15 @@ class _UntraceableError(ValueError):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # so that a buffer can be cut to a traced size
 
-    def __init__(self, n_inputs: int) -> None:
+    def __init__(self, n_inputs: int, norms: Collection[nn.Module] = ()) -> None:
         super().__init__()
-        self._n_inputs = n_inputs
+        self._n_inputs, self._norms = n_inputs, norms
         self._gradients = torch.is_grad_enabled()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Also a class of one's own that only sets the options of one of torch's."""
+        """Also a class of one's own that sets options of one of torch's, or ends a batch norm."""
         inherited = type(m).forward.__module__.startswith("torch.nn.modules")
-        leaf = super().is_leaf_module(m, module_qualified_name)
+        leaf = super().is_leaf_module(m, module_qualified_name) or m in self._norms
         return leaf or (inherited and not isinstance(m, nn.Sequential))
 
     def create_args_for_root(

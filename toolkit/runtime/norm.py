@@ -5,6 +5,7 @@ not read in training; they advance once a step, by the mean over the step's micr
 equals averaging the workers' buffers.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from toolkit.model.norms import computes_otherwise
 
 
 @dataclass
@@ -57,9 +60,11 @@ class MicrobatchNorm(nn.Module):
         self.dtype = None if norm.running_mean is None else norm.running_mean.dtype
         self.group = group
         self.statistics: Tensor | None = None
+        # Of a forward of its own, which ends in more than torch's does; no module of the stage.
+        self.own = (_following(norm),) if computes_otherwise(norm) else ()
 
     def forward(self, x: Tensor) -> Tensor:
-        fused = x.is_cuda and torch.compiler.is_compiling()
+        fused = x.is_cuda and torch.compiler.is_compiling() and not self.own
         y, statistics = self._at_once(x) if fused else self._in_turn(x)
         if statistics is not None and not self.group.again:
             total = self.statistics
@@ -80,13 +85,30 @@ class MicrobatchNorm(nn.Module):
         weights, biases = (nones if p is None else _copies(p, n) for p in (self.weight, self.bias))
         # With momentum 1 the running statistics become those of this micro-batch.
         parts = [
-            F.batch_norm(part, mean, variance, weight, bias, True, 1.0, self.eps)
+            self._normalised(part, mean, variance, weight, bias)
             for part, mean, variance, weight, bias in zip(
                 x.chunk(n), means, variances, weights, biases, strict=True
             )
         ]
         y = parts[0] if n == 1 else torch.cat(parts)
         return y, None if statistics is None else statistics.sum(1)
+
+    def _normalised(
+        self,
+        x: Tensor,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """One micro-batch, whose statistics ``mean`` and ``variance`` become."""
+        if not self.own:
+            return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, self.eps)
+        given = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
+        if self.dtype is not None:
+            given["num_batches_tracked"] = x.new_zeros((), dtype=torch.int64)
+        known = {name: tensor for name, tensor in given.items() if tensor is not None}
+        return cast(Tensor, torch.func.functional_call(self.own[0], known, (x,)))
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """By the formula, for a GPU's compiler, to which as many batch norms would be long code.
@@ -116,6 +138,13 @@ class MicrobatchNorm(nn.Module):
     def take_statistics(self) -> Tensor | None:
         statistics, self.statistics = self.statistics, None
         return statistics
+
+
+def _following(norm: _BatchNorm) -> _BatchNorm:
+    """A copy whose running statistics become those of each batch."""
+    copied = copy.deepcopy(norm)
+    copied.momentum = 1.0
+    return copied
 
 
 def _copies(parameter: Tensor, n: int) -> Sequence[Tensor]:

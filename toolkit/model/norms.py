@@ -1,0 +1,58 @@
+"""Batch norms of a user's own class, such as timm's, which end in an activation."""
+
+import copy
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+_SAMPLES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2)}  # their sizes
+
+
+def computes_otherwise(norm: _BatchNorm) -> bool:
+    """Whether a batch norm has a forward of its own."""
+    return not type(norm).forward.__module__.startswith("torch.nn.modules")
+
+
+def own_norms(model: nn.Module) -> set[nn.Module]:
+    """The batch norms of ``model`` whose own forward may run instead of torch's."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return {norm for norm in norms if computes_otherwise(norm) and _normalises(norm)}
+
+
+def _normalises(norm: _BatchNorm) -> bool:
+    """Whether a forward takes the statistics of its batch, as torch's do.
+
+    So in training it reads no running statistics, and advances them as usual; and it has no other
+    tensors. That is seen by trying it, on the CPU; the generator is kept.
+    """
+    sizes = [size for kind, size in _SAMPLES.items() if isinstance(norm, kind)]
+    names = {name for name, _ in chain(norm.named_parameters(), norm.named_buffers())}
+    if not sizes or names - _TENSORS:
+        return False
+    twin = copy.deepcopy(norm).to_empty(device="cpu").float().train()
+    try:
+        with torch.random.fork_rng([]), torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.fill_(1.0)
+            x = torch.randn(6, norm.num_features, *sizes[0])
+            one, other = (_tried(twin, x, known, momentum=0.0) for known in (0.0, 7.0))
+            _tried(twin, x, 0.0, momentum=1.0)
+    except Exception:  # it is the user's own code, which may raise anything
+        return False
+    others = [0, *range(2, x.dim())]
+    pairs = zip((twin.running_mean, twin.running_var), (x.mean(others), x.var(others)), strict=True)
+    return torch.allclose(one, other) and all(
+        found is None or torch.allclose(found, expected, atol=1e-6) for found, expected in pairs
+    )
+
+
+def _tried(norm: _BatchNorm, x: torch.Tensor, known: float, momentum: float) -> torch.Tensor:
+    """The output with ``known`` running statistics, which advance by ``momentum``."""
+    torch.manual_seed(0)
+    norm.momentum = momentum
+    for buffer in norm.buffers():
+        buffer.fill_(known)
+    return norm(x.clone()).clone()
