@@ -443,6 +443,15 @@ def test_refuses_other_options(make, options, message):
         make(*Case(make, schedule).arguments(), **options)
 
 
+@pytest.mark.parametrize("make", [DDP, FSDP, DelayedAllReduce, TorchPipelining])
+def test_refuses_what_is_not_of_its_kind(make):
+    case = Case(DDP, catalog.data_parallel(2))
+    with pytest.raises(ValueError, match="stages are what toolkit.model.partition.* returns"):
+        make(nn.Sequential(nn.Linear(2, 2)), case.schedule, sgd, F.cross_entropy)
+    with pytest.raises(ValueError, match="schedule is one of toolkit.schedule.*got 'dp'"):
+        make(case.stages(), "dp", sgd, F.cross_entropy)
+
+
 def test_nothing_is_predicted_where_nothing_is_late():
     schedule = catalog.data_parallel(3, predict=True)
     assert is_data_parallel(schedule, 0, ("replicated",))
@@ -459,7 +468,7 @@ def test_refuses_what_torch_cannot_train():
     case = Case(DDP, catalog.data_parallel(2))
     stages = case.stages()
     stages.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="every parameter is frozen: set requires_grad"):
+    with pytest.raises(ValueError, match="has no parameter to train: leave requires_grad"):
         DDP(stages, case.schedule, sgd, F.cross_entropy)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
     stages = partition(model, 2, torch.zeros(2, 1, 6, 6))

@@ -36,10 +36,6 @@ class Chain(nn.Module):
         self.seed = seed
         self._random = [draws_at_random(stage) for stage in self.stages]
         self._at = (0, 0)
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError(
-                "every parameter is frozen: set requires_grad for those that are to be trained"
-            )
 
     def at(self, step: int, microbatch: int) -> None:
         """Say what the next forward is of."""

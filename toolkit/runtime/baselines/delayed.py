@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
+from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Steps
 from toolkit.runtime.layout import COMPRESSIONS
@@ -59,6 +60,7 @@ class DelayedAllReduce(Baseline):
         compression: str = "none",
     ) -> None:
         check_choice("compression", compression, COMPRESSIONS)
+        check_fit(stages, schedule, optimizer, recipe)
         if not is_data_parallel(schedule, 1, ("replicated",)):
             raise ValueError(
                 "runtime=delayed_allreduce trains data parallelism with every weight one step"

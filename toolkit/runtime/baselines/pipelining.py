@@ -18,6 +18,7 @@ from toolkit.model import Stages
 from toolkit.model.partition import Boundary
 from toolkit.runtime.baselines.base import Baseline, called
 from toolkit.runtime.baselines.release import Released
+from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
@@ -63,6 +64,7 @@ class TorchPipelining(Baseline):
         recipe: Recipe = PLAIN,
         world: World | None = None,
     ) -> None:
+        check_fit(stages, schedule, optimizer, recipe)
         recipe.check_only("torch_pipelining", "precision")
         if recipe.autocasts:
             raise ValueError(

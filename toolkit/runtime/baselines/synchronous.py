@@ -1,5 +1,6 @@
 """Data parallelism under a wrapper of torch: forward, backward, update."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
+from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import Recipe
@@ -41,6 +43,7 @@ class Synchronous(Baseline):
         recipe: Recipe,
         world: World | None,
     ) -> None:
+        check_fit(stages, schedule, optimizer, recipe)
         if not is_data_parallel(schedule, 0, self.states):
             raise ValueError(
                 f"runtime={self.runtime} trains data parallelism, a micro-batch a rank:"
@@ -58,8 +61,9 @@ class Synchronous(Baseline):
         self._wrapped = self._wrap(self._chain)
         self._updaters = [Updater(s, optimizer, lr_scheduler) for s in self._chain.stages]
 
+    @abstractmethod
     def _wrap(self, model: Chain) -> nn.Module:
-        raise NotImplementedError
+        """The model as torch trains it on many ranks."""
 
     def _in_forward(self) -> AbstractContextManager[None]:
         """What a forward runs in; it waits for nobody unless told."""
