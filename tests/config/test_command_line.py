@@ -207,6 +207,8 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
             ["rules.dpp.delay=1"],
             "there is no option rules.dpp.delay: it is of a rule, or",
         ),
+        ("compare", ["schedule@rules.mine=dp"], "there are: write +schedule@rules.mine=..."),
+        ("compare", ["data.batch=3"], "no option data.batch: data has crop_padding, "),
         ("compare", ["schedule.delay=2"], "a rule: write rules.NAME.delay, such as rules.cdp_v2."),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
         (

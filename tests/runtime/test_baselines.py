@@ -446,9 +446,9 @@ def test_refuses_other_options(make, options, message):
 @pytest.mark.parametrize("make", [DDP, FSDP, DelayedAllReduce, TorchPipelining])
 def test_refuses_what_is_not_of_its_kind(make):
     case = Case(DDP, catalog.data_parallel(2))
-    with pytest.raises(ValueError, match="stages are what toolkit.model.partition.* returns"):
+    with pytest.raises(ValueError, match=r"stages are what toolkit.model.partition.* returns"):
         make(nn.Sequential(nn.Linear(2, 2)), case.schedule, sgd, F.cross_entropy)
-    with pytest.raises(ValueError, match="schedule is one of toolkit.schedule.*got 'dp'"):
+    with pytest.raises(ValueError, match=r"schedule is one of toolkit.schedule.*got 'dp'"):
         make(case.stages(), "dp", sgd, F.cross_entropy)
 
 

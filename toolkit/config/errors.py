@@ -166,15 +166,20 @@ def _preset(name: str, message: str) -> str:
 
 
 def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> str:
-    rule = ".".join(key.split(".")[:2])  # where it is of one
+    rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
     known = [option.replace("rules.NAME", rule) for option in schema.options(experiment)]
     group, _, name = key.rpartition(".")
     if group and key in known and group.startswith("rules."):
-        return f"there is no option {key}: it is of a rule, or of a schedule, that there is not"
+        return (
+            f"there is no option {key}: it is of a rule, or of a schedule, that there is not; write"
+            f" +schedule@{rule}=... to add a rule"
+        )
     if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
     if key.startswith("model.arguments."):
         return f"the model has no argument {name} yet: write +{key}=... to add it"
+    if "@rules." in key:
+        return f"a rule is added to those there are: write +{key}=..."
     if key == "sweep":
         return "a sweep is added to what there is: write +sweep=..."
     if key in groups(conf):
