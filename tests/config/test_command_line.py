@@ -117,7 +117,11 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         ),
         (
             ["schedule.file=x.csv", "workers=4", "stages=2"],
-            "workers=4 stages=2: schedule.file=x.csv has its own stages and micro-batches",
+            "workers=4 stages=2: schedule.file=x.csv has its own stages, micro-batches and ranks",
+        ),
+        (
+            ["schedule.file=x.csv", "schedule=interleaved_1f1b", "schedule.n_ranks=2"],
+            "schedule.n_ranks=2: schedule.file=x.csv has its own stages, micro-batches and ranks",
         ),
         (
             ["schedule.file=x.csv", "schedule.accumulate=2"],

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.config.flags import key_of
 
 _SAME = ("workers", "microbatches")
-_OF_A_FILE = (*_SAME, "stages")
+_OF_A_FILE = (*_SAME, "stages", "schedule.n_ranks")
 _THREADS = 16  # for each processor; far more end the process
 
 
@@ -62,8 +62,8 @@ def check_given(arguments: Sequence[str]) -> None:
     """Refuse a command line that says the same thing twice.
 
     Raises:
-        ValueError: it gives ``workers`` and ``microbatches``, or one of them, or ``stages``, with a
-            file that has its own.
+        ValueError: it gives ``workers`` and ``microbatches``, or a size with a file that has its
+            own.
     """
     options = {key_of(argument): argument for argument in arguments}
     if all(name in options for name in _SAME):
@@ -74,5 +74,6 @@ def check_given(arguments: Sequence[str]) -> None:
         sizes := [options[n] for n in _OF_A_FILE if n in options]
     ):
         raise ValueError(
-            f"{' '.join(sizes)}: {file} has its own stages and micro-batches, so leave that out"
+            f"{' '.join(sizes)}: {file} has its own stages, micro-batches and ranks, so leave that"
+            " out"
         )
