@@ -164,3 +164,10 @@ class Wide(Active):
 def test_a_batch_norm_of_ones_own_that_is_another(kind):
     with pytest.raises(ValueError, match=r"cannot trace|calls batch_norm as a function in 1"):
         check(nn.Sequential(nn.Linear(4, 4), kind(4)))
+
+
+def test_trying_a_batch_norm_draws_nothing_of_the_users():
+    model = nn.Sequential(nn.Linear(4, 4), Active(4), nn.Linear(4, 2))
+    before = torch.get_rng_state()
+    check(model)
+    assert torch.equal(torch.get_rng_state(), before)

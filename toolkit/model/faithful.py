@@ -12,7 +12,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def check_faithful(model: nn.Module, traced: fx.GraphModule) -> None:
-    """Refuse hooks that would not run, and batch norms that are more than that.
+    """Refuse hooks that would not run, and batch norms that would not run as they are meant.
 
     Args:
         model: as its user has made it.
