@@ -59,6 +59,16 @@ def test_the_same_results_as_in_one_process(tmp_path):
 
 
 @thorough
+def test_ranks_go_on_with_what_they_have_saved(tmp_path):
+    folder = f"hydra.run.dir={tmp_path / 'run'}"
+    finished = torchrun(tmp_path, "runtime=distributed", folder)
+    assert finished.returncode == 0, finished.stderr
+    resumed = torchrun(tmp_path, f"resume={tmp_path / 'run'}", "epochs=2")
+    assert resumed.returncode == 0, resumed.stderr
+    assert result(tmp_path)["metrics"]["epoch"] == 1
+
+
+@thorough
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     finished = torchrun(tmp_path, "runtime=distributed", "partition=halves")
     assert finished.returncode != 0

@@ -189,6 +189,8 @@ def test_a_comparison_takes_the_place_of_no_other(compared):
     told = refused("compare", *options)
     assert f"{compared} has the runs of a comparison: resume={compared} goes on with it" in told
     assert all(path.read_bytes() == content for path, content in before.items())
+    told = refused("communication", "workers=2", f"hydra.run.dir={compared}")
+    assert f"{compared} has the runs of a comparison: for another one give another" in told
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,14 +49,17 @@ def run(function: Experiment, config: DictConfig, explained: Explained) -> Ended
 
 
 def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ended:
-    """A run, in a folder that no other one is in, nor has left what it could go on from."""
+    """A run, in a folder that no other one is in, nor has left what it could go on from.
+
+    The first rank sees to that: others, of a run that is resumed, have its folder, too.
+    """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with alone_in(folder):
-        fresh = "resume" in config and not config.resume and not ranks.restarted()
+    with alone_in(folder) if ranks.leads() else nullcontext():
+        fresh = ranks.leads() and not config.get("resume") and not ranks.restarted()
         if fresh and (left := sweeps.left_in(folder)):
+            way_on = f"resume={folder} goes on with it; " if "resume" in config else ""
             raise ValueError(
-                f"{folder} has {left}: resume={folder} goes on with it; for another one give"
-                " another hydra.run.dir"
+                f"{folder} has {left}: {way_on}for another one give another hydra.run.dir"
             )
         return _told(function, config, explained, folder)
 
