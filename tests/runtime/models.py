@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests import stages
-from toolkit.runtime import by_name
+from tests.runtime.reference import sgd
+from toolkit.runtime import SingleProcess, by_name
 
 
 class Residual(nn.Module):
@@ -115,6 +116,18 @@ def assert_updates(kept, states):
     trained = [name for name, _ in residual().named_parameters()]
     everything = {(step, name) for step in range(len(states)) for name in trained}
     assert {(step, name) for step, weights in kept for name in weights} == everything
+
+
+def stage_of(stages):
+    stage = {name: j for j, part in enumerate(stages) for name, _ in part.named_parameters()}
+    return stage.__getitem__
+
+
+def runtime_for(model, schedule, order, optimizer=sgd):
+    def make_optimizer(parameters):
+        return optimizer(parameters, None)
+
+    return SingleProcess(cut(model, schedule), schedule, make_optimizer, F.cross_entropy, order)
 
 
 def learning_rates(runtime):

@@ -8,7 +8,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.model.trace import evaluated
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 
 
 def check_faithful(model: nn.Module, traced: fx.GraphModule) -> None:
@@ -35,7 +36,7 @@ def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
     for name, module in model.named_modules():
         within = any(f"{name}.".startswith(f"{leaf}.") for leaf in called)
-        lost = _HOOKS if module is model else () if within else _HOOKS[2:]
+        lost = _HOOKS if module is model else () if within else _BACKWARD_HOOKS
         if any(getattr(module, hooks) for hooks in lost):
             yield (
                 f"has a hook on {name or 'itself'}, which would not run, since torch.fx traces what"

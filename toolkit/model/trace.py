@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
                 model.train()
             # A traced functional dropout keeps the mode in which it was traced.
             kept = tuple(name for name, module in model.named_modules() if not module.training)
-            graph = _Tracer(n_inputs, own_norms(model)).trace(model)
+            graph = _Tracer(model, n_inputs).trace(model)
             traced = fx.GraphModule(model, graph, type(model).__name__)
             _check_changes(model, n_inputs)
     except _UntraceableError as error:
@@ -161,7 +161,7 @@ def _check_changes(model: nn.Module, n_inputs: int) -> None:
                 del vars(module)[name]
     if names:
         try:
-            _Tracer(n_inputs, own_norms(model)).trace(model)
+            _Tracer(model, n_inputs).trace(model)
         except Exception as error:
             raise _UntraceableError(changing(names, nodes[0])) from error
 
@@ -184,9 +184,10 @@ class _UntraceableError(ValueError):
 class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # so that a buffer can be cut to a traced size
 
-    def __init__(self, n_inputs: int, norms: Collection[nn.Module] = ()) -> None:
+    def __init__(self, model: nn.Module, n_inputs: int) -> None:
         super().__init__()
-        self._n_inputs, self._norms = n_inputs, norms
+        self._n_inputs = n_inputs
+        self._norms = own_norms(model)  # tried now, for the tracer changes how modules are called
         self._gradients = torch.is_grad_enabled()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

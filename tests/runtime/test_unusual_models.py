@@ -1,0 +1,111 @@
+"""Models whose weights, norms or values are of a rarer kind follow the reference, too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.runtime.models import assert_same, make_batches, name_of, runtime_for, stage_of
+from tests.runtime.reference import sgd, trajectory
+from toolkit.schedule import catalog
+
+
+class Summed(nn.Module):
+    """Two weights with one gradient, for which autograd may have one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6) / 3) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(F.linear(x, self.first + self.second))
+
+
+class Added(nn.Module):
+    """Two weights whose gradients autograd leaves as views of one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(36, 6)
+        self.first, self.second = (nn.Parameter(torch.randn(6)) for _ in range(2))
+
+    def forward(self, x):
+        return self.layer(x) + (self.first.unsqueeze(0) + self.second.unsqueeze(0))
+
+
+class Folded(nn.Module):
+    """Its batch norm sees two halves of each sample, all first ones before all second ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(18, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.outer = nn.Linear(12, 3)
+
+    def forward(self, x):
+        halves = torch.cat(x.flatten(1).chunk(2, 1))
+        return self.outer(torch.cat(self.inner(halves).chunk(2), 1))
+
+
+class Fourier(nn.Module):
+    """Complex numbers cross where it is cut in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(36, 8), nn.Linear(8, 3)
+        weights = [torch.randn(5, 5, dtype=torch.complex128) for _ in range(12)]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x):
+        x = torch.fft.rfft(torch.tanh(self.before(x.flatten(1))))
+        for weight in self.weights:
+            x = x @ weight
+        return self.after(torch.fft.irfft(x, n=8))
+
+
+class Active(nn.BatchNorm1d):
+    """Ends in an activation."""
+
+    def forward(self, x):
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        known = self.running_mean, self.running_var
+        x = F.batch_norm(x, *known, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return F.leaky_relu(x, 0.1, inplace=True)
+
+
+def active():
+    layers = [nn.Linear(36, 8), Active(8), nn.Linear(8, 8), Active(8, affine=False)]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 3))
+
+
+def summed():
+    layers = (nn.Linear(36, 6), Summed(), Summed(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+def added():
+    layers = (Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
+@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("make", [active, added, summed, Folded, Fourier])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        catalog.gradient_accumulation(2, 4),
+        catalog.cyclic(4, n_stages=2),
+        catalog.zero_bubble(2, 4),
+    ],
+    ids=name_of,
+)
+def test_unusual_models(schedule, make, order):
+    torch.manual_seed(0)
+    model = make().double()
+    runtime = runtime_for(copy.deepcopy(model), schedule, order)
+    stage, batches = stage_of(runtime.stages), make_batches(4, 2)
+    expected = trajectory(model, stage, schedule.staleness, batches, sgd)[-1]
+    list(runtime.run(batches))
+    assert_same(runtime.module().state_dict(), expected)
