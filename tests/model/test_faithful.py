@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from toolkit.model import partition
+from toolkit.model.trace import one_by_one
 
 
 class Net(nn.Module):
@@ -171,3 +172,19 @@ def test_trying_a_batch_norm_draws_nothing_of_the_users():
     before = torch.get_rng_state()
     check(model)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Counted(nn.Module):
+    def __init__(self, kind, scaled):
+        super().__init__()
+        self.ids = kind(5, 4, scale_grad_by_freq=scaled)
+
+    def forward(self, x):
+        return self.ids(x)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_that_are_scaled_by_the_batch_are_of_one_micro_batch(kind, scaled):
+    ids = torch.zeros(3, 2, dtype=torch.int64)
+    assert one_by_one(check(Counted(kind, scaled), ids)[0]) == scaled
