@@ -6,16 +6,18 @@
 More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. The first
 one left is what the others are compared with.
 
-One that was broken off goes on after the runs that have ended, with other seeds or rules if asked,
-and otherwise with the options of those:
+One that was broken off goes on with the run that was under way, and then with the others, with more
+seeds or rules if asked, and otherwise with the options of before:
 
     python experiments/compare.py resume=outputs/compare/... seeds=8
 """
 
 import shlex
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -23,20 +25,24 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config import entry_point, leads
+from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.counts import check_counts
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
+    from toolkit.tracking import Progress
     from toolkit.tracking.compared import RuleRun
+    from toolkit.training import Step
     from toolkit.training.data import SampleSet
+    from toolkit.training.keeper import Signals
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
-def main(config: DictConfig) -> None:
+def main(config: DictConfig) -> Ended:
     from toolkit.config import build_schedule
-    from toolkit.tracking.compared import asked_for, ended_before, keep_runs
+    from toolkit.tracking.compared import asked_for, ended_before, keep_options, keep_runs
+    from toolkit.training import StoppedError
     from toolkit.training.data import load
 
     check_counts(config, "seeds")
@@ -53,14 +59,21 @@ def main(config: DictConfig) -> None:
     if leads():
         for note in notes:
             print(f"note: {note}")
+        keep_options(folder, config, kept)
     samples = load(config.data)
-    for run in train_all(config, samples, folder, {(run.rule, run.seed) for run in kept}):
-        kept.append(run)
-        if leads():  # what has ended is kept, whatever befalls the others
-            keep_runs(folder, config, kept)
+    try:
+        for run in train_all(config, samples, folder, {(run.rule, run.seed) for run in kept}):
+            kept.append(run)
+            if leads():  # what has ended is kept, whatever befalls the others
+                keep_runs(folder, kept)
+    except StoppedError as stopped:
+        if leads():
+            print(f"stopped by {stopped}; {go_on(folder, stopped.saved)}", file=sys.stderr)
+        return Ended(STOPPED)
     if leads():
         seconds = time.perf_counter() - start
         conclude(config, rules, asked_for(config, kept), samples.form.measure, notes, seconds)
+    return Ended()
 
 
 def conclude(
@@ -148,58 +161,118 @@ def resumed(n_ended: int, n_kept: int) -> list[str]:
 def train_all(
     config: DictConfig, samples: "SampleSet", folder: Path, done: set[tuple[str, int]]
 ) -> Iterator["RuleRun"]:
-    """Each rule with each seed, but for those that are done."""
-    from toolkit.tracking import Curves, Progress, describe, keys, track, track_schedule
-    from toolkit.tracking.compared import RuleRun
-    from toolkit.tracking.runs import group_of
-    from toolkit.training import Step, prepare
+    """Each rule with each seed, but for those that are done.
+
+    Raises:
+        StoppedError: a signal has ended the run under way, and with it the comparison.
+    """
+    from toolkit.tracking import Progress
+    from toolkit.training.keeper import Signals
 
     seeds = range(config.seed, config.seed + config.seeds)
     wanted = [(name, seed) for seed in seeds for name in config.rules if (name, seed) not in done]
-    with Progress(config.epochs * len(wanted), shown=leads()) as progress:
+    with (
+        Progress(config.epochs * len(wanted), shown=leads()) as progress,
+        Signals().heard() as heard,
+    ):
         for name, seed in wanted:
-            single = OmegaConf.create({**config, "schedule": config.rules[name], "seed": seed})
-            job = prepare(single, samples)
-            progress.run(f"{job.schedule.name}, seed {seed}")
-            delays: list[dict[str, Any]] = []
-            with track(
-                single,
-                folder,
-                device=describe(job.device),
-                name=f"{name}, seed {seed}",
-                job_type="compare",
-                group=group_of(folder),
-                alone=False,
-                here=leads(),
-            ) as tracker:
-                curves = Curves(tracker, config.tracking.every)
-                track_schedule(tracker, job.schedule)
+            own = {"schedule": config.rules[name], "seed": seed}
+            single = OmegaConf.create({**config, **own, **_UNGUARDED})
+            yield train(single, name, samples, folder, progress, heard)
 
-                def count(
-                    step: Step,
-                    delays: list[dict[str, Any]] = delays,
-                    curves: Curves = curves,
-                ) -> None:
-                    progress.trained(step)
-                    curves.trained(step)
-                    delays.extend(asdict(delay) for delay in step.result.delays)
 
-                epochs = job.run_to_end(on_epoch=curves.epoch, on_step=count)
-                run = RuleRun(name, seed, [asdict(epoch) for epoch in epochs], delays)
-                if run.diverged_in is None:
-                    final = run.epochs[-1].items()
-                    tracker.summary({keys.final(k): v for k, v in final if v is not None})
-                    run.notes.extend(f"{name}, seed {seed}: {note}" for note in job.left_out())
-                else:
-                    tracker.end(f"failed: its loss diverged in epoch {run.diverged_in}", 1)
-            run = replace(run, notes=[*run.notes, *tracker.notes], where=tracker.where)
-            last = epochs[-1].told(samples.form.measure)
-            if run.diverged_in is not None:
-                last = "diverged"
-                progress.skip(config.epochs - run.diverged_in - 1)
-            progress.note(f"last: {job.schedule.name} {last}")
-            del job  # or the next one would have to find memory beside it
-            yield run
+_UNGUARDED: dict[Any, Any] = {"guard": "stop", "guard_factor": inf}
+"""A loss that is high, but a number, is a result like any other."""
+
+
+def train(
+    config: DictConfig,
+    name: str,
+    samples: "SampleSet",
+    folder: Path,
+    progress: "Progress",
+    signals: "Signals",
+) -> "RuleRun":
+    """One run of the comparison in ``folder``, from where it was saved if it was under way.
+
+    Args:
+        config: of the run.
+        name: of its rule.
+
+    Raises:
+        StoppedError: one of ``signals`` has ended it.
+    """
+    from toolkit.tracking import Curves, Ledger, describe, keys, track, track_schedule
+    from toolkit.tracking.compared import RuleRun, under_way
+    from toolkit.tracking.runs import group_of
+    from toolkit.training import DivergedError, StoppedError, prepare, run_kept
+
+    job = prepare(config, samples)
+    progress.run(f"{job.schedule.name}, seed {config.seed}")
+    own = under_way(folder, name, config.seed)
+    if leads():
+        own.mkdir(parents=True, exist_ok=True)
+    delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=leads())
+    by = samples.form.measure
+    notes: list[str] = []
+    with track(
+        config,
+        folder,
+        device=describe(job.device),
+        name=f"{name}, seed {config.seed}",
+        job_type="compare",
+        group=group_of(folder),
+        resume=True,
+        alone=False,
+        own=own,
+        here=leads(),
+    ) as tracker:
+        curves = Curves(tracker, config.tracking.every)
+        track_schedule(tracker, job.schedule)
+
+        def count(step: "Step") -> None:
+            progress.trained(step)
+            curves.trained(step)
+            delays.put([asdict(delay) for delay in step.result.delays])
+
+        try:
+            outcome = run_kept(
+                job,
+                own,
+                resume=None,
+                weights=False,
+                on_epoch=curves.epoch,
+                on_step=count,
+                signals=signals,
+            )
+        except StoppedError as stopped:
+            tracker.end(f"stopped by {stopped}", STOPPED)
+            raise
+        except DivergedError as lost:
+            n_ended = len(lost.epochs)
+            epochs, told = lost.all_epochs(config.epochs), "diverged"
+            tracker.end(f"failed: its loss diverged in epoch {n_ended}", 1)
+            progress.skip(config.epochs - n_ended - 1)
+        else:
+            epochs, told = outcome.epochs, outcome.epochs[-1].told(by)
+            curves.whole(epochs)
+            final = asdict(epochs[-1]).items()
+            tracker.summary({keys.final(k): v for k, v in final if v is not None})
+            notes += outcome.notes
+            if outcome.resumed_at:
+                notes.append(f"resumed at step {outcome.resumed_at}")
+        progress.note(f"last: {job.schedule.name} {told}")
+    notes = [f"{name}, seed {config.seed}: {note}" for note in notes] + tracker.notes
+    rows = [asdict(epoch) for epoch in epochs]
+    return RuleRun(name, config.seed, rows, delays.rows(), notes, tracker.where)
+
+
+def go_on(folder: Path, saved: bool) -> str:
+    """How the comparison in ``folder`` is gone on with."""
+    from toolkit.tracking.provenance import starter
+
+    command = shlex.join([*starter(), "experiments/compare.py", f"resume={folder}"])
+    return command if saved else f"the run under way is not saved; {command}"
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:

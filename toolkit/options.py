@@ -4,7 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 COMPARED = "runs.yaml"
-"""In the folder of a comparison: the options of the runs that have ended."""
+"""In the folder of a comparison: the options of its runs."""
+
+ENDED = "runs.csv"
+"""In the folder of a comparison: the epochs of the runs that have ended."""
+
+UNDER_WAY = "under_way"
+"""In the folder of a comparison: a folder for each run that has begun and not ended."""
 
 AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
 """What is around a run: where it is tracked, what it goes on from, the comparison it is of."""

@@ -6,7 +6,14 @@ from math import nan
 import pytest
 from omegaconf import OmegaConf
 
-from toolkit.tracking.compared import RuleRun, asked_for, ended_before, keep_runs
+from toolkit.tracking.compared import (
+    RuleRun,
+    asked_for,
+    ended_before,
+    keep_options,
+    keep_runs,
+    under_way,
+)
 
 RULES = {"dp": {"delay": 0}, "late": {"delay": {"distribution": "uniform", "most": 2}}}
 
@@ -21,9 +28,14 @@ def ended(rule, seed, top1=0.5, epochs=2):
     return RuleRun(rule, seed, rows, [{"step": 0, "stage": 1, "delay": 1.0, "cosine": None}])
 
 
+def keep(folder, config, runs):
+    keep_options(folder, config, runs)
+    keep_runs(folder, runs)
+
+
 @pytest.fixture
 def folder(tmp_path):
-    keep_runs(tmp_path, options(), [ended(rule, seed) for seed in (0, 1) for rule in RULES])
+    keep(tmp_path, options(), [ended(rule, seed) for seed in (0, 1) for rule in RULES])
     return tmp_path
 
 
@@ -70,8 +82,23 @@ def test_what_changes_no_trajectory_may_change(folder, change):
 
 
 def test_a_rule_without_runs_may_change(tmp_path):
-    keep_runs(tmp_path, options(), [ended("dp", 0)])
+    keep(tmp_path, options(), [ended("dp", 0)])
     assert ended_before(tmp_path, options(rules=RULES | {"late": {"delay": 7}}))
+
+
+def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
+    begun = [under_way(tmp_path, rule, 2) for rule in RULES]
+    (begun[1] / "checkpoints").mkdir(parents=True)
+    begun[0].mkdir()  # it has not saved anything
+    keep_options(tmp_path, options(), [])
+    assert ended_before(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []
+    other = options(rules=RULES | {"late": {"delay": 4}})
+    with pytest.raises(ValueError, match=re.escape("rules.late.delay=4 (was None)")):
+        ended_before(tmp_path, other)
+    keep_runs(tmp_path, [ended("dp", 2)])
+    assert [path.exists() for path in begun] == [False, True]
+    keep_runs(tmp_path, [ended("dp", 2), ended("late", 2)])
+    assert not begun[1].parent.exists()
 
 
 def test_runs_that_are_not_asked_for_are_kept(folder):
@@ -79,21 +106,21 @@ def test_runs_that_are_not_asked_for_are_kept(folder):
     less = options(seed=1, seeds=1, rules={"dp": RULES["dp"]})
     runs = ended_before(folder, less)
     assert [(run.rule, run.seed) for run in asked_for(less, runs)] == [("dp", 1)]
-    keep_runs(folder, less, [*runs, ended("dp", 2)])
+    keep(folder, less, [*runs, ended("dp", 2)])
     assert len(ended_before(folder, options())) == 5
     with pytest.raises(ValueError, match=re.escape("rules.late.delay=9 (was None)")):
         ended_before(folder, options(rules=RULES | {"late": {"delay": 9}}))
 
 
 def test_a_run_that_was_broken_off_has_not_ended(tmp_path):
-    keep_runs(tmp_path, options(), [ended("dp", 0), ended("dp", 1, epochs=1)])
+    keep(tmp_path, options(), [ended("dp", 0), ended("dp", 1, epochs=1)])
     assert ended_before(tmp_path, options()) == [ended("dp", 0)]
 
 
 def test_a_run_that_has_diverged_has_ended(tmp_path):
     whole, lost = ended("dp", 0), ended("dp", 1)
     lost.epochs[1] |= {"train_loss": nan, "top1": nan}
-    keep_runs(tmp_path, options(), [whole, lost])
+    keep(tmp_path, options(), [whole, lost])
     assert [run.diverged_in for run in ended_before(tmp_path, options())] == [None, 1]
 
 

@@ -128,6 +128,20 @@ def test_a_resumed_run_goes_on_from_where_it_was(capsys, clock):
     assert "16 samples/s" in last
 
 
+def test_a_run_that_is_resumed_after_others_goes_on_from_where_it_was(capsys, clock):
+    """Of two runs of two epochs the second one has done the first step of its second epoch."""
+    with Progress(4, interval=0) as bar:
+        for name, trained in (("one", range(8)), ("two", range(5, 8))):
+            bar.run(name)
+            for k in trained:
+                result = StepResult(k, (), torch.tensor([]), torch.tensor([]))
+                clock.now += 0.5
+                bar.trained(Step(k % 4 + 1, 4, result, 0.1, 8))
+                if (name, k) == ("two", 5):
+                    assert "3.5/4 epochs" in last_line(capsys)
+    assert "4.0/4 epochs" in last_line(capsys)
+
+
 def test_a_rank_without_losses_shows_the_rest(capsys, reads):
     with Progress(1) as bar:
         for step in steps([None] * 3):

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.measure import ACCURACY, LOSS
+from toolkit.training import DivergedError
 from toolkit.training import keeper as module
-from toolkit.training.keeper import DivergedError, Keeper, Often, Signals, StoppedError
+from toolkit.training.keeper import Keeper, Often, Signals, StoppedError
 from toolkit.training.loop import Epoch, Position
 
 

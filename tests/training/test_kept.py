@@ -21,9 +21,9 @@ from tests.thorough import THOROUGH, more, thorough
 from toolkit.config import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
-from toolkit.training import StoppedError, loop, prepare, run_kept
+from toolkit.training import DivergedError, StoppedError, loop, prepare, run_kept
 from toolkit.training.job import Job
-from toolkit.training.keeper import DivergedError, Keeper
+from toolkit.training.keeper import Keeper
 from toolkit.training.kept import without_delay
 from toolkit.training.loop import Evaluation, Position
 
@@ -113,6 +113,11 @@ def test_the_final_weights_are_a_plain_state(tmp_path):
     outcome = run_kept(prepare(configured()), tmp_path)
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert_identical(found, weights(outcome))
+
+
+def test_weights_are_not_kept_where_that_is_not_asked_for(tmp_path):
+    run_kept(prepare(configured("save.epochs=2")), tmp_path, weights=False)
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["step_000000016.ckpt"]
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,31 @@ class Tracking:
 
 
 @dataclass
+class Save:
+    """When checkpoints are saved, in the output directory; null: not for that reason.
+
+    After an epoch that is the best so far, too, unless all are null.
+    """
+
+    steps: int | None = option(None, "training steps from one to the next")
+    epochs: int | None = option(1, "epochs from one to the next")
+    minutes: float | None = option(None, "minutes from one to the next")
+    keep: int = option(2, "the latest; the best stays beside them")
+    sharded: bool = option(
+        False, "every rank writes and reads its share, in a folder that all ranks see"
+    )
+
+
+@dataclass
+class SaveUnderWay(Save):
+    """When the run of a comparison is saved that is under way; once it has ended, none is kept."""
+
+    epochs: int | None = option(None, "epochs from one to the next")
+    minutes: float | None = option(10.0, "minutes from one to the next")
+    keep: int = option(2, "the latest")
+
+
+@dataclass
 class Training:
     """What train and compare share."""
 
@@ -237,28 +262,12 @@ class Training:
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")
     tracking: Tracking = field(default_factory=Tracking)
-
-
-@dataclass
-class Save:
-    """When checkpoints are saved, in the output directory; null: not for that reason.
-
-    After an epoch that is the best so far, too, unless all are null.
-    """
-
-    steps: int | None = option(None, "training steps from one to the next")
-    epochs: int | None = option(1, "epochs from one to the next")
-    minutes: float | None = option(None, "minutes from one to the next")
-    keep: int = option(2, "the latest; the best stays beside them")
-    sharded: bool = option(
-        False, "every rank writes and reads its share, in a folder that all ranks see"
-    )
+    save: Save = field(default_factory=Save)
 
 
 @dataclass
 class Train(Training):
     schedule: Any = MISSING
-    save: Save = field(default_factory=Save)
     resume: str | None = option(None, "output directory of a run, to go on where it was saved")
     guard: str = option("stop", "if the loss diverges: off, stop, or rollback and go on with DP")
     guard_factor: float = option(10.0, "loss, by that of the first step, that counts as diverged")
@@ -269,6 +278,7 @@ class Train(Training):
 @dataclass
 class Compare(Training):
     rules: dict[str, Any] = field(default_factory=dict)
+    save: Save = field(default_factory=SaveUnderWay)
     resume: str | None = option(None, "output directory of a comparison, to go on where it ended")
     seeds: int = option(5, "runs of each rule, with seeds 0, 1, ...")
     seed: int = option(0, "the first seed")

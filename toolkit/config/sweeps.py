@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from toolkit.config.flags import key_of
 from toolkit.config.ranks import leads
 from toolkit.config.status import FAILED, FINISHED, RUNNING, STOPPED, Status, read_status
-from toolkit.options import COMPARED
+from toolkit.options import ENDED, UNDER_WAY
 
 _NAME = "sweep.json"
 
@@ -86,9 +86,11 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
 
 def left_in(folder: Path) -> str:
     """What ``folder`` has that a run, or a comparison, can go on from; "" if nothing."""
-    if any((folder / "checkpoints").glob("step_*.ckpt")):
+    saved = "checkpoints/step_*.ckpt"
+    if any(folder.glob(saved)):
         return "the checkpoints of a run"
-    return "the runs of a comparison" if (folder / COMPARED).is_file() else ""
+    compared = (folder / ENDED).is_file() or any(folder.glob(f"{UNDER_WAY}/*/{saved}"))
+    return "the runs of a comparison" if compared else ""
 
 
 def summary(folder: Path) -> tuple[str, bool]:

@@ -1,10 +1,13 @@
-"""What a comparison keeps in its folder as it goes on: the runs that have ended, and their options.
+"""What a comparison keeps in its folder as it goes on: its runs, and their options.
 
-Runs are in ``runs.csv`` and ``delays.csv``; the options that they were trained with in
+Runs that have ended are in ``runs.csv`` and ``delays.csv``; one that is under way has a folder of
+its own for its checkpoints, in ``under_way``. The options that they are trained with are in
 ``runs.yaml``, with every rule of which there is a run.
 """
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from math import isnan
 from pathlib import Path
@@ -15,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from toolkit.files import write_csv, write_text
-from toolkit.options import COMPARED, INDIFFERENT
+from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY
 from toolkit.tracking.reading import read_csv
 from toolkit.training.changes import changed_options
 from toolkit.training.loop import Epoch
@@ -71,30 +74,48 @@ def ended_before(folder: Path, config: DictConfig) -> list[RuleRun]:
         ValueError: what is left of them cannot be read, or they were trained with other options.
     """
     runs = _read(folder)
-    if runs:
-        _check_options(folder, config, {run.rule for run in runs})
+    if trained := _trained(folder, runs):
+        _check_options(folder, config, trained)
     return [run for run in runs if len(run.epochs) == config.epochs]
 
 
-def keep_runs(folder: Path, config: DictConfig, runs: Sequence[RuleRun]) -> None:
-    """Have ``folder`` hold ``runs`` and their options: those of ``config``, the last one's.
+def keep_options(folder: Path, config: DictConfig, runs: Sequence[RuleRun]) -> None:
+    """Have ``folder`` tell with which options runs are trained: those of ``config``.
 
-    Rules that ``config`` lacks keep the options that ``folder`` tells.
+    Rules that ``config`` lacks keep the options that ``folder`` tells, if there is a run of them.
     """
     options: Any = OmegaConf.to_container(config)
-    former = {run.rule for run in runs} - options["rules"].keys()
-    if former:
+    if former := _trained(folder, runs) - options["rules"].keys():
         before = _options(folder).rules
         options["rules"] |= {rule: before[rule] for rule in before if rule in former}
     write_text(folder / COMPARED, OmegaConf.to_yaml(OmegaConf.create(options)))
-    write_csv(folder / "runs.csv", [row for run in runs for row in run.named(run.epochs)])
+
+
+def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
+    """Have ``folder`` hold ``runs``, which have ended, and nothing else of them."""
+    write_csv(folder / ENDED, [row for run in runs for row in run.named(run.epochs)])
     if delays := [row for run in runs for row in run.named(run.delays)]:
         write_csv(folder / "delays.csv", delays)
+    for run in runs:
+        shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
+    with suppress(OSError):  # there are others
+        (folder / UNDER_WAY).rmdir()
+
+
+def under_way(folder: Path, rule: str, seed: int) -> Path:
+    """The folder of a run of the comparison in ``folder``, until the run has ended."""
+    return folder / UNDER_WAY / f"{rule}_{seed}"
+
+
+def _trained(folder: Path, ended: Iterable[RuleRun]) -> set[str]:
+    """The rules of which ``folder`` has a run: one of those, or one that was saved under way."""
+    saved = folder.glob(f"{UNDER_WAY}/*/checkpoints")
+    return {run.rule for run in ended} | {path.parent.name.rpartition("_")[0] for path in saved}
 
 
 def _read(folder: Path) -> list[RuleRun]:
     found: dict[tuple[str, int], RuleRun] = {}
-    for name, kept in (("runs.csv", "epochs"), ("delays.csv", "delays")):
+    for name, kept in ((ENDED, "epochs"), ("delays.csv", "delays")):
         for row in read_csv(folder / name, words=("rule",)):
             key = row.pop("rule"), int(row.pop("seed"))
             known = {

@@ -24,6 +24,7 @@ class Journal:
 
     Args:
         path: where it is kept; None: nowhere.
+        alone: whether nothing else is tracked in the run's folder.
         resume: whether to go on with the one that is at ``path``, if there is one.
 
     Attributes:
@@ -31,15 +32,15 @@ class Journal:
         mode: in which it was tracked; None for a run that begins.
         group: in which it was.
         points: that were logged before it was resumed.
-        alone: whether the folder is of this run only.
+        alone: as given.
     """
 
-    def __init__(self, path: Path | None, *, resume: bool) -> None:
+    def __init__(self, path: Path | None, *, alone: bool = True, resume: bool) -> None:
         self.id = uuid4().hex[:8]
         self.mode: str | None = None
         self.group: str | None = None
         self.points: list[Point] = []
-        self.alone = path is not None
+        self.alone = alone
         self._path = path
         self._file: TextIO | None = None
         if path is not None and resume:

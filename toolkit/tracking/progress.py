@@ -30,7 +30,8 @@ class Progress:
     def __init__(
         self, n: int, *, unit: str = "epochs", shown: bool = True, interval: float | None = None
     ) -> None:
-        self._epochs = 0
+        self._epochs = self._before = 0  # of all runs, and of those before this one
+        self._begins = True
         self._interval = (0.2 if sys.stderr.isatty() else 10) if interval is None else interval
         self._refreshed = time.monotonic()
         self._losses: deque[Tensor] = deque(maxlen=_SMOOTHED)
@@ -53,6 +54,7 @@ class Progress:
     def run(self, name: str) -> None:
         """A new run begins."""
         self._losses.clear()
+        self._before, self._begins = self._epochs, True
         self._bar.set_description_str(name, refresh=False)
 
     def step(self, step: int, n_steps: int) -> None:
@@ -68,8 +70,9 @@ class Progress:
         now = time.monotonic()
         if len(step.result.losses):
             self._losses.append(step.result.losses)
-        if not self._speed.begun:  # a run that is resumed has been trained before
-            self._epochs = (step.result.step + 1) // step.n_steps - step.step // step.n_steps
+        if self._begins:  # a run that is resumed has been trained before
+            trained = (step.result.step + 1) // step.n_steps - step.step // step.n_steps
+            self._epochs, self._begins = self._before + trained, False
         self._speed.trained(step, now)
         self._bar.n = self._epochs + step.step / step.n_steps
         if step.step == step.n_steps:

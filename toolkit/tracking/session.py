@@ -36,6 +36,7 @@ def track(
     group: str | None = None,
     resume: bool = False,
     alone: bool = True,
+    own: Path | None = None,
     here: bool = True,
 ) -> Iterator[Tracker]:
     """A run that is tracked as ``config.tracking`` asks for, and finished however it ends.
@@ -47,9 +48,11 @@ def track(
         name: of the run, unless the configuration gives one.
         job_type: the experiment.
         group: of the run, unless the configuration gives one.
-        resume: whether it goes on with the run that was tracked in ``folder`` before, if any.
+        resume: whether it goes on with the run that was tracked in ``folder`` before, if any; or
+            in ``own``.
         alone: whether the folder is of this run only. Then it can be resumed, and tells at its end
             where it is tracked.
+        own: a folder of this run only where ``folder`` is not, that it can be resumed by.
         here: whether this process is the one that tracks.
 
     Raises:
@@ -63,7 +66,8 @@ def track(
     if not here or options.mode == "disabled":
         yield Tracker()
         return
-    journal = Journal(folder / JOURNAL if alone else None, resume=resume)
+    home = folder if alone else own
+    journal = Journal(home / JOURNAL if home else None, alone=alone, resume=resume)
     source = provenance(config, device, 0)
     content = without(source.pop("config"), AROUND)
     tracker = _begin(

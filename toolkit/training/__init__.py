@@ -3,9 +3,10 @@
 from toolkit.training.job import Job, pick_device, prepare
 from toolkit.training.keeper import StoppedError
 from toolkit.training.kept import Outcome, run_kept
-from toolkit.training.loop import Epoch, Evaluation, Step, evaluate, fit
+from toolkit.training.loop import DivergedError, Epoch, Evaluation, Step, evaluate, fit
 
 __all__ = [
+    "DivergedError",
     "Epoch",
     "Evaluation",
     "Job",

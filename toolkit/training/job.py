@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import partial
-from math import isfinite, nan
+from math import isfinite
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from toolkit.runtime.recipe import Recipe, allow_tf32
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule
 from toolkit.training.data import SampleSet, load
-from toolkit.training.loop import Epoch, Position, Step, Stretches, fit
+from toolkit.training.loop import DivergedError, Epoch, Position, Step, Stretches, fit
 from toolkit.training.loss import cross_entropy
 
 
@@ -93,17 +93,10 @@ class Job:
 
         Those are not passed to ``on_epoch``.
         """
-        epochs: list[Epoch] = []
-
-        def count(epoch: Epoch) -> None:
-            epochs.append(epoch)
-            on_epoch(epoch)
-
         try:
-            return self.run(count, on_step)
-        except FloatingPointError:
-            rest = range(len(epochs), self.config.epochs)
-            return epochs + [Epoch(number, *[nan] * 6) for number in rest]
+            return self.run(on_epoch, on_step)
+        except DivergedError as error:
+            return error.all_epochs(self.config.epochs)
 
     def left_out(self) -> list[str]:
         """Sentences on updates that were not made. Every rank calls it, after the last step."""

@@ -17,7 +17,7 @@ from toolkit.runtime.interface import Runtime
 from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.loop import Epoch, Position, Stretches, is_best
+from toolkit.training.loop import DivergedError, Epoch, Position, Stretches, is_best
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
@@ -31,10 +31,6 @@ class StoppedError(Exception):
     def __init__(self, number: int, *, saved: bool) -> None:
         super().__init__(signal.Signals(number).name)
         self.saved = saved
-
-
-class DivergedError(Exception):
-    """The loss is not finite, or far above where it began."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +100,7 @@ class Keeper(Stretches):
         guard_factor: see ``guard``.
         signals: that end the run.
         measure: by which a checkpoint is the best.
+        weights: whether the best checkpoint, and the weights that training ends with, are kept.
         length: steps of the first stretch; later ones last about as long as a pause is to be away.
 
     Attributes:
@@ -119,6 +116,7 @@ class Keeper(Stretches):
     guard_factor: float
     signals: Signals
     measure: Measure
+    weights: bool = True
     length: int = 8
     unwritten: list[str] = field(default_factory=list)
     _saved_at: float = field(default_factory=time.monotonic)
@@ -139,12 +137,14 @@ class Keeper(Stretches):
             before = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
             raise DivergedError(
                 f"the training loss of epoch {position.epoch}, step {position.step} is"
-                f" {loss:.4g}{before}"
+                f" {loss:.4g}{before}",
+                position.history,
             )
 
     def check_test(self, loss: float, position: Position) -> None:
         if self.guard != "off" and not isfinite(loss):
-            raise DivergedError(f"the test loss of epoch {position.epoch} is {loss}")
+            told = f"the test loss of epoch {position.epoch} is {loss}"
+            raise DivergedError(told, position.history)
 
     def end(self, position: Position) -> None:
         trained = time.monotonic() - self._begun
@@ -170,7 +170,7 @@ class Keeper(Stretches):
         self._saved_at = time.monotonic()
         history = position.history
         new = position.step == 0 and bool(history)
-        best = new and is_best(history, self.measure)
+        best = self.weights and new and is_best(history, self.measure)
         try:
             self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:
@@ -178,7 +178,7 @@ class Keeper(Stretches):
 
     def write_model(self) -> None:
         """Write the weights that training ended with, for any program that has the model."""
-        if not self.saves:
+        if not (self.saves and self.weights):
             return
         model = self.runtime.module()
         if not self._leads:
@@ -216,7 +216,7 @@ class Keeper(Stretches):
             (often.steps is not None and position.steps_done % often.steps == 0)
             or (of_epochs and position.epoch % (often.epochs or 1) == 0)
             or (often.minutes is not None and since >= 60 * often.minutes)
-            or (position.step == 0 and self._never_so_good(position.history))
+            or (self.weights and position.step == 0 and self._never_so_good(position.history))
         )
 
     def _never_so_good(self, history: Sequence[Epoch]) -> bool:

@@ -14,8 +14,8 @@ from toolkit.schedule.given import check_choice
 from toolkit.training.changes import FREE, changed_options, rate_follows_epochs
 from toolkit.training.checkpoints import Checkpoints, from_rank_0
 from toolkit.training.job import Job, prepare
-from toolkit.training.keeper import GUARDS, DivergedError, Keeper, Often, Signals
-from toolkit.training.loop import Epoch, Position, Step
+from toolkit.training.keeper import GUARDS, Keeper, Often, Signals
+from toolkit.training.loop import DivergedError, Epoch, Position, Step
 
 _ROLLBACKS = 3
 _FIRST_STRETCH = 8  # steps; those that are measured are not cut up
@@ -44,6 +44,7 @@ def run_kept(
     folder: Path,
     *,
     resume: bool | None = False,
+    weights: bool = True,
     on_epoch: Callable[[Epoch], None] = lambda epoch: None,
     on_step: Callable[[Step], None] = lambda step: None,
     on_note: Callable[[str], None] = lambda note: None,
@@ -55,6 +56,7 @@ def run_kept(
         job: fresh.
         folder: of the run; its checkpoints are in ``folder/checkpoints``. Rank 0's counts.
         resume: go on from the latest checkpoint that is whole; None: if there is one.
+        weights: also keep the best checkpoint, and the weights that training ends with.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
         on_note: called with each of the notes.
@@ -64,7 +66,7 @@ def run_kept(
         ValueError: there is no checkpoint to resume from, or it is of another run; there are
             checkpoints, and none is to be resumed from; an option that the runtime cannot serve.
         StoppedError: a signal has ended the run.
-        FloatingPointError: the loss has diverged, and there is no way back.
+        DivergedError: the loss has diverged, and there is no way back.
     """
     options = job.config
     _check_guard(options)
@@ -93,7 +95,7 @@ def run_kept(
     with (signals or Signals()).heard() as signals:
         while True:
             saves = safe is not None or not often.never
-            keeper = _keeper(job, checkpoints, often, signals, saves, rolled_back)
+            keeper = _keeper(job, checkpoints, often, signals, saves, weights, rolled_back)
             if safe is not None and position is None:
                 keeper.save(Position())
             try:
@@ -104,7 +106,8 @@ def run_kept(
             except DivergedError as error:
                 notes += keeper.notes()
                 if safe is None or n_rollbacks == most:
-                    raise FloatingPointError(_no_way_back(error, safe, n_rollbacks)) from error
+                    told = _no_way_back(error, safe, n_rollbacks)
+                    raise DivergedError(told, error.epochs) from error
                 job, position = _rolled_back(job, checkpoints, safe, n_rollbacks, note)
                 rolled_back = True
                 n_rollbacks += 1
@@ -126,6 +129,7 @@ def _keeper(
     often: Often,
     signals: Signals,
     saves: bool,
+    weights: bool,
     rolled_back: bool,
 ) -> Keeper:
     options = job.config
@@ -143,6 +147,7 @@ def _keeper(
         guard_factor=options.guard_factor,
         signals=signals,
         measure=job.samples.form.measure,
+        weights=weights,
         length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
     )
 

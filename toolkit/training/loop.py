@@ -121,6 +121,23 @@ class Position:
         return cls(**{**state, "history": [Epoch(**epoch) for epoch in history]})
 
 
+class DivergedError(FloatingPointError):
+    """The loss is not finite, or far above where it began.
+
+    Args:
+        message: that says so.
+        epochs: that had ended before.
+    """
+
+    def __init__(self, message: str, epochs: Sequence[Epoch] = ()) -> None:
+        super().__init__(message)
+        self.epochs = tuple(epochs)
+
+    def all_epochs(self, n: int) -> list[Epoch]:
+        """Of a run of ``n``: NaN are those that it did not come to the end of."""
+        return [*self.epochs, *(Epoch(k, *[nan] * 6) for k in range(len(self.epochs), n))]
+
+
 _EPOCH = asdict(Epoch(0, *[0.0] * 6))
 
 
@@ -141,7 +158,7 @@ class Stretches:
         """A stretch has ended. Every rank calls it alike.
 
         Raises:
-            FloatingPointError: the loss is no longer finite.
+            DivergedError: the loss is no longer finite.
         """
         self._check("training", position.stretch_loss, position)
 
@@ -151,9 +168,10 @@ class Stretches:
 
     def _check(self, which: str, loss: float, position: Position) -> None:
         if not isfinite(loss):
-            raise FloatingPointError(
+            raise DivergedError(
                 f"the {which} loss of epoch {position.epoch} is {loss}: lower optimizer.lr, or warm"
-                " up with lr.warmup_epochs"
+                " up with lr.warmup_epochs",
+                position.history,
             )
 
     def end(self, position: Position) -> None:
@@ -191,7 +209,7 @@ def fit(
         recipe: in whose precision the tests compute, as the runtime does.
 
     Raises:
-        FloatingPointError: the loss is no longer finite.
+        DivergedError: the loss is no longer finite.
         ValueError: epochs had another number of steps before ``position``.
     """
     position = position or Position()

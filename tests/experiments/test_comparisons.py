@@ -1,0 +1,222 @@
+"""A comparison keeps its runs, and goes on with them."""
+
+import json
+import os
+import shutil
+import signal
+import weakref
+from dataclasses import asdict
+
+import pytest
+
+from tests.experiments.command import TINY, refused, run
+from tests.experiments.test_results import complete, rows
+from tests.thorough import thorough
+from toolkit.notebook import settings
+from toolkit.tracking.compared import RuleRun, keep_options, keep_runs
+from toolkit.tracking.runs import read_runs
+from toolkit.training import DivergedError, Epoch, job, loop
+
+pytestmark = pytest.mark.usefixtures("analysed_once")
+
+
+def stopped_in_run(k, monkeypatch):
+    """A signal comes as the run ``k`` begins, the first one being 0."""
+    runs = iter(range(1000))
+
+    def prepared(*arguments):
+        if next(runs) == k:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return job.prepare(*arguments)
+
+    monkeypatch.setattr("toolkit.training.prepare", prepared)
+
+
+OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
+
+
+def test_a_comparison_that_is_stopped_goes_on_in_the_midst_of_a_run(tmp_path, monkeypatch):
+    """In step 2 of 4 of the second run's first epoch."""
+    whole, folder = tmp_path / "whole", tmp_path / "again"
+    expected = complete("compare", whole, *OPTIONS)
+    options = [*OPTIONS, "save.steps=2", f"hydra.run.dir={folder}"]
+    stopped_in_run(1, monkeypatch)
+    finished = run("compare", *options)
+    assert finished.status == 75
+    assert f"stopped by SIGTERM; python experiments/compare.py resume={folder}" in finished.err
+    monkeypatch.undo()
+    assert [path.name for path in folder.glob("under_way/*/checkpoints/*")] == [
+        "step_000000002.ckpt"
+    ]
+    assert [run.state for run in read_runs([folder])] == ["finished", "stopped"]
+    assert f"resume={folder} goes on with it" in refused("compare", *options)
+
+    found = complete("compare", folder, f"resume={folder}")
+    assert not (folder / "under_way").exists()
+    assert found["notes"] == [
+        "resumed: 1 runs had ended before, and take no seconds",
+        "cdp_v2, seed 0: resumed at step 2",
+    ]
+    for name in ("train_loss", "test_loss", "top1"):
+        was = [row[name] for row in rows(whole / "runs.csv")]
+        assert [row[name] for row in rows(folder / "runs.csv")] == was
+    assert found["metrics"] == expected["metrics"]
+    assert found["delays"] == expected["delays"]
+    assert [run.state for run in read_runs([folder])] == ["finished"] * 2
+
+
+def test_a_comparison_stopped_in_its_first_run_keeps_its_options(tmp_path, monkeypatch):
+    stopped_in_run(0, monkeypatch)
+    assert run("compare", *OPTIONS, f"hydra.run.dir={tmp_path}").status == 75
+    monkeypatch.undo()
+    told = refused("compare", f"resume={tmp_path}", "optimizer.lr=0.5")
+    assert "trained with other options: optimizer.lr=0.5 (was 0.1); leave them as they were" in told
+    changed = "rules.cdp_v2.delay=2"  # of which there is no run yet
+    assert complete("compare", tmp_path, f"resume={tmp_path}", changed)["metrics"]
+
+
+def test_a_comparison_that_saves_nothing_says_so(tmp_path, monkeypatch):
+    stopped_in_run(1, monkeypatch)
+    finished = run("compare", *OPTIONS, "save.minutes=null", f"hydra.run.dir={tmp_path}")
+    assert finished.status == 75
+    assert "stopped by SIGTERM; the run under way is not saved; python exp" in finished.err
+    monkeypatch.undo()
+    found = complete("compare", tmp_path, f"resume={tmp_path}")
+    assert found["notes"] == ["resumed: 1 runs had ended before, and take no seconds"]
+
+
+@thorough
+def test_a_comparison_that_was_broken_off_goes_on_after_the_runs_that_have_ended(tmp_path):
+    """The last run is as if it had been killed in its second epoch; a seed more is asked for."""
+    options = (*TINY, "~rules.cdp_v1", "seeds=2", "epochs=2", "diagnostics=3")
+    whole = complete("compare", tmp_path / "whole", *options)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    path = tmp_path / "again" / "runs.csv"
+    kept = path.read_text().splitlines()[:-1]
+    path.write_text("\n".join([line.replace(",0.", ",7.") for line in kept]) + "\n")
+    again = complete("compare", tmp_path / "again", f"resume={tmp_path / 'again'}", "seeds=3")
+    assert again["notes"] == ["resumed: 3 runs had ended before, and take no seconds"]
+    before, after = rows(tmp_path / "whole" / "runs.csv"), rows(path)
+    assert len(after) == 2 * 3 * 2
+    seen = [(row["rule"], row["seed"], row["epoch"]) for row in after]
+    assert seen[:8] == [(row["rule"], row["seed"], row["epoch"]) for row in before]
+    assert all(float(row["learning_rate"]) > 6 for row in after[:6])  # taken as they were
+    for found, expected in zip(after[6:8], before[6:8], strict=True):
+        assert found["train_loss"] == expected["train_loss"]  # trained again
+    looks = rows(tmp_path / "again" / "delays.csv")
+    assert len(looks) == 1.5 * len(rows(tmp_path / "whole" / "delays.csv"))
+    assert whole["metrics"][0].keys() == again["metrics"][0].keys()
+
+
+def test_a_comparison_outlives_runs_that_diverge(tmp_path, monkeypatch):
+    """Late weights lose their way with seed 1, after an epoch; it is not tried again."""
+
+    def fit(runtime, samples, *, epochs, seed, **options):
+        lost = seed == 1 and runtime.schedule.max_staleness
+        found = loop.fit(runtime, samples, epochs=1 if lost else epochs, seed=seed, **options)
+        if lost:
+            raise DivergedError("the training loss is nan", found)
+        return found
+
+    monkeypatch.setattr(job, "fit", fit)
+    options = (*TINY, "~rules.cdp_v2", "epochs=3", "seeds=3")
+    found = complete("compare", tmp_path, *options)
+    (note,) = found["notes"]
+    assert note.startswith("CDP-v1: the loss diverged (seed 1 in epoch 1), which counts in no mean")
+    of_rule = [row for row in rows(tmp_path / "runs.csv") if row["rule"] == "cdp_v1"]
+    assert [row["train_loss"] == "nan" for row in of_rule] == [False] * 4 + [True] * 2 + [False] * 3
+    fresh, late = found["metrics"]
+    assert (fresh["diverged"], late["diverged"]) == (0, 1)
+    ends = [100 * float(row["top1"]) for row in (of_rule[2], of_rule[8])]
+    assert late["accuracy"] == pytest.approx(sum(ends) / 2)
+    states = [run.state for run in read_runs([tmp_path])]
+    assert states == ["finished", "finished", "finished", "failed", "finished", "finished"]
+
+    monkeypatch.undo()
+    folder = f"hydra.run.dir={tmp_path / 'again'}"
+    assert "CDP-v1 (1 of 3 diverged)" in run("compare", f"resume={tmp_path}", *options, folder).out
+    again = complete("compare", tmp_path, f"resume={tmp_path}")
+    assert again["notes"] == ["resumed: 6 runs had ended before, and take no seconds", note]
+    assert again["metrics"] == found["metrics"]
+
+
+def test_a_comparison_takes_the_place_of_no_other(compared):
+    before = {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()}
+    options = [*TINY, "seeds=1", f"hydra.run.dir={compared}"]
+    told = refused("compare", *options)
+    assert f"{compared} has the runs of a comparison: resume={compared} goes on with it" in told
+    assert all(path.read_bytes() == content for path, content in before.items())
+    told = refused("communication", "workers=2", f"hydra.run.dir={compared}")
+    assert f"{compared} has the runs of a comparison: for another one give another" in told
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A comparison of two rules that are equally good, whose runs ended in another order."""
+    keys = [("dp", 1), ("dp", 2), ("dp", 0), ("cdp_v1", 0), ("cdp_v1", 1), ("cdp_v1", 2)]
+    runs = [
+        RuleRun(rule, seed, [asdict(Epoch(0, 1.0, 1.0, seed / 10, 0.9, 0.1, 1.0))], [])
+        for rule, seed in keys
+    ]
+    given = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
+    keep_options(tmp_path, settings("compare", *given), runs)
+    keep_runs(tmp_path, runs)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
+    return tmp_path
+
+
+def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
+    """They are parts of circles, which only the collector breaks, and it knows no GPU's memory."""
+    seen, alive = [], []
+
+    def counted(*arguments):
+        prepared = job.prepare(*arguments)
+        alive.append(sum(parameter() is not None for parameter in seen))
+        seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
+        return prepared
+
+    monkeypatch.setattr("toolkit.training.prepare", counted)
+    complete("compare", tmp_path, *TINY, "epochs=1", "seeds=2", "~rules.cdp_v1")
+    assert len(seen) > 4
+    assert alive == [0, 0, 0, 0]
+
+
+def test_a_comparison_pairs_runs_by_their_seeds(compared):
+    found = complete("compare", compared, f"resume={compared}")
+    assert [row["difference"] for row in found["metrics"]] == [0, 0]
+    assert [row["difference_95"] for row in found["metrics"]] == [None, None]  # no spread
+    assert found["notes"] == ["resumed: 6 runs had ended before, and take no seconds"]
+
+
+def test_a_comparison_keeps_the_runs_that_it_is_not_asked_for(compared):
+    before = rows(compared / "runs.csv")
+    found = complete(
+        "compare", compared, f"resume={compared}", "~rules.cdp_v1", "seed=2", "seeds=2"
+    )
+    assert [(row["rule"], row["difference"]) for row in found["metrics"]] == [("dp", 0)]
+    assert found["notes"][1] == "runs.csv has 5 more, of other rules or seeds"
+    after = rows(compared / "runs.csv")
+    assert [(row["rule"], row["seed"], row["top1"]) for row in after[:6]] == [
+        (row["rule"], row["seed"], row["top1"]) for row in before
+    ]
+    assert [(row["rule"], row["seed"]) for row in after[6:]] == [("dp", "3")]
+    assert found["metrics"][0]["accuracy"] == pytest.approx(50 * (0.2 + float(after[6]["top1"])))
+
+
+def test_a_comparison_goes_on_with_its_options_alone(compared):
+    paths = [*(path for path in compared.rglob("*") if path.is_file())]
+    before = [path.read_bytes() for path in paths]
+    told = refused("compare", f"resume={compared}", "seeds=4", "optimizer.lr=0.5")
+    assert "trained with other options: optimizer.lr=0.5 (was 0.1); leave them as they were" in told
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_what_is_no_comparison_cannot_be_resumed(tmp_path):
+    complete("train", tmp_path, *TINY)
+    told = refused("compare", f"resume={tmp_path}", *TINY)
+    assert f"made by another experiment: python experiments/train.py resume={tmp_path}" in told
+    (tmp_path / ".hydra" / "hydra.yaml").unlink()
+    (tmp_path / "runs.csv").write_text("rule,seed\ndp")
+    told = refused("compare", f"resume={tmp_path}", *TINY)
+    assert "runs.csv cannot be read: line 2 has 1 cells of 2" in told
