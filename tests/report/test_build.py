@@ -76,6 +76,14 @@ def test_the_summary_names_what_has_not_finished_and_why(report, sweep):
     assert damaged["reason"].startswith("result.json cannot be read")
 
 
+def test_notes_of_runs_are_told_once(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
+    path = tmp_path / "a" / "result.json"
+    path.write_text(path.read_text().replace("{", '{"notes": ["steps differ", 7], ', 1))
+    rows = table(built(tmp_path), "Summary", "say of themselves")
+    assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
+
+
 def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
     dp, v1, v2 = table(report, "Accuracy", "accuracy after the last epoch")
     assert (dp["rule"], dp["seeds"], dp["accuracy (%)"]) == ("DP", "3", "91.00")

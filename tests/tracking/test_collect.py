@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import yaml
 
 from tests.report import folders
 from toolkit.tracking import collect, learning_curves
@@ -38,6 +39,24 @@ def test_a_sweep_is_a_row_a_job(tmp_path):
     assert (first.commit, first.torch, first.seconds) == ("0123456789abcdef+", "2.15.0", 12.5)
     assert first.device == "a processor, 2 threads"
     assert first.command == "python experiments/train.py"
+
+
+def test_sizes_are_those_of_the_schedule(tmp_path):
+    """An option of the schedule's own counts; a file has sizes that its options do not tell."""
+    for name, own in (("a", {"n": 8, "n_stages": 3}), ("b", {"n": 8, "file": "orders.csv"})):
+        folders.train(tmp_path / name, schedule=folders.schedule("dp") | own)
+    assert collect(tmp_path)[["microbatches", "stages"]].values.tolist() == [[8, 3], [2, 2]]
+
+
+def test_a_run_of_a_file_is_called_by_its_own_name(tmp_path):
+    folder = tmp_path / "a"
+    folders.train(folder, schedule=folders.schedule("dp") | {"file": "orders.csv"})
+    path = folder / "result.json"
+    path.write_text(path.read_text().replace('"DP"', '"orders"'))
+    (folder / ".hydra").mkdir()
+    hydra = {"hydra": {"job": {"name": "train"}, "runtime": {"choices": {"schedule": "cdp_v2"}}}}
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
+    assert collect(folder)[["rule", "schedule"]].values.tolist() == [["orders", "orders"]]
 
 
 def test_lists_are_json_and_a_group_without_options_is_none(tmp_path):

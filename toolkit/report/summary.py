@@ -18,7 +18,7 @@ _SHOWN = {
     "precision": "precision",
     "runtime": "runtime",
 }
-_MOST_ROWS = 60  # of what has not finished
+_MOST_ROWS = 60  # of what has not finished, and of notes
 _MOST_VALUES = 4  # of an option
 
 
@@ -35,11 +35,19 @@ def summary_blocks(runs: Sequence[Run], groups: Sequence[Group]) -> Iterator[Blo
         yield Table(rows, "Other results. Their figures are in their folders.")
     ended = [run for run in runs if run.state != "finished"]
     if ended:
-        more = f" The first {_MOST_ROWS} of {len(ended)}." if len(ended) > _MOST_ROWS else ""
-        yield Table([_named(run) for run in ended[:_MOST_ROWS]], f"Not finished, and why.{more}")
+        yield _first([_named(run) for run in ended], "Not finished, and why.")
     out = [run for run in runs if run.trains and run.state == "finished" and not run.counts]
     if out:
         yield Table([_named(run) for run in out], "Finished, and left out of tables and figures.")
+    notes = dict.fromkeys((str(run.folder), note) for run in runs for note in run.notes)
+    if notes:
+        rows = [{"folder": folder, "note": note} for folder, note in notes]
+        yield _first(rows, "What runs say of themselves.")
+
+
+def _first(rows: Sequence[dict[str, str]], caption: str) -> Table:
+    more = f" The first {_MOST_ROWS} of {len(rows)}." if len(rows) > _MOST_ROWS else ""
+    return Table(rows[:_MOST_ROWS], caption + more)
 
 
 def _comparison(groups: Sequence[Group]) -> dict[str, str]:

@@ -25,6 +25,9 @@ PRINCIPAL = (
 )
 """Options that are columns whether or not the runs differ in them."""
 
+_SIZES = {"n": "microbatches", "n_microbatches": "microbatches", "n_stages": "stages"}
+"""A schedule's own sizes, by the options that they are unless they are given."""
+
 _TOLD = {  # by a column of its own, or by another option
     *("seed", "schedule", "device", "workers", "model.name"),
     *("schedule.n", "schedule.n_stages", "schedule.n_microbatches"),
@@ -84,7 +87,7 @@ def epochs_frame(runs: Sequence[Run]) -> "pd.DataFrame":
 def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Options by their dotted names; a group that a ``_target_`` chooses has its name as a value.
 
-    Lists are JSON. The model is called by its name.
+    Lists are JSON. The model is called by its name; sizes are those of the schedule.
     """
     found: dict[str, Any] = {}
     for name, value in without(flat(config), AROUND).items():
@@ -94,6 +97,10 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     model = config.get("model")
     if isinstance(model, dict):
         found["model"] = model.get("target") or model.get("name") or found.get("model")
+    schedule = config.get("schedule")
+    if isinstance(schedule, dict) and not schedule.get("file"):
+        sizes = {_SIZES[k]: n for k, n in schedule.items() if k in _SIZES and isinstance(n, int)}
+        found |= sizes
     return {name: value for name, value in found.items() if name not in _TOLD}
 
 

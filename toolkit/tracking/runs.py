@@ -66,6 +66,7 @@ class Run:
         epochs: the metrics of every epoch.
         delays: what the delay did to the gradients, a row a stage.
         ranks: what was measured, a row a rank.
+        notes: on what did not go as it should; of a comparison, on all of its runs.
         repeats: runs that ``metrics`` is the mean of, where no run has been kept by itself.
         provenance: command, commit, versions, device, started, seconds.
     """
@@ -84,6 +85,7 @@ class Run:
     epochs: Sequence[Numbers] = ()
     delays: Sequence[Numbers] = ()
     ranks: Sequence[Numbers] = ()
+    notes: Sequence[str] = ()
     repeats: int = 1
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -218,6 +220,7 @@ def _runs_of(folder: Path) -> list[Run]:
         rule=choice,
         config=config,
         judged_by=by,
+        notes=_notes(result.get("notes")),
         provenance=told,
     )
     try:
@@ -226,6 +229,10 @@ def _runs_of(folder: Path) -> list[Run]:
         return [_trained(base, result)]
     except DamagedError as error:
         return [replace(base, state="damaged", message=str(error))]
+
+
+def _notes(told: Any) -> list[str]:
+    return [note for note in told if isinstance(note, str)] if isinstance(told, list) else []
 
 
 def _judged_by(result: Mapping[str, Any], config: Mapping[str, Any]) -> Measure:
@@ -256,10 +263,11 @@ def _trained(run: Run, result: Mapping[str, Any]) -> Run:
     run = replace(run, seed=whole_number(config.get("seed")))
     if run.kind != "train":
         return replace(run, rule=None)
+    from_file = isinstance(schedule, dict) and bool(schedule.get("file"))
     run = replace(
         run,
         schedule=text_or_none(result.get("schedule")) or _schedule_name(schedule),
-        rule=run.rule or text_or_none(result.get("schedule")),
+        rule=(None if from_file else run.rule) or text_or_none(result.get("schedule")),
         delays=number_rows(result.get("delays")),
     )
     if run.state == "damaged":
