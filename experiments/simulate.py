@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -18,6 +18,9 @@ from omegaconf import DictConfig
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts
 from toolkit.units import GIB, MB
+
+if TYPE_CHECKING:
+    from toolkit.schedule import Schedule
 
 _FIRST = "schedule"  # what the schedule is called beside those in also
 
@@ -86,7 +89,22 @@ def main(config: DictConfig) -> None:
     timed = f"stages timed on {where}, links of " if config.measured else ""
     print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
     print(table(rows))
+    if note := different_sizes(called, schedules):
+        print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+
+
+def different_sizes(called: dict[str, str], schedules: "dict[str, Schedule]") -> str:
+    """A warning if schedules are compared that cut the model, or the step, otherwise."""
+    sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
+    if len(set(sizes.values())) == 1:
+        return ""
+    told = ", ".join(f"{called[k]} {j} and {n}" for k, (j, n) in sizes.items())
+    n_stages, n_microbatches = sizes[_FIRST]
+    return (
+        f"schedules differ in their stages and micro-batches ({told}), so not by their orders"
+        f" alone; stages={n_stages} microbatches={n_microbatches} gives others those of the first"
+    )
 
 
 def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:

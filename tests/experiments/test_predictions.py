@@ -261,6 +261,19 @@ def test_simulate_side_by_side(tmp_path):
     assert [row["schedule"] for row in rows(tmp_path / "simulation.csv")] == ["DP", "CDP-v2"]
 
 
+def test_simulate_tells_of_sizes_that_differ_and_how_they_would_not(tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    options = (f"schedule.file={tmp_path / 'mine.csv'}", "+schedule@also.dp=dp")
+    told = run("simulate", *SMALL, *options, f"hydra.run.dir={tmp_path / 'a'}").out
+    assert "differ in their stages and micro-batches (mine 2 and 2, DP 4 and 8)" in told
+    hint = ("stages=2", "microbatches=2")
+    assert " ".join(hint) in told
+    finished = run("simulate", *SMALL, *options, *hint, f"hydra.run.dir={tmp_path / 'b'}")
+    assert finished.status == 0, finished.err
+    assert "note:" not in finished.out
+    assert "has its own stages" in refused("simulate", *SMALL, options[0], *hint)
+
+
 def test_simulate_refuses_the_name_of_the_first():
     message = refused("simulate", *SMALL, "+schedule@also.schedule=dp", "stages=2", "workers=2")
     assert "also.schedule is the name of the first schedule: choose another" in message

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.config.flags import key_of
 
 _SAME = ("workers", "microbatches")
-_OF_A_FILE = (*_SAME, "stages", "schedule.n_ranks")
+_SIZES = (*_SAME, "stages")
 _THREADS = 16  # for each processor; far more end the process
 
 
@@ -63,15 +63,17 @@ def check_given(arguments: Sequence[str]) -> None:
 
     Raises:
         ValueError: it gives ``workers`` and ``microbatches``, or a size with a file that has its
-            own.
+            own, and nothing beside it has not.
     """
     options = {key_of(argument): argument for argument in arguments}
     if all(name in options for name in _SAME):
         both = " and ".join(options[name] for name in options if name in _SAME)
         raise ValueError(f"{both}: workers sets microbatches, so leave one of them out")
     file = options.get("schedule.file", "=null")
+    others = any(name.startswith("schedule@also.") for name in options)
+    of_a_file = ("schedule.n_ranks", *(() if others else _SIZES))
     if file.partition("=")[2] not in ("null", "") and (
-        sizes := [options[n] for n in _OF_A_FILE if n in options]
+        sizes := [options[n] for n in of_a_file if n in options]
     ):
         raise ValueError(
             f"{' '.join(sizes)}: {file} has its own stages, micro-batches and ranks, so leave that"
