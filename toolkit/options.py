@@ -18,15 +18,15 @@ AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
 INDIFFERENT = AROUND | {
     *("save", "guard", "guard_factor", "profile", "diagnostics"),
     *("runtime", "device", "threads", "data.num_workers", "data.prefetch_factor"),
-    "workers",
+    *("cudnn_benchmark", "workers"),
 }
 """Options, or groups of them, on which the course of a training does not depend:
 
 - those :data:`AROUND` a run;
 - ``save``, ``guard``, ``guard_factor``: when it is kept, and what becomes of one that diverges;
 - ``profile``, ``diagnostics``: at what one looks meanwhile;
-- ``runtime``, ``device``, ``threads``, ``data.num_workers``, ``data.prefetch_factor``: by what it
-  is computed and read, up to rounding;
+- ``runtime``, ``device``, ``threads``, ``cudnn_benchmark``, ``data.num_workers``,
+  ``data.prefetch_factor``: by what it is computed and read, up to rounding;
 - ``workers``: ``microbatches`` has its value.
 """
 

@@ -33,6 +33,13 @@ def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
     assert [epoch.learning_rate for epoch in epochs] == [told[0], told[8]]
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_cudnn_is_told_whether_to_try_convolutions(monkeypatch, wanted):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", not wanted)
+    prepare(configured(f"cudnn_benchmark={wanted}"))
+    assert torch.backends.cudnn.benchmark is wanted
+
+
 CHANGES = [
     ("sgd", ["optimizer.weight_decay=0.5"]),
     ("sgd", ["optimizer.momentum=0.1", "optimizer.nesterov=true"]),

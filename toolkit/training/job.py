@@ -203,6 +203,7 @@ def prepare(
 
     recipe = _recipe(config)
     allow_tf32(recipe.precision == "tf32")
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
     runtime = instantiate(options, _partial_=True)(
         stages,
         schedule,
