@@ -90,6 +90,42 @@ def added():
     return nn.Sequential(nn.Flatten(), *layers)
 
 
+@torch.fx.wrap
+def routed(x, always, sometimes):
+    """Where values are large another weight takes part."""
+    small = not x.is_meta and float(x.detach().abs().max()) < 10
+    return x @ (always if small else always + sometimes)
+
+
+class Routed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = (nn.Parameter(torch.randn(36, 3) / 6) for _ in range(2))
+
+    def forward(self, x):
+        return routed(x.flatten(1), self.always, self.sometimes)
+
+
+def adam(parameters, rate):
+    return torch.optim.Adam(parameters, 0.01)
+
+
+def test_a_weight_that_took_part_once_keeps_its_state():
+    """In the last update before it is saved it had no gradient."""
+    torch.manual_seed(0)
+    model = Routed().double()
+    small, large = (
+        (scale * x, y) for scale, (x, y) in zip((1, 100), make_batches(2, 2), strict=True)
+    )
+    schedule = catalog.data_parallel(2, n_stages=1)
+    first, second = (runtime_for(copy.deepcopy(model), schedule, "grouped", adam) for _ in range(2))
+    list(first.run([large, small]))
+    second.load_state_dict(first.state_dict())
+    for runtime in (first, second):
+        list(runtime.run([small, large]))
+    assert_same(second.module().state_dict(), first.module().state_dict(), 0, 0)
+
+
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
 @pytest.mark.parametrize("make", [active, added, summed, Folded, Fourier])
 @pytest.mark.parametrize(

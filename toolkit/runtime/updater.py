@@ -90,7 +90,7 @@ class Updater:
         optimizer: none where all is frozen.
         average: of its weights, where the recipe wants one.
         n_skipped: updates left out because their gradient was not finite.
-        unused: weights that had no gradient in the last update.
+        unused: weights that have had no gradient in any update.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Updater:
         self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
         self.average = None if recipe.ema is None else Average(recipe.ema)
         self.n_skipped = 0
-        self.unused: list[str] = []
+        self.unused = [*self.masters]
         self.optimizer, self.scheduler = self._made(self.masters)
 
     def _made(
@@ -151,7 +151,7 @@ class Updater:
 
         Args:
             updated: after an update, rather than before the first.
-            unused: weights that had no gradient in it.
+            unused: weights that have had no gradient until then.
         """
         twin = copy.copy(self)
         masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
@@ -190,7 +190,6 @@ class Updater:
             norm: by which the gradient is clipped, or left out; its own unless given.
         """
         self.begin_average()
-        self.unused = [name for name in self.masters if name not in total.tensors]
         if keep_old:
             self._renew()
         for name, master in self.masters.items():
@@ -198,7 +197,7 @@ class Updater:
         if self.optimizer is not None and not self._prepare_gradient(total, norm):
             self.n_skipped += 1
             self.optimizer.zero_grad(set_to_none=True)  # what has no gradient stays as it is
-        self._step()
+        self.apply()
         if names := [name for name in total.tensors if name not in self.masters]:
             norms = [cast(_BatchNorm, self.stage.get_submodule(name)) for name in names]
             summed = [total.tensors[name] for name in names]
@@ -232,10 +231,7 @@ class Updater:
 
     def apply(self) -> None:
         """One optimizer step with the gradients that the parameters have."""
-        self.unused = [name for name, master in self.masters.items() if master.grad is None]
-        self._step()
-
-    def _step(self) -> None:
+        self.unused = [name for name in self.unused if self.masters[name].grad is None]
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
