@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config.flags import key_of
+from toolkit.config.known import check_known
 
 _SAME = ("workers", "microbatches")
 _SIZES = (*_SAME, "stages")
@@ -32,7 +33,7 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
             reads fresh weights, unless a delay, or a method that has one, is given, too.
 
     Raises:
-        ValueError: the seed, the threads or the workers cannot be.
+        ValueError: the seed, the threads or the workers cannot be, or there is no such option.
     """
     workers = config.get("workers")
     told = [option for option in given if key_of(option) == "microbatches"]
@@ -47,6 +48,7 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
         config.schedule.delay = 0  # that of the usual method is no word on a file
     spell_out(config)
     OmegaConf.resolve(config)
+    check_known(config)
     if not 0 <= config.get("seed", 0) < 2**63:
         raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
     threads, most = config.get("threads"), _THREADS * (os.cpu_count() or 1)

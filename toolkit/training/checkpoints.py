@@ -107,7 +107,7 @@ class Checkpoints:
             raise ValueError(f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}")
         raise ValueError(
             f"there is no checkpoint in {self.folder}: give resume= the output directory of a run"
-            " that has saved one"
+            " that has saved one, or begin anew without resume="
         )
 
 
