@@ -1,6 +1,7 @@
 """Stages compute what the whole computes, and the cuts are the best that are allowed."""
 
 import copy
+from collections import OrderedDict
 from itertools import combinations, pairwise
 
 import pytest
@@ -361,6 +362,8 @@ class Several(nn.Module):
 
 
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+HEAD = nn.Sequential(OrderedDict(first=nn.Linear(4, 4), last=nn.Linear(4, 4)))
+NESTED = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=HEAD))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +377,8 @@ LAYERS = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
         (LAYERS, 2, "flop", "unknown measure 'flop': choose flops, parameters, activations"),
         (LAYERS, 2, 3, "unknown measure 3"),
         (LAYERS, 2, ["0", "2"], "2 stages need 1 names of modules .*: got 2"),
-        (LAYERS, 2, ["3"], "runs no module called '3'"),
+        (LAYERS, 2, ["3"], "runs no module called '3'; it runs 0, 1, 2$"),
+        (NESTED, 2, ["head.frist"], r"'head.frist'; did you mean head.first\? it runs body, head$"),
         (LAYERS, 2, ["0"], "no stage can begin at '0': the first stage does"),
         (LAYERS, 2, ["1"], "no stage can begin at '1': _1 changes _0 in place"),
         (LAYERS, 3, ["2", "2"], "not in the order in which the model runs them"),

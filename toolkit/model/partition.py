@@ -7,6 +7,7 @@ batch as leading dimension. All of them travel: residuals that skip over a cut g
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import islice, pairwise
 from typing import overload
 
@@ -287,7 +288,8 @@ def _named_cuts(
         inside = [k for k, node in enumerate(nodes) if _belongs(node, name)]
         if not inside:
             within = [why for whole, why in _stacked(nodes) if name.startswith(f"{whole}.")]
-            raise ValueError("; ".join([f"the model runs no module called {name!r}", *within]))
+            told = within or [_instead(name, nodes)]
+            raise ValueError("; ".join([f"the model runs no module called {name!r}", *told]))
         if (why := crossing.obstacle[inside[0]]) is not None or inside[0] == 0:
             raise ValueError(f"no stage can begin at {name!r}: {why or 'the first stage does'}")
         cuts.append(inside[0])
@@ -311,9 +313,21 @@ def _stacked(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, str]]:
 
 
 def _belongs(node: fx.Node, name: str) -> bool:
-    paths = [str(node.target)] if node.op in ("call_module", "get_attr") else []
-    paths += [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-    return any(path == name or path.startswith(f"{name}.") for path in paths)
+    return any(path == name or path.startswith(f"{name}.") for path in _paths(node))
+
+
+def _paths(node: fx.Node) -> list[str]:
+    """The modules that a node is part of, and the weight that it reads."""
+    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    return [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
+
+
+def _instead(name: str, nodes: Sequence[fx.Node]) -> str:
+    """Modules in the place of ``name``: the nearest, if one is near, and the outermost."""
+    paths = dict.fromkeys(path for node in nodes for path in _paths(node) if path)
+    near = get_close_matches(name, paths, n=1)
+    outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
+    return "".join(f"did you mean {path}? " for path in near) + f"it runs {', '.join(outermost)}"
 
 
 def _stage(
