@@ -253,7 +253,7 @@ class Training:
     loss_scale: float = option(1024.0, "factor on the loss under fp16")
     channels_last: bool = option(False, "memory format of images and convolutions")
     compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
-    cudnn_benchmark: bool = option(True, "on GPUs cuDNN tries which convolutions are the fastest")
+    cudnn_benchmark: bool = option(False, "on GPUs cuDNN tries which convolutions are fastest")
     checkpoint: Any = option("none", "stages that compute their forward twice: none, all or [0,1]")
     clip: float | None = option(None, "largest norm of a gradient")
     clip_by: str = option("stage", "whether that norm is of each stage or of the whole model")
