@@ -15,15 +15,13 @@ seeds or rules if asked, and otherwise with the options of before:
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
-from math import inf
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.counts import check_counts
@@ -31,17 +29,15 @@ from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
-    from toolkit.tracking import Progress
     from toolkit.tracking.compared import RuleRun
-    from toolkit.training import Step
-    from toolkit.training.data import SampleSet
-    from toolkit.training.keeper import Signals
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
+    from toolkit.comparison import before, train_all
     from toolkit.config import build_schedule
-    from toolkit.tracking.compared import asked_for, ended_before, keep_options, keep_runs
+    from toolkit.tracking.compared import asked_for, kept_or_why
+    from toolkit.tracking.provenance import gone_on_with
     from toolkit.training import StoppedError
     from toolkit.training.data import load
 
@@ -53,27 +49,33 @@ def main(config: DictConfig) -> Ended:
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)
-    kept = ended_before(Path(config.resume), config) if config.resume else []
-    notes = resumed(len(asked_for(config, kept)), len(kept))
+    runs, begun = before(config, next(iter(rules.values())), folder)
+    notes = resumed(len(asked_for(config, runs)), len(runs))
     notes += different_batches(rules, config.batch)
     if leads():
         for note in notes:
             print(f"note: {note}")
-        keep_options(folder, config, kept)
     samples = load(config.data)
+    why_not = ""  # what has ended is not on the disk
     try:
-        for run in train_all(config, samples, folder, {(run.rule, run.seed) for run in kept}):
-            kept.append(run)
-            if leads():  # what has ended is kept, whatever befalls the others
-                keep_runs(folder, kept)
+        for run in train_all(config, samples, folder, runs, begun):
+            runs.append(run)
+            if not leads():
+                continue
+            warned, why_not = why_not, kept_or_why(folder, runs)
+            if why_not not in ("", warned):
+                print(f"warning: {why_not}; training goes on", file=sys.stderr)
     except StoppedError as stopped:
         if leads():
-            print(f"stopped by {stopped}; {go_on(folder, stopped.saved)}", file=sys.stderr)
+            lost = "" if stopped.saved else "the run under way is not saved; "
+            print(f"stopped by {stopped}; {lost}{gone_on_with(folder)}", file=sys.stderr)
         return Ended(STOPPED)
-    if leads():
-        seconds = time.perf_counter() - start
-        conclude(config, rules, asked_for(config, kept), samples.form.measure, notes, seconds)
-    return Ended()
+    if not leads():
+        return Ended()
+    notes += [why_not] if why_not else []
+    seconds = time.perf_counter() - start
+    whole = conclude(config, rules, asked_for(config, runs), samples.form.measure, notes, seconds)
+    return Ended(0 if whole and not why_not else 1)
 
 
 def conclude(
@@ -83,18 +85,18 @@ def conclude(
     by: Measure,
     notes: list[str],
     seconds: float,
-) -> None:
-    """Write and print what came of all runs."""
+) -> bool:
+    """Print and write what came of all runs; returns whether it could be written."""
     from toolkit import tables
     from toolkit.figures import save, schedules
     from toolkit.figures.accuracy import over_epochs
+    from toolkit.files import noted
     from toolkit.tracking import delay_means, describe, write_result
     from toolkit.training import pick_device
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     called = labels({name: schedule.name for name, schedule in rules.items()})
     first = next(iter(called.values()))
-    lost = diverged(runs, called)
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     counted = {
         row["rule"]: called[row["rule"]]
@@ -102,27 +104,13 @@ def conclude(
         for row in rows
     }
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
-    write_result(
-        folder,
-        "comparison",
-        rows,
-        config,
-        describe(pick_device(config.device)),
-        seconds,
-        judged_by=by.name,
-        notes=list(dict.fromkeys([*notes, *lost, *(n for run in runs for n in run.notes)])),
-        delays=delays,
-    )
+    of_runs = [*diverged(runs, called), *(note for run in runs for note in run.notes)]
     curves = {
         label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in runs_of]
         for name, label in counted.items()
         if (runs_of := [run for run in runs if run.rule == name])
     }
     told_apart = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
-    figures = [
-        *save(over_epochs(curves, by), folder / by.name),
-        *save(schedules(told_apart), folder / "schedules"),
-    ]
     shown = [
         {"rule": counted[row["rule"]]}
         | tables.compared(row, by, first)
@@ -133,12 +121,29 @@ def conclude(
     print(f"\n{tables.table(shown)}\n")
     if delays:
         print(f"{tables.table(delays)}\n")
-    for note in lost:
-        print(f"note: {note}")
     print(_LEGEND.format(seeds=config.seeds, by=by))
-    print(f"written to {folder}: {', '.join(path.name for path in figures)}, result.json, ...")
+    unwritten: list[str] = []
+    with noted(unwritten, folder):
+        write_result(
+            folder,
+            "comparison",
+            rows,
+            config,
+            describe(pick_device(config.device)),
+            seconds,
+            judged_by=by.name,
+            notes=[*dict.fromkeys([*notes, *of_runs])],
+            delays=delays,
+        )
+        save(over_epochs(curves, by), folder / by.name)
+        save(schedules(told_apart), folder / "schedules")
+    for note in dict.fromkeys([*of_runs, *unwritten]):
+        print(f"note: {note}")
+    if not unwritten:
+        print(f"written to {folder}: {by.name}.png, schedules.png, result.json, ...")
     if line := where_tracked([run.where for run in runs if run.where], folder):
         print(line)
+    return not unwritten
 
 
 _LEGEND = """\
@@ -152,127 +157,11 @@ traffic: all workers together, in stages' parameters
 
 def resumed(n_ended: int, n_kept: int) -> list[str]:
     """Notes on runs that had ended before: ``n_ended`` that count, of ``n_kept`` in the folder."""
-    notes = [f"resumed: {n_ended} runs had ended before, and take no seconds"] if n_ended else []
+    runs = f"{n_ended} run{'s' * (n_ended > 1)}"
+    notes = [f"resumed: {runs} had ended before, and take no seconds"] if n_ended else []
     if n_kept > n_ended:
         notes.append(f"runs.csv has {n_kept - n_ended} more, of other rules or seeds")
     return notes
-
-
-def train_all(
-    config: DictConfig, samples: "SampleSet", folder: Path, done: set[tuple[str, int]]
-) -> Iterator["RuleRun"]:
-    """Each rule with each seed, but for those that are done.
-
-    Raises:
-        StoppedError: a signal has ended the run under way, and with it the comparison.
-    """
-    from toolkit.tracking import Progress
-    from toolkit.training.keeper import Signals
-
-    seeds = range(config.seed, config.seed + config.seeds)
-    wanted = [(name, seed) for seed in seeds for name in config.rules if (name, seed) not in done]
-    with (
-        Progress(config.epochs * len(wanted), shown=leads()) as progress,
-        Signals().heard() as heard,
-    ):
-        for name, seed in wanted:
-            own = {"schedule": config.rules[name], "seed": seed}
-            single = OmegaConf.create({**config, **own, **_UNGUARDED})
-            yield train(single, name, samples, folder, progress, heard)
-
-
-_UNGUARDED: dict[Any, Any] = {"guard": "stop", "guard_factor": inf}
-"""A loss that is high, but a number, is a result like any other."""
-
-
-def train(
-    config: DictConfig,
-    name: str,
-    samples: "SampleSet",
-    folder: Path,
-    progress: "Progress",
-    signals: "Signals",
-) -> "RuleRun":
-    """One run of the comparison in ``folder``, from where it was saved if it was under way.
-
-    Args:
-        config: of the run.
-        name: of its rule.
-
-    Raises:
-        StoppedError: one of ``signals`` has ended it.
-    """
-    from toolkit.tracking import Curves, Ledger, describe, keys, track, track_schedule
-    from toolkit.tracking.compared import RuleRun, under_way
-    from toolkit.tracking.runs import group_of
-    from toolkit.training import DivergedError, StoppedError, prepare, run_kept
-
-    job = prepare(config, samples)
-    progress.run(f"{job.schedule.name}, seed {config.seed}")
-    own = under_way(folder, name, config.seed)
-    if leads():
-        own.mkdir(parents=True, exist_ok=True)
-    delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=leads())
-    by = samples.form.measure
-    notes: list[str] = []
-    with track(
-        config,
-        folder,
-        device=describe(job.device),
-        name=f"{name}, seed {config.seed}",
-        job_type="compare",
-        group=group_of(folder),
-        resume=True,
-        alone=False,
-        own=own,
-        here=leads(),
-    ) as tracker:
-        curves = Curves(tracker, config.tracking.every)
-        track_schedule(tracker, job.schedule)
-
-        def count(step: "Step") -> None:
-            progress.trained(step)
-            curves.trained(step)
-            delays.put([asdict(delay) for delay in step.result.delays])
-
-        try:
-            outcome = run_kept(
-                job,
-                own,
-                resume=None,
-                weights=False,
-                on_epoch=curves.epoch,
-                on_step=count,
-                signals=signals,
-            )
-        except StoppedError as stopped:
-            tracker.end(f"stopped by {stopped}", STOPPED)
-            raise
-        except DivergedError as lost:
-            n_ended = len(lost.epochs)
-            epochs, told = lost.all_epochs(config.epochs), "diverged"
-            tracker.end(f"failed: its loss diverged in epoch {n_ended}", 1)
-            progress.skip(config.epochs - n_ended - 1)
-        else:
-            epochs, told = outcome.epochs, outcome.epochs[-1].told(by)
-            curves.whole(epochs)
-            final = asdict(epochs[-1]).items()
-            tracker.summary({keys.final(k): v for k, v in final if v is not None})
-            notes += outcome.notes
-            if outcome.resumed_at:
-                notes.append(f"resumed at step {outcome.resumed_at}")
-        progress.note(f"last: {job.schedule.name} {told}")
-    notes = [f"{name}, seed {config.seed}: {note}" for note in notes] + tracker.notes
-    rows = [asdict(epoch) for epoch in epochs]
-    return RuleRun(name, config.seed, rows, delays.rows(), notes, tracker.where)
-
-
-def go_on(folder: Path, saved: bool) -> str:
-    """How the comparison in ``folder`` is gone on with."""
-    from toolkit.tracking.provenance import starter
-
-    command = shlex.join([*starter(), "experiments/compare.py", f"resume={folder}"])
-    return command if saved else f"the run under way is not saved; {command}"
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:

@@ -6,10 +6,8 @@ python experiments/train.py resume=outputs/train/...
 torchrun --nproc-per-node 4 experiments/train.py runtime=distributed schedule=cdp_v2
 """
 
-import shlex
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -61,7 +59,8 @@ def train(
     config: DictConfig, job: Any, folder: Path, tracker: Any, start: float
 ) -> tuple[Ended, dict[str, Any]]:
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
-    from toolkit.files import write_json
+    from toolkit.files import noted, write_json
+    from toolkit.tracking.provenance import gone_on_with
     from toolkit.training import StoppedError, run_kept
 
     with Records(config, job, folder, tracker) as records:
@@ -79,7 +78,7 @@ def train(
         except StoppedError as stopped:
             tracker.end(f"stopped by {stopped}", STOPPED)
             track_weights(config, folder, tracker)
-            saved = f"; {go_on(folder)}" if stopped.saved else "; nothing is saved"
+            saved = f"; {gone_on_with(folder)}" if stopped.saved else "; nothing is saved"
             records.line(f"stopped by {stopped}{saved}")
             return Ended(STOPPED), {}
     measured = outcome.job.measurements()
@@ -176,7 +175,7 @@ def write_tables(
     outcome: "Outcome", measured: "Measurements | None", records: Records, notes: list[str]
 ) -> None:
     """Tables and figures of the whole run; what cannot be written is noted."""
-    from toolkit.files import write_csv
+    from toolkit.files import noted, write_csv
 
     folder, looks = records.folder, records.delays.rows()
     with noted(notes, folder):
@@ -234,22 +233,6 @@ def tell(
         print(f"\nprofile: {records.profile.path} (for ui.perfetto.dev or chrome://tracing)")
     elif config.profile:
         print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
-
-
-@contextmanager
-def noted(notes: list[str], folder: Path) -> Iterator[None]:
-    """What cannot be written within becomes a note."""
-    try:
-        yield
-    except OSError as error:
-        notes.append(f"not written: {error.filename or folder}: {error.strerror}")
-
-
-def go_on(folder: Path) -> str:
-    """The command that resumes the run in ``folder``."""
-    from toolkit.tracking.provenance import starter
-
-    return shlex.join([*starter(), "experiments/train.py", f"resume={folder}"])
 
 
 def sweep() -> str | None:

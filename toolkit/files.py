@@ -4,8 +4,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,20 @@ def write_csv(path: Path, rows: Rows) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
+
+
+def has_checkpoint(run: Path) -> bool:
+    """Whether the folder of a run has a checkpoint to go on from."""
+    return any(run.glob("checkpoints/step_*.ckpt"))
+
+
+@contextmanager
+def noted(notes: list[str], folder: Path) -> Iterator[None]:
+    """What cannot be written to ``folder`` within becomes a note."""
+    try:
+        yield
+    except OSError as error:
+        notes.append(f"not written: {error.filename or folder}: {error.strerror}")
 
 
 def _finite(content: Any) -> Any:

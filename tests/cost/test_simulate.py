@@ -206,13 +206,23 @@ def test_a_prediction_reads_two_versions_and_writes_one(bandwidth):
     timeline = simulate(program, [FIRST], machine)
     (span,) = (s for s in timeline.spans if s.name == "predict 0")
     updates = {s.step: s.end for s in timeline.spans if s.name == "update 0"}
+    begun = {s.step: s.start for s in timeline.spans if s.name == "update 0"}
     ops = {(s.name, s.step): (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
     assert (span.lane, span.step) == ("compute", 2)
     assert span.start == max(updates[0], ops["0B0", 1][1])
     assert span.end == span.start + 24 / bandwidth
     assert ops["0F0", 2][0] == span.end
     held = [c.bytes for c in timeline.changes if c.kind == "weights" and c.time == span.start]
-    assert held.count(8) == 1 + (updates[0] == span.start)
+    assert held.count(8) == 1 + [*begun.values()].count(span.start)
+
+
+@pytest.mark.parametrize("schedule", [catalog.data_parallel(3), catalog.zero_bubble(3, 4)])
+def test_an_update_makes_weights_beside_those_that_it_renews(schedule):
+    """As ranks do, and as the program counts them."""
+    program = schedule.lower(4).verify()
+    timeline = simulate(program, unit_costs(3), replace(UNIT, memory_bandwidth=4.0))
+    peaks = [max(held for _, held in timeline.memory(r, kind="weights")) for r in range(3)]
+    assert peaks == [*program.peak_weights()]
 
 
 def test_predictions_of_a_rank_take_turns():

@@ -13,6 +13,7 @@ from tests.experiments.command import TINY, refused, run
 from tests.experiments.test_results import complete, rows
 from tests.thorough import thorough
 from toolkit.notebook import settings
+from toolkit.tracking import compared
 from toolkit.tracking.compared import RuleRun, keep_options, keep_runs
 from toolkit.tracking.runs import read_runs
 from toolkit.training import DivergedError, Epoch, job, loop
@@ -29,7 +30,7 @@ def stopped_in_run(k, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return job.prepare(*arguments)
 
-    monkeypatch.setattr("toolkit.training.prepare", prepared)
+    monkeypatch.setattr("toolkit.comparison.prepare", prepared)
 
 
 OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
@@ -54,7 +55,7 @@ def test_a_comparison_that_is_stopped_goes_on_in_the_midst_of_a_run(tmp_path, mo
     found = complete("compare", folder, f"resume={folder}")
     assert not (folder / "under_way").exists()
     assert found["notes"] == [
-        "resumed: 1 runs had ended before, and take no seconds",
+        "resumed: 1 run had ended before, and take no seconds",
         "cdp_v2, seed 0: resumed at step 2",
     ]
     for name in ("train_loss", "test_loss", "top1"):
@@ -82,7 +83,7 @@ def test_a_comparison_that_saves_nothing_says_so(tmp_path, monkeypatch):
     assert "stopped by SIGTERM; the run under way is not saved; python exp" in finished.err
     monkeypatch.undo()
     found = complete("compare", tmp_path, f"resume={tmp_path}")
-    assert found["notes"] == ["resumed: 1 runs had ended before, and take no seconds"]
+    assert found["notes"] == ["resumed: 1 run had ended before, and take no seconds"]
 
 
 @thorough
@@ -140,18 +141,18 @@ def test_a_comparison_outlives_runs_that_diverge(tmp_path, monkeypatch):
     assert again["metrics"] == found["metrics"]
 
 
-def test_a_comparison_takes_the_place_of_no_other(compared):
-    before = {path: path.read_bytes() for path in compared.rglob("*") if path.is_file()}
-    options = [*TINY, "seeds=1", f"hydra.run.dir={compared}"]
+def test_a_comparison_takes_the_place_of_no_other(kept):
+    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    options = [*TINY, "seeds=1", f"hydra.run.dir={kept}"]
     told = refused("compare", *options)
-    assert f"{compared} has the runs of a comparison: resume={compared} goes on with it" in told
+    assert f"{kept} has the runs of a comparison: resume={kept} goes on with it" in told
     assert all(path.read_bytes() == content for path, content in before.items())
-    told = refused("communication", "workers=2", f"hydra.run.dir={compared}")
-    assert f"{compared} has the runs of a comparison: for another one give another" in told
+    told = refused("communication", "workers=2", f"hydra.run.dir={kept}")
+    assert f"{kept} has the runs of a comparison: for another one give another" in told
 
 
 @pytest.fixture
-def compared(tmp_path):
+def kept(tmp_path):
     """A comparison of two rules that are equally good, whose runs ended in another order."""
     keys = [("dp", 1), ("dp", 2), ("dp", 0), ("cdp_v1", 0), ("cdp_v1", 1), ("cdp_v1", 2)]
     runs = [
@@ -176,27 +177,25 @@ def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared
 
-    monkeypatch.setattr("toolkit.training.prepare", counted)
+    monkeypatch.setattr("toolkit.comparison.prepare", counted)
     complete("compare", tmp_path, *TINY, "epochs=1", "seeds=2", "~rules.cdp_v1")
     assert len(seen) > 4
     assert alive == [0, 0, 0, 0]
 
 
-def test_a_comparison_pairs_runs_by_their_seeds(compared):
-    found = complete("compare", compared, f"resume={compared}")
+def test_a_comparison_pairs_runs_by_their_seeds(kept):
+    found = complete("compare", kept, f"resume={kept}")
     assert [row["difference"] for row in found["metrics"]] == [0, 0]
     assert [row["difference_95"] for row in found["metrics"]] == [None, None]  # no spread
     assert found["notes"] == ["resumed: 6 runs had ended before, and take no seconds"]
 
 
-def test_a_comparison_keeps_the_runs_that_it_is_not_asked_for(compared):
-    before = rows(compared / "runs.csv")
-    found = complete(
-        "compare", compared, f"resume={compared}", "~rules.cdp_v1", "seed=2", "seeds=2"
-    )
+def test_a_comparison_keeps_the_runs_that_it_is_not_asked_for(kept):
+    before = rows(kept / "runs.csv")
+    found = complete("compare", kept, f"resume={kept}", "~rules.cdp_v1", "seed=2", "seeds=2")
     assert [(row["rule"], row["difference"]) for row in found["metrics"]] == [("dp", 0)]
     assert found["notes"][1] == "runs.csv has 5 more, of other rules or seeds"
-    after = rows(compared / "runs.csv")
+    after = rows(kept / "runs.csv")
     assert [(row["rule"], row["seed"], row["top1"]) for row in after[:6]] == [
         (row["rule"], row["seed"], row["top1"]) for row in before
     ]
@@ -204,10 +203,10 @@ def test_a_comparison_keeps_the_runs_that_it_is_not_asked_for(compared):
     assert found["metrics"][0]["accuracy"] == pytest.approx(50 * (0.2 + float(after[6]["top1"])))
 
 
-def test_a_comparison_goes_on_with_its_options_alone(compared):
-    paths = [*(path for path in compared.rglob("*") if path.is_file())]
+def test_a_comparison_goes_on_with_its_options_alone(kept):
+    paths = [*(path for path in kept.rglob("*") if path.is_file())]
     before = [path.read_bytes() for path in paths]
-    told = refused("compare", f"resume={compared}", "seeds=4", "optimizer.lr=0.5")
+    told = refused("compare", f"resume={kept}", "seeds=4", "optimizer.lr=0.5")
     assert "trained with other options: optimizer.lr=0.5 (was 0.1); leave them as they were" in told
     assert [path.read_bytes() for path in paths] == before
 
@@ -220,3 +219,60 @@ def test_what_is_no_comparison_cannot_be_resumed(tmp_path):
     (tmp_path / "runs.csv").write_text("rule,seed\ndp")
     told = refused("compare", f"resume={tmp_path}", *TINY)
     assert "runs.csv cannot be read: line 2 has 1 cells of 2" in told
+
+
+@pytest.mark.parametrize(("told", "delay"), [([], 0), (["rules.mine.delay=1"], 1)])
+def test_a_rule_of_a_file_reads_fresh_weights_unless_told(told, delay):
+    """Whatever the delay of the method that it had to be added by."""
+    added = ["+schedule@rules.mine=cdp_v1", "rules.mine.file=mine.csv"]
+    assert settings("compare", *added, *told).rules.mine.delay == delay
+
+
+def test_orders_that_have_changed_since_are_refused(tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    options = [*TINY, "stages=2", "microbatches=2", "~rules.cdp_v1", "~rules.cdp_v2", "seeds=1"]
+    options += ["+schedule@rules.mine=dp", f"rules.mine.file={file}"]
+    folder = tmp_path / "runs"
+    complete("compare", folder, *options)
+    file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
+    told = refused("compare", f"resume={folder}", "seeds=2")
+    assert f"has runs of mine that were trained by other orders than those in {file} by now" in told
+
+
+def test_what_cannot_be_kept_is_told_and_kept_as_soon_as_it_can(tmp_path, monkeypatch):
+    writes = iter(range(100))
+    write = compared.keep_runs
+
+    def full(folder, runs):
+        if next(writes) == 0:
+            raise OSError(28, "No space left on device", str(folder / "runs.csv"))
+        write(folder, runs)
+
+    monkeypatch.setattr(compared, "keep_runs", full)
+    finished = run("compare", *OPTIONS, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0
+    assert "runs.csv: No space left on device; training goes on" in finished.err
+    assert [row["rule"] for row in rows(tmp_path / "runs.csv")] == ["dp"] * 2 + ["cdp_v2"] * 2
+
+
+def test_notes_of_runs_outlive_them(tmp_path):
+    options = (*TINY, "precision=fp16", "loss_scale=1e30", "seeds=1")
+    options += ("~rules.cdp_v1", "~rules.cdp_v2")
+    finished = run("compare", *options, f"hydra.run.dir={tmp_path}")
+    assert "note: dp, seed 0: stage 0 left out" in finished.out
+    again = complete("compare", tmp_path, f"resume={tmp_path}")
+    assert [note[:26] for note in again["notes"][1:]] == [
+        f"dp, seed 0: stage {j} left ou"[:26] for j in range(4)
+    ]
+
+
+def test_nothing_is_left_of_a_run_that_saved_nothing(tmp_path, monkeypatch):
+    """It begins anew, and its delays and its run in W&B with it."""
+    stopped_in_run(0, monkeypatch)
+    options = ("data.n_train=128", "save.minutes=null", f"hydra.run.dir={tmp_path}")
+    assert run("compare", *OPTIONS, *options).status == 75
+    monkeypatch.undo()
+    complete("compare", tmp_path, f"resume={tmp_path}", "data.n_train=32", "epochs=1")
+    steps = {row["step"] for row in rows(tmp_path / "delays.csv")}
+    assert steps == {"0", "1"}

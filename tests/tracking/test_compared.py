@@ -25,7 +25,7 @@ def options(**more):
 
 def ended(rule, seed, top1=0.5, epochs=2):
     rows = [{"epoch": k, "train_loss": 1.0, "top1": top1, "ema_top1": None} for k in range(epochs)]
-    return RuleRun(rule, seed, rows, [{"step": 0, "stage": 1, "delay": 1.0, "cosine": None}])
+    return RuleRun(rule, seed, rows, [{"step": 0, "stage": 1, "delay": 1.0, "cosine": 0.5}])
 
 
 def keep(folder, config, runs):
@@ -88,8 +88,9 @@ def test_a_rule_without_runs_may_change(tmp_path):
 
 def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
     begun = [under_way(tmp_path, rule, 2) for rule in RULES]
-    (begun[1] / "checkpoints").mkdir(parents=True)
-    begun[0].mkdir()  # it has not saved anything
+    for path in begun:
+        (path / "checkpoints").mkdir(parents=True)
+    (begun[1] / "checkpoints" / "step_000000001.ckpt").touch()  # the other has not saved anything
     keep_options(tmp_path, options(), [])
     assert ended_before(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []
     other = options(rules=RULES | {"late": {"delay": 4}})

@@ -54,6 +54,7 @@ def make(clock, tmp_path):
             guard_factor=10.0,
             signals=signals or Signals(),
             measure=measure,
+            epochs=1000,
             _saved_at=clock.now,
             **options,
         )
@@ -153,6 +154,30 @@ def test_what_is_never_saved_stops_at_a_signal_too(make, clock):
     with pytest.raises(StoppedError, match="SIGINT") as stopped:
         train(make(Often(epochs=None), signals), clock, [0.1], n_steps=100)
     assert not stopped.value.saved
+
+
+def test_no_signal_stops_a_run_that_is_done(make, clock):
+    signals = Signals(signal.SIGTERM)
+    keeper = make(Often(epochs=None), signals)
+    keeper.epochs = 1
+    keeper.end(Position(epoch=1))
+    assert signals.agreed == signal.SIGTERM
+    keeper.epochs = 2
+    with pytest.raises(StoppedError):
+        keeper.end(Position(epoch=1))
+
+
+def test_one_checkpoint_that_was_not_written_does_not_belie_a_later_one(make, clock, capsys):
+    signals = Signals()
+    keeper = make(signals=signals)
+    keeper.checkpoints.full = True
+    keeper.save(Position())
+    keeper.checkpoints.full = False
+    signals.number = signal.SIGTERM
+    with pytest.raises(StoppedError) as stopped:
+        train(keeper, clock, [0.1], n_steps=100)
+    assert stopped.value.saved
+    assert "No space left" in capsys.readouterr().err
 
 
 def test_signals_are_given_back():

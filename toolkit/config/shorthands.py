@@ -30,7 +30,8 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
     Args:
         config: of an experiment; changed in place.
         given: on the command line, which presets must not overrule. A schedule file that is given
-            reads fresh weights, unless a delay, or a method that has one, is given, too.
+            reads fresh weights, unless a delay, or ``schedule`` by a method that has one, is given,
+            too.
 
     Raises:
         ValueError: the seed, the threads or the workers cannot be, or there is no such option.
@@ -43,9 +44,11 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
             " instead"
         )
     names = {key_of(option) for option in given}
-    own = "schedule.file" in names and not names & {"schedule", "schedule.delay"}
-    if own and "delay" in config.schedule:
-        config.schedule.delay = 0  # that of the usual method is no word on a file
+    for group in _schedules(config):
+        late = {f"{group}.delay", "schedule"}  # a rule has to be of some method
+        fresh = f"{group}.file" in names and not names & late
+        if fresh and "delay" in (options := OmegaConf.select(config, group)):
+            options.delay = 0  # that of the usual method is no word on a file
     spell_out(config)
     OmegaConf.resolve(config)
     check_known(config)
@@ -58,6 +61,12 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
         import torch
 
         torch.set_num_threads(threads)
+
+
+def _schedules(config: DictConfig) -> list[str]:
+    """The groups of options that are a schedule's."""
+    more = [f"{group}.{name}" for group in ("rules", "also") for name in config.get(group) or {}]
+    return ["schedule", *more]
 
 
 def check_given(arguments: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from toolkit.config.flags import key_of
 from toolkit.config.ranks import leads
 from toolkit.config.status import FAILED, FINISHED, RUNNING, STOPPED, Status, read_status
+from toolkit.files import has_checkpoint
 from toolkit.options import ENDED, UNDER_WAY
 
 _NAME = "sweep.json"
@@ -86,10 +87,10 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
 
 def left_in(folder: Path) -> str:
     """What ``folder`` has that a run, or a comparison, can go on from; "" if nothing."""
-    saved = "checkpoints/step_*.ckpt"
-    if any(folder.glob(saved)):
+    if has_checkpoint(folder):
         return "the checkpoints of a run"
-    compared = (folder / ENDED).is_file() or any(folder.glob(f"{UNDER_WAY}/*/{saved}"))
+    begun = (folder / UNDER_WAY).glob("*")
+    compared = (folder / ENDED).is_file() or any(map(has_checkpoint, begun))
     return "the runs of a comparison" if compared else ""
 
 

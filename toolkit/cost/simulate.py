@@ -251,7 +251,8 @@ class _Simulation:
         seconds = self.moved[i.stage] / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)
-        self._hold_weights(end, rank, i.stage, i.version)
+        self._hold_weights(start, rank, i.stage, i.version)  # beside those that it renews
+        self.weights[rank, i.stage, i.version] = end
         self._use(key, end)
         self.steps[step] = max(self.steps.get(step, 0.0), end)
         if seconds > 0:

@@ -29,6 +29,7 @@ class Journal:
 
     Attributes:
         id: of the run in W&B.
+        found: whether there was one to go on with.
         mode: in which it was tracked; None for a run that begins.
         group: in which it was.
         points: that were logged before it was resumed.
@@ -37,6 +38,7 @@ class Journal:
 
     def __init__(self, path: Path | None, *, alone: bool = True, resume: bool) -> None:
         self.id = uuid4().hex[:8]
+        self.found = False
         self.mode: str | None = None
         self.group: str | None = None
         self.points: list[Point] = []
@@ -58,6 +60,7 @@ class Journal:
         if self._path is None:
             return
         self.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         head = {"id": self.id, "mode": mode, "group": group}
         write_text(self._path, "".join(f"{json.dumps(line)}\n" for line in [head, *self.points]))
         self._file = self._path.open("a", buffering=1)
@@ -82,6 +85,7 @@ class Journal:
             head, *rest = path.read_text().splitlines()
             found = json.loads(head)
             self.id, self.mode, self.group = found["id"], found["mode"], found["group"]
+            self.found = True
         except (OSError, ValueError, KeyError, TypeError):
             return
         for line in rest:

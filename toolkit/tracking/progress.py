@@ -70,9 +70,10 @@ class Progress:
         now = time.monotonic()
         if len(step.result.losses):
             self._losses.append(step.result.losses)
-        if self._begins:  # a run that is resumed has been trained before
+        if self._begins:  # a run that is resumed has been trained before, and not now
             trained = (step.result.step + 1) // step.n_steps - step.step // step.n_steps
             self._epochs, self._begins = self._before + trained, False
+            self._bar.initial += trained + (step.step - 1) / step.n_steps
         self._speed.trained(step, now)
         self._bar.n = self._epochs + step.step / step.n_steps
         if step.step == step.n_steps:
@@ -84,10 +85,13 @@ class Progress:
             self._refreshed = now
             self._bar.refresh()
 
-    def skip(self, n: int) -> None:
-        """``n`` epochs are not to come."""
-        self._epochs += n
-        self._bar.update(n)
+    def ended(self, n: int) -> None:
+        """The run has ended, and counts as ``n`` epochs; those that it lacks took no time."""
+        self._epochs = self._before + n
+        if self._bar.disable:
+            return
+        self._bar.initial += self._epochs - self._bar.n
+        self._bar.n = self._epochs
 
     def line(self, text: str) -> None:
         """A line by itself, above the bar."""

@@ -112,6 +112,14 @@ def starter() -> list[str]:
     return ["torchrun", *nodes, "--nproc-per-node", str(local)]
 
 
+def gone_on_with(folder: Path) -> str:
+    """The command by which this process' experiment goes on with what ``folder`` has of it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    script = f"experiments/{HydraConfig.get().job.name}.py"
+    return shlex.join([*starter(), script, f"resume={folder}"])
+
+
 def _arguments() -> list[str]:
     """The script and its options; those of the job where a launcher's own script started it."""
     from hydra.core.hydra_config import HydraConfig

@@ -55,7 +55,7 @@ class WandbRun(Tracker):
         super().__init__()
         self._home = folder / "wandb"
         self._journal, self._online, self._group = journal, online, group
-        self._replays = bool(journal.points)
+        self._replays = journal.found
         self.epochs = {point["epoch"] for point in journal.points if "epoch" in point}
         self._sent = -1  # the training step that W&B's server has come to
         self._state: tuple[str, int] | None = None
@@ -63,15 +63,17 @@ class WandbRun(Tracker):
         self._surroundings = _Surroundings(self._home)
         if journal.alone:
             _let_go_of_killed(self._home, journal.id)
-        self._run = _begun(
-            self._surroundings,
-            self._home,
-            online,
-            id=journal.id,
-            resume="allow" if online and journal.mode == "online" else None,
-            group=group,
-            **options,
-        )
+        resume = "allow" if online and journal.mode == "online" else None
+        if not self._replays:  # before anything is left that only the journal knows
+            self._try(lambda: journal.begin(self._mode, group))
+        try:
+            self._run = _begun(
+                *(self._surroundings, self._home, online),
+                **{"id": journal.id, "resume": resume, "group": group, **options},
+            )
+        except BaseException:
+            journal.close()
+            raise
         self._try(self._settle)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -118,9 +120,7 @@ class WandbRun(Tracker):
     def _settle(self) -> None:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        if not self._replays:
-            self._journal.begin(self._mode, self._group)
-        elif self._online and self._run.resumed:
+        if self._replays and self._online and self._run.resumed:
             self._sent = int(self._run.summary.get("step", -1))
 
     @property

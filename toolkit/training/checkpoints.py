@@ -104,7 +104,10 @@ class Checkpoints:
             except (DamagedCheckpointError, OSError) as error:
                 damaged.append(str(error))
         if damaged:
-            raise ValueError(f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}")
+            raise ValueError(
+                f"no checkpoint in {self.folder} is whole ({'; '.join(damaged)}): remove that"
+                " folder to begin anew"
+            )
         raise ValueError(
             f"there is no checkpoint in {self.folder}: give resume= the output directory of a run"
             " that has saved one, or begin anew without resume="

@@ -170,7 +170,7 @@ def prepare(
     check_counts(config, "stages", "microbatches", "batch", "epochs")
     schedule = build_schedule(config.schedule) if schedule is None else schedule
     config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
-    options, world = _meet(config, schedule)
+    options, world = meet(config, schedule)
     device = world.device if world else pick_device(config.device)
     samples = load(config.data) if samples is None else samples
     form = samples.form
@@ -218,8 +218,12 @@ def prepare(
     return Job(config, schedule, samples, runtime, device, lambda step: full_rate * factor(step))
 
 
-def _meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
-    """The runtime's own options; and the ranks, where it takes a process for each."""
+def meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
+    """The runtime's own options; and the ranks, where it takes a process for each.
+
+    Raises:
+        ValueError: this process is a rank where it should be none, or the other way round.
+    """
     options: dict[str, Any] = dict(config.runtime)
     if "timeout" not in options:
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:

@@ -62,9 +62,15 @@ class Often:
 
 @dataclass
 class Signals:
-    """SIGTERM and SIGINT, remembered until the run can pause; a second one ends it at once."""
+    """SIGTERM and SIGINT, remembered until the run can pause; a second one ends it at once.
+
+    Attributes:
+        number: of the one that this process has heard; 0 if none.
+        agreed: of one that all ranks know of.
+    """
 
     number: int = 0
+    agreed: int = 0
 
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
@@ -100,6 +106,7 @@ class Keeper(Stretches):
         guard_factor: see ``guard``.
         signals: that end the run.
         measure: by which a checkpoint is the best.
+        epochs: of the run, which no signal stops once they are done.
         weights: whether the best checkpoint, and the weights that training ends with, are kept.
         length: steps of the first stretch; later ones last about as long as a pause is to be away.
 
@@ -116,6 +123,7 @@ class Keeper(Stretches):
     guard_factor: float
     signals: Signals
     measure: Measure
+    epochs: int
     weights: bool = True
     length: int = 8
     unwritten: list[str] = field(default_factory=list)
@@ -155,17 +163,18 @@ class Keeper(Stretches):
         since, trained, *by = total
         heard = [number for number, ranks in zip(_HEARD, by, strict=True) if ranks]
         due = self._due(position, since)
-        if (due or heard) and self.saves:
-            self.save(position)
+        written = (due or bool(heard)) and self.saves and self.save(position)
         if heard:
-            raise StoppedError(heard[0], saved=self.saves and not self.unwritten)
+            self.signals.agreed = heard[0]
+            if position.epoch < self.epochs:
+                raise StoppedError(heard[0], saved=written)
         if trained < _PAUSE / 2:
             self.length *= 2
         elif trained > _PAUSE and self.length > 1:
             self.length //= 2
 
-    def save(self, position: Position) -> None:
-        """Write a checkpoint; a run goes on where it cannot be written."""
+    def save(self, position: Position) -> bool:
+        """Write a checkpoint; a run goes on where it cannot be written, which is False."""
         rest = {"position": position.state_dict(), **self.extra}
         self._saved_at = time.monotonic()
         history = position.history
@@ -175,6 +184,8 @@ class Keeper(Stretches):
             self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:
             self._not_written(f"the checkpoint of step {position.steps_done}", error)
+            return False
+        return True
 
     def write_model(self) -> None:
         """Write the weights that training ended with, for any program that has the model."""

@@ -70,7 +70,7 @@ def run_kept(
     """
     options = job.config
     _check_guard(options)
-    often = Often(options.save.steps, options.save.epochs, options.save.minutes)
+    often = often_of(options)
     folder = from_rank_0(job.runtime, folder.resolve())
     checkpoints = Checkpoints(
         folder / "checkpoints", options.save.keep, sharded=options.save.sharded
@@ -117,6 +117,15 @@ def run_kept(
                 )
 
 
+def often_of(options: DictConfig) -> Often:
+    """When a run with these options is saved.
+
+    Raises:
+        ValueError: an interval that is not above 0.
+    """
+    return Often(options.save.steps, options.save.epochs, options.save.minutes)
+
+
 def _check_guard(options: DictConfig) -> None:
     check_choice("guard", options.guard, GUARDS)
     if not options.guard_factor > 1:
@@ -147,6 +156,7 @@ def _keeper(
         guard_factor=options.guard_factor,
         signals=signals,
         measure=job.samples.form.measure,
+        epochs=options.epochs,
         weights=weights,
         length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
     )

@@ -1,0 +1,163 @@
+"""The runs of a comparison: each rule with each seed, one after another."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from toolkit.config.ranks import leads, restarted
+from toolkit.config.run import STOPPED
+from toolkit.schedule import Schedule
+from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
+from toolkit.tracking.compared import (
+    Key,
+    RuleRun,
+    begun,
+    ended_before,
+    fresh_unless_saved,
+    keep_options,
+    keep_runs,
+)
+from toolkit.tracking.runs import group_of
+from toolkit.training import DivergedError, Step, StoppedError, prepare, run_kept
+from toolkit.training.data import SampleSet
+from toolkit.training.job import meet
+from toolkit.training.keeper import Signals
+from toolkit.training.kept import often_of
+
+# A loss that is high, but a number, is a result like any other.
+_UNGUARDED: dict[Any, Any] = {"guard": "stop", "guard_factor": inf}
+
+
+def before(config: DictConfig, schedule: Schedule, folder: Path) -> tuple[list[RuleRun], list[Key]]:
+    """The runs that have ended, and which others were saved under way, as the first rank finds.
+
+    Every rank calls it. From then on ``folder`` tells the options.
+
+    Args:
+        config: of the comparison.
+        schedule: of a rule.
+        folder: of the comparison; that of the first rank counts.
+
+    Raises:
+        ValueError: options that cannot be, or with which runs in ``folder`` were not trained.
+    """
+    often_of(config)
+    _, world = meet(config, schedule)
+    found = None
+    if leads():
+        runs = ended_before(folder, config) if config.resume or restarted() else []
+        keep_options(folder, config, runs)
+        if runs:  # of what was broken off in between nothing stays
+            keep_runs(folder, runs)
+        found = runs, begun(folder)
+    if world is not None:
+        found = world.gather(found)[0]
+    assert found is not None
+    return found
+
+
+def train_all(
+    config: DictConfig,
+    samples: SampleSet,
+    folder: Path,
+    ended: Sequence[RuleRun],
+    under_way: Sequence[Key],
+) -> Iterator[RuleRun]:
+    """Those runs that are asked for and have not ended; first what is under way.
+
+    Raises:
+        StoppedError: a signal has ended the run under way, and with it the comparison.
+    """
+    done = {(run.rule, run.seed) for run in ended}
+    seeds = range(config.seed, config.seed + config.seeds)
+    wanted = [key for seed in seeds for name in config.rules if (key := (name, seed)) not in done]
+    wanted.sort(key=lambda key: key not in under_way)
+    alone = "timeout" not in config.runtime
+    n_epochs = config.epochs * len(wanted)
+    with Progress(n_epochs, shown=leads()) as progress, Signals().heard() as signals:
+        for name, seed in wanted:
+            # Ranks go on until all know of a signal.
+            if number := signals.number if alone else signals.agreed:
+                raise StoppedError(number, saved=True)
+            own = {"schedule": config.rules[name], "seed": seed}
+            single = OmegaConf.create({**config, **own, **_UNGUARDED})
+            yield _trained(single, name, samples, folder, progress, signals)
+
+
+def _trained(
+    config: DictConfig,
+    name: str,
+    samples: SampleSet,
+    folder: Path,
+    progress: Progress,
+    signals: Signals,
+) -> RuleRun:
+    """One run of the comparison in ``folder``, from where it was saved if it was under way.
+
+    Args:
+        config: of the run.
+        name: of its rule.
+
+    Raises:
+        StoppedError: one of ``signals`` has ended it.
+    """
+    called = f"{name}, seed {config.seed}"
+    job = prepare(config, samples)
+    progress.run(f"{job.schedule.name}, seed {config.seed}")
+    own = fresh_unless_saved(folder, name, config.seed, here=leads())
+    delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=leads())
+    by = samples.form.measure
+    notes: list[str] = []
+    with track(
+        config,
+        folder,
+        device=describe(job.device),
+        name=called,
+        job_type="compare",
+        group=group_of(folder),
+        resume=True,
+        alone=False,
+        own=own,
+        here=leads(),
+    ) as tracker:
+        curves = Curves(tracker, config.tracking.every)
+        track_schedule(tracker, job.schedule)
+
+        def count(step: Step) -> None:
+            progress.trained(step)
+            curves.trained(step)
+            delays.put([asdict(delay) for delay in step.result.delays])
+
+        try:
+            outcome = run_kept(
+                job,
+                own,
+                resume=None,
+                weights=False,
+                on_epoch=curves.epoch,
+                on_step=count,
+                signals=signals,
+            )
+        except StoppedError as stopped:
+            tracker.end(f"stopped by {stopped}", STOPPED)
+            raise
+        except DivergedError as lost:
+            epochs, told = lost.all_epochs(config.epochs), "diverged"
+            tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
+        else:
+            epochs, told = outcome.epochs, outcome.epochs[-1].told(by)
+            curves.whole(epochs)
+            final = asdict(epochs[-1]).items()
+            tracker.summary({keys.final(k): v for k, v in final if v is not None})
+            notes += outcome.notes
+            if outcome.resumed_at:
+                notes.append(f"resumed at step {outcome.resumed_at}")
+        progress.ended(config.epochs)
+        progress.note(f"last: {job.schedule.name} {told}")
+    notes = [f"{called}: {note}" for note in notes] + tracker.notes
+    rows = [asdict(epoch) for epoch in epochs]
+    return RuleRun(name, config.seed, rows, delays.rows(), notes, tracker.where)
