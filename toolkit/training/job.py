@@ -187,7 +187,14 @@ def prepare(
             f" +model.arguments.{form.usual_argument}={form.n_classes}"
         )
     batch_size = config.batch * schedule.n_microbatches
-    steps_per_epoch = len(samples.train(batch_size, config.seed, 0, device))
+    batches = samples.train(batch_size, config.seed, 0, device)
+    if not hasattr(batches, "between"):
+        raise ValueError(
+            f"data: train() gives a {type(batches).__name__}, and training takes batches with"
+            " between(first, last), to go on in the midst of an epoch:"
+            " toolkit.training.data.Datasets makes such of two of torch's Datasets"
+        )
+    steps_per_epoch = len(batches)
     check_target(config.lr, "lr", "toolkit.training.lr.Constant")
     rates = instantiate(config.lr)
     if not callable(getattr(rates, "factor", None)):

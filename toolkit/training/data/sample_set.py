@@ -54,7 +54,7 @@ def load(config: DictConfig) -> SampleSet:
     if not all(hasattr(samples, name) for name in ("form", "train", "test")):
         raise ValueError(
             f"data: {config._target_} gives a {type(samples).__name__}, and training takes a set"
-            " with form, train() and test(), such as toolkit.training.data.InMemory: conf/README.md"
-            " has an example"
+            " with form, train() and test(), such as toolkit.training.data.Datasets makes of two of"
+            " torch's: conf/README.md has an example"
         )
     return samples
