@@ -229,6 +229,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("bench", ["bench=foo"], "bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz"),
         ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
         ("train", ["save.kep=3"], "there is no option save.kep: did you mean save.keep?"),
+        ("compare", ["rules.mat=dp"], "there is no rule mat yet: write +schedule@rules.mat=cdp_v2"),
         ("compare", ["rules.dp.dealy=2"], "no option rules.dp.dealy: did you mean rules.dp.delay?"),
         ("simulate", ["+also.g=gpipe"], "gpipe is no schedule but the name of one: to add it"),
         ("train", ["model.arguments.n=3"], "no argument n yet: write +model.arguments.n=... to"),

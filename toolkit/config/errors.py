@@ -176,6 +176,8 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
         )
     if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
+    if group == "rules":
+        return f"there is no rule {name} yet: write +schedule@{key}=cdp_v2, or another schedule"
     if key.startswith("model.arguments."):
         return f"the model has no argument {name} yet: write +{key}=... to add it"
     if "@rules." in key:

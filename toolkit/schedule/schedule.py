@@ -131,8 +131,9 @@ class Schedule:
 
     @property
     def period(self) -> float:
-        """Slots between the starts of consecutive training steps."""
-        return self.timing.period / self.timing.ticks_per_slot
+        """Slots between the starts of consecutive training steps; an int if they are whole."""
+        slots, rest = divmod(self.timing.period, self.timing.ticks_per_slot)
+        return slots + rest / self.timing.ticks_per_slot if rest else slots
 
     @property
     def n_workers(self) -> int:
@@ -362,11 +363,13 @@ class Schedule:
             after = [*taken[1:], (taken[0][0] + lap, taken[0][1])]
             for (start, op), (following, other) in zip(taken, after, strict=True):
                 if following - start < tick:
+                    longer = f", or a longer period than {self.period:g} slots"
+                    ordered = isinstance(self.layout, Assigned)  # else no period can be given
                     raise ValueError(
                         f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
-                        f" state: choose another placement than {self.layout.name!r}, other"
+                        f" state: choose another placement than {self.layout.name!r}, or other"
                         f" numbers of stages and micro-batches than {self.n_stages} and"
-                        f" {self.n_microbatches}, or a longer period than {self.period:g} slots\n"
+                        f" {self.n_microbatches}{longer if ordered else ''}\n"
                         + _grid.render(self, lap // period + 1, mark=(other, 0))
                     )
 

@@ -114,10 +114,7 @@ def starter() -> list[str]:
 
 def gone_on_with(folder: Path) -> str:
     """The command by which this process' experiment goes on with what ``folder`` has of it."""
-    from hydra.core.hydra_config import HydraConfig
-
-    script = f"experiments/{HydraConfig.get().job.name}.py"
-    return shlex.join([*starter(), script, f"resume={folder}"])
+    return shlex.join([*starter(), _arguments()[0], f"resume={folder}"])
 
 
 def _arguments() -> list[str]:

@@ -60,7 +60,8 @@ def _images(dataset: Any, n_classes: int) -> Images:
             "samples are pairs of a tensor [channels, height, width] and the number of a class:"
             f" the first one is {_told(sample)}; give form= if they are no images"
         )
-    return Images(*sample[0].shape, n_classes)
+    channels, height, width = sample[0].shape
+    return Images(channels, height, width, n_classes)
 
 
 def _told(sample: Any) -> str:
