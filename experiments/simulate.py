@@ -22,6 +22,7 @@ from toolkit.units import GIB, MB
 if TYPE_CHECKING:
     from toolkit.schedule import Schedule
 
+_MOST_RANKS = 16  # that are printed
 _FIRST = "schedule"  # what the schedule is called beside those in also
 
 
@@ -38,6 +39,7 @@ def main(config: DictConfig) -> None:
     )
     from toolkit.cost import Costs, profile, recomputing, simulate
     from toolkit.figures import save, timelines
+    from toolkit.files import write_csv
     from toolkit.model import partition
     from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
@@ -68,7 +70,7 @@ def main(config: DictConfig) -> None:
         costs = profile(stages, example, precision=config.precision)
         return recomputing(costs, config.checkpoint)
 
-    predicted, rows = [], []
+    predicted, rows, ranks = [], [], []
     for name, schedule in schedules.items():
         costs = costs_of(schedule.n_stages)
         state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
@@ -76,6 +78,7 @@ def main(config: DictConfig) -> None:
         timeline = simulate(program, costs, hardware, state)
         samples = config.batch * schedule.n_microbatches
         rows.append({"schedule": called[name]} | summary(timeline, samples, hardware))
+        ranks += by_rank(called[name], timeline)
         drawn = simulate(schedule.lower(config.steps), costs, hardware, state)
         predicted.append(replace(drawn, name=called[name]))
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -83,12 +86,15 @@ def main(config: DictConfig) -> None:
     for k, timeline in enumerate(predicted):
         timeline.to_chrome_trace(folder / f"trace{k or ''}.json")
         timeline.to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
+    write_csv(folder / "ranks.csv", ranks)
     where = describe(device) if config.measured else "meta tensors"
     write_result(folder, "simulation", rows, config, where, time.perf_counter() - start)
     name = f"{model_name(config.model)} in {config.precision}"
     timed = f"stages timed on {where}, links of " if config.measured else ""
     print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
     print(table(rows))
+    if len(rows) == 1 and len(ranks) <= _MOST_RANKS:
+        print(f"\n{table([{k: row[k] for k in row if k != 'schedule'} for row in ranks])}")
     if note := different_sizes(called, schedules):
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
@@ -125,6 +131,19 @@ def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
         "fits": "yes" if fits else "no",
         "MB a step, busiest rank": round(max(timeline.bytes_a_step()) / MB, 2),
     }
+
+
+def by_rank(name: str, timeline: Any) -> list[dict[str, Any]]:
+    """A row a rank: what it holds when that is most, its largest activations, what it sends."""
+    from toolkit.cost.timeline import ACTIVATIONS
+
+    return [
+        {"schedule": name, "rank": rank, "GiB": round(timeline.peak_memory(rank) / GIB, 3)}
+        | {f"of it {kind}": round(n / GIB, 3) for kind, n in timeline.at_peak(rank).items()}
+        | {"most activations": round(timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3)}
+        | {"MB a step": round(sent / MB, 2)}
+        for rank, sent in enumerate(timeline.bytes_a_step())
+    ]
 
 
 if __name__ == "__main__":

@@ -259,6 +259,10 @@ def test_simulate_side_by_side(tmp_path):
     finished = run("simulate", *SMALL, *also, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
     assert [row["schedule"] for row in rows(tmp_path / "simulation.csv")] == ["DP", "CDP-v2"]
+    ranks = rows(tmp_path / "ranks.csv")
+    assert [(row["schedule"], row["rank"]) for row in ranks] == [
+        (name, str(rank)) for name in ("DP", "CDP-v2") for rank in range(2)
+    ]
 
 
 def test_simulate_tells_of_sizes_that_differ_and_how_they_would_not(tmp_path):

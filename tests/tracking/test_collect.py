@@ -41,6 +41,15 @@ def test_a_sweep_is_a_row_a_job(tmp_path):
     assert first.command == "python experiments/train.py"
 
 
+def test_learning_curves_have_the_options_in_which_runs_differ(tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        optimizer = {"_target_": "torch.optim.SGD", "lr": lr}
+        folders.train(tmp_path / name, optimizer=optimizer)
+    found = learning_curves(tmp_path)
+    assert found["optimizer.lr"].tolist() == [0.1, 0.1, 0.2, 0.2]
+    assert "batch" not in found
+
+
 def test_sizes_are_those_of_the_schedule(tmp_path):
     """An option of the schedule's own counts; a file has sizes that its options do not tell."""
     for name, own in (("a", {"n": 8, "n_stages": 3}), ("b", {"n": 8, "file": "orders.csv"})):

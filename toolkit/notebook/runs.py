@@ -240,6 +240,11 @@ def _ambiguous(rule: str, seed: int, run: "pd.DataFrame") -> str:
     several = f"there are several runs of {rule} with seed {seed}"
     if "folder" not in run:
         return f"{several}: train each seed once"
+    of_folders = run.groupby("folder").nunique()
+    for name in of_folders.columns:
+        tells = run[name].nunique() == len(of_folders) and (of_folders[name] == 1).all()
+        if tells and name not in ("epoch", "message"):
+            return f'{several}, by {name}: choose one, as by epochs[epochs["{name}"] == VALUE]'
     return (
         f"{several}, in {_listed(run['folder'].unique())}: leave one of them in the table, as by"
         ' epochs[epochs["folder"] != FOLDER]'

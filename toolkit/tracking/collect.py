@@ -51,6 +51,8 @@ def collect(*folders: str | Path) -> "pd.DataFrame":
 def learning_curves(*folders: str | Path) -> "pd.DataFrame":
     """The epochs of every run below the folders, a row each; accuracies in per cent.
 
+    An option has a column if runs differ in it.
+
     Raises:
         ValueError: a folder that does not exist, or without any run.
     """
@@ -78,7 +80,13 @@ def epochs_frame(runs: Sequence[Run]) -> "pd.DataFrame":
     """The table of :func:`learning_curves`."""
     import pandas as pd
 
-    rows = [_what(run) | _counted(epoch) for run in runs for epoch in run.epochs]
+    options = [flat_options(run.config) for run in runs]
+    differ = differing(options)
+    rows = [
+        _what(run) | _counted(epoch) | {name: values.get(name) for name in differ}
+        for run, values in zip(runs, options, strict=True)
+        for epoch in run.epochs
+    ]
     if not rows:
         return pd.DataFrame(columns=[*_what(runs[0]), "epoch", "top1"])
     return pd.DataFrame(rows).astype({"seed": "Int64"})
