@@ -103,7 +103,7 @@ def test_two_runs_of_one_seed_are_not_mixed():
             use(pd.concat([one, other]).drop(columns="folder"))
     assert by_epoch(pd.concat([one, other[:0]])) == {"DP": [[0.1, 0.2]]}
     swept = pd.concat([one.assign(**{"optimizer.lr": 0.1}), other.assign(**{"optimizer.lr": 0.3})])
-    with pytest.raises(ValueError, match=r'by optimizer.lr: .* epochs\["optimizer.lr"\] == VALUE'):
+    with pytest.raises(ValueError, match=r'by optimizer.lr: .*epochs\["optimizer.lr"\] == VALUE'):
         by_epoch(swept)
     assert by_epoch(swept[swept["optimizer.lr"] == 0.3]) == {"DP": [[0.1, 0.2]]}
 
