@@ -38,7 +38,11 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     """
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         if found := _NO_TARGET.match(str(error)):
-            return f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)}"
+            return (
+                f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)} It is"
+                f" package.module.name, from the current folder ({Path.cwd()}) or an installed"
+                " package"
+            )
         if (wrong := _NOT_TAKEN.search(str(error))) and isinstance(error.__cause__, TypeError):
             return f"_target_: {wrong[1]} cannot be called so: {error.__cause__}"
         error = error.__cause__
