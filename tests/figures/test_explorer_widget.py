@@ -73,11 +73,12 @@ def test_scales_follow_what_stands_beside(explorer):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"compare": 3}, "a schedule is a Schedule, or a name such as 'cdp_v2': got 3"),
         ({"n_steps": 7}, "n_steps is a whole number from 1 to 3: got 7"),
         ({"hardware": "a100"}, r"got 'a100'; one of conf/hardware is Hardware.preset\('a100'\)"),
     ],
 )
-def test_what_is_no_step_and_no_hardware_is_refused(given, told):
+def test_what_is_no_schedule_no_step_and_no_hardware_is_refused(given, told):
     with pytest.raises(ValueError, match=told):
         Explorer("dp", **given)
 

@@ -368,6 +368,8 @@ def _chosen(
     """What is shown first: by its name, or the choice that makes a schedule."""
     if isinstance(schedule, str):
         return Choice(schedule, stages, microbatches, **options)
+    if not isinstance(schedule, Schedule):
+        raise ValueError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
     if given := [name for name, value in options.items() if value not in (None, ())]:
         raise ValueError(f"a Schedule tells its options itself: leave out {', '.join(given)}")
     check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
