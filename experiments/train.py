@@ -86,14 +86,14 @@ def train(
     if not leads():
         return Ended(objective=objective), {}
     notes = remarks(outcome)
-    write_tables(outcome, measured, records, notes)
+    ranks = write_tables(outcome, measured, records, notes)
     track_weights(config, folder, tracker)
-    result = result_of(config, outcome, measured, records, notes, time.perf_counter() - start)
+    result = result_of(config, outcome, ranks, records, notes, time.perf_counter() - start)
     n_notes = len(notes)
     with noted(notes, folder):
         write_json(folder / "result.json", result)
     whole = len(notes) == n_notes
-    tell(config, result, measured, records)
+    tell(config, result, records)
     for note in notes:
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}" if whole else "\nthe result is not written")
@@ -173,8 +173,12 @@ def damaged_in(outcome: "Outcome") -> list[Any]:
 
 def write_tables(
     outcome: "Outcome", measured: "Measurements | None", records: Records, notes: list[str]
-) -> None:
-    """Tables and figures of the whole run; what cannot be written is noted."""
+) -> list[dict[str, Any]]:
+    """Tables and figures of the whole run; what cannot be written is noted.
+
+    Returns:
+        what was measured, a row a rank.
+    """
     from toolkit.files import noted, write_csv
 
     folder, looks = records.folder, records.delays.rows()
@@ -184,15 +188,18 @@ def write_tables(
     if looks:
         with noted(notes, folder):
             write_csv(folder / "delays.csv", looks)
+    ranks: list[dict[str, Any]] = []
     if measured:
+        timelines, ranks = beside_predicted(measured, outcome.job, notes)
         with noted(notes, folder):
-            write_measured(measured, folder, records.tracker)
+            write_measured(timelines, ranks, folder, records.tracker)
+    return ranks
 
 
 def result_of(
     config: DictConfig,
     outcome: "Outcome",
-    measured: "Measurements | None",
+    ranks: list[dict[str, Any]],
     records: Records,
     notes: list[str],
     seconds: float,
@@ -210,20 +217,18 @@ def result_of(
         "notes": [*notes, *tracker.notes],
         "damaged": damaged_in(outcome),
         "delays": delay_means(records.delays.rows(), ["stage"]),
-        "ranks": measured.by_rank() if measured else [{"rank": r} for r in range(job.n_ranks)],
+        "ranks": ranks or [{"rank": rank} for rank in range(job.n_ranks)],
         "provenance": provenance(config, describe(job.device), seconds),
     }
 
 
-def tell(
-    config: DictConfig, result: dict[str, Any], measured: "Measurements | None", records: Records
-) -> None:
+def tell(config: DictConfig, result: dict[str, Any], records: Records) -> None:
     """Print what came of a run."""
     from toolkit.tables import rank, table
     from toolkit.training.profiling import WARM_UP
 
     print(table([{"schedule": result["schedule"], "seed": config.seed} | result["metrics"]]))
-    if measured:
+    if "peak_weights" in result["ranks"][0]:
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
         print(table([rank(row) for row in result["ranks"]]))
     if result["delays"]:
@@ -254,19 +259,45 @@ def as_row(epoch: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(epoch).items() if value is not None}
 
 
-def write_measured(measured: Any, folder: Path, tracker: Any) -> None:
-    """Tables, a figure and a trace of the steps that were measured."""
+def beside_predicted(
+    measured: "Measurements", job: Any, notes: list[str]
+) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The timelines, measured and predicted, and a row a rank; a note if nothing is predicted."""
+    from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS
+    from toolkit.messages import first_line
+    from toolkit.training.prediction import beside_prediction
+
+    rows: list[dict[str, Any]] = [*measured.by_rank()]
+    try:
+        timeline, predicted = beside_prediction(measured, job.config, job.samples.form)
+    except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
+        notes.append(f"nothing is predicted beside what was measured: {first_line(error)}")
+        return [measured.timeline()], rows
+    for rank, row in enumerate(rows):
+        if job.config.checkpoint == "none":  # else they live within ops, where none are measured
+            row["predicted_activations"] = predicted.peak_memory(rank, ACTIVATIONS)
+        row["predicted_weights"] = predicted.peak_memory(rank, WEIGHTS)
+    return [timeline, predicted], rows
+
+
+def write_measured(
+    lines: list[Any], ranks: list[dict[str, Any]], folder: Path, tracker: Any
+) -> None:
+    """Tables, a figure and a trace of the steps that were measured.
+
+    Args:
+        lines: the timeline that was measured, and what was predicted beside it.
+    """
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.tracking import track_measured
 
-    timeline = measured.timeline()
-    figure = timelines([timeline])
-    write_csv(folder / "ranks.csv", measured.by_rank())
+    figure, timeline = timelines(lines), lines[0]
+    write_csv(folder / "ranks.csv", ranks)
     save(figure, folder / "timeline")
     timeline.to_chrome_trace(folder / "trace.json")
     timeline.to_frame().to_csv(folder / "spans.csv", index=False)
-    track_measured(tracker, timeline, figure, measured.by_rank())
+    track_measured(tracker, timeline, figure, ranks)
 
 
 if __name__ == "__main__":

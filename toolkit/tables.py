@@ -124,10 +124,15 @@ def pipeline(row: Row) -> Cells:
 
 def rank(row: Row) -> Cells:
     """What a rank held at most, and sent and received in the steps that were recorded."""
+    held = {
+        f"{of} {name} (MB)": _megabytes(row[f"{of}_{name}"])
+        for name in ("activations", "weights")
+        for of in ("peak", "predicted")
+        if f"{of}_{name}" in row
+    }
     return {
         "rank": row["rank"],
-        "peak activations (MB)": _megabytes(row["peak_activations"]),
-        "peak weights (MB)": _megabytes(row["peak_weights"]),
+        **held,
         "messages sent": row["messages_sent"],
         "sent (MB)": _megabytes(row["bytes_sent"]),
         "messages received": row["messages_received"],

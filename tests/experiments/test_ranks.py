@@ -52,6 +52,8 @@ def test_the_same_results_as_in_one_process(tmp_path):
             assert found["metrics"][name] == pytest.approx(value, rel=1e-4), name
     assert [row["rank"] for row in found["ranks"]] == [0, 1]
     assert all(row["bytes_sent"] > 0 and row["peak_activations"] > 0 for row in found["ranks"])
+    for row in found["ranks"]:
+        assert row["peak_activations"] == row["predicted_activations"]
     assert {"ranks.csv", "spans.csv", "trace.json", "timeline.png"} <= {
         path.name for path in together.rglob("*.*")
     }

@@ -42,19 +42,7 @@ def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timel
         found: measured under ``config``.
         config: from which the stages are made again, without ranks.
     """
-    from toolkit.config import build_model
-    from toolkit.cost import predict_observed, profile, recomputing
-    from toolkit.model import partition
     from toolkit.training.data import load
+    from toolkit.training.prediction import beside_prediction
 
-    form = load(config.data).form
-    example = form.example(config.batch, "meta")
-    stages = partition(
-        build_model(config.model, form).to("meta"),
-        found.schedule.n_stages,
-        example,
-        config.partition,
-    )
-    costs = recomputing(profile(stages, example, precision=config.precision), config.checkpoint)
-    timeline = found.timeline()
-    return timeline, predict_observed(timeline, found.schedule, costs)
+    return beside_prediction(found, config, load(config.data).form)
