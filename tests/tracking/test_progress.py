@@ -142,6 +142,20 @@ def test_a_run_that_is_resumed_after_others_goes_on_from_where_it_was(capsys, cl
     assert "4.0/4 epochs" in last_line(capsys)
 
 
+def test_the_time_left_goes_by_what_was_trained(clock):
+    """Of 10 epochs 2 were trained before; then one takes 10 s, and the run ends without more."""
+    with Progress(20, interval=0) as bar:
+        bar.run("one")
+        for k in range(8, 12):
+            clock.now += 2.5
+            result = StepResult(k, (), torch.tensor([]), torch.tensor([]))
+            bar.trained(Step(k % 4 + 1, 4, result, 0.1, 8))
+        trained = bar._bar.n - bar._bar.initial
+        assert (bar._bar.n, trained) == (3, 1)
+        bar.ended(10)
+        assert (bar._bar.n, bar._bar.n - bar._bar.initial) == (10, trained)
+
+
 def test_a_rank_without_losses_shows_the_rest(capsys, reads):
     with Progress(1) as bar:
         for step in steps([None] * 3):
