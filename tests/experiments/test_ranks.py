@@ -87,11 +87,19 @@ def rank(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(
-    "runtime", ["distributed", "ddp", "fsdp", "delayed_allreduce", "torch_pipelining"]
-)
+SCHEDULES = {
+    "distributed": "cdp_v2",
+    "ddp": "dp",
+    "fsdp": "dp",
+    "delayed_allreduce": "cdp_v1",
+    "torch_pipelining": "gpipe",
+}
+
+
+@pytest.mark.parametrize("runtime", SCHEDULES)
 def test_refuses_to_run_alone(runtime):
-    message = refused("train", *TINY, f"runtime={runtime}", "workers=3")
+    options = f"schedule={SCHEDULES[runtime]}", f"runtime={runtime}", "workers=3"
+    message = refused("train", *TINY, *options)
     assert "not started as a rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set)" in message
     assert message.count("torchrun --nproc-per-node ") == 1
     assert message.endswith(f"runtime={runtime} workers=3")
@@ -113,9 +121,13 @@ def test_refuses_to_run_alone(runtime):
             "runtime=single_process is one process and 2 were",
         ),
         (["runtime=distributed", "workers=2", "runtime.timeout=0"], "above 0: got 0.0"),
-        (["runtime=ddp", "workers=2", "runtime.backend=mpi"], "choose one of auto, nccl, gloo"),
-        (["runtime=ddp", "workers=2", "device=cuda:1"], "so auto, cuda or cpu"),
+        (["runtime=ddp", "schedule=dp", "runtime.backend=mpi"], "choose one of auto, nccl, gloo"),
+        (["runtime=ddp", "schedule=dp", "workers=2", "device=cuda:1"], "so auto, cuda or cpu"),
         (["runtime=ddp", "workers=2", "runtime.bucket=3"], "no option runtime.bucket"),
+        (
+            ["runtime=ddp", "workers=2"],
+            "runtime=ddp trains data parallelism, a micro-batch a",
+        ),
     ],
 )
 def test_refuses_before_it_meets_the_others(rank, arguments, message):

@@ -9,7 +9,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.optim import Optimizer
@@ -229,7 +229,8 @@ def meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World 
     """The runtime's own options; and the ranks, where it takes a process for each.
 
     Raises:
-        ValueError: this process is a rank where it should be none, or the other way round.
+        ValueError: this process is a rank where it should be none, or the other way round; or the
+            runtime cannot run the schedule.
     """
     options: dict[str, Any] = dict(config.runtime)
     if "timeout" not in options:
@@ -239,6 +240,9 @@ def meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World 
                 " out, or choose runtime=distributed"
             )
         return options, None
+    if (target := options["_target_"]).startswith("toolkit.runtime.baselines."):
+        baseline: Any = get_class(target)
+        baseline.check_schedule(schedule)  # or ranks would be started in vain
     reach = {name: options.pop(name) for name in ("backend", "timeout", "interface")}
     return options, join(schedule.n_ranks, device=config.device, **reach)
 

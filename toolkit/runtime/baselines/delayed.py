@@ -61,12 +61,7 @@ class DelayedAllReduce(Baseline):
     ) -> None:
         check_choice("compression", compression, COMPRESSIONS)
         check_fit(stages, schedule, optimizer, recipe)
-        if not is_data_parallel(schedule, 1, ("replicated",)):
-            raise ValueError(
-                "runtime=delayed_allreduce trains data parallelism with every weight one step"
-                " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
-                f" state=replicated (got {called(schedule)})"
-            )
+        self.check_schedule(schedule)
         recipe.check(schedule, whole_step=False)
         super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
         self._scale = recipe.scale
@@ -78,6 +73,15 @@ class DelayedAllReduce(Baseline):
         self._updaters = self._runners
         self._read = [runner.newest() for runner in self._runners]
         self._under_way: list[list[_Message]] | None = None
+
+    @classmethod
+    def check_schedule(cls, schedule: Schedule) -> None:
+        if not is_data_parallel(schedule, 1, ("replicated",)):
+            raise ValueError(
+                "runtime=delayed_allreduce trains data parallelism with every weight one step"
+                " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
+                f" state=replicated (got {called(schedule)})"
+            )
 
     def _module(self) -> nn.Module:
         self._update(keep_old=True)

@@ -97,6 +97,10 @@ class TorchPipelining(Baseline):
         self._runner: Any = None
         self._size = 0
 
+    @classmethod
+    def check_schedule(cls, schedule: Schedule) -> None:
+        _torch_schedule(schedule)
+
     @torch.no_grad()
     def _module(self) -> nn.Module:
         self._released.restore()

@@ -32,6 +32,15 @@ class Synchronous(Baseline):
     runtime: str
     states: tuple[str, ...]
 
+    @classmethod
+    def check_schedule(cls, schedule: Schedule) -> None:
+        if not is_data_parallel(schedule, 0, cls.states):
+            raise ValueError(
+                f"runtime={cls.runtime} trains data parallelism, a micro-batch a rank: schedule=dp"
+                f" with placement=per_microbatch and state={' or '.join(cls.states)}"
+                f" (got {called(schedule)})"
+            )
+
     def __init__(
         self,
         stages: Stages,
@@ -44,12 +53,7 @@ class Synchronous(Baseline):
         world: World | None,
     ) -> None:
         check_fit(stages, schedule, optimizer, recipe)
-        if not is_data_parallel(schedule, 0, self.states):
-            raise ValueError(
-                f"runtime={self.runtime} trains data parallelism, a micro-batch a rank:"
-                f" schedule=dp with placement=per_microbatch and state={' or '.join(self.states)}"
-                f" (got {called(schedule)})"
-            )
+        self.check_schedule(schedule)
         recipe.check_only(self.runtime, "precision", "loss_scale", "channels_last")
         if recipe.precision == "fp16":
             raise ValueError(
