@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
-    from toolkit.comparison import before, train_all
     from toolkit.config import build_schedule
     from toolkit.tracking.compared import asked_for, kept_or_why
+    from toolkit.tracking.comparison import before, train_all
     from toolkit.tracking.provenance import gone_on_with
     from toolkit.training import StoppedError
     from toolkit.training.data import load

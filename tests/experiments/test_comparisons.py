@@ -30,7 +30,7 @@ def stopped_in_run(k, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return job.prepare(*arguments)
 
-    monkeypatch.setattr("toolkit.comparison.prepare", prepared)
+    monkeypatch.setattr("toolkit.tracking.comparison.prepare", prepared)
 
 
 OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
@@ -177,7 +177,7 @@ def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared
 
-    monkeypatch.setattr("toolkit.comparison.prepare", counted)
+    monkeypatch.setattr("toolkit.tracking.comparison.prepare", counted)
     complete("compare", tmp_path, *TINY, "epochs=1", "seeds=2", "~rules.cdp_v1")
     assert len(seen) > 4
     assert alive == [0, 0, 0, 0]
