@@ -251,8 +251,8 @@ class _Simulation:
         seconds = self.moved[i.stage] / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)
-        self._hold_weights(start, rank, i.stage, i.version)  # beside those that it renews
-        self.weights[rank, i.stage, i.version] = end
+        # Beside those that it renews.
+        self._hold_weights(start, rank, i.stage, i.version, ready=end)
         self._use(key, end)
         self.steps[step] = max(self.steps.get(step, 0.0), end)
         if seconds > 0:
@@ -273,8 +273,11 @@ class _Simulation:
             what = (i.label, i.stage, None, i.step)
             self.spans.append(Span(rank, COMPUTE, start, end, *what, slot=self.program.slot(i)))
 
-    def _hold_weights(self, when: float, rank: int, stage: int, *which: int | None) -> None:
-        self.weights[rank, stage, *which] = when
+    def _hold_weights(
+        self, when: float, rank: int, stage: int, *which: int | None, ready: float | None = None
+    ) -> None:
+        """Memory from ``when`` on of weights that can be read then, or once they are ``ready``."""
+        self.weights[rank, stage, *which] = when if ready is None else ready
         held = self.costs[stage].parameter_bytes
         self.changes.append(Change(when, rank, WEIGHTS, held))
 

@@ -79,7 +79,7 @@ def ended_before(folder: Path, config: DictConfig) -> list[RuleRun]:
         ValueError: what is left of them cannot be read, or runs were trained with other options.
     """
     runs = _read(folder)
-    if trained := {run.rule for run in runs} | {rule for rule, _ in begun(folder)}:
+    if trained := _trained(folder, runs):
         _check_options(folder, config, trained)
     return [run for run in runs if len(run.epochs) == config.epochs]
 
@@ -98,8 +98,7 @@ def keep_options(folder: Path, config: DictConfig, runs: Sequence[RuleRun]) -> N
     """
     options: Any = OmegaConf.to_container(config)
     options[_ORDERS] = _orders(config)
-    trained = {run.rule for run in runs} | {rule for rule, _ in begun(folder)}
-    if former := trained - config.rules.keys():
+    if former := _trained(folder, runs) - config.rules.keys():
         before: Any = OmegaConf.to_container(_options(folder))
         for kept in ("rules", _ORDERS):
             told = before.get(kept, {})
@@ -152,6 +151,11 @@ def fresh_unless_saved(folder: Path, rule: str, seed: int, *, here: bool = True)
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True)
     return own
+
+
+def _trained(folder: Path, ended: Sequence[RuleRun]) -> set[str]:
+    """The rules of which there is a run: one of those, or one that was saved under way."""
+    return {run.rule for run in ended} | {rule for rule, _ in begun(folder)}
 
 
 def _read(folder: Path) -> list[RuleRun]:
