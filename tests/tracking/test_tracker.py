@@ -1,7 +1,9 @@
 """A run in W&B: all that is logged is read back, and nothing that goes wrong there is felt."""
 
 import os
+import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -197,6 +199,36 @@ def test_what_fails_in_wandb_is_told_once(tmp_path, monkeypatch, capsys, what):
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", f"warning: {note}\n")
     assert [run.exit_code for run in found(tmp_path)] == ([] if what == "init" else [0])
+
+
+def lose_its_process(folder):
+    with begin(folder / "first") as tracker:
+        tracker.log({"train/loss": 1}, 1)
+        subprocess.run(["pkill", "-P", str(os.getpid()), "wandb"], check=True)
+        for step in range(2, 1000):
+            tracker.log({"train/loss": 1}, step)
+            if tracker.notes:
+                break
+            time.sleep(0.01)
+    with begin(folder / "second") as tracker:
+        tracker.log({"train/loss": 2}, 1)
+    assert not tracker.notes
+
+
+def test_the_end_of_its_own_process_ends_one_run_alone(tmp_path):
+    """As by a signal to all processes of a job."""
+    program = (
+        "import sys, pathlib; from tests.tracking.test_tracker import lose_its_process;"
+        "lose_its_process(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    fresh = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=fresh)
+    assert finished.returncode == 0, finished.stderr
+    (warning,) = finished.stderr.splitlines()
+    assert warning.startswith("warning: not tracked to the end: W&B has failed (")
+    assert finished.stdout.startswith(f"tracked offline: wandb sync {tmp_path}/second/")
+    assert [run.exit_code for run in found(tmp_path / "second")] == [0]
 
 
 def test_a_file_in_the_place_of_the_folder_is_told(tmp_path, capsys):

@@ -1,6 +1,9 @@
 """Class folders: workers that last, images drawn alike whoever decodes them, and on what device."""
 
+import multiprocessing
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -124,6 +127,32 @@ def test_workers_last():
     assert len(first) == 2
     assert os.getpid() not in first
     assert first == second == third
+
+
+def test_a_signal_to_all_processes_is_left_to_the_run():
+    """Ended by it, readers would end the run before it is saved."""
+    readers = Readers(Who(), 2, prefetch_factor=1)
+    batches = readers.read(0, [torch.tensor(b) for b in CHOSEN], pinned=False)
+    who = {next(batches)[0, 0].item()}
+    for number in ("INT", "TERM", "TERM"):  # a launcher may send it on
+        pids = [str(child.pid) for child in multiprocessing.active_children()]
+        subprocess.run(["kill", f"-{number}", *pids], check=True)
+    who |= {batch[0, 0].item() for batch in batches}
+    assert who == set(read(readers, 1, CHOSEN)[:, :, 0].flatten().tolist())
+
+
+def test_a_run_that_ends_ends_its_readers():
+    """Wherever it has them, and though they would read on."""
+    program = "\n".join(
+        [
+            "import torch",
+            "from tests.training.test_folder import Who",
+            "from toolkit.training.data.readers import Readers",
+            "batches = Readers(Who(), 2, 2).read(0, [torch.tensor([1])] * 100, pinned=False)",
+            "held = next(batches)",
+        ]
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_an_epoch_in_between_does_not_disturb():

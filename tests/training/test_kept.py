@@ -199,7 +199,7 @@ def test_a_run_that_has_ended_is_not_made_another(tmp_path):
         run_kept(prepare(configured("epochs=1")), tmp_path, resume=True)
 
 
-def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path):
+def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
     with pytest.raises(StoppedError, match="SIGINT"):
         run_kept(prepare(configured()), tmp_path, on_step=stop_at(3, signal.SIGINT))
 
@@ -209,6 +209,9 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path):
 
     with pytest.raises(ValueError, match="has the checkpoints of a run: give another folder"):
         run_kept(prepare(configured()), tmp_path)
+    with pytest.raises(StoppedError, match="SIGINT"):  # they are one, as when torchrun hands it on
+        run_kept(prepare(configured()), tmp_path, resume=True, on_step=twice)
+    monkeypatch.setattr("toolkit.training.keeper.ECHO", 0.0)
     with pytest.raises(KeyboardInterrupt):
         run_kept(prepare(configured()), tmp_path, resume=True, on_step=twice)
 

@@ -106,6 +106,8 @@ class WandbRun(Tracker):
             self._run.finish(exit_code=status)
         except Exception as error:
             self._lose(f"{one_line(error)}; what there is: wandb sync {shlex.quote(str(place))}")
+            if not isinstance(error, TimeoutError):
+                _let_go_of_service()
         if not self._online and not complete(place):
             self._lose(f"{place} could not be written to its end")
         self._journal.close()
@@ -178,6 +180,14 @@ def _let_go_of_killed(home: Path, id_: str) -> None:
     for old in home.glob("offline-run-*"):
         if not old.name.endswith(id_) and not complete(old, within=0.0):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _let_go_of_service() -> None:
+    """Have runs that begin later start W&B's own process again, as this one has lost it."""
+    import wandb
+
+    with suppress(Exception):
+        wandb.teardown()
 
 
 class _Surroundings:

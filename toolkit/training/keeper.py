@@ -14,6 +14,7 @@ import torch
 
 from toolkit.measure import Measure
 from toolkit.runtime.interface import Runtime
+from toolkit.runtime.processes.watch import ECHO
 from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
@@ -67,10 +68,12 @@ class Signals:
     Attributes:
         number: of the one that this process has heard; 0 if none.
         agreed: of one that all ranks know of.
+        at: when it was heard, in seconds.
     """
 
     number: int = 0
     agreed: int = 0
+    at: float = 0.0
 
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
@@ -86,9 +89,11 @@ class Signals:
                 signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.number:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self.at = number, now
+        elif now - self.at >= ECHO:
             raise KeyboardInterrupt
-        self.number = number
 
 
 @dataclass

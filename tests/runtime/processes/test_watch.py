@@ -261,7 +261,7 @@ def test_a_handler_of_the_users_stays():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_hears_signals_by_itself_is_left_to_it(number):
+def test_who_hears_signals_by_itself_is_left_to_it(number, monkeypatch):
     """Once: with the second of a kind there is no more patience."""
     here = watch()
     here.start()
@@ -272,6 +272,8 @@ def test_who_hears_signals_by_itself_is_left_to_it(number):
         time.sleep(3 * _GRACE)  # this process would have ended by now, or the watch be about to
         assert heard == [number]
         assert here._signal == 0
+        assert not here._obeys(number)  # its echo
+        monkeypatch.setattr("toolkit.runtime.processes.watch.ECHO", 0.0)
         assert here._obeys(number)
         signal.signal(number, lambda number, frame: heard.append(number))  # of the next training
         assert not here._obeys(number)

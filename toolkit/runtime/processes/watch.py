@@ -29,6 +29,10 @@ from toolkit.runtime.processes.verdict import Fate, Position, Seen, Verdict, jud
 EXIT_FAILED = 70
 """The exit status of a rank that leaves because the job has failed."""
 
+ECHO = 2.0
+"""Seconds in which a signal that comes once more is the same one: what Slurm sends to every process
+of a job, torchrun hands on to its ranks."""
+
 _HURRY = 0.05  # seconds between looks once something is known to be wrong
 _GRACE = 0.3  # seconds for which the reason of a signal is looked for
 _PATIENCE = 5.0  # seconds for which the reason of a lost connection is looked for, or the time-out
@@ -191,7 +195,8 @@ class Watch:
         global _signalled
         self._old_pipe: int | None = None
         self._took_term = False
-        self._left_to: dict[int, object] = {}  # the handler that the last one of a kind was left to
+        # The handler that the last one of a kind was left to, and when.
+        self._left_to: dict[int, tuple[object, float]] = {}
         if threading.current_thread() is not threading.main_thread():
             return
         self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -217,9 +222,11 @@ class Watch:
         handler = signal.getsignal(number)
         if handler in (signal.default_int_handler, _leave_to_watch):
             return True
-        again = self._left_to.get(number) is handler
-        self._left_to[number] = handler
-        return again
+        left_to, at = self._left_to.get(number, (None, 0.0))
+        if left_to is handler:
+            return self._now - at >= ECHO
+        self._left_to[number] = handler, self._now
+        return False
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -2,9 +2,12 @@
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import Thread
 from traceback import clear_frames
 from typing import Any
 
@@ -88,8 +91,10 @@ class Readers:
             return
         loader = self._take(pinned)
         loader.plan.seed, loader.plan.chosen = seed, chosen
+        with _kept_back():  # readers that begin inherit it, with all threads that they have
+            batches = iter(loader.batches)
         try:
-            for k, batch in enumerate(islice(loader.batches, len(chosen)), start=1):
+            for k, batch in enumerate(islice(batches, len(chosen)), start=1):
                 if k == len(chosen):  # whoever counts its batches never comes back for more
                     self._idle = loader
                 yield batch
@@ -111,12 +116,43 @@ class Readers:
             pin_memory=pinned,
             generator=torch.Generator(),
             multiprocessing_context=_start_method() if self._options["num_workers"] else None,
+            worker_init_fn=_end_with_the_run,
             **self._options,
         )
         return _Loader(plan, batches, pinned)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_idle": None}
+
+
+# Slurm, torchrun and a terminal send a signal to all processes of a job. A run that saves itself
+# first still reads then, so its readers end by the SIGTERM of the run alone.
+
+_KEPT_BACK = {signal.SIGINT, signal.SIGTERM}
+if not hasattr(signal, "sigwaitinfo"):  # as on macOS, where nobody knows whose SIGTERM it is
+    _KEPT_BACK.remove(signal.SIGTERM)
+
+
+@contextmanager
+def _kept_back() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _KEPT_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_the_run(worker: int) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _KEPT_BACK)  # which a spawned one has not inherited
+    run = multiprocessing.parent_process()
+    if run is not None and signal.SIGTERM in _KEPT_BACK:
+        Thread(target=_wait_for_the_end, args=(run.pid,), daemon=True).start()
+
+
+def _wait_for_the_end(run: int | None) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != run:
+        pass
+    os._exit(0)
 
 
 def _start_method() -> str | None:
