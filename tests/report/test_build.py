@@ -179,6 +179,14 @@ def test_memory_and_traffic_are_those_of_the_schedules(report):
     assert [name in explored.html for name in ("<h3>DP<", "<h3>CDP-v1<", "<h3>CDP-v2<")] == [
         True
     ] * 3
+    assert explored.caption.endswith("what it frees")
+
+
+def test_schedules_that_are_not_to_explore_are_named(tmp_path):
+    for n in (2, 9):
+        folders.train(tmp_path / str(n), stages=n, microbatches=n)
+    (explored,) = blocks(built(tmp_path), "Memory", Page)
+    assert explored.caption.endswith("what it frees (not DP, 9 stages, 9 micro-batches)")
 
 
 def test_what_was_measured_is_told(report, sweep):

@@ -88,7 +88,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
             f"Grid of {name} on {ranks}, over its activation memory, which peaks at"
             f" {peaks[name]:.4g} micro-batches.",
         )
-    yield from _explored([schedules[name] for name in drawn])
+    yield from _explored({name: schedules[name] for name in drawn})
     left_out = [name for name in schedules if name not in drawn]
     if left_out:
         yield Text(f"Not drawn, to stay legible: {', '.join(left_out)}.")
@@ -102,16 +102,20 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
         yield Table(measured, "Memory as measured, at most, on each rank.")
 
 
-def _explored(schedules: Sequence["Schedule"]) -> Iterator[Block]:
+def _explored(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
     """The first small ones, to point at."""
-    from toolkit.figures.explorer.choice import choice_of
+    from toolkit.figures.explorer.choice import Choice, choice_of
     from toolkit.figures.explorer.static import explored
 
-    small = [s for s in schedules if max(s.n_stages, s.n_microbatches) <= _EXPLORED_SIZE]
-    choices = [choice for s in small if (choice := choice_of(s)) is not None][:_EXPLORED]
+    choices: dict[str, Choice] = {}
+    for name, schedule in schedules.items():
+        small = max(schedule.n_stages, schedule.n_microbatches) <= _EXPLORED_SIZE
+        if small and len(choices) < _EXPLORED and (choice := choice_of(schedule)) is not None:
+            choices[name] = choice
     if choices:
         caption = "The same to explore: point at an op for what it waits for and what it frees"
-        yield Page(explored(choices), caption)
+        others = ", ".join(name for name in schedules if name not in choices)
+        yield Page(explored([*choices.values()]), caption + (f" (not {others})" if others else ""))
 
 
 def communication_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
