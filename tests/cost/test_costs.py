@@ -358,6 +358,12 @@ def test_senseless_numbers_are_refused(name, value):
         StageCost(**numbers)
 
 
+@pytest.mark.parametrize("half", ["forward_seconds", "backward_seconds"])
+def test_half_a_measurement_is_refused(half):
+    with pytest.raises(ValueError, match="told together, or neither: got"):
+        StageCost(1.0, 1.0, **{half: 5.0})
+
+
 @pytest.mark.parametrize("value", [-1.0, nan])
 def test_senseless_unit_costs_are_refused(value):
     with pytest.raises(ValueError, match="finite, 0 or more"):

@@ -1,7 +1,12 @@
 """toolkit.schedule needs nothing but the standard library, and toolkit nothing before its use."""
 
+import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from toolkit import schedule
 
 FOREIGN = """
 import sys
@@ -29,6 +34,27 @@ def test_lowering_and_verifying_need_no_more():
         "roots =", "toolkit.schedule.catalog.cyclic(3).lower(2).verify().traffic()\nroots ="
     )
     assert python(code)[0] == ""
+
+
+def test_its_modules_depend_on_each_other_one_way():
+    folder = Path(schedule.__file__).parent
+    needs = {path.stem: {*needed(path)} for path in folder.glob("*.py") if path.stem != "__init__"}
+    assert len(needs) > 20
+    assert {*TopologicalSorter(needs).static_order()} == needs.keys()  # or it raises CycleError
+
+
+def needed(path):
+    """Modules of toolkit.schedule that a file imports, in functions, too, but for annotations."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "toolkit.schedule":
+                yield from (name.name for name in node.names)
+            elif node.module.startswith("toolkit.schedule."):
+                yield node.module.split(".")[2]
 
 
 def test_toolkit_loads_nothing_before_it_is_used():

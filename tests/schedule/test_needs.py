@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict, deque
+from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -492,3 +493,13 @@ def _goes_wrong(program, expected, rank, position, other):
         except AssertionError:
             return True
     return False
+
+
+@pytest.mark.parametrize("schedule", METHODS, ids=models.name_of)
+def test_instructions_meet_where_the_replay_joins_them(schedule):
+    """It has the keys written out."""
+    walk = iter([step for step in replay(schedule.lower(2)) if step[1].action.communicates])
+    for rank, first in walk:
+        n = 2 if first.action == Action.SEND else len(first.peers)
+        joined = [(rank, first), *islice(walk, n - 1)]
+        assert len({i.meeting(rank) for rank, i in joined}) == 1

@@ -73,6 +73,17 @@ def test_half_a_row_is_left_out(path):
     assert Ledger(path, ["step", "stage"], resume=True).rows() == []
 
 
+@pytest.mark.parametrize("bad", ["1,0,oops", "1,0", "1,0,1.0,2.0"])
+def test_a_row_that_cannot_be_read_takes_no_other_with_it(path, bad):
+    Ledger(path, ["step", "stage"]).put(rows(0, 1, 2))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], bad, *lines[4:]]))
+    found = Ledger(path, ["step", "stage"], resume=True).rows()
+    assert told(found) == told(
+        [row for row in rows(0, 1, 2) if (row["step"], row["stage"]) != (1, 0)]
+    )
+
+
 def test_what_is_not_known_stays_so(path):
     Ledger(path, ["epoch"]).put([{"epoch": 0, "ema": None, "loss": nan, "few": -3, "x": 1e-9}])
     (row,) = Ledger(path, ["epoch"], resume=True).rows()

@@ -64,6 +64,11 @@ class StageCost:
         for name, value in vars(self).items():
             if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
                 raise ValueError(f"{name} of a stage is finite, 0 or more: got {value}")
+        if (self.forward_seconds is None) != (self.backward_seconds is None):
+            raise ValueError(
+                "forward_seconds and backward_seconds are told together, or neither: got"
+                f" {self.forward_seconds} and {self.backward_seconds}"
+            )
 
     @property
     def kept_bytes(self) -> float:

@@ -46,6 +46,7 @@ from toolkit.schedule.lookahead import lookahead
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import steady_steps
 from toolkit.schedule.traffic import traffic_of
+from toolkit.schedule.turns import turns
 
 
 def simulate(
@@ -153,8 +154,8 @@ class _Simulation:
                     self._hold_weights(0.0, rank, j, version)
 
     def _hold_optimizers(self, n_bytes: Sequence[float]) -> None:
-        for rank, instructions in enumerate(self.program.ranks):
-            for stage in {i.stage for i in instructions if i.action == Action.UPDATE}:
+        for rank in range(len(self.program.ranks)):
+            for stage in self.program.updated(rank):
                 self.changes.append(Change(0.0, rank, OPTIMIZER, n_bytes[stage]))
 
     def timeline(self) -> Timeline:
@@ -170,10 +171,8 @@ class _Simulation:
         for op in timing.starts:
             rank = self.program.schedule.rank(op.stage, op.microbatch)
             busy[rank] += self.seconds[op.stage][Action(op.kind)] / self.hardware.speed(rank)
-        for rank, instructions in enumerate(self.program.ranks):
-            first = next((i for i in instructions if i.action == Action.FORWARD), None)
-            if first is not None and first.stage == 0:
-                self.computed[rank] = first.tick / timing.period * max(busy)
+        for rank, tick in turns(self.program).items():
+            self.computed[rank] = tick / timing.period * max(busy)
 
     def _seconds(self, stage: int) -> dict[Action, float]:
         forward, backward = self.costs[stage].seconds(self.hardware)

@@ -140,9 +140,9 @@ class Holdings:
 
 def _updaters(schedule: Schedule) -> list[set[int]]:
     """The ranks that update each stage."""
-    found: list[set[int]] = [set() for _ in range(schedule.n_stages)]
-    for rank, instructions in enumerate(schedule.lower(1).ranks):
-        for i in instructions:
-            if i.action == Action.UPDATE:
-                found[i.stage].add(rank)
-    return found
+    program = schedule.lower(1)
+    updated = [program.updated(rank) for rank in range(schedule.n_ranks)]
+    return [
+        {rank for rank, stages in enumerate(updated) if j in stages}
+        for j in range(schedule.n_stages)
+    ]

@@ -62,8 +62,8 @@ class Scheduled:
         """Every rank, with the weights that it holds before the program."""
         owners = self.schedule.owners
         ranks = []
-        for rank, instructions in enumerate(program.ranks):
-            updated = {i.stage for i in instructions if i.action == Action.UPDATE}
+        for rank in range(len(program.ranks)):
+            updated = program.updated(rank)
             # All of them now, while they still agree on the weights.
             updaters = {j: self._updater(rank, j) for j in updated}
             owned = {j: versions[j] for j in updated if owners[j] == rank}

@@ -9,16 +9,7 @@ from datetime import timedelta
 
 from toolkit.runtime.processes.world import World
 from toolkit.schedule import Action, Instruction, Program
-
-
-def turns(program: Program) -> dict[int, int]:
-    """The tick of the first forward of each rank that begins with the model's first stage."""
-    found = {}
-    for rank, instructions in enumerate(program.ranks):
-        first = next((i for i in instructions if i.action == Action.FORWARD), None)
-        if first is not None and first.stage == 0:
-            found[rank] = first.tick
-    return found
+from toolkit.schedule.turns import turns
 
 
 class Stagger:

@@ -103,6 +103,16 @@ class Instruction(NamedTuple):
         assert self.version is not None
         return (self.stage, self.version), (self.stage, self.version - 1)
 
+    def meeting(self, rank: int) -> tuple:
+        """What a message or a collective, of ``rank``, shares with its other ends and no other's.
+
+        The k-th of two messages alike at one end meets the k-th at the other.
+        """
+        if self.action not in _MESSAGES:
+            return self[1:]
+        ends = (rank, *self.peers) if self.action == Action.SEND else (*self.peers, rank)
+        return (*ends, *self[2:7])
+
     def gives(self, rank: int) -> bool:
         """Whether ``rank`` puts something of its own into a message or a collective."""
         return self.action != Action.RECV and (

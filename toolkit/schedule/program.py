@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.traffic import NOTHING, Traffic, together, traffic_of
+from toolkit.schedule.verify import verify
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
@@ -61,10 +62,12 @@ class Program:
             ValueError: an instruction lacks what it needs, or does what it must not; the message
                 names rank, slot and instruction.
         """
-        from toolkit.schedule.verify import verify
-
         verify(self)
         return self
+
+    def updated(self, rank: int) -> frozenset[int]:
+        """The stages that a rank updates."""
+        return frozenset(i.stage for i in self.ranks[rank] if i.action == Action.UPDATE)
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
@@ -95,17 +98,15 @@ class Program:
         """The most weights that each rank holds at once, in stage-parameters: all versions, and
         those predicted.
         """
-        schedule = self.schedule
-        peaks = []
-        for rank, instructions in enumerate(self.ranks):
-            held = sum(
-                len(schedule.versions(j, self.first_step))
-                for j in range(schedule.n_stages)
-                if rank in schedule.first_holders(j)
-            )
-            gained = (_weights_gained(i, rank) for i in instructions)
-            peaks.append(max(accumulate(gained, initial=held)))
-        return tuple(peaks)
+        held = [0] * len(self.ranks)
+        for j in range(self.schedule.n_stages):
+            n_versions = len(self.schedule.versions(j, self.first_step))
+            for rank in self.schedule.first_holders(j):
+                held[rank] += n_versions
+        return tuple(
+            max(accumulate((_weights_gained(i, rank) for i in instructions), initial=held[rank]))
+            for rank, instructions in enumerate(self.ranks)
+        )
 
     def traffic(self, slots: range | None = None) -> tuple[tuple[Traffic, ...], ...]:
         """Weights and gradients sent: ``[slot][rank]``, for ``slots``, or else 0 .. n_slots.

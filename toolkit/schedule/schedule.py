@@ -12,6 +12,7 @@ from toolkit.schedule import text as _text
 from toolkit.schedule.chains import CHAINS, IN_ORDER, check_chains, ring_of
 from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.given import check_choice, check_forwards, whole
+from toolkit.schedule.lower import lower
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.random_delay import RandomDelay, draws
@@ -320,8 +321,6 @@ class Schedule:
         A program that begins at a later step finds the older weight versions that it reads
         where version 0 would be.
         """
-        from toolkit.schedule.lower import lower
-
         return lower(self, n_steps, first_step)
 
     def _settle(self) -> None:

@@ -4,14 +4,17 @@ Linear in the number of instructions.
 """
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from toolkit.schedule import grid
 from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.program import Program
 from toolkit.schedule.replay import DeadlockError, replay
-from toolkit.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from toolkit.schedule.program import Program
+    from toolkit.schedule.schedule import Schedule
 
 _Do = Callable[[int, Instruction], None]
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
@@ -32,7 +35,7 @@ class _Rank:
         self.weights: set[WeightsKey] = set()
 
 
-def verify(program: Program) -> None:
+def verify(program: "Program") -> None:
     """See :meth:`Program.verify`."""
     check = _Check(program)
     try:
@@ -52,7 +55,7 @@ def verify(program: Program) -> None:
     check.end()
 
 
-def _error(program: Program, rank: int, instruction: Instruction, why: str) -> ValueError:
+def _error(program: "Program", rank: int, instruction: Instruction, why: str) -> ValueError:
     op = _op(program, instruction)
     marked = grid.render(program.schedule, op[1] + 1 if op else 1, mark=op)
     return ValueError(
@@ -60,7 +63,7 @@ def _error(program: Program, rank: int, instruction: Instruction, why: str) -> V
     )
 
 
-def _op(program: Program, i: Instruction) -> tuple[Op, int] | None:
+def _op(program: "Program", i: Instruction) -> tuple[Op, int] | None:
     """The op that the instruction is, or belongs to, for the mark in the grid."""
     if i.step is None:
         return None
@@ -73,7 +76,7 @@ def _op(program: Program, i: Instruction) -> tuple[Op, int] | None:
 
 
 class _Check:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: "Program") -> None:
         self.program = program
         self.schedule = program.schedule
         self.ranks = [_Rank() for _ in program.ranks]
@@ -261,7 +264,7 @@ class _Check:
 _NAMES: dict[Buffer | None, str] = {Buffer.WEIGHTS: "version", Buffer.PREDICTION: "prediction"}
 
 
-def _left(why: str, schedule: Schedule, mark: tuple[Op, int] | None = None) -> ValueError:
+def _left(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> ValueError:
     steps = mark[1] + 1 if mark else 1
     return ValueError(f"at the end: {why}\n{grid.render(schedule, steps, mark=mark)}")
 

@@ -63,21 +63,22 @@ class Ledger:
 
 
 def _read(path: Path) -> list[Row]:
-    """The rows of numbers, but for one that a killed run left half written."""
+    """The rows of numbers, but for those that cannot be read, as one that is half written."""
     found: list[Row] = []
     with suppress(OSError, ValueError), path.open(newline="") as file:
         for row in csv.DictReader(file):
-            found.append({name: _number(text) for name, text in row.items()})
+            with suppress(ValueError):
+                found.append({name: _number(text) for name, text in row.items()})
     return found
 
 
-def _number(text: str | None) -> float | None:
+def _number(text: str | list[str] | None) -> float | None:
     """
     Raises:
         ValueError: it is none.
     """
-    if text is None:
-        raise ValueError("the row is cut")
+    if not isinstance(text, str):
+        raise ValueError("the row has too few cells, or too many")
     if not text:
         return None
     return int(text) if text.lstrip("-").isdecimal() else float(text)

@@ -239,6 +239,35 @@ def test_an_error_where_no_rank_is_waited_for_is_the_users():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+@pytest.mark.parametrize("what", ["announce", "Watch._is_lost"])
+def test_nothing_that_goes_wrong_in_the_watch_leaves_a_rank_waiting(what):
+    """As when nobody reads standard error any more."""
+    program = f"""
+from tests.runtime.processes.test_watch import watch
+from toolkit.runtime.processes import watch as module
+def fail(*arguments):
+    raise BrokenPipeError
+module.{what} = fail
+here = watch()
+here.start()
+here.give_up("no reason")
+"""
+    command = [sys.executable, "-c", program]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == EXIT_FAILED, finished.stderr
+
+
+def test_a_word_that_is_being_written_is_none():
+    word = LastWord.make()
+    word.say("a text that is longer than an instruction", 7)
+    whole = word.read()
+    word._memory[16:24] = b"\xff" * 8  # the length, by which an instruction begins
+    assert whole == ("a text that is longer than an instruction", 7)
+    assert word.read() == ("an instruction", None)
+    word.say(RECEIVE, 7)
+    assert word.read() == (str(RECEIVE), 7)
+
+
 def test_stop_gives_the_signals_back():
     before = signal.getsignal(signal.SIGTERM)
     here = watch()

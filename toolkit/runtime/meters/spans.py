@@ -16,7 +16,7 @@ from toolkit.cost.timeline import (
     Timeline,
 )
 from toolkit.runtime.meters.meter import Event, Record
-from toolkit.schedule import Action, Instruction, Schedule
+from toolkit.schedule import Action, Schedule
 from toolkit.schedule.traffic import traffic_of
 
 _MESSAGES = (Action.SEND, Action.RECV)
@@ -59,29 +59,20 @@ def _messages(records: Sequence[Record]) -> dict[Occasion, tuple[float, float]]:
         seen: Counter[tuple] = Counter()
         for position, event in enumerate(record.events):
             if event.instruction.action.communicates:
-                key = _key(record.rank, event.instruction)
+                key = event.instruction.meeting(record.rank)
                 meetings[*key, seen[key]].append((record.rank, position, event))
                 seen[key] += 1
     times = {}
     free: defaultdict[tuple, float] = defaultdict(float)  # when each way is free again
     for key, met in sorted(meetings.items(), key=lambda item: max(e.end for *_, e in item[1])):
         message = met[0][2].instruction.action in _MESSAGES
-        way = key[:2] if message else ("collective", *key[0])
+        way = key[:2] if message else ("collective", *met[0][2].instruction.peers)
         begin = max(free[way], *(event.start for *_, event in met))
         received = [event.end for *_, event in met if event.instruction.action == Action.RECV]
         free[way] = max(begin, *(received or [event.end for *_, event in met]))
         for rank, position, event in met:
             times[rank, position] = begin, max(begin, *(received or [event.end]))
     return times
-
-
-def _key(rank: int, i: Instruction) -> tuple:
-    """What a message's instructions on all of its ranks share."""
-    if i.action == Action.SEND:
-        return (rank, *i.peers, *i[2:7])
-    if i.action == Action.RECV:
-        return (*i.peers, rank, *i[2:7])
-    return (i.peers, *i[1:7])
 
 
 def _spans(

@@ -105,24 +105,19 @@ class LastWord:
             self._memory[_TEXT_AT : _TEXT_AT + len(text)] = text
 
     def read(self) -> tuple[str, int | None]:
-        """What was last said, and the step."""
+        """What was last said, and the step. It may be being written."""
         step, length = _TEXT.unpack_from(self._memory, 8)
         if length >= 0:
             what = self._memory[_TEXT_AT : _TEXT_AT + length].decode(errors="replace")
         else:
             _, _, action, stage, *others, buffer, peer = _INSTRUCTION.unpack_from(self._memory, 8)
             microbatch, of_step, version = (None if field == -1 else field for field in others)
-            instruction = Instruction(
-                0,
-                Action(action),
-                stage,
-                microbatch,
-                of_step,
-                version,
-                None if buffer == -1 else Buffer(buffer),
-                () if peer == -1 else (peer,),
-            )
-            what = str(instruction)
+            try:
+                does, of = Action(action), None if buffer == -1 else Buffer(buffer)
+            except ValueError:
+                return "an instruction", None
+            peers = () if peer == -1 else (peer,)
+            what = str(Instruction(0, does, stage, microbatch, of_step, version, of, peers))
         return what, None if step == -1 else step
 
     def take(self) -> bool:
@@ -136,10 +131,17 @@ class LastWord:
 
 def machine() -> str:
     """A name that only the processes have that see the same process numbers."""
+    parts = [booted()]
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)
+
+
+def booted() -> str:
+    """A name of this start of this machine, whose processes share a clock."""
     parts = [os.uname().nodename]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
     return "/".join(parts)
 
 

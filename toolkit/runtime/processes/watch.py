@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
@@ -247,6 +248,14 @@ class Watch:
     # The thread.
 
     def _run(self) -> None:
+        try:
+            self._look()
+        except BaseException:  # without its watch this rank might wait for ever
+            with contextlib.suppress(Exception):
+                traceback.print_exc()
+            self._leave(EXIT_FAILED)
+
+    def _look(self) -> None:
         while self._watching:
             if self.position is not self._seen:
                 self._seen, self._since = self.position, self._now
@@ -347,7 +356,8 @@ class Watch:
         """Say the verdict, if nobody else does, and leave."""
         if self._is_elected(lost):
             self._told = verdict.message
-            announce(verdict.message)
+            with contextlib.suppress(Exception):  # nobody may listen any more
+                announce(verdict.message)
             self._tell_failure()
             self._beats.speak(verdict.blamed)
             self._word.fate = Fate.FAILED

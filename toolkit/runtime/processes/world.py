@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.processes import watch as watching
+from toolkit.runtime.processes.lastword import booted
 from toolkit.runtime.processes.watch import Watch
 from toolkit.runtime.streams import enter_device, finish_stream
 from toolkit.schedule.given import check_choice
@@ -157,7 +158,7 @@ class World:
         Within a machine the ranks share the counter; between machines it is as exact as their
         leaving a gather together.
         """
-        mine = (socket.gethostname(), time.perf_counter())
+        mine = (booted(), time.perf_counter())
         first, *_ = self.gather(mine)
         return first[1] if first[0] == mine[0] else time.perf_counter()
 
