@@ -26,6 +26,17 @@ COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The types in which gradients and weights can travel, by the name of the option."""
 
 
+def compressed(tensors: Mapping[str, Tensor], wire: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The type ``wire``, if any, for each of ``tensors`` whose own is larger."""
+    if wire is None:
+        return {}
+    return {
+        name: wire
+        for name, x in tensors.items()
+        if x.is_floating_point() and x.dtype.itemsize > wire.itemsize
+    }
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of a message.
@@ -163,7 +174,7 @@ class Layouts:
 def find_layouts(
     skeletons: Sequence[nn.Module],
     inputs: Values,
-    compressed: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
     device: torch.device = _CPU,
 ) -> Layouts:
     """The layouts of all stages, found without computing or allocating anything.
@@ -173,17 +184,17 @@ def find_layouts(
     Args:
         skeletons: the stages as they compute, on the meta device (see ``meta_copy``).
         inputs: a micro-batch, on the meta device.
-        compressed: the type in which gradients and weights travel; their own unless given.
+        wire: the type in which gradients and weights travel; their own unless given.
         device: on which they compute.
     """
     with FakeTensorMode():
-        return _find_layouts(skeletons, inputs, compressed, device)
+        return _find_layouts(skeletons, inputs, wire, device)
 
 
 def _find_layouts(
     skeletons: Sequence[nn.Module],
     inputs: Values,
-    compressed: torch.dtype | None,
+    wire: torch.dtype | None,
     device: torch.device,
 ) -> Layouts:
     tensors = [_fakes(stage, device) for stage in skeletons]
@@ -204,14 +215,13 @@ def _find_layouts(
         )
         named = dict(zip(weights, found[len(received) :], strict=True))
         summed = {name: grad for name, grad in named.items() if grad is not None}
-        travel = _compressed(summed, compressed)
-        gradients.append(Layout.of(summed | _statistics(stage), travel))
+        gradients.append(Layout.of(summed | _statistics(stage), compressed(summed, wire)))
     return Layouts(
         activations=tuple(Layout.of(dict(enumerate(outputs))) for _, outputs in runs),
         activation_gradients=tuple(reversed(activation_gradients)),
         n_inputs=tuple(len(received) for received, _ in runs),
         gradients=tuple(reversed(gradients)),
-        weights=tuple(weights_layout(stage, compressed) for stage in skeletons),
+        weights=tuple(weights_layout(stage, wire) for stage in skeletons),
     )
 
 
@@ -227,23 +237,10 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def weights_layout(stage: nn.Module, compressed: torch.dtype | None = None) -> Layout:
-    """One version of a stage's weights; ``compressed`` as in :func:`find_layouts`."""
+def weights_layout(stage: nn.Module, wire: torch.dtype | None = None) -> Layout:
+    """One version of a stage's weights; ``wire`` as in :func:`find_layouts`."""
     weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-    return Layout.of(weights, _compressed(weights, compressed))
-
-
-def _compressed(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, torch.dtype] | None:
-    """The type of each of ``tensors`` that is larger than ``dtype``."""
-    if dtype is None:
-        return None
-    return {
-        name: dtype
-        for name, x in tensors.items()
-        if x.is_floating_point() and x.dtype.itemsize > dtype.itemsize
-    }
+    return Layout.of(weights, compressed(weights, wire))
 
 
 def _gradients(outputs: Values, given: Gradients, wanted: list[Tensor]) -> list[Tensor | None]:

@@ -182,6 +182,9 @@ def gradients(weights: Weights) -> dict[str, Tensor]:
 @contextmanager
 def drawing(inputs: Values, seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
     """Draw at random what belongs to a stage on a micro-batch; the generators are kept."""
-    with torch.random.fork_rng({tensor.device for tensor in inputs if tensor.is_cuda}):
-        torch.manual_seed(hash((seed, step, stage, microbatch)))
+    gpus = {tensor.device for tensor in inputs if tensor.is_cuda}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in gpus)]
+    with torch.random.fork_rng(gpus):
+        for generator in generators:  # torch.manual_seed would change those of other GPUs, too
+            generator.manual_seed(hash((seed, step, stage, microbatch)))
         yield

@@ -12,7 +12,7 @@ from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Steps
-from toolkit.runtime.layout import COMPRESSIONS
+from toolkit.runtime.layout import COMPRESSIONS, Layout, compressed
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
@@ -149,25 +149,24 @@ class DelayedAllReduce(Baseline):
 
 
 class _Message:
-    """Tensors under way to be summed over all ranks, as one flat tensor."""
+    """Tensors under way to be summed over all ranks, larger ones as ``wire``."""
 
     def __init__(self, tensors: dict[str, Tensor], wire: torch.dtype | None, world: World) -> None:
-        self.likes = {name: (t.shape, t.dtype, t.device) for name, t in tensors.items()}
         self.world = world
-        flat = torch.cat([tensor.detach().flatten() for tensor in tensors.values()])
-        self.flat = flat.to(world.message_device, wire)
+        self.layout = Layout.of(tensors, compressed(tensors, wire))
+        self.flat = self.layout.pack(tensors, world.message_device)
         with world.watch.waiting("gradients to be sent", range(world.size)):
-            self.work = dist.all_reduce(self.flat, group=world.group, async_op=True)
+            self.works = [
+                dist.all_reduce(piece, group=world.group, async_op=True)
+                for piece in self.layout.by_dtype(self.flat)
+            ]
 
     def received(self) -> dict[str, Tensor]:
         """The sums, once they are there."""
         with self.world.watch.waiting("gradients of the step before", range(self.world.size)):
-            self.work.wait()
-        parts = self.flat.split([shape.numel() for shape, _, _ in self.likes.values()])
-        return {
-            name: part.view(shape).to(device, dtype)
-            for (name, (shape, dtype, device)), part in zip(self.likes.items(), parts, strict=True)
-        }
+            for work in self.works:
+                work.wait()
+        return self.layout.unpack(self.flat.to(self.world.device))
 
 
 class _LastStageFirst:
