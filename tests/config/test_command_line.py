@@ -51,6 +51,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["epochs"], "'epochs' is not OPTION=VALUE"),
         (["=3"], "'=3' is not OPTION=VALUE"),
         (["seed=[1"], "'seed=[1' is not OPTION=VALUE"),
+        (["data.root=/ü"], "a path is quoted twice: \"data.root='/ü'\""),
         (["seed=1,2"], "seed=1,2 gives several values: add -m for one run of each"),
         (["schedule=dp,cdp_v1"], "schedule=dp,cdp_v1 gives several values: add -m"),
         (["seed=range(1,3)"], "seed=range(1,3) gives several values: add -m"),

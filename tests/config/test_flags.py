@@ -1,6 +1,7 @@
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from toolkit.config.flags import flags_first
+from toolkit.config.flags import flags_first, quoted, unquoted
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,16 @@ from toolkit.config.flags import flags_first
 )
 def test_flags_may_stand_anywhere(given, expected):
     assert flags_first(given.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    "text", ["/a/b", "/a=b,(c)/[d]{e}~#ü", "it's", "a\\", "a\\'b", "x y", "", "'q'", '"q"']
+)
+def test_what_is_quoted_is_read_as_it_is(text):
+    assert unquoted(quoted(text)) == text
+    read = OverridesParser.create().parse_override(f"resume={quoted(text)}").value()
+    assert str(read) == text
+
+
+def test_other_values_are_no_quotes():
+    assert [*map(unquoted, ["a", "'a", "'a'b", "a'"])] == ["a", "'a", "'a'b", "a'"]

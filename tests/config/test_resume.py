@@ -2,11 +2,13 @@
 
 import csv
 import re
+import shutil
 
 import pytest
 import yaml
 
 from tests.experiments.command import TINY, refused, run
+from toolkit.config.flags import quoted, unquoted
 from toolkit.config.resume import resumed
 from toolkit.config.status import alone_in
 
@@ -34,6 +36,16 @@ def test_the_options_of_before_and_the_same_folder(folder):
         f"resume={folder}",
         f"hydra.run.dir={folder}",
     ]
+
+
+def test_a_folder_may_be_called_anything(folder):
+    """However it is given, Hydra reads it."""
+    odd = folder / "lr=0.1, (it's) [ü]"
+    shutil.copytree(folder / ".hydra", odd / ".hydra")
+    for given in (str(odd), quoted(str(odd)), f'"{odd}"'):
+        *_, resume, where = resumed([f"resume={given}"], "train")
+        assert unquoted(resume.removeprefix("resume=")) == str(odd)
+        assert unquoted(where.removeprefix("hydra.run.dir=")) == str(odd)
 
 
 def test_a_folder_of_another_experiment_is_refused(folder):

@@ -9,6 +9,7 @@ runs: see :mod:`toolkit.config.sweeps`.
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import hydra
@@ -16,14 +17,16 @@ from omegaconf import DictConfig
 
 from toolkit.config import ranks, schema, sweeps
 from toolkit.config.errors import explain
-from toolkit.config.flags import flags_first
+from toolkit.config.flags import MULTIRUN, flags_first
 from toolkit.config.help import text
+from toolkit.config.interrupts import TerminatedError, handed_on
 from toolkit.config.resume import remembered, resumed
 from toolkit.config.run import FAILED, STOPPED, USAGE, Experiment, run
 from toolkit.config.shorthands import check_given
+from toolkit.config.streams import lossy
 from toolkit.config.sweeps import Sweep
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _VERBOSE = "HYDRA_FULL_ERROR"
 
 
@@ -51,6 +54,10 @@ class _CommandLine:
 
     def carry_out(self) -> None:
         """Run what it asks for, or print help; ends the process unless all has gone well."""
+        with lossy():
+            self._carry_out()
+
+    def _carry_out(self) -> None:
         schema.register()
         os.environ[_VERBOSE] = "1"  # errors reach us instead of Hydra's printer
         Sweep.folder, Sweep.options = None, ()
@@ -62,12 +69,11 @@ class _CommandLine:
                 print(text(self._name, self._conf, self._arguments))
                 return
             self._compose_and_run()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as how:
             if ranks.leads():
                 print(f"interrupted{_of_sweep(self._name)[0]}", file=sys.stderr)
-            sys.exit(_INTERRUPTED if Sweep.folder is None else STOPPED)
-        except BrokenPipeError:  # the reader, such as head, has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            alone = _TERMINATED if isinstance(how, TerminatedError) else _INTERRUPTED
+            sys.exit(alone if Sweep.folder is None else STOPPED)
         except Exception as error:
             self._refuse(error)
         told, complete = _of_sweep(self._name)
@@ -88,7 +94,8 @@ class _CommandLine:
         composed = hydra.main(
             version_base="1.3", config_path=str(self._conf), config_name=self._name
         )
-        composed(self._job)()
+        with handed_on(sweeps.under_way) if {*MULTIRUN} & {*given} else nullcontext():
+            composed(self._job)()
 
     def _job(self, config: DictConfig) -> float | None:
         """One run; of a sweep for the best options, its objective."""

@@ -18,7 +18,7 @@ from hydra.errors import (
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.config import schema
-from toolkit.config.flags import key_of
+from toolkit.config.flags import key_of, quoted
 from toolkit.config.help import choices, folders, groups
 from toolkit.messages import first_line, instead, last_line, refused_by
 
@@ -67,7 +67,11 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, MissingConfigException):
         return _missing_choice(error, conf, arguments)
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} is not OPTION=VALUE"
+        told = f"{error.override!r} is not OPTION=VALUE"
+        option, _, value = error.override.partition("=")
+        return (
+            f'{told}; a path is quoted twice: "{option}={quoted(value)}"' if "/" in value else told
+        )
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment, conf, arguments)
     if isinstance(error, OmegaConfBaseException | HydraException):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.config.flags import MULTIRUN, OWN_FOLDER, key_of
+from toolkit.config.flags import MULTIRUN, OWN_FOLDER, key_of, quoted, unquoted
 from toolkit.config.ranks import leads
 from toolkit.config.status import STATUS
 from toolkit.config.sweeps import sweep_options
@@ -30,6 +30,8 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     if "resume" not in given:
         return [*arguments]
     folder = given["resume"].partition("=")[2]
+    if not Path(folder).is_dir():
+        folder = unquoted(folder)
     if folder == "null":
         return [*arguments]
     if not Path(folder).is_dir() or not folder:
@@ -58,8 +60,10 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     replaced |= {other for one, other in _SAME.items() if one in given}
     replaced |= {key.partition("@")[2] for key in given if "@" in key}  # a rule that was left out
     kept = [o for o in before if key_of(o) not in replaced and not _of_another(o, given, before)]
-    rest = [argument for argument in arguments if key_of(argument) not in ("hydra.run.dir",)]
-    return [*_own_folder(Path(folder), given), *kept, *rest, f"hydra.run.dir={folder}"]
+    own = {name: f"{name}={quoted(folder)}" for name in _OWN}
+    rest = [own.get(key_of(argument), argument) for argument in arguments]
+    rest = [argument for argument in rest if argument != own["hydra.run.dir"]]
+    return [*_own_folder(Path(folder), given), *kept, *rest, own["hydra.run.dir"]]
 
 
 def _own_folder(folder: Path, given: Mapping[str, str]) -> list[str]:
@@ -97,7 +101,7 @@ def remembered(arguments: Sequence[str]) -> Callable[[], None]:
     given = {key_of(argument): argument.partition("=")[2] for argument in arguments}
     if "hydra.run.dir" not in given or not leads():
         return lambda: None
-    folder = Path(given["hydra.run.dir"])
+    folder = Path(unquoted(given["hydra.run.dir"]))
     paths = [path for path in (*folder.glob(".hydra/*.yaml"), folder / STATUS) if path.is_file()]
     contents = {path: path.read_bytes() for path in paths}
 
@@ -123,4 +127,4 @@ def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str)
             " folder of one"
         )
     kept = [option for option in before if key_of(option) not in own]
-    return ["-m", *kept, f"hydra.sweep.dir={folder}"]
+    return ["-m", *kept, f"hydra.sweep.dir={quoted(folder)}"]

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import ranks, sweeps
 from toolkit.config import status as states
+from toolkit.config.interrupts import interrupted
 from toolkit.config.shorthands import settle
 from toolkit.config.status import Status, alone_in, write_status
 
@@ -74,8 +75,9 @@ def _told(function: Experiment, config: DictConfig, explained: Explained, folder
 
     tell(states.RUNNING)
     try:
-        settle(config, options)
-        returned = function(config)
+        with interrupted():
+            settle(config, options)
+            returned = function(config)
     except KeyboardInterrupt:
         tell(states.STOPPED)
         raise

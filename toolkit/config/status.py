@@ -47,6 +47,18 @@ def fail(folder: Path, message: str) -> None:
         write_status(folder, replace(status, state=FAILED, message=message))
 
 
+def is_under_way(folder: Path) -> bool:
+    """Whether some process has a run in ``folder`` that has not ended."""
+    status = read_status(folder)
+    if status is None or status.state != RUNNING:
+        return False
+    try:
+        with alone_in(folder):
+            return False
+    except ValueError:
+        return True
+
+
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Within, no other process has a run in ``folder``, as far as its file system can tell.

@@ -14,7 +14,15 @@ from omegaconf import DictConfig
 
 from toolkit.config.flags import key_of
 from toolkit.config.ranks import leads
-from toolkit.config.status import FAILED, FINISHED, RUNNING, STOPPED, Status, read_status
+from toolkit.config.status import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    Status,
+    is_under_way,
+    read_status,
+)
 from toolkit.files import has_checkpoint
 from toolkit.options import ENDED, UNDER_WAY
 
@@ -37,6 +45,11 @@ class Sweep(Callback):
         Sweep.folder = folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / _NAME, {"options": list(Sweep.options)})
+
+
+def under_way() -> bool:
+    """Whether a run of the sweep that this process has launched has not ended."""
+    return Sweep.folder is not None and any(map(is_under_way, Sweep.folder.iterdir()))
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
