@@ -120,7 +120,7 @@ SPLIT = """
 6 FREE activation stage 1 microbatch 0 step 0 <- 1 2 4
 7 FREE weights stage 1 version 0 <- 1 2 4 5
 """
-# Step 2 reads what versions 0 and 1 let expect of version 2; it needs neither after that.
+# Step 2 reads version 2 as extrapolated from versions 0 and 1; it needs neither after that.
 PREDICTED = """
 0 FORWARD stage 0 microbatch 0 step 0 version 0
 1 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 0

@@ -1,4 +1,4 @@
-"""Late weights replaced by what they let expect: what a program does for it, and what it costs."""
+"""Late weights extrapolated to the step: what a program does for it, and what it costs."""
 
 from functools import partial
 

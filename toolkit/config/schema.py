@@ -53,7 +53,7 @@ class ScheduleFile:
     """What every schedule has."""
 
     file: str | None = option(None, "a CSV file of rank orders, instead of a named method")
-    period: int | None = option(None, "of that file: slots from step to step; unset, as it says")
+    period: int | None = option(None, "slots from step to step of that file; unset: as it says")
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Workers(ScheduleFile):
 @dataclass
 class Rule(Workers):
     accumulate: int = option(1, "micro-batches that each of the n workers runs in a step")
-    predict: bool = option(False, "read what late weights let expect of the newest")
+    predict: bool = option(False, "extrapolate late weights to the step that reads them")
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Pipeline(ScheduleFile):
 @dataclass
 class Unflushed(Pipeline):
     _target_: str = "toolkit.schedule.catalog.pipedream_2bw"
-    predict: bool = option(False, "read what late weights let expect of the newest")
+    predict: bool = option(False, "extrapolate late weights to the step that reads them")
 
 
 @dataclass
@@ -256,7 +256,7 @@ class Training:
     cudnn_benchmark: bool = option(False, "on GPUs cuDNN tries which convolutions are fastest")
     checkpoint: Any = option("none", "stages that compute their forward twice: none, all or [0,1]")
     clip: float | None = option(None, "largest norm of a gradient")
-    clip_by: str = option("stage", "whether that norm is of each stage or of the whole model")
+    clip_by: str = option("stage", "stage or model: of what that norm is taken")
     label_smoothing: float = option(0.0, "of the training loss; tests are plain cross-entropy")
     ema: float | None = option(None, "decay of an average of the weights, which is tested too")
     diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")

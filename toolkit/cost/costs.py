@@ -25,20 +25,20 @@ class StageCost:
     """One stage on one micro-batch. Bytes are of the types that it computes with.
 
     Attributes:
-        flops: of the forward, by torch's own counter.
-        backward_flops: of the backward.
-        activation_bytes: kept by the forward for the backward: shared storage once, neither
-            parameters nor the stage's inputs.
-        input_bytes: of the tensors that the stage receives, and keeps until its backward.
-        output_bytes: of the tensors that it passes on.
-        parameter_bytes: of its trainable parameters.
-        statistics_bytes: of the running statistics of its batch norms, which every micro-batch in
-            flight keeps and which travel with the gradients.
-        extra_input_bytes: of its inputs, what no stage before it keeps anyway: all that they take
-            where one rank computes these, too.
-        integer_input_bytes: of its inputs, those of integers, which have no gradient to send back.
-        forward_seconds: measured; None where the hardware is to tell.
-        backward_seconds: likewise.
+        flops: floating-point operations of the forward, by torch's own counter.
+        backward_flops: floating-point operations of the backward.
+        activation_bytes: bytes that the forward keeps for the backward: shared storage once,
+            neither parameters nor the stage's inputs.
+        input_bytes: bytes of the tensors that the stage receives, and keeps until its backward.
+        output_bytes: bytes of the tensors that the stage passes on.
+        parameter_bytes: bytes of its trainable parameters.
+        statistics_bytes: bytes of the running statistics of its batch norms, which every
+            micro-batch in flight keeps and which travel with the gradients.
+        extra_input_bytes: bytes of its inputs that the previous stage does not already keep; if
+            both stages are on one rank, these are all the extra memory that the inputs cost.
+        integer_input_bytes: bytes of its integer inputs, which have no gradient to send back.
+        forward_seconds: measured seconds of the forward; None: the hardware's roofline tells them.
+        backward_seconds: measured seconds of the backward; None as for the forward.
         kernels: work of each operation's forward, in order.
         backward_kernels: work of each operation's backward, in order of the forward.
         recomputes: whether each backward computes the forward again, and the activations are only

@@ -85,7 +85,7 @@ def memory_curve(
     Args:
         model: any module that torch.fx can trace.
         example: a micro-batch; only shapes count, unless the axis is measured.
-        axis: how long an operation takes: its ``flops``, its ``bytes``, the ``roofline`` of the
+        axis: measure of an operation's time: its ``flops``, its ``bytes``, the ``roofline`` of the
             hardware, or as ``measured`` on the device of ``example`` and ``model``; random
             generators are kept.
         hardware: for the roofline.

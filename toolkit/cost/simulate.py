@@ -3,10 +3,9 @@
 Each rank has a compute lane, an optimizer and a full-duplex port, that work side by side. A rank
 computes in the order of its program, each op as soon as the one before has ended and its inputs are
 there, predicts weights before the op that reads them, and updates a stage when its gradient is
-complete. A message starts when its content is ready
-and both ports have time for it: it need not wait for one that comes before it in the program and is
-not ready; but its ranks have come to within :mod:`toolkit.schedule.lookahead` of it. Collectives
-take both ports of all their ranks, in the order of the program.
+complete. A message starts when its content is ready, both ports have time for it, and both ranks
+are within :mod:`toolkit.schedule.lookahead` of it; earlier messages that are not ready do not hold
+it up. Collectives take both ports of all their ranks, in the order of the program.
 
 Memory is of weights, activations, gradients, the optimizer's state where it is told, and the
 inputs of stages, which a rank keeps from their arrival to the backward; what waits to be sent, and
@@ -14,8 +13,9 @@ gradients of activations, also those that the first half of a backward leaves to
 not counted. A stage that recomputes has its activations while a backward of it runs, which takes
 longer by its forward; all of it is the first half, if it is split.
 
-What nothing else holds back, the first forward of a rank, waits for its place in the schedule: as
-far into the period, in seconds, as it is in slots. Nothing else waits for a clock.
+Only a rank's first forward, if it is of stage 0, waits for a clock: it starts at the same fraction
+of the period, in seconds, as in the schedule in slots. Everything else starts as soon as its inputs
+are ready.
 
 One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear in their number.
 """
@@ -58,8 +58,9 @@ def simulate(
         program: a verified program.
         costs: one entry a stage.
         hardware: seconds of kernels that were not measured, and of messages.
-        optimizer_bytes: of the optimizer's state, by stage; ranks that update a stage keep it, and
-            an update reads and writes it. Unless given it takes no memory, and time as a momentum.
+        optimizer_bytes: bytes of the optimizer's state, by stage; ranks that update a stage keep
+            that state, and each update reads and writes it. Unless given, it takes no memory, and
+            the time of a momentum.
 
     Raises:
         ValueError: it is no program, or no hardware; costs are none, or there are not as many, or

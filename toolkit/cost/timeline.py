@@ -68,8 +68,8 @@ class Timeline:
         spans: busy times of every rank and lane.
         changes: of the memory of every rank.
         step_ends: when the last update of each training step had ended, in seconds.
-        steady: the training steps, counted from the first here, in which neither start nor end is
-            felt. Rates are of these; if there are none, of all but the first.
+        steady: the training steps of the steady state, counted from the timeline's first. Rates
+            are of these; if there are none, of all steps but the first.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Timeline:
     def idle_share(self) -> float:
         """The share of all ranks' time in which they do not compute, while training goes on.
 
-        Of the training steps of which :attr:`step_time` is; of a single one from its start to its
-        end. Measured over few steps that overlap it is rough, and may be below 0.
+        It is of the same training steps as :attr:`step_time`; of a single step, from its start to
+        its end. Measured over few overlapping steps it is rough, and may be below 0.
         """
         _, _, steps = self._timed()
         of = self._steps_from_0()
@@ -173,8 +173,8 @@ class Timeline:
     def bytes_a_step(self) -> tuple[float, ...]:
         """Bytes that each rank sends in a training step of the steady state.
 
-        A message counts for its step, whenever it is sent. Where no step is known to be steady it
-        is the mean over all.
+        A message counts for its step, whenever it is sent. If no step is known to be steady, the
+        mean over all steps is returned.
         """
         if not self.steady:
             return tuple(n_bytes / len(self.step_ends) for n_bytes in self.bytes_sent())

@@ -14,12 +14,12 @@ class Images:
     """Images, each of one class; sizes in pixels.
 
     Attributes:
-        samples: what they are called.
-        answers: what the answers to them are called.
-        n_classes: how many answers there are to choose from.
-        measure: by what a model is judged.
-        arguments: what a function that makes a model of this form is told.
-        usual_argument: what other models call the number of classes.
+        samples: name of the samples, in the plural.
+        answers: name of the answers to them, in the plural.
+        n_classes: number of answers to choose from.
+        measure: the measure by which a model is judged.
+        arguments: arguments of a function that makes a model of this form.
+        usual_argument: name that other models give to the number of classes.
     """
 
     channels: int

@@ -46,7 +46,7 @@ class Stages(Sequence[fx.GraphModule]):
         modules: the stages.
         boundaries: ``boundaries[j]`` are the tensors that stage j receives.
         output: what the last stage passes on.
-        loads: what each stage costs, in the measure by which it was cut; 0 at named cuts.
+        loads: cost of each stage, in the measure by which the model was cut; 0 at named cuts.
     """
 
     model: nn.Module
@@ -90,10 +90,10 @@ def partition(
         model: any module that torch.fx can trace, with tensors in and one tensor out.
         n_stages: 1 or more.
         example: a micro-batch, or a tuple of inputs; only shapes and types matter.
-        by: ``"flops"``, ``"parameters"`` or ``"activations"``: the largest stage is as small as
-            it can be, the smallest at least half as large as it could be then, and among such
-            cuts the fewest bytes cross; or the names of the modules with which the second and
-            all further stages begin.
+        by: ``"flops"``, ``"parameters"`` or ``"activations"``: a measure by which the largest stage
+            is as small as possible, the smallest at least half as large as that allows, and among
+            such cuts the fewest bytes cross; or the names of the modules with which the second
+            and all further stages begin.
 
     Raises:
         ValueError: the model cannot be traced, or cannot be cut like that, or would be trained

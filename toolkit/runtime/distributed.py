@@ -44,25 +44,25 @@ class Distributed(Runtime):
 
     Args:
         stages: the model, partitioned, on the device of the rank.
-        schedule: for as many stages, on as many ranks as there are processes.
-        optimizer: makes the optimizer of a stage from the list of its parameters; one that wants
+        schedule: a schedule of as many stages, on as many ranks as there are processes.
+        optimizer: function from the list of a stage's parameters to its optimizer; one that takes
             their names, too, is marked by :func:`toolkit.runtime.by_name`.
         loss: mean loss of a micro-batch, from outputs and targets.
-        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
-        seed: of what the model draws at random in training, such as dropout.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
+        seed: seed of the model's random draws in training, such as dropout.
         recipe: how stages compute and update.
         world: the ranks; those of this job unless given.
         record: first training steps of which messages, memory and time are measured (see
             :meth:`measurements`).
-        overlap: whether messages and updates go on beside computing, which then waits only for
-            what it uses. If not, everything waits for its turn in the program.
+        overlap: whether messages and updates go on beside computing, so that an op waits only
+            for its inputs. If not, everything waits for its turn in the program.
         chunk_mb: largest part of a message that is sent at once, in MB; None: 1, or with NCCL all
             of it, unless it is paced.
         compression: ``none``, or ``fp16`` or ``bf16`` for the messages of gradients and weights.
             Sums that are handed on are made in the model's own type, those of collectives in
             16 bits. The rank that updates a stage keeps its exact weights; other ranks compute
-            with what they receive. What they predict from it, d steps ahead, is off by up to
-            1 + 2d times as much.
+            with rounded ones. The rounding error of weights that they predict d steps ahead is
+            up to 1 + 2d times as large.
         per_machine: consecutive ranks on a machine, for all-reduces within each machine before
             those between machines; 0: the backend's own.
         pacing: whether each rank spreads what it sends over the training step, in chunks: the

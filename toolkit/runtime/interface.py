@@ -29,8 +29,8 @@ class Runtime(ABC):
 
     Args:
         stages: the model, partitioned.
-        schedule: for as many stages.
-        optimizer: makes the optimizer of a stage from the list of its parameters.
+        schedule: a schedule of as many stages.
+        optimizer: function from the list of a stage's parameters to its optimizer.
         recipe: how stages compute and update.
 
     Attributes:

@@ -33,10 +33,10 @@ class Recipe:
         checkpoint: stages whose forward is computed again in the backward, instead of its
             activations being kept: ``none``, ``all`` or a list of stages.
         clip: largest norm of a gradient; larger ones are scaled down to it. None: no limit.
-        clip_by: whether that norm is of each ``stage`` by itself or of the whole ``model``, which
-            asks for all gradients of a step before its first update.
-        ema: decay of an exponential moving average of the weights, and of the running statistics of
-            batch norms, kept beside them, in the long run: at update t it is at most
+        clip_by: scope of the norm that ``clip`` limits: each ``stage`` by itself, or the whole
+            ``model``, which takes all gradients of a step before its first update.
+        ema: decay of an exponential moving average of the weights and of batch norms' running
+            statistics, which is kept beside them; at update t the decay is at most
             (1 + t) / (10 + t). None: no average.
         compile: mode of torch.compile for the stages; ``none`` leaves them as they are.
         channels_last: keep images and the weights of convolutions in that memory format.

@@ -12,12 +12,12 @@ class StepResult:
     """One training step, as far as this process has seen it.
 
     Attributes:
-        step: which one, from 0.
-        microbatches: those whose loss this process has computed, ascending: all of them in a
-            single process, those of this rank among many.
-        losses: their losses, shape ``[len(microbatches)]``, detached.
-        outputs: their outputs, shape ``[len(microbatches) * b, ...]``, detached.
-        delays: each stage's, where they have been looked into.
+        step: number of the training step, from 0.
+        microbatches: micro-batches whose loss this process has computed, ascending: all of them in
+            a single process, those of this rank among many.
+        losses: losses of ``microbatches``, shape ``[len(microbatches)]``, detached.
+        outputs: outputs of ``microbatches``, shape ``[len(microbatches) * b, ...]``, detached.
+        delays: diagnostics of each stage's delay, at steps where they are taken.
     """
 
     step: int

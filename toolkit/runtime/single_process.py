@@ -32,19 +32,19 @@ class SingleProcess(Runtime):
         theta^j_{t+1} = optimizer(theta^j_t, 1/M sum_m grad_j f_m(theta_hat_{m,t}))
         theta_hat^j_{m,t} = theta^j_{t - staleness[j][m]}
 
-    or what that lets expect of theta^j_t (see ``predict`` of :class:`toolkit.schedule.Schedule`).
+    or that extrapolated to theta^j_t (see ``predict`` of :class:`toolkit.schedule.Schedule`).
 
     Args:
         stages: the model, partitioned; its parameters are trained in place.
-        schedule: for as many stages.
-        optimizer: makes the optimizer of a stage from the list of its parameters; one that wants
+        schedule: a schedule of as many stages.
+        optimizer: function from the list of a stage's parameters to its optimizer; one that takes
             their names, too, is marked by :func:`toolkit.runtime.by_name`.
         loss: mean loss of a micro-batch, from outputs and targets.
         order: ``"grouped"``, nearly as fast as plain training; or ``"scheduled"``, which runs the
             schedule's program slot by slot and has the schedule's memory.
-        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer; it advances
-            with each update of the stage.
-        seed: of what the model draws at random in training, such as dropout.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule, which
+            advances with each update of the stage.
+        seed: seed of the model's random draws in training, such as dropout.
         recipe: how stages compute and update.
         diagnostics: training steps between two looks at what the delay does to the gradients,
             in order "grouped" (see :class:`~toolkit.runtime.diagnostics.StageDelay`); 0: none.

@@ -32,8 +32,7 @@ def data_parallel(
             :class:`~toolkit.schedule.random_delay.RandomDelay` study staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
-        predict: replace late weights by what they let expect of those of the step, as
-            :class:`Schedule` tells.
+        predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
     """
     s, workers = _sizes(n_stages, n)
     k = whole(accumulate, _ACCUMULATE, 1)

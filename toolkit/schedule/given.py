@@ -11,12 +11,12 @@ def whole(value: object, what: str, least: int | None = None) -> int:
     """``value`` as an int.
 
     Args:
-        value: a whole number of any library; true and false are none.
-        what: it is called in the error.
-        least: that it may be.
+        value: a whole number of any library; bools are refused.
+        what: its name in the error.
+        least: smallest value allowed.
 
     Raises:
-        ValueError: it is no whole number, or less than that.
+        ValueError: the value is no whole number, or below ``least``.
     """
     if (
         not isinstance(value, Integral)
@@ -29,10 +29,10 @@ def whole(value: object, what: str, least: int | None = None) -> int:
 
 
 def check_choice(what: str, value: object, choices: Collection[str]) -> None:
-    """Refuse a ``value`` that is none of the ``choices``; ``what`` it is called in the error.
+    """Refuse a ``value`` that is none of the ``choices``; ``what`` is its name in the error.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the value is none of them.
     """
     if value not in choices:
         raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
@@ -42,7 +42,7 @@ def check_forwards(n_stages: int, n_microbatches: int) -> None:
     """Refuse a training step of more than :data:`MOST` forwards.
 
     Raises:
-        ValueError: it has.
+        ValueError: there are more.
     """
     if n_stages * n_microbatches > MOST:
         raise ValueError(

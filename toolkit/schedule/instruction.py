@@ -47,7 +47,7 @@ class Buffer(IntEnum):
     the stage keeps for its backward. ``ACTIVATION_GRADIENT`` is the gradient with respect to a
     stage's input. ``GRADIENT`` is a sum over micro-batches of gradients with respect to a stage's
     parameters. ``WEIGHTS`` is one version of a stage's parameters, and ``PREDICTION`` what a later
-    one is expected to be.
+    version is predicted to be.
     """
 
     ACTIVATION = 0
@@ -72,8 +72,8 @@ class Instruction(NamedTuple):
     ``tick`` is when it starts; ``version`` is the weight version read (forward, backward, predict),
     made (update) or meant (messages and frees of weights); ``peers`` are the receiver of a send,
     the sender of a receive, or every rank of a collective, the root first. An op whose ``buffer``
-    is ``PREDICTION`` reads what ``version`` lets expect of the weights of its ``step``. What does
-    not apply is None.
+    is ``PREDICTION`` reads weights extrapolated from ``version`` to its ``step``. Fields that do
+    not apply are None.
     """
 
     tick: int

@@ -9,11 +9,11 @@ _PREFETCHED = 2  # slots
 
 
 def lookahead(schedule: "Schedule") -> int:
-    """In ticks, by the ops that its ranks have come to.
+    """Ticks by which a message may start before its place in the program.
 
-    Twice as long as a micro-batch is under way, so that a message of every step has two buffers.
-    Where the state is sharded weights are fetched for a few slots only: a rank holds its share and
-    little more.
+    They are measured from the op that each of its ranks has reached. Two micro-batch lifetimes, so
+    that each kind of message has two buffers; where the state is sharded, only a few slots, so that
+    a rank holds its share of the weights and little more.
     """
     slots = _PREFETCHED if schedule.state == "sharded" else 4 * schedule.n_stages
     return slots * schedule.timing.ticks_per_slot

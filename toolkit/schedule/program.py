@@ -77,7 +77,7 @@ class Program:
     def total_activations(self) -> tuple[int, ...]:
         """The most activations that all ranks hold together during each slot: ``[slot]``.
 
-        It is less than the sum of their own most where these are not of one moment.
+        This is less than the sum of the ranks' own peaks where those fall at different moments.
         """
         gained: defaultdict[int, int] = defaultdict(int)
         for instructions in self.ranks:
@@ -96,7 +96,7 @@ class Program:
 
     def peak_weights(self) -> tuple[int, ...]:
         """The most weights that each rank holds at once, in stage-parameters: all versions, and
-        those predicted.
+        predicted ones.
         """
         held = [0] * len(self.ranks)
         for j in range(self.schedule.n_stages):
@@ -136,7 +136,7 @@ def most_by_slot(
 ) -> Iterator[int]:
     """The highest level in each slot, of a quantity that changes at ticks.
 
-    A release at a slot's very start does not count in it, nor what it released.
+    What is released exactly at a slot's start no longer counts in that slot.
 
     Args:
         changes: (tick, level from then on), in order.

@@ -38,12 +38,12 @@ class RandomDelay:
             steps that is ``geometric`` (each comes with probability 1 - ``p``) or ``poisson`` (of
             the given ``mean``). What would be later than ``most`` is drawn again.
         least: steps by which every version is late; the timing has to allow it.
-        most: steps by which one can be late: so many old versions of the weights are kept.
-        p: of ``geometric``, above 0 and at most 1.
-        mean: of ``poisson``, above 0: of the further steps, before the cut at ``most``.
+        most: steps by which a version can be late; as many old versions of the weights are kept.
+        p: parameter of ``geometric``, above 0 and at most 1.
+        mean: mean number of ``poisson``'s further steps, above 0, before the cut at ``most``.
         per: ``microbatch``: one draw for each stage, micro-batch and step; ``stage``: one for
             each stage and step, which all micro-batches share; ``step``: one for each step.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ValueError: no such distribution, or numbers that it cannot have.

@@ -47,11 +47,10 @@ class Schedule:
             replicated state, a rank for each micro-batch, and a delay that leaves weights time to
             go round. See :mod:`toolkit.schedule.chains`.
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
-            it sums their gradients before they travel. Worker w of M/k runs micro-batches w,
-            w + M/k, w + 2M/k, ...
-        predict: whether weights that are late are replaced by what they let expect of those of
-            the step, as if the last update were repeated in each step since (SpecTrain,
-            arXiv 1809.02839)::
+            the worker sums their gradients before they travel. Worker w of M/k runs micro-batches
+            w, w + M/k, w + 2M/k, ...
+        predict: whether late weights are extrapolated to the step that reads them, as if the last
+            update were repeated in each step since (SpecTrain, arXiv 1809.02839)::
 
                 theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness
 
@@ -61,7 +60,8 @@ class Schedule:
     Attributes:
         staleness: ``[stage][microbatch]``, steps by which the weights read are late; where delays
             are random, at most.
-        least_staleness: the same, at least: it differs where delays are random.
+        least_staleness: ``[stage][microbatch]``, the least number of steps; other than
+            ``staleness`` only where delays are random.
 
     Raises:
         ValueError: the choices contradict each other; where an op is to blame, the message

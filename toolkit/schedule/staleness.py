@@ -53,7 +53,7 @@ def freshest(
         timing: when ops start.
         n_stages: S.
         n_microbatches: M.
-        together: whether no stage is updated before the gradients of all stages are known.
+        together: whether updates wait for the gradients of all stages.
     """
     ends = [max(timing.gradient_end(j, m) for m in range(n_microbatches)) for j in range(n_stages)]
     rows = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What goes on in one period while training does; in several, if one ends within a slot.
+    """One period of the steady state; or the fewest periods that are a whole number of slots.
 
     Where ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
     messages of the steps beside; :func:`~toolkit.schedule.footprint.footprint` counts those of one
@@ -45,7 +45,7 @@ class SteadyState:
 
 
 def settled_steps(schedule: "Schedule") -> int:
-    """Training steps after which the first ones are no longer felt, and a slot begins."""
+    """Training steps until the steady state, at a step that starts with a slot."""
     steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
     return -(-steps // _whole(schedule)) * _whole(schedule)
 
@@ -57,11 +57,11 @@ def _whole(schedule: "Schedule") -> int:
 
 
 def steady_steps(schedule: "Schedule", n_steps: int) -> range:
-    """Those of ``n_steps`` training steps in which neither start nor end is felt.
+    """The training steps, of ``n_steps``, that are in the steady state.
 
-    Weights that are d steps late make d + 1 threads of training, which may differ in pace: the
-    steps are a whole number of rounds of all of them. Of too few steps, all but the first and those
-    that run beside the last; maybe none.
+    With staleness d there are d + 1 interleaved sequences of updates, which may run at different
+    speeds, so a whole multiple of d + 1 steps is returned. If there are too few, all but the first
+    step and those that overlap the last; possibly an empty range.
     """
     first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
     end = n_steps - schedule.timing.steps_under_way + 1
@@ -70,7 +70,7 @@ def steady_steps(schedule: "Schedule", n_steps: int) -> range:
 
 
 def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
-    """The fewest training steps of which ``timed`` are steady, or a few more for whole rounds."""
+    """The fewest training steps of which ``timed`` are steady, rounded up as in steady_steps."""
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
     return settled_steps(schedule) + rounds * threads + schedule.timing.steps_under_way

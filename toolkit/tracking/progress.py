@@ -21,9 +21,9 @@ class Progress:
     """A bar over epochs, counted in steps; on a terminal it moves, elsewhere it prints seldom.
 
     Args:
-        n: epochs of all runs together, or what else is done in steps.
-        unit: of ``n``.
-        shown: whether this process is the one that shows it.
+        n: epochs of all runs together, or number of other units.
+        unit: name of the units that ``n`` counts.
+        shown: whether this process shows the bar.
         interval: seconds between two refreshes; unless given, a moment on a terminal.
     """
 

@@ -236,7 +236,7 @@ def _notes(told: Any) -> list[str]:
 
 
 def _judged_by(result: Mapping[str, Any], config: Mapping[str, Any]) -> Measure:
-    """As its result tells; of a run without one, as its data lets expect."""
+    """As its result tells; of a run without one, as is usual for its data."""
     data = config.get("data")
     text = isinstance(data, dict) and data.get("_target_") in _TEXTS
     by_name = {measure.name: measure for measure in (ACCURACY, LOSS)}

@@ -48,11 +48,10 @@ def track(
         name: of the run, unless the configuration gives one.
         job_type: the experiment.
         group: of the run, unless the configuration gives one.
-        resume: whether it goes on with the run that was tracked in ``folder`` before, if any; or
-            in ``own``.
-        alone: whether the folder is of this run only. Then it can be resumed, and tells at its end
-            where it is tracked.
-        own: a folder of this run only where ``folder`` is not, that it can be resumed by.
+        resume: whether to continue the run tracked before in ``folder``, or in ``own``, if any.
+        alone: whether ``folder`` is of this run only; then the journal is kept in ``folder``.
+        own: if ``folder`` is shared by several runs, a folder of this run alone; the journal by
+            which it is resumed is kept there.
         here: whether this process is the one that tracks.
 
     Raises:

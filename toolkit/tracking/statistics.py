@@ -66,8 +66,9 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
     """:func:`paired_difference` over the seeds that both have; NaN where no pair is of numbers.
 
     Args:
-        values: by seed, in any order; NaN of a run that has diverged, whose seed does not count.
-        baseline: likewise.
+        values: values by seed, in any order; NaN for a run that has diverged, whose seed is left
+            out.
+        baseline: values of the baseline, by seed, as above.
 
     Raises:
         ValueError: they share no seed.
@@ -91,9 +92,10 @@ def over_seeds(
     """What a rule comes to, and how far from the ``baseline``, by the measure's columns.
 
     Args:
-        values: by seed, in the measure's unit; NaN of runs that have diverged, which do not count.
-        baseline: likewise.
-        by: what they are of.
+        values: values by seed, in the measure's unit; NaN for runs that have diverged, which are
+            left out.
+        baseline: values of the baseline, by seed, as above.
+        by: measure of the values.
 
     Raises:
         ValueError: they share no seed.

@@ -37,11 +37,11 @@ class Job:
 
     Attributes:
         config: its options.
-        schedule: by which it trains.
-        samples: what it trains and tests on.
-        runtime: that trains.
-        device: of the model.
-        rate: the learning rate of a training step's update.
+        schedule: the schedule by which it trains.
+        samples: the samples for training and for the test.
+        runtime: the runtime that trains.
+        device: the device of the model.
+        rate: function from a training step to the learning rate of its update.
     """
 
     config: DictConfig
@@ -118,13 +118,14 @@ class Job:
 
 
 class Rates(LambdaLR):
-    """Learning rates, and what else a run asks of its optimizer, wherever it goes on from.
+    """A LambdaLR that keeps this run's optimizer options after a checkpoint is loaded.
+
+    torch's ``load_state_dict`` would restore the saved ones.
 
     Args:
-        optimizer: with the run's own options.
-        factor: on its learning rates, by training step.
-        options: those of the run's options that stay its own when the optimizer has taken over the
-            state of another, which brings the other's.
+        optimizer: the optimizer, with the run's own options.
+        factor: factor on its learning rates, by training step.
+        options: names of the options to keep, besides the learning rate.
     """
 
     def __init__(
@@ -158,10 +159,10 @@ def prepare(
     """Build what ``config`` describes: equal seeds give equal weights and batches.
 
     Args:
-        config: as ``experiments/train.py`` composes it; it is told the sizes of a schedule that
-            has its own.
-        samples: what is trained and tested on, if it is loaded already.
-        schedule: in the place of the one that ``config`` describes.
+        config: options as ``experiments/train.py`` composes them; the sizes of a schedule that
+            has its own are written into them.
+        samples: samples for training and for the test, if they are loaded already.
+        schedule: a schedule in the place of the one that ``config`` describes.
 
     Raises:
         ValueError: a part cannot be built, or does not fit the others; or the runtime takes many

@@ -196,17 +196,17 @@ def fit(
     """Train for ``epochs`` and evaluate after each.
 
     Args:
-        runtime: trains; its model is on ``device``. Where it is one of many ranks, all of them
-            call this alike, and get the same metrics.
-        samples: of training and of the test.
+        runtime: the runtime that trains, its model on ``device``. If it is one of many ranks, all
+            of them make this call, and get the same metrics.
+        samples: samples for training and for the test.
         batch_size: samples a training step, all micro-batches together.
-        seed: of the order of the samples and their augmentation.
-        rate: the learning rate of a training step's update, which metrics tell.
-        on_epoch: called with each epoch's metrics.
-        on_step: called after each step.
-        position: where to go on; the runtime is as it was there.
-        stretches: where to pause.
-        recipe: in whose precision the tests compute, as the runtime does.
+        seed: seed of the order of the samples and of their augmentation.
+        rate: function from a training step to the learning rate of its update, for the metrics.
+        on_epoch: function that is called with each epoch's metrics.
+        on_step: function that is called after each step.
+        position: place at which to go on; the runtime has the state of that place.
+        stretches: places at which to pause.
+        recipe: the runtime's recipe; the tests compute in its precision.
 
     Raises:
         DivergedError: the loss is no longer finite.
@@ -317,11 +317,11 @@ def evaluate(
     """Test ``model`` on ``batches``; its mode is afterwards what it was.
 
     Args:
-        model: with the weights to test, or all but ``weights``.
+        model: the model to test.
         batches: test samples.
-        total: sums over all ranks, where each tests a share.
-        weights: by name, in the place of the model's own.
-        recipe: in whose precision it computes.
+        total: function that sums over all ranks, if each tests a share.
+        weights: weights by name, in the place of the model's own.
+        recipe: a recipe, in whose precision the model computes.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -92,10 +92,11 @@ class Choice:
 
     Args:
         schedule: a choice of conf/schedule, or ``"your own"``.
-        stages: parts of the model; of your own, the orders tell.
-        microbatches: of a training step, of one round where workers accumulate; likewise.
+        stages: parts of the model; with orders of your own, these tell.
+        microbatches: of a training step, of one round where workers accumulate; with orders of
+            your own, these tell.
         delay: steps by which weights are late, also as a list or a matrix, or ``"freshest"``.
-        predict: whether late weights are replaced by what they let expect of the newest.
+        predict: whether late weights are extrapolated to the step that reads them.
         placement: the rank of each op.
         state: ``replicated`` or ``sharded``.
         n_ranks: of interleaved 1F1B.

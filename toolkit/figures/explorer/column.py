@@ -57,7 +57,7 @@ class Column:
         )
         self.schedule.tooltip = "a choice of conf/schedule, or rank orders of your own"
         self.delay.tooltip = "training steps by which weights are late"
-        self.predict.tooltip = "replace late weights by what they let expect of the newest"
+        self.predict.tooltip = "extrapolate late weights to the step that reads them"
         self.placement.tooltip = "the rank of each op"
         self.state.tooltip = "whether parameters, gradients and optimizer state have one owner"
         self.accumulate.tooltip = "micro-batches that each worker runs one after another in a step"

@@ -28,8 +28,8 @@ class Baseline(Runtime):
 
     Args:
         stages: the model, partitioned; on the device of ``world``.
-        schedule: for as many stages, of a kind that the baseline can run.
-        optimizer: makes the optimizer of a stage from the list of its parameters.
+        schedule: a schedule of as many stages, of a kind that the baseline can run.
+        optimizer: function from the list of a stage's parameters to its optimizer.
         loss: mean loss of a micro-batch, from outputs and targets.
         world: the ranks; those of this job unless given.
 

@@ -36,8 +36,8 @@ class DDP(Synchronous):
     Args:
         stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
         schedule: ``catalog.data_parallel(n)``.
-        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
-        seed: of what the model draws at random in training, such as dropout.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
+        seed: seed of the model's random draws in training, such as dropout.
         recipe: its precision and memory format; all else is refused.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.

@@ -37,8 +37,8 @@ class DelayedAllReduce(Baseline):
     Args:
         stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
         schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
-        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
-        seed: of what the model draws at random in training, such as dropout.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
+        seed: seed of the model's random draws in training, such as dropout.
         recipe: how stages compute and update.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 

@@ -34,8 +34,8 @@ class FSDP(Synchronous):
     Args:
         stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
         schedule: ``catalog.data_parallel(n)``, its state sharded or not.
-        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
-        seed: of what the model draws at random in training, such as dropout.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
+        seed: seed of the model's random draws in training, such as dropout.
         recipe: its precision and memory format; all else is refused. FSDP cuts only contiguous
             weights, so ``channels_last`` is of the images alone.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its

@@ -44,8 +44,8 @@ class TorchPipelining(Baseline):
         stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
         schedule: ``catalog.gpipe``, ``one_f_one_b``, ``interleaved_1f1b`` or ``zero_bubble``, or
             any other whose ranks run their ops in the same order.
-        lr_scheduler: makes the learning-rate schedule of a stage from its optimizer.
-        seed: of what the model draws at random in training, such as dropout.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
+        seed: seed of the model's random draws in training, such as dropout.
         recipe: its precision, fp32 or tf32; all else is refused.
 
     Raises:

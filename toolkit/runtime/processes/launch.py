@@ -62,9 +62,10 @@ def launch(
     this process, and what they print appears here. All end with the call, whatever happens.
 
     Args:
-        function: may be one of a notebook's cell. It and the arguments are pickled.
-        n_ranks: how many processes.
-        on_report: called here with the rank and the value of each report.
+        function: function that each rank calls, also one of a notebook's cell; it is pickled, and
+            so are the arguments.
+        n_ranks: number of processes.
+        on_report: function that is called here with the rank and the value of each report.
         timeout: seconds within which all ranks have to be up.
         environment: variables for the ranks, besides those of this process.
 

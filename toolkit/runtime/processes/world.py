@@ -238,7 +238,7 @@ def join(
     A process joins once; asked again, it gets the same world.
 
     Args:
-        n_ranks: how many there have to be; any number unless given.
+        n_ranks: number of ranks that there have to be; any number unless given.
         device: ``auto`` is the GPU of this rank where there is one, else the CPU.
         backend: ``auto`` is NCCL where every rank has a GPU of its own, else gloo, whose messages
             go through the CPU's memory.
