@@ -387,6 +387,25 @@ def test_what_is_sent_in_a_step_is_no_matter_of_delay(delay):
     assert timeline.bytes_a_step() == pytest.approx([2 * 7 / 8 * 12] * 8)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        catalog.cyclic(4, 3),
+        catalog.cyclic(4, 2, accumulate=2),
+        catalog.cyclic(4, 3, state="sharded"),
+        catalog.data_parallel(4, delay=2, state="sharded"),
+        catalog.published(4, state="sharded"),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_weights_that_are_read_steps_later_are_sent_nevertheless(schedule):
+    """But for those that no step of the program reads any more."""
+    stages = [StageCost(1.0, 1.0, parameter_bytes=1.0)] * schedule.n_stages
+    timeline = simulate(schedule.lower(steps_to_time(schedule)), stages, UNIT)
+    counted = float(footprint(schedule).traffic) * schedule.n_stages
+    assert sum(timeline.bytes_a_step()) / schedule.n_ranks == pytest.approx(counted)
+
+
 @pytest.mark.parametrize("rule", comparison.RULES)
 @pytest.mark.parametrize("setting", comparison.SETTINGS)
 @pytest.mark.parametrize("n", [2, 3, 4])

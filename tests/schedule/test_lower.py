@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick, schedules
-from toolkit.schedule import Action, Buffer, Instruction, Kind, Op, Program, catalog
+from toolkit.schedule import (
+    Action,
+    Buffer,
+    Instruction,
+    Kind,
+    Op,
+    Program,
+    Schedule,
+    Timing,
+    catalog,
+)
+from toolkit.schedule.timing import simultaneous
 
 MESSAGES = (Action.SEND, Action.RECV)
 
@@ -308,3 +319,12 @@ def test_who_gives_and_who_is_left_with_something(action, gives, leaves):
     instruction = Instruction(0, action, 0, step=0, buffer=Buffer.GRADIENT, peers=(5, 2, 7))
     assert [rank for rank in instruction.peers if instruction.gives(rank)] == gives
     assert [rank for rank in instruction.peers if instruction.leaves(rank)] == leaves
+
+
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_ranks_that_take_turns_do_not_reduce_without_the_others(state):
+    """The two micro-batches of a step end together, on two of the three ranks of a stage."""
+    timing = Timing(simultaneous(2, 2).starts, 2)
+    schedule = Schedule("x", 2, 2, timing, "per_stage_and_microbatch", "freshest", state)
+    assert len(schedule.layout.ranks(0)) > 2
+    schedule.lower(5).verify()

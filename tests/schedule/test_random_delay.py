@@ -244,3 +244,15 @@ def test_the_most_says_which_versions_are_kept():
     schedule = catalog.data_parallel(2, delay=RandomDelay(most=3))
     assert schedule.max_staleness == 3
     assert [schedule.oldest_version(0, step) for step in range(6)] == [0, 0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "options", [{"distribution": "geometric", "p": 0.3}, {"distribution": "poisson", "mean": 3.3}]
+)
+def test_long_delays_are_drawn_at_once(options):
+    """Exactly, though their probabilities have thousands of digits."""
+    delay = RandomDelay(most=1000, **options)
+    assert delay._bounds[-1] == 2**64
+    assert 0 <= delay.draw(0, 0, 0) < 50
+    with pytest.raises(ValueError, match=r"at most 1000 steps, .* got most=1001"):
+        replace(delay, most=1001)

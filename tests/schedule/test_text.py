@@ -204,6 +204,15 @@ def test_a_misspelt_cell_is_named(text, message):
     ("orders", "message"),
     [
         (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op: write stage, kind and micro"),
+        ("0F0 0B0", "orders are a list with one for each rank: got the text '0F0 0B0'"),
+        ([[None]], "rank 0, op 0: None is not an op: give text such as 0F0, or an Op"),
+        ([[(7, 0, 0)]], r"rank 0, op 0: \(7, 0, 0\) is not an op"),
+        ([[(Kind.FORWARD, 0.5, 0)]], "op 0: a stage is a whole number, 0 or more: got 0.5"),
+        ([["0F0", (Kind.BACKWARD, 0, -1)]], "op 1: a micro-batch is a whole number, 0 or more"),
+        (
+            ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", "2F0 2B0 2F1 2B1"],
+            "out: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1. On its own rank",
+        ),
         (["0F0 0B0", ""], r"every rank has something to do: rank 1 has no ops"),
         ([], "every rank has something to do"),
         (["0F0 0B0 0F1"], "stage 0 of micro-batch 1 needs .* a backward .*: found forward"),

@@ -206,7 +206,8 @@ class _Lowering:
         owner = self.owner[j]
         ready = max(shares.values())
         updaters: tuple[int, ...] = (owner,)
-        if len(shares) > 1 and len(set(shares.values())) == 1:
+        whole = shares.keys() == {*self.schedule.layout.ranks(j)}
+        if len(shares) > 1 and whole and len(set(shares.values())) == 1:
             group = tuple(sorted(shares, key=lambda rank: (rank != owner, rank)))
             action = Action.REDUCE
             if self.schedule.state == "replicated":

@@ -169,13 +169,14 @@ def as_early_as_possible(
             position[rank] += 1
             ready += waiting.pop(op, [])
     if waiting:
-        stuck = (
-            f"rank {rank} waits at {orders[rank][position[rank]]} for {op}"
-            for op, ranks in waiting.items()
-            for rank in ranks
+        on = {op: rank for rank, order in enumerate(orders) for op in order}
+        stuck = {rank: op for op, ranks in waiting.items() for rank in ranks}
+        told = (
+            f"rank {rank} waits at {orders[rank][position[rank]]} for {stuck[rank]}"
+            for rank in _round({rank: on[op] for rank, op in stuck.items()})
         )
         raise ValueError(
-            f"the orders cannot be carried out: {'; '.join(sorted(stuck))}."
+            f"the orders cannot be carried out: {'; '.join(told)}."
             " On its own rank, each op comes after those that it needs"
         )
     starts = {op: end - 1 for op, end in ends.items()}
@@ -198,3 +199,15 @@ def _period(
             start = starts[Op(Kind.FORWARD, j, m)]
             longest = max(longest, -((start - ready) // (least[j][m] + 1)))
     return longest
+
+
+def _round(waits: Mapping[int, int]) -> list[int]:
+    """Ranks that wait for each other in a round, the lowest first, where each waits for one."""
+    rank = min(waits)
+    for _ in waits:
+        rank = waits[rank]
+    found = [rank]
+    while waits[found[-1]] != rank:
+        found.append(waits[found[-1]])
+    first = found.index(min(found))
+    return found[first:] + found[:first]

@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
-from math import inf
+from math import inf, prod
 
 from toolkit.schedule.given import check_choice, whole
 
@@ -19,6 +19,7 @@ Draws = tuple[tuple[int, ...], ...]
 
 PER = ("microbatch", "stage", "step")
 _BITS = 64  # of a draw
+_MOST = 1000
 
 # The probability of a delay of k steps more than the least, to that of k - 1.
 _RATIOS: dict[str, Callable[["RandomDelay", int], Fraction]] = {
@@ -71,6 +72,11 @@ class RandomDelay:
                 "a random delay is from least to most, 0 or more: got"
                 f" least={self.least}, most={self.most}"
             )
+        if self.most > _MOST:
+            raise ValueError(
+                f"a random delay is of at most {_MOST} steps, and as many versions of the weights"
+                f" are kept: got most={self.most}"
+            )
         self._check("p", "geometric", 1, "above 0 and at most 1, such as 0.5")
         self._check("mean", "poisson", inf, "above 0, such as 1.5")
 
@@ -95,19 +101,29 @@ class RandomDelay:
         kind = "random" if self.distribution == "uniform" else self.distribution
         return f"{kind} delay {self.least}-{self.most}"
 
-    @cached_property
+    @property
     def probabilities(self) -> tuple[Fraction, ...]:
         """Of ``least`` steps, one more, ..., ``most``."""
-        ratio = _RATIOS[self.distribution]
-        further = range(1, self.most - self.least + 1)
-        shape = [*accumulate(further, lambda last, k: last * ratio(self, k), initial=Fraction(1))]
-        total = sum(shape)
-        return tuple(part / total for part in shape)
+        return tuple(Fraction(weight, sum(self._weights)) for weight in self._weights)
 
     @property
     def expected(self) -> float:
         """The mean of the draws, in steps."""
-        return float(self.least + sum(k * p for k, p in enumerate(self.probabilities)))
+        further = sum(k * weight for k, weight in enumerate(self._weights))
+        return float(self.least + Fraction(further, sum(self._weights)))
+
+    @cached_property
+    def _weights(self) -> tuple[int, ...]:
+        """In proportion to the probabilities, over the denominator that all of them share."""
+        further = range(1, self.most - self.least + 1)
+        ratios = [_RATIOS[self.distribution](self, k) for k in further]
+        return tuple(
+            accumulate(
+                ratios,
+                lambda last, ratio: last // ratio.denominator * ratio.numerator,
+                initial=prod(ratio.denominator for ratio in ratios),
+            )
+        )
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
@@ -115,7 +131,8 @@ class RandomDelay:
 
         Whole numbers, made exactly: no rounding of a platform can change a draw.
         """
-        return tuple(int(below * 2**_BITS) for below in accumulate(self.probabilities))
+        total = sum(self._weights)
+        return tuple((below << _BITS) // total for below in accumulate(self._weights))
 
     def draw(self, stage: int, microbatch: int, step: int) -> int:
         """The steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""

@@ -244,6 +244,8 @@ class Schedule:
                 ops than the period has slots; a backward is not where its forward was; ranks wait
                 for each other.
         """
+        if isinstance(orders, str):
+            raise ValueError(f"orders are a list with one for each rank: got the text {orders!r}")
         parsed = [_text.parse_order(order, rank) for rank, order in enumerate(orders)]
         return cls._from_orders(parsed, {}, period, name, delay, state, predict)
 

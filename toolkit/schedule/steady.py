@@ -64,7 +64,7 @@ def steady_steps(schedule: "Schedule", n_steps: int) -> range:
     step and those that overlap the last; possibly an empty range.
     """
     first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
-    end = n_steps - schedule.timing.steps_under_way + 1
+    end = n_steps - _unlike_others_at_the_end(schedule)
     rounds = max(0, end - first) // threads
     return range(first, first + rounds * threads) if rounds else range(1, max(1, end))
 
@@ -73,7 +73,12 @@ def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
     """The fewest training steps of which ``timed`` are steady, rounded up as in steady_steps."""
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
-    return settled_steps(schedule) + rounds * threads + schedule.timing.steps_under_way
+    return settled_steps(schedule) + 1 + rounds * threads + _unlike_others_at_the_end(schedule)
+
+
+def _unlike_others_at_the_end(schedule: "Schedule") -> int:
+    """Training steps at a program's end that overlap too few, or whose weights nobody reads."""
+    return max(schedule.timing.steps_under_way - 1, schedule.max_staleness)
 
 
 def steady_slots(schedule: "Schedule", step: int) -> slice:

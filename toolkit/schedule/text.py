@@ -16,11 +16,12 @@ import csv
 import io
 import os.path
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.orders import as_early_as_possible
 
@@ -50,10 +51,21 @@ def parse_op(text: str, where: str) -> Op:
 def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
     """One rank's ops, from ops or text."""
     words = order.split() if isinstance(order, str) else order
-    return [
-        parse_op(word, f"rank {rank}, op {k}") if isinstance(word, str) else Op(*word)
-        for k, word in enumerate(words)
-    ]
+    return [_op(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
+
+
+def _op(word: Op | str, where: str) -> Op:
+    if isinstance(word, str):
+        return parse_op(word, where)
+    try:
+        kind, stage, microbatch = word
+        kind = Kind(kind)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{where}: {word!r} is not an op: give text such as 0F0, or an Op"
+        ) from None
+    at = whole(stage, f"{where}: a stage", 0), whole(microbatch, f"{where}: a micro-batch", 0)
+    return Op(kind, *at)
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ def read_csv(source: str | Path) -> Table:
     orders: list[list[Op]] = []
     slots: dict[Op, int] = {}
     periods: dict[int, str] = {}
-    for row, cells in enumerate(csv.reader(io.StringIO(_content(source))), 1):
+    for row, cells in enumerate(_rows(_content(source)), 1):
         if cells:
             orders.append([])
         for slot, cell in enumerate(map(str.strip, cells)):
@@ -100,6 +112,13 @@ def read_csv(source: str | Path) -> Table:
         told = " and ".join(f"period={period} ({where})" for period, where in periods.items())
         raise ValueError(f"a file has one period: got {told}; leave all but one out")
     return Table(orders, slots, next(iter(periods), None))
+
+
+def _rows(text: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise ValueError(f"rank orders that cannot be read as CSV: {error}") from None
 
 
 def _content(source: str | Path) -> str:
