@@ -42,6 +42,7 @@ def test_an_op_ends_one_slot_after_its_start():
     when = timing.cyclic(4, 3)
     assert when.end(Op(Kind.FORWARD, 0, 1)) == 8 + 3
     assert when.gradient_end(3, 1) == 8 + 5 * 3
+    assert when.update_ready(3, 3) == 2 * 8 + 5 * 3
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,9 @@ def _check_ends(schedule: "Schedule", stage: int) -> None:
 
 def _check_delays(schedule: "Schedule", stage: int) -> None:
     """No rank reads new weights at once: there is time for them to go round."""
-    timing, microbatches = schedule.timing, range(schedule.n_microbatches)
-    made = max(timing.gradient_end(stage, m) for m in microbatches)
-    for m in microbatches:
+    timing = schedule.timing
+    made = timing.update_ready(stage, schedule.n_microbatches)
+    for m in range(schedule.n_microbatches):
         op, delay = Op(Kind.FORWARD, stage, m), schedule.least_staleness[stage][m]
         if timing.starts[op] + (delay + 1) * timing.period <= made:
             raise ValueError(

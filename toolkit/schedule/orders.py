@@ -194,7 +194,7 @@ def _period(
     least, _ = in_steps(delay, n_stages, n_microbatches)
     timing = Timing(starts, longest)
     for j in range(n_stages):
-        ready = max(timing.gradient_end(j, m) for m in range(n_microbatches))
+        ready = timing.update_ready(j, n_microbatches)
         for m in range(n_microbatches):
             start = starts[Op(Kind.FORWARD, j, m)]
             longest = max(longest, -((start - ready) // (least[j][m] + 1)))

@@ -55,7 +55,7 @@ def freshest(
         n_microbatches: M.
         together: whether updates wait for the gradients of all stages.
     """
-    ends = [max(timing.gradient_end(j, m) for m in range(n_microbatches)) for j in range(n_stages)]
+    ends = [timing.update_ready(j, n_microbatches) for j in range(n_stages)]
     rows = []
     for j in range(n_stages):
         ready = max(ends) if together else ends[j]

@@ -74,6 +74,10 @@ class Timing:
         op = Op(Kind.BACKWARD_WEIGHT, stage, microbatch)
         return self.end(op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch))
 
+    def update_ready(self, stage: int, n_microbatches: int) -> int:
+        """The tick at which the gradients of all micro-batches are: the stage can be updated."""
+        return max(self.gradient_end(stage, m) for m in range(n_microbatches))
+
 
 def _staggered(
     n_stages: int, n_microbatches: int, offset: Callable[[int], int], tick: int
