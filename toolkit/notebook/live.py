@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from toolkit.messages import refused_by
+from toolkit.messages import first_line, refused_by
 from toolkit.runtime import JobFailedError, RankError, launch
 
 _INTERVAL = 0.25  # seconds between two refreshes
@@ -135,8 +135,8 @@ def watched(
 
 def in_a_sentence(error: Exception) -> None:
     """Have notebooks show only the first line of ``error``."""
-    line = (str(error).splitlines() or [type(error).__name__])[0]
-    error._render_traceback_ = lambda: [f"{type(error).__name__}: {line}"]  # type: ignore[attr-defined]
+    line = f"{type(error).__name__}: {first_line(error)}"
+    error._render_traceback_ = lambda: [line]  # type: ignore[attr-defined]
 
 
 def in_notebook() -> bool:

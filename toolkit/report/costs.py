@@ -7,6 +7,7 @@ from math import nan
 from statistics import mean
 from typing import TYPE_CHECKING
 
+from toolkit.messages import first_line
 from toolkit.report.description import Block, Figure, Page, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, number, per_million
@@ -43,7 +44,7 @@ def schedules_of(groups: Sequence[Group]) -> Found:
         try:
             schedule = rebuild_schedule(group.config["schedule"])
         except ValueError as error:
-            found.refused[group.label] = str(error).splitlines()[0]
+            found.refused[group.label] = first_line(error)
             continue
         if schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
             found.refused[group.label] = "it is too large to be counted here"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 
-from toolkit.schedule.given import whole
+from toolkit.schedule.given import check_choice, whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.timing import Timing
 
@@ -96,17 +96,16 @@ Placement = Turns | Assigned
 
 def place(name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int) -> Turns:
     """The placement called ``name`` for ops timed by ``timing``."""
+    check_choice("placement", name, PLACEMENTS)
     if name == "one":
         first, replicas = [0] * n_stages, [1] * n_stages
     elif name == "per_microbatch":
         first, replicas = [0] * n_stages, [n_workers] * n_stages
     elif name == "per_stage":
         first, replicas = list(range(n_stages)), [1] * n_stages
-    elif name == "per_stage_and_microbatch":
+    else:
         replicas = [_most_in_flight(timing, j, n_microbatches) for j in range(n_stages)]
         first = [0, *accumulate(replicas[:-1])]
-    else:
-        raise ValueError(f"unknown placement {name!r}: choose one of {', '.join(PLACEMENTS)}")
     return Turns(name, n_microbatches, tuple(first), tuple(replicas))
 
 

@@ -14,9 +14,9 @@ rule CDP-v2 of arXiv 2403.08837, section 3.
 """
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Protocol
 
+from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.timing import Timing
@@ -115,6 +115,4 @@ def _by_stage(delay: Sequence, n_stages: int, n_microbatches: int) -> Staleness:
 
 
 def _steps(delay: object) -> int:
-    if not isinstance(delay, Integral) or isinstance(delay, bool) or delay < 0:
-        raise ValueError(f"a delay is a whole number of steps, 0 or more: got {delay!r}")
-    return int(delay)
+    return whole(delay, "a delay, in steps,", 0)

@@ -7,6 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.messages import first_line
 from toolkit.options import INDIFFERENT
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
@@ -199,7 +200,7 @@ def without_delay(schedule: Schedule) -> Schedule:
             chains="in_order",
         )
     except ValueError as error:
-        found, reason = None, str(error).splitlines()[0]
+        found, reason = None, first_line(error)
     if found is None or found.n_ranks != schedule.n_ranks:
         reason = reason if found is None else f"it takes {found.n_ranks} ranks"
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional
 
+from toolkit.messages import first_line
 from toolkit.training.data.files import check_file, naming
 from toolkit.training.data.readers import Key
 from toolkit.training.data.views import Cut, View
@@ -116,5 +117,5 @@ def check_gpu(device: torch.device) -> None:
     except (RuntimeError, ImportError) as error:
         raise ValueError(
             "data.decode=gpu needs a torchvision that decodes JPEG on CUDA, and this one does not"
-            f" ({str(error).splitlines()[0]}): choose data.decode=cpu"
+            f" ({first_line(error)}): choose data.decode=cpu"
         ) from error
