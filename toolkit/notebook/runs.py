@@ -40,6 +40,7 @@ def train_rules(
 
     from toolkit.config import build_schedule
     from toolkit.schedule import labels
+    from toolkit.tracking.compared import run_options, seeds_of
     from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare
     from toolkit.training.data import load
@@ -47,7 +48,7 @@ def train_rules(
     if "rules" not in config:
         raise ValueError('rules are those of compare: give settings("compare", ...)')
     if seeds is None:
-        seeds = range(config.seed, config.seed + config.seeds)
+        seeds = seeds_of(config)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
         raise ValueError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
     images = load(config.data)
@@ -55,9 +56,9 @@ def train_rules(
     runs = [(seed, name) for seed in seeds for name in config.rules]
     rows: list[dict[str, Any]] = []
     for k, (seed, name) in enumerate(runs):
-        single = {**config, "schedule": config.rules[name], "seed": seed}
         on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
-        for epoch in prepare(OmegaConf.create(single), images).run_to_end():
+        own = OmegaConf.create(run_options(config, name, seed))
+        for epoch in prepare(own, images).run_to_end():
             numbers = per_cent(numbers_of(asdict(epoch))) | {"epoch": epoch.epoch}
             rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)

@@ -63,9 +63,19 @@ class RuleRun:
         return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
+def seeds_of(config: DictConfig) -> range:
+    """The seeds with which a comparison trains each rule."""
+    return range(config.seed, config.seed + config.seeds)
+
+
+def run_options(config: DictConfig, rule: str, seed: int) -> dict[Any, Any]:
+    """The options of one run of a comparison."""
+    return {**config, "schedule": config.rules[rule], "seed": seed}
+
+
 def asked_for(config: DictConfig, runs: Sequence[RuleRun]) -> list[RuleRun]:
     """Those of ``runs`` of which the comparison is to tell."""
-    seeds = range(config.seed, config.seed + config.seeds)
+    seeds = seeds_of(config)
     return [run for run in runs if run.rule in config.rules and run.seed in seeds]
 
 

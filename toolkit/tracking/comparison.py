@@ -20,6 +20,8 @@ from toolkit.tracking.compared import (
     fresh_unless_saved,
     keep_options,
     keep_runs,
+    run_options,
+    seeds_of,
 )
 from toolkit.tracking.runs import group_of
 from toolkit.training import DivergedError, Step, StoppedError, prepare, run_kept
@@ -73,7 +75,7 @@ def train_all(
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
     done = {(run.rule, run.seed) for run in ended}
-    seeds = range(config.seed, config.seed + config.seeds)
+    seeds = seeds_of(config)
     wanted = [key for seed in seeds for name in config.rules if (key := (name, seed)) not in done]
     wanted.sort(key=lambda key: key not in under_way)
     alone = "timeout" not in config.runtime
@@ -83,9 +85,8 @@ def train_all(
             # Ranks go on until all know of a signal.
             if number := signals.number if alone else signals.agreed:
                 raise StoppedError(number, saved=True)
-            own = {"schedule": config.rules[name], "seed": seed}
-            single = OmegaConf.create({**config, **own, **_UNGUARDED})
-            yield _trained(single, name, samples, folder, progress, signals)
+            own = OmegaConf.create(run_options(config, name, seed) | _UNGUARDED)
+            yield _trained(own, name, samples, folder, progress, signals)
 
 
 def _trained(
