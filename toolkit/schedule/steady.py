@@ -5,7 +5,7 @@ from fractions import Fraction
 from math import gcd
 from typing import TYPE_CHECKING
 
-from toolkit.schedule.traffic import Traffic
+from toolkit.schedule.traffic import Traffic, units_sent
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
@@ -39,9 +39,7 @@ class SteadyState:
     @property
     def units_by_slot(self) -> tuple[Fraction, ...]:
         """What all ranks together send in each slot, in stage-parameters."""
-        return tuple(
-            sum((sent.units for sent in slot if sent.units), Fraction()) for slot in self.traffic
-        )
+        return units_sent(self.traffic)
 
 
 def settled_steps(schedule: "Schedule") -> int:

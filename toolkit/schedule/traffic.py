@@ -21,6 +21,11 @@ def together(found: Sequence[Traffic]) -> Traffic:
     return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
 
 
+def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
+    """What all ranks together send in each slot, in stage-parameters: of ``[slot][rank]``."""
+    return tuple(sum((sent.units for sent in slot if sent.units), Fraction()) for slot in traffic)
+
+
 def rounds(action: Action, n_ranks: int) -> int:
     """Messages of a collective that wait for each other: of a ring, or of a binomial tree."""
     return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from toolkit.figures.explorer.choice import Choice
 from toolkit.schedule import Program, Schedule, SteadyState, steady_state
 from toolkit.schedule.steady import steps_to_time
+from toolkit.schedule.traffic import units_sent
 from toolkit.units import duration
 
 if TYPE_CHECKING:
@@ -64,10 +65,7 @@ class Analysis:
     @cached_property
     def traffic(self) -> tuple[Fraction, ...]:
         """What all ranks send in each drawn slot, in stage-parameters."""
-        return tuple(
-            sum((sent.units for sent in slot if sent.units), Fraction())
-            for slot in self.drawn.traffic()
-        )
+        return units_sent(self.drawn.traffic())
 
     @property
     def peak(self) -> Fraction:
