@@ -7,7 +7,6 @@ from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
 
-_ACCUMULATE = "accumulate, the micro-batches of a worker,"
 _PREDICTED = " predicted"
 
 
@@ -34,10 +33,7 @@ def data_parallel(
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
     """
-    s, workers = _sizes(n_stages, n)
-    k = whole(accumulate, _ACCUMULATE, 1)
-    m = k * workers
-    check_forwards(s, m)
+    s, workers, k, m = _accumulated(n_stages, n, accumulate)
     late = _late(delay, s, m)
     rule = "" if late == " delay 0" else late
     name = _name("DP", state, rule + _PREDICTED * bool(predict and rule), k)
@@ -73,10 +69,7 @@ def cyclic(
 
     Source: arXiv 2403.08837.
     """
-    s, workers = _sizes(n_stages, n)
-    k = whole(accumulate, _ACCUMULATE, 1)
-    m = k * workers
-    check_forwards(s, m)
+    s, workers, k, m = _accumulated(n_stages, n, accumulate)
     late = _late(delay, s, m)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
@@ -205,7 +198,16 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
 
 def _sizes(n_stages: int | None, n_microbatches: int) -> tuple[int, int]:
     """As many stages as micro-batches unless given."""
-    m = whole(n_microbatches, "the number of micro-batches", 1)
-    s = m if n_stages is None else whole(n_stages, "the number of stages", 1)
-    check_forwards(s, m)
+    s, _, _, m = _accumulated(n_stages, n_microbatches, 1)
     return s, m
+
+
+def _accumulated(
+    n_stages: int | None, n_workers: int, accumulate: int
+) -> tuple[int, int, int, int]:
+    """Stages, as many as workers unless given; workers; a worker's micro-batches; and all."""
+    workers = whole(n_workers, "the number of micro-batches", 1)
+    s = workers if n_stages is None else whole(n_stages, "the number of stages", 1)
+    k = whole(accumulate, "accumulate, the micro-batches of a worker,", 1)
+    check_forwards(s, k * workers)
+    return s, workers, k, k * workers
