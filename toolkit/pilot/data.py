@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit.training.data import Batch
+from toolkit.training.data.held import shuffled
 from toolkit.training.loop import evaluated_at_once
 
 _MOST = 2048  # images of a data set of the user's own that are read
@@ -96,9 +97,9 @@ def _split(pixels: Tensor, labels: Tensor, labelled: bool, batch_size: int) -> D
     held, kept = order[:n_tested].to(pixels.device), order[n_tested:]
 
     def epoch(seed: int, number: int) -> list[Batch]:
-        generator = torch.Generator().manual_seed(hash((seed, number)))
-        mixed = kept[torch.randperm(len(kept), generator=generator)].to(pixels.device)
-        parts = mixed[: len(kept) // batch_size * batch_size].split(batch_size)
+        mixed, _ = shuffled(len(kept), batch_size, seed, number, "images")
+        chosen = kept[mixed].to(pixels.device)
+        parts = chosen[: len(kept) // batch_size * batch_size].split(batch_size)
         return [(pixels[part], labels[part]) for part in parts]
 
     def test() -> list[Batch]:
