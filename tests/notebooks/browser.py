@@ -7,7 +7,6 @@ nothing of the user's.
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
+
+from tests.ports import free_port
 
 TOKEN = "toolkit"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -39,7 +40,7 @@ def missing() -> str:
 @contextmanager
 def lab(folder: Path, home: Path) -> Iterator[str]:
     """A JupyterLab server on ``folder``; its address."""
-    port = _free_port()
+    port = free_port()
     settings = home / "lab" / "user-settings"
     for plugin, values in _QUIET.items():
         package, _, name = plugin.partition(":")
@@ -71,13 +72,6 @@ def lab(folder: Path, home: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _wait_for(url: str, server: subprocess.Popen, log: Path) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
+from tests.runtime.conform import sgd
 from tests.runtime.models import assert_same, differ, learning_rates
 from tests.stages import cut
 from tests.thorough import more
@@ -58,10 +59,6 @@ class Net(nn.Module):
     def forward(self, x):
         features = self.blocks(self.norm(self.stem(x)))
         return self.head(torch.cat([features.mean((2, 3)), x.mean((2, 3))], 1))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-3)
 
 
 @by_name

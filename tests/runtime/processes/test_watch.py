@@ -1,7 +1,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from tests.ports import free_port
 from tests.thorough import thorough
 from toolkit.runtime.processes.lastword import LastWord, Process
 from toolkit.runtime.processes.verdict import Fate
@@ -88,12 +88,6 @@ class Job:
     @property
     def statuses(self) -> list[int]:
         return [process.returncode for process in self.started]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
 
 
 PLACE = (
