@@ -23,7 +23,7 @@ The order of messages is the same on all ranks, so that blocking channels cannot
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,11 +79,6 @@ def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
     first = whole(first_step, "first_step of a program", 0)
     with collector_paused():
         return _Lowering(schedule, range(first, first + n)).program()
-
-
-def _grouped(reads: list[_Read]) -> Iterator[tuple[int, list[_Read]]]:
-    for start, group in groupby(reads, key=lambda read: read.start):
-        yield start, list(group)
 
 
 @dataclass
@@ -275,10 +270,11 @@ class _Lowering:
         Where ranks need it at the same moment the owner keeps it for all of its readers instead.
         """
         owner = self.owner[j]
-        moments = [
-            (start, sorted({read.rank for read in reads}), max(read.end for read in reads))
-            for start, reads in _grouped(sorted(self.reads[j, version]))
-        ]
+        moments = []
+        for start, group in groupby(sorted(self.reads[j, version]), key=lambda read: read.start):
+            reads = [*group]
+            ranks = sorted({read.rank for read in reads})
+            moments.append((start, ranks, max(read.end for read in reads)))
         at_once = any(len(ranks) > 1 for _, ranks, _ in moments)
         master = _Stay(owner, made.tick, remade.tick if remade else made.tick)
         if at_once:
