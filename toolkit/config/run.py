@@ -17,6 +17,7 @@ from toolkit.config import status as states
 from toolkit.config.interrupts import interrupted
 from toolkit.config.shorthands import settle
 from toolkit.config.status import Status, alone_in, write_status
+from toolkit.config.threads import use_threads
 
 FAILED = 1
 USAGE = 2
@@ -77,6 +78,7 @@ def _told(function: Experiment, config: DictConfig, explained: Explained, folder
     try:
         with interrupted():
             settle(config, options)
+            use_threads(config)
             returned = function(config)
     except KeyboardInterrupt:
         tell(states.STOPPED)

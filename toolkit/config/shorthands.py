@@ -1,6 +1,5 @@
-"""Options that stand for others, and those that hold for the whole process."""
+"""Options that stand for others."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from toolkit.config.known import check_known
 
 _SAME = ("workers", "microbatches")
 _SIZES = (*_SAME, "stages")
-_THREADS = 16  # for each processor; far more end the process
 
 
 def spell_out(config: Any) -> None:
@@ -25,7 +23,7 @@ def spell_out(config: Any) -> None:
 
 
 def settle(config: DictConfig, given: Sequence[str]) -> None:
-    """Spell out and resolve options, and have torch use the threads that they give it.
+    """Spell out and resolve options.
 
     Args:
         config: of an experiment; changed in place.
@@ -34,8 +32,17 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
             too.
 
     Raises:
-        ValueError: the seed, the threads or the workers cannot be, or there is no such option.
+        ValueError: the seed or the workers cannot be, or there is no such option.
     """
+    _check_workers(config, given)
+    _read_fresh(config, given)
+    spell_out(config)
+    OmegaConf.resolve(config)
+    check_known(config)
+    _check_seed(config)
+
+
+def _check_workers(config: DictConfig, given: Sequence[str]) -> None:
     workers = config.get("workers")
     told = [option for option in given if key_of(option) == "microbatches"]
     if told and workers is not None:
@@ -43,30 +50,27 @@ def settle(config: DictConfig, given: Sequence[str]) -> None:
             f"{told[0]}, and a preset has workers={workers}, which sets microbatches: give workers"
             " instead"
         )
+
+
+def _read_fresh(config: DictConfig, given: Sequence[str]) -> None:
+    """Have schedules from files read fresh weights, where no delay is given."""
     names = {key_of(option) for option in given}
     for group in _schedules(config):
         late = {f"{group}.delay", "schedule"}  # a rule has to be of some method
         fresh = f"{group}.file" in names and not names & late
         if fresh and "delay" in (options := OmegaConf.select(config, group)):
             options.delay = 0  # that of the usual method is no word on a file
-    spell_out(config)
-    OmegaConf.resolve(config)
-    check_known(config)
-    if not 0 <= config.get("seed", 0) < 2**63:
-        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
-    threads, most = config.get("threads"), _THREADS * (os.cpu_count() or 1)
-    if threads is not None:
-        if not 1 <= threads <= most:
-            raise ValueError(f"threads is from 1 to {most} here: got {threads}")
-        import torch
-
-        torch.set_num_threads(threads)
 
 
 def _schedules(config: DictConfig) -> list[str]:
     """The groups of options that are a schedule's."""
     more = [f"{group}.{name}" for group in ("rules", "also") for name in config.get(group) or {}]
     return ["schedule", *more]
+
+
+def _check_seed(config: DictConfig) -> None:
+    if not 0 <= config.get("seed", 0) < 2**63:
+        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
 
 
 def check_given(arguments: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 from toolkit.config import schema
 from toolkit.config.errors import explain
 from toolkit.config.shorthands import check_given, settle
+from toolkit.config.threads import use_threads
 from toolkit.messages import instead
 from toolkit.repository import ROOT, conf
 
@@ -32,6 +33,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(experiment, list(options))
         settle(config, options)
+        use_threads(config)
     except Exception as error:
         message = explain(error, experiment, folder, list(options))
         if message is None:
