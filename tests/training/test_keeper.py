@@ -1,5 +1,6 @@
 """When a run is saved, which checkpoint is its best, how it stops; without any training."""
 
+import os
 import signal
 from types import SimpleNamespace
 
@@ -180,8 +181,22 @@ def test_one_checkpoint_that_was_not_written_does_not_belie_a_later_one(make, cl
     assert "No space left" in capsys.readouterr().err
 
 
+def test_a_terminal_that_goes_away_is_heard_unless_nobody_minds():
+    with Signals().heard() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.number == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Signals().heard() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.number == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_signals_are_given_back():
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     with Signals().heard() as signals:
         assert signal.getsignal(signal.SIGINT) == signals._hear

@@ -22,7 +22,7 @@ from toolkit.training.loop import DivergedError, Epoch, Position, Stretches, is_
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
-_HEARD = (signal.SIGINT, signal.SIGTERM)
+_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE = 5.0  # seconds between two pauses at which ranks hear of signals
 
 
@@ -63,7 +63,7 @@ class Often:
 
 @dataclass
 class Signals:
-    """SIGTERM and SIGINT, remembered until the run can pause; a second one ends it at once.
+    """SIGTERM, SIGINT and SIGHUP, remembered until the run can pause; a second ends it at once.
 
     Attributes:
         number: of the one that this process has heard; 0 if none.
@@ -77,9 +77,10 @@ class Signals:
 
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
-        """Hear them; elsewhere than in the main thread none are heard."""
+        """Hear them, but for SIGHUP under nohup; only the main thread hears any."""
+        deaf = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         try:
-            before = {n: signal.signal(n, self._hear) for n in _HEARD}
+            before = {n: signal.signal(n, self._hear) for n in _HEARD if n not in deaf}
         except ValueError:
             before = {}
         try:
