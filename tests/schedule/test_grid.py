@@ -5,7 +5,8 @@ from textwrap import dedent
 
 import pytest
 
-from toolkit.schedule import Schedule, catalog
+from toolkit.schedule import Kind, Op, Schedule, catalog
+from toolkit.schedule.grid import render
 
 DP = """
     slot   0   1   2   3   4   5
@@ -111,3 +112,19 @@ def test_steps_under_way_are_told_apart():
 def test_no_number_of_steps(n_steps):
     with pytest.raises(ValueError, match="n_steps is a whole number, 1 or more: got"):
         catalog.cyclic(2).grid(n_steps)
+
+
+def test_of_a_large_grid_what_is_around_the_mark():
+    schedule = catalog.one_f_one_b(64, 128)
+    op = Op(Kind.BACKWARD, 20, 100)
+    whole = schedule.grid().splitlines()
+    head, *body = render(schedule, mark=(op, 0)).splitlines()
+    assert (len(whole), len(body)) == (65, 16)
+    assert [line.split()[1] for line in body] == [str(rank) for rank in range(12, 28)]
+    slots = list(map(int, head.split()[1:]))
+    start = schedule.timing.starts[op] // schedule.timing.ticks_per_slot
+    assert slots == list(range(start - 20, start + 20))
+    row = body[8].split()[2:]
+    assert row[20] == "[20B100]"
+    assert row[19] == whole[21].split()[2:][start - 1]
+    assert render(catalog.cyclic(3), mark=(Op(Kind.FORWARD, 0, 0), 0)).count("\n") == 3

@@ -17,6 +17,7 @@ from toolkit.config import status as states
 from toolkit.config.interrupts import interrupted
 from toolkit.config.shorthands import settle
 from toolkit.config.status import Status, alone_in, write_status
+from toolkit.config.streams import lossy
 from toolkit.config.threads import use_threads
 
 FAILED = 1
@@ -76,7 +77,7 @@ def _told(function: Experiment, config: DictConfig, explained: Explained, folder
 
     tell(states.RUNNING)
     try:
-        with interrupted():
+        with interrupted(), lossy():  # here, too: joblib's processes have no command line
             settle(config, options)
             use_threads(config)
             returned = function(config)

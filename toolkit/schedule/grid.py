@@ -3,6 +3,7 @@
 A rank that runs several ops at once (a single device) takes one row for each micro-batch.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from toolkit.schedule.given import whole
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 _IDLE = "."
+_ROWS, _COLUMNS = 16, 40  # shown around an op in brackets
 
 
 def rows(schedule: "Schedule") -> tuple[str, int]:
@@ -29,6 +31,8 @@ def row_of(schedule: "Schedule", rank: int, microbatch: int) -> int:
 def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None = None) -> str:
     """The grid of ``n_steps`` training steps; ``mark=(op, step)`` puts that op in brackets.
 
+    Of a large grid, what is around the op in brackets.
+
     Columns are ticks where starts fall between slots; an op then covers its further ticks
     with ``-``. Each training step bears a prime more than the one before, and the first of those
     that cannot be taken for one still under way bears none again: odd steps bear one, as a rule.
@@ -39,6 +43,7 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
     told_apart = max(2, timing.steps_under_way)
     cells: dict[int, dict[int, str]] = {}
     last = 0
+    marked: tuple[int, int] | None = None
     for step in range(n_steps):
         for op, start in timing.starts.items():
             at = start + step * timing.period
@@ -46,6 +51,7 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
             text = str(op) + "'" * (step % told_apart)
             if (op, step) == mark:
                 text = f"[{text}]"
+                marked = row_of(schedule, rank, op.microbatch), at
             columns = cells.setdefault(row_of(schedule, rank, op.microbatch), {})
             columns[at] = f"{columns[at]}/{text}" if at in columns else text
             for further in range(at + 1, at + tick):
@@ -53,11 +59,16 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
             last = max(last, at + tick)
 
     shared = schedule.one_device and schedule.n_microbatches > 1
-    numbers = sorted(cells)
+    numbers: Sequence[int] = sorted(cells)
+    ticks: Sequence[int] = range(last)
+    if marked is not None:
+        row, column = marked
+        numbers = _around(numbers, numbers.index(row), _ROWS)
+        ticks = _around(ticks, column, _COLUMNS)
     labels = [f"rank 0 mb {row}" if shared else f"rank {row}" for row in numbers]
-    head = ["slot", *(str(at // tick) if at % tick == 0 else "" for at in range(last))]
+    head = ["slot", *(str(at // tick) if at % tick == 0 else "" for at in ticks)]
     body = [
-        [label, *(cells[row].get(at, _IDLE) for at in range(last))]
+        [label, *(cells[row].get(at, _IDLE) for at in ticks)]
         for label, row in zip(labels, numbers, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
@@ -66,3 +77,9 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
         for line in (head, *body)
     )
     return "\n".join(lines)
+
+
+def _around(shown: Sequence[int], at: int, most: int) -> Sequence[int]:
+    """At most so many of ``shown``, with the one at the index ``at`` in their midst."""
+    first = max(0, min(at - most // 2, len(shown) - most))
+    return shown[first : first + most]
