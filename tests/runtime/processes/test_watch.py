@@ -12,7 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.ports import free_port
-from tests.thorough import thorough
+from tests.thorough import more, thorough
 from toolkit.runtime.processes.lastword import LastWord, Process
 from toolkit.runtime.processes.verdict import Fate
 from toolkit.runtime.processes.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
@@ -233,7 +233,7 @@ def test_an_error_where_no_rank_is_waited_for_is_the_users():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize("what", ["announce", "Watch._is_lost"])
+@pytest.mark.parametrize("what", more(["announce"], ["announce", "Watch._is_lost"]))
 def test_nothing_that_goes_wrong_in_the_watch_leaves_a_rank_waiting(what):
     """As when nobody reads standard error any more."""
     program = f"""
