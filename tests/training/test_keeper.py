@@ -181,16 +181,16 @@ def test_one_checkpoint_that_was_not_written_does_not_belie_a_later_one(make, cl
     assert "No space left" in capsys.readouterr().err
 
 
-def test_a_terminal_that_goes_away_is_heard_unless_nobody_minds():
-    with Signals().heard() as signals:
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert signals.number == signal.SIGHUP
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+@pytest.mark.parametrize(
+    ("handler", "heard"), [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)], ids=["", "nohup"]
+)
+def test_a_terminal_that_goes_away_is_heard_unless_nobody_minds(handler, heard):
+    before = signal.signal(signal.SIGHUP, handler)
     try:
         with Signals().heard() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-        assert signals.number == 0
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signals.number == heard
+        assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
 
