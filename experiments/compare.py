@@ -29,14 +29,14 @@ from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
-    from toolkit.tracking.compared import RuleRun
+    from toolkit.comparison.kept import RuleRun
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
+    from toolkit.comparison.kept import asked_for, kept_or_why
+    from toolkit.comparison.train import before, train_all
     from toolkit.config import build_schedule
-    from toolkit.tracking.compared import asked_for, kept_or_why
-    from toolkit.tracking.comparison import before, train_all
     from toolkit.tracking.provenance import gone_on_with
     from toolkit.training import StoppedError
     from toolkit.training.data import load
@@ -207,7 +207,7 @@ def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[
 
     Runs that have diverged are left out.
     """
-    from toolkit.tracking import over_seeds
+    from toolkit.comparison import over_seeds
 
     final, base = (
         {run.seed: by.factor * run.epochs[-1][by.metric] for run in runs if run.rule == rule}

@@ -12,9 +12,9 @@ import pytest
 from tests.experiments.command import TINY, refused, run
 from tests.experiments.test_results import complete, rows
 from tests.thorough import thorough
+from toolkit.comparison import kept as in_folder
+from toolkit.comparison.kept import RuleRun, keep_options, keep_runs
 from toolkit.notebook import settings
-from toolkit.tracking import compared
-from toolkit.tracking.compared import RuleRun, keep_options, keep_runs
 from toolkit.tracking.runs import read_runs
 from toolkit.training import DivergedError, Epoch, job, loop
 
@@ -30,7 +30,7 @@ def stopped_in_run(k, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return job.prepare(*arguments)
 
-    monkeypatch.setattr("toolkit.tracking.comparison.prepare", prepared)
+    monkeypatch.setattr("toolkit.comparison.train.prepare", prepared)
 
 
 OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
@@ -177,7 +177,7 @@ def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared
 
-    monkeypatch.setattr("toolkit.tracking.comparison.prepare", counted)
+    monkeypatch.setattr("toolkit.comparison.train.prepare", counted)
     complete("compare", tmp_path, *TINY, "epochs=1", "seeds=2", "~rules.cdp_v1")
     assert len(seen) > 4
     assert alive == [0, 0, 0, 0]
@@ -242,14 +242,14 @@ def test_orders_that_have_changed_since_are_refused(tmp_path):
 
 def test_what_cannot_be_kept_is_told_and_kept_as_soon_as_it_can(tmp_path, monkeypatch):
     writes = iter(range(100))
-    write = compared.keep_runs
+    write = in_folder.keep_runs
 
     def full(folder, runs):
         if next(writes) == 0:
             raise OSError(28, "No space left on device", str(folder / "runs.csv"))
         write(folder, runs)
 
-    monkeypatch.setattr(compared, "keep_runs", full)
+    monkeypatch.setattr(in_folder, "keep_runs", full)
     finished = run("compare", *OPTIONS, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0
     assert "runs.csv: No space left on device; training goes on" in finished.err

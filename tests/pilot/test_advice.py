@@ -6,11 +6,11 @@ from math import inf, nan
 
 import pytest
 
+from toolkit.comparison import Estimate
 from toolkit.cost import Hardware
 from toolkit.notebook.settings import settings
 from toolkit.pilot import Pilot, RuleFindings, TrainingFindings, advise
 from toolkit.pilot.predict import Prediction
-from toolkit.tracking import Estimate
 
 GIB = 2**30
 MACHINE = Hardware("machine", 1e12, 1e11, 1e9, memory=8 * GIB)

@@ -6,10 +6,10 @@ from math import nan, sqrt
 import pytest
 
 from tests.report import folders
+from toolkit.comparison import paired_difference
 from toolkit.files import write_json
 from toolkit.report import SECTIONS, Command, Figure, Page, Table, Text, build_report
 from toolkit.report.words import NONE
-from toolkit.tracking import paired_difference
 from toolkit.tracking.runs import read_runs
 
 FOLDER = {"_target_": "toolkit.training.data.image_folder"}

@@ -38,9 +38,9 @@ def train_rules(
     """
     import pandas as pd
 
+    from toolkit.comparison.kept import run_options, seeds_of
     from toolkit.config import build_schedule
     from toolkit.schedule import labels
-    from toolkit.tracking.compared import run_options, seeds_of
     from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare
     from toolkit.training.data import load
@@ -124,7 +124,7 @@ def differences(
     """
     import pandas as pd
 
-    from toolkit.tracking import over_seeds
+    from toolkit.comparison import over_seeds
 
     found = _values(epochs, measure)
     if baseline not in found:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+from toolkit.comparison import Estimate
 from toolkit.cost import Costs, Hardware
 from toolkit.pilot.predict import Prediction
-from toolkit.tracking import Estimate
 
 
 @dataclass(frozen=True)

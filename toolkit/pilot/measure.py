@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from toolkit.comparison import Estimate, binomial_half_width, paired_difference
 from toolkit.cost.clock import now
 from toolkit.model import Stages
 from toolkit.pilot.data import Data
@@ -24,7 +25,6 @@ from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
-from toolkit.tracking import Estimate, binomial_half_width, paired_difference
 from toolkit.training.data import Batch
 from toolkit.training.loop import evaluate
 

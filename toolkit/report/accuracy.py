@@ -6,12 +6,12 @@ from math import isfinite, nan
 from statistics import mean
 from typing import Any
 
+from toolkit.comparison.statistics import paired_by_seed, spread
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.report.description import Block, Figure, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, mean_of, number
 from toolkit.tracking.delays import delay_means
-from toolkit.tracking.statistics import paired_by_seed, spread
 
 _CURVES = 7  # in one figure
 _SIZE = (4.5, 2.7)  # inches; legible on a phone

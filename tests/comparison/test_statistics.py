@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.tracking import (
+from toolkit.comparison import (
     binomial_half_width,
     paired_by_seed,
     paired_difference,

@@ -6,7 +6,7 @@ from math import nan
 import pytest
 from omegaconf import OmegaConf
 
-from toolkit.tracking.compared import (
+from toolkit.comparison.kept import (
     RuleRun,
     asked_for,
     ended_before,

@@ -8,11 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config.ranks import leads, restarted
-from toolkit.config.run import STOPPED
-from toolkit.schedule import Schedule
-from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
-from toolkit.tracking.compared import (
+from toolkit.comparison.kept import (
     Key,
     RuleRun,
     begun,
@@ -23,6 +19,10 @@ from toolkit.tracking.compared import (
     run_options,
     seeds_of,
 )
+from toolkit.config.ranks import leads, restarted
+from toolkit.config.run import STOPPED
+from toolkit.schedule import Schedule
+from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
 from toolkit.tracking.runs import group_of
 from toolkit.training import DivergedError, Step, StoppedError, prepare, run_kept
 from toolkit.training.data import SampleSet
