@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from toolkit.config import entry_point
 
 if TYPE_CHECKING:
-    from toolkit.tracking.runs import Run
+    from toolkit.tracking.run import Run
 
 _MOST_NAMED = 10
 

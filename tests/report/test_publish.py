@@ -27,7 +27,8 @@ from toolkit.report import publish as publish_function
 from toolkit.report.publish import wandb_report, wandb_workspace
 from toolkit.schedule import catalog
 from toolkit.tracking import Tracker, track_measured, track_schedule
-from toolkit.tracking.runs import group_of, read_runs
+from toolkit.tracking.keys import group_of
+from toolkit.tracking.runs import read_runs
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
 KEY = "0123456789" * 4

@@ -8,7 +8,8 @@ import yaml
 
 from tests.report import folders
 from toolkit.tracking import collect, learning_curves
-from toolkit.tracking.runs import read_runs, rebuild_schedule
+from toolkit.tracking.rebuilt import rebuild_schedule
+from toolkit.tracking.runs import read_runs
 
 
 def test_a_job_that_a_launcher_has_started_is_what_hydra_says(tmp_path):

@@ -23,7 +23,6 @@ from toolkit.config.ranks import leads, restarted
 from toolkit.config.run import STOPPED
 from toolkit.schedule import Schedule
 from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
-from toolkit.tracking.runs import group_of
 from toolkit.training import DivergedError, Step, StoppedError, prepare, run_kept
 from toolkit.training.data import SampleSet
 from toolkit.training.job import meet
@@ -119,7 +118,7 @@ def _trained(
         device=describe(job.device),
         name=called,
         job_type="compare",
-        group=group_of(folder),
+        group=keys.group_of(folder),
         resume=True,
         alone=False,
         own=own,

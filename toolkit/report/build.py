@@ -8,7 +8,7 @@ from toolkit.report.description import Report, Section
 from toolkit.report.groups import group_runs
 from toolkit.report.reproduce import reproduce_blocks
 from toolkit.report.summary import summary_blocks
-from toolkit.tracking.runs import Run
+from toolkit.tracking.run import Run
 
 SECTIONS = ("Summary", "Accuracy", "Memory", "Communication", "Reproduce")
 

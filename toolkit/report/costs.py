@@ -11,7 +11,7 @@ from toolkit.messages import first_line
 from toolkit.report.description import Block, Figure, Page, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, number, per_million
-from toolkit.tracking.runs import rebuild_schedule
+from toolkit.tracking.rebuilt import rebuild_schedule
 
 if TYPE_CHECKING:
     from toolkit.schedule import Schedule, SteadyState

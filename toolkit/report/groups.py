@@ -8,7 +8,8 @@ from typing import Any
 
 from toolkit.options import INDIFFERENT, differing, flat, without
 from toolkit.tracking.collect import flat_options
-from toolkit.tracking.runs import Run, rebuild_schedule
+from toolkit.tracking.rebuilt import rebuild_schedule
+from toolkit.tracking.run import Run
 
 # Runs are paired by their seeds, under rules; what one runtime or another takes is reported, too.
 _FREE = (INDIFFERENT | {"seed", "schedule"}) - {"runtime"}

@@ -21,7 +21,7 @@ from toolkit.measure import ACCURACY, LOSS
 from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
 from toolkit.tracking import keys
 from toolkit.tracking.journal import JOURNAL
-from toolkit.tracking.runs import Run, group_of
+from toolkit.tracking.run import Run
 
 _TIMEOUT = 10  # seconds until W&B's server counts as out of reach
 _LONGEST_TITLE = 128
@@ -155,7 +155,7 @@ def _tracked(run: Run) -> tuple[str | None, str | None]:
     """A run's id and group in W&B, as far as its folder tells."""
     options = run.config.get("tracking")
     if run.kind == "compare" and isinstance(options, dict):
-        return None, str(options.get("group") or group_of(run.folder))
+        return None, str(options.get("group") or keys.group_of(run.folder))
     try:
         with (run.folder / JOURNAL).open() as file:
             head = json.loads(file.readline())

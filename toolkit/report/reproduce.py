@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from toolkit.report.description import Block, Command, Text
 from toolkit.report.words import count
 from toolkit.tracking.provenance import begun_anew
-from toolkit.tracking.runs import Run
+from toolkit.tracking.run import Run
 
 
 def reproduce_blocks(runs: Sequence[Run]) -> Iterator[Block]:

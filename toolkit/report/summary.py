@@ -7,7 +7,7 @@ from toolkit.report.description import Block, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, text
 from toolkit.tracking.collect import flat_options
-from toolkit.tracking.runs import STATES, Run
+from toolkit.tracking.run import STATES, Run
 
 _SHOWN = {
     "stages": "stages",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.options import AROUND, differing, flat, without
-from toolkit.tracking.runs import Run, read_runs
+from toolkit.tracking.run import Run
+from toolkit.tracking.runs import read_runs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,5 +1,7 @@
 """The names under which W&B has what training logs; reports show it by them."""
 
+from pathlib import Path
+
 STEP = "step"
 TRAIN_LOSS = "train/loss"
 LEARNING_RATE, SPEED = "train/lr", "train/samples_per_second"
@@ -22,3 +24,10 @@ def final(metric: str) -> str:
 def of_delay(name: str, stage: int | str) -> str:
     """What delay does to a stage's gradients; the stage may be a pattern."""
     return f"delay/{name}_stage_{stage}"
+
+
+def group_of(folder: Path) -> str:
+    """The group in which the runs of a comparison in ``folder`` stand together."""
+    folder = folder.resolve()
+    swept = (folder.parent / "sweep.json").exists()
+    return "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
