@@ -2,6 +2,7 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,35 @@ def test_modules_beside_the_packages_import_none():
 
 def wrong(paths, names):
     return [(str(path), name) for path in paths for name in imported(path) if name in names]
+
+
+def test_no_module_waits_for_itself():
+    """But for annotations."""
+    modules = {name_of(path): path for path in ROOT.rglob("*.py")}
+    needed = {name: {*needs(path)} & {*modules} - {name} for name, path in modules.items()}
+    TopologicalSorter(needed).prepare()  # which raises a CycleError
+
+
+def name_of(path):
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def needs(path):
+    """Modules that a file imports, in functions, too: a package only for what is none of these."""
+    tree = ast.parse(path.read_text())
+    unneeded = {
+        node
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in ast.walk(branch)
+    }
+    for node in {*ast.walk(tree)} - unneeded:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            below = node.module.replace(".", "/")
+            for name in node.names:
+                own = ROOT.parent / below / name.name
+                found = own.is_dir() or own.with_suffix(".py").exists()
+                yield f"{node.module}.{name.name}" if found else node.module

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from toolkit.figures.explorer.analysis import Analysis
 from toolkit.figures.explorer.choice import ORDERS_FILE, OWN
+from toolkit.figures.schedule import schedules
+from toolkit.figures.style import save
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
 
 def write_png(shown: Sequence[Analysis], folder: Path) -> list[Path]:
     """The toolkit's figure of the schedules side by side."""
-    from toolkit.figures import save, schedules
-
     figure = schedules([analysis.schedule for analysis in shown], len(shown[0].drawn.steps))
     name = "_and_".join(_stem(analysis) for analysis in shown)
     return [save(figure, _in(folder) / name)[0]]
@@ -61,10 +61,8 @@ def ops_table(analysis: Analysis) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["op", "kind", "stage", "microbatch", "rank", "slot", "staleness"])
     for op, start in sorted(schedule.timing.starts.items(), key=lambda item: (item[1], item[0])):
-        rank, late = (
-            schedule.rank(op.stage, op.microbatch),
-            schedule.staleness[op.stage][op.microbatch],
-        )
+        rank = schedule.rank(op.stage, op.microbatch)
+        late = schedule.staleness[op.stage][op.microbatch]
         row = [str(op), op.kind.name, op.stage, op.microbatch, rank, f"{start / tick:g}", late]
         writer.writerow(row)
     return text.getvalue()

@@ -1,6 +1,7 @@
 """Schedules to play with in a notebook: controls, and what each change does to the costs."""
 
 from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -266,7 +267,7 @@ class Explorer(ui.VBox):
             said = str(error)
         except OSError as error:
             said = f"{error.filename or self._folder}: {error.strerror}"
-        self.status.value = f'<span role="status">{page.escape(said)}</span>'
+        self.status.value = f'<span role="status">{escape(said)}</span>'
 
     def _listen(self) -> None:
         for control in (self.stages, self.microbatches, self.n_steps, self.hardware):
