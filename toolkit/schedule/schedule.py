@@ -10,13 +10,14 @@ from toolkit.schedule import grid as _grid
 from toolkit.schedule import orders as _orders
 from toolkit.schedule import text as _text
 from toolkit.schedule.chains import CHAINS, IN_ORDER, check_chains, ring_of
-from toolkit.schedule.dependencies import check_complete, dependencies
+from toolkit.schedule.dependencies import check_complete
+from toolkit.schedule.fits import check_dependencies, check_ranks, check_staleness
 from toolkit.schedule.given import check_choice, check_forwards, whole
 from toolkit.schedule.lower import lower
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.random_delay import RandomDelay, draws
-from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest, plain, requested
+from toolkit.schedule.staleness import Delay, Staleness, plain, requested
 from toolkit.schedule.timing import Timing
 
 if TYPE_CHECKING:
@@ -97,12 +98,12 @@ class Schedule:
                 f" {layout.table}"
             )
         object.__setattr__(self, "layout", layout)
-        self._check_dependencies()
-        self._check_ranks()
+        check_dependencies(self)
+        check_ranks(self)
         least, largest = requested(self.delay, self.timing, *sizes)
         object.__setattr__(self, "least_staleness", least)
         object.__setattr__(self, "staleness", largest)
-        self._check_staleness()
+        check_staleness(self)
         if self.chains != IN_ORDER:
             check_chains(self)
         if not isinstance(self.predict, bool):
@@ -337,83 +338,6 @@ class Schedule:
         object.__setattr__(self, "n_microbatches", m)
         object.__setattr__(self, "accumulate", k)
         object.__setattr__(self, "delay", plain(self.delay))
-
-    def _check_dependencies(self) -> None:
-        starts = self.timing.starts
-        for op, start in starts.items():
-            if not (0 <= op.stage < self.n_stages and 0 <= op.microbatch < self.n_microbatches):
-                raise ValueError(
-                    f"op {op} is outside {self.n_stages} stages and"
-                    f" {self.n_microbatches} micro-batches: leave it out, or make room for it"
-                )
-            for needed in dependencies(op, starts, self.n_stages):
-                if start < self.timing.end(needed):
-                    raise ValueError(
-                        f"{op} starts before {needed}, whose result it needs, has ended: start it"
-                        f" {self.timing.end(needed) - start} ticks later\n"
-                        + _grid.render(self, mark=(op, 0))
-                    )
-
-    def _check_ranks(self) -> None:
-        """No two ops at once on a rank, but for the single device, which runs them all."""
-        if self.one_device:
-            return
-        tick, period = self.timing.ticks_per_slot, self.timing.period
-        for rank, (taken, lap) in self._busy().items():
-            taken.sort()
-            after = [*taken[1:], (taken[0][0] + lap, taken[0][1])]
-            for (start, op), (following, other) in zip(taken, after, strict=True):
-                if following - start < tick:
-                    longer = f", or a longer period than {self.period:g} slots"
-                    ordered = isinstance(self.layout, Assigned)  # else no period can be given
-                    raise ValueError(
-                        f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
-                        f" state: choose another placement than {self.layout.name!r}, or other"
-                        f" numbers of stages and micro-batches than {self.n_stages} and"
-                        f" {self.n_microbatches}{longer if ordered else ''}\n"
-                        + _grid.render(self, lap // period + 1, mark=(other, 0))
-                    )
-
-    def _busy(self) -> dict[int, tuple[list[tuple[int, Op]], int]]:
-        """Of each rank: (start, op) modulo the ticks after which it does the same again."""
-        period = self.timing.period
-        turns = [self.layout.turns(stage) for stage in range(self.n_stages)]
-        in_turn = [n > 1 and self._first_come_first_served(stage) for stage, n in enumerate(turns)]
-        busy: dict[int, tuple[list[tuple[int, Op]], int]] = {}
-        for op, start in self.timing.starts.items():
-            if in_turn[op.stage]:
-                continue  # a rank is free again when its turn comes
-            lap = turns[op.stage] * period
-            for step in range(turns[op.stage]):
-                rank = self.rank(op.stage, op.microbatch, step)
-                taken, _ = busy.setdefault(rank, ([], lap))
-                taken.append(((start + step * period) % lap, op))
-        return busy
-
-    def _first_come_first_served(self, stage: int) -> bool:
-        """Whether micro-batches enter and leave ``stage`` in order, from step to step."""
-        timing, microbatches = self.timing, range(self.n_microbatches)
-        enter = [timing.starts[Op(Kind.FORWARD, stage, m)] for m in microbatches]
-        leave = [timing.gradient_end(stage, m) for m in microbatches]
-        return all(
-            times == sorted(times) and times[-1] <= times[0] + timing.period
-            for times in (enter, leave)
-        )
-
-    def _check_staleness(self) -> None:
-        possible = freshest(self.timing, self.n_stages, self.n_microbatches)
-        for j in range(self.n_stages):
-            for m in range(self.n_microbatches):
-                asked, least = self.least_staleness[j][m], possible[j][m]
-                if asked < least:
-                    remedy = f'ask for delay={least} there, or for delay="{FRESHEST}"'
-                    if isinstance(self.delay, RandomDelay):
-                        remedy = f"draw delays of least={max(map(max, possible))} or more"
-                    raise ValueError(
-                        f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
-                        f" timing makes them available {least} step{'s' * (least > 1)} late;"
-                        f" {remedy}\n" + _grid.render(self, mark=(Op(Kind.FORWARD, j, m), 0))
-                    )
 
 
 def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
