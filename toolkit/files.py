@@ -50,18 +50,31 @@ def _finite(content: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write beside, then rename, so that a reader never finds half a file.
+    """Write a file that is never seen half written.
 
     Raises:
         OSError: it cannot be written; the error names ``path``.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8", newline="")
-        beside.replace(path)
+        with replacing(path) as beside:
+            beside.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
         if error.errno is not None:
             error.filename = str(path)
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside ``path``; what is written to it takes the place of ``path`` in the end.
+
+    What cannot be written is removed, and what was at ``path`` is still there.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield beside
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise

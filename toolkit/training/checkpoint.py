@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from toolkit.files import replacing
+
 _MAGIC = b"cdp-toolkit checkpoint 1\n"
 
 
@@ -47,18 +49,11 @@ def write_bytes(path: Path, *parts: bytes) -> None:
     Raises:
         OSError: it cannot be written; what was at ``path`` is still there.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
+    with replacing(path) as beside, beside.open("wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
     sync_folder(path.parent)
 
 
