@@ -87,7 +87,6 @@ def conclude(
     seconds: float,
 ) -> bool:
     """Print and write what came of all runs; returns whether it could be written."""
-    from toolkit import tables
     from toolkit.figures import save, schedules
     from toolkit.figures.accuracy import over_epochs
     from toolkit.files import noted
@@ -96,7 +95,6 @@ def conclude(
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     called = labels({name: schedule.name for name, schedule in rules.items()})
-    first = next(iter(called.values()))
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     counted = {
         row["rule"]: called[row["rule"]]
@@ -105,22 +103,7 @@ def conclude(
     }
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
     of_runs = [*diverged(runs, called), *(note for run in runs for note in run.notes)]
-    curves = {
-        label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in runs_of]
-        for name, label in counted.items()
-        if (runs_of := [run for run in runs if run.rule == name])
-    }
-    told_apart = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
-    shown = [
-        {"rule": counted[row["rule"]]}
-        | tables.compared(row, by, first)
-        | tables.staleness(row)
-        | tables.peaks(row)
-        for row in rows
-    ]
-    print(f"\n{tables.table(shown)}\n")
-    if delays:
-        print(f"{tables.table(delays)}\n")
+    show(rows, delays, counted, next(iter(called.values())), by)
     print(_LEGEND.format(seeds=config.seeds, by=by))
     unwritten: list[str] = []
     with noted(unwritten, folder):
@@ -135,7 +118,8 @@ def conclude(
             notes=[*dict.fromkeys([*notes, *of_runs])],
             delays=delays,
         )
-        save(over_epochs(curves, by), folder / by.name)
+        save(over_epochs(curves(runs, counted, by), by), folder / by.name)
+        told_apart = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
         save(schedules(told_apart), folder / "schedules")
     for note in dict.fromkeys([*of_runs, *unwritten]):
         print(f"note: {note}")
@@ -144,6 +128,39 @@ def conclude(
     if line := where_tracked([run.where for run in runs if run.where], folder):
         print(line)
     return not unwritten
+
+
+def show(
+    rows: list[dict[str, Any]],
+    delays: list[dict[str, Any]],
+    called: dict[str, str],
+    first: str,
+    by: Measure,
+) -> None:
+    """Print the table of rules, differences from ``first`` among it, and that of delays."""
+    from toolkit import tables
+
+    cells = [
+        {"rule": called[row["rule"]]}
+        | tables.compared(row, by, first)
+        | tables.staleness(row)
+        | tables.peaks(row)
+        for row in rows
+    ]
+    print(f"\n{tables.table(cells)}\n")
+    if delays:
+        print(f"{tables.table(delays)}\n")
+
+
+def curves(
+    runs: list["RuleRun"], called: dict[str, str], by: Measure
+) -> dict[str, list[list[float]]]:
+    """Of each rule that has run, the measure after each epoch, a list a run."""
+    return {
+        label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in of_rule]
+        for rule, label in called.items()
+        if (of_rule := [run for run in runs if run.rule == rule])
+    }
 
 
 _LEGEND = """\
