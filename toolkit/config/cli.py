@@ -39,7 +39,11 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
         name: its configuration is ``conf/<name>.yaml``.
         conf: the folder of the configuration.
     """
-    return lambda function: lambda: _CommandLine(name, conf, function).carry_out()
+
+    def command_line_of(function: Experiment) -> Callable[[], None]:
+        return lambda: _CommandLine(name, conf, function).carry_out()
+
+    return command_line_of
 
 
 class _CommandLine:

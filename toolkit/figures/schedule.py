@@ -112,9 +112,10 @@ def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
     named = {Action.FORWARD: "forward", Action.BACKWARD: "backward"}
     if any(schedule.splits_backward for schedule in shown):
         named[Action.BACKWARD_WEIGHT] = "backward of weights"
-    patches = [Patch(color=_FILL[action], label=label) for action, label in named.items()]
-    stale = Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights")
-    return [*patches, *[stale] * any(schedule.max_staleness for schedule in shown)]
+    keys: list[Patch | Line2D] = [Patch(color=_FILL[a], label=label) for a, label in named.items()]
+    if any(schedule.max_staleness for schedule in shown):
+        keys.append(Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"))
+    return keys
 
 
 def _alive(program: Program) -> list[float]:

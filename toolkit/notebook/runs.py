@@ -255,8 +255,8 @@ def _ambiguous(rule: str, seed: int, run: "pd.DataFrame") -> str:
 def _check_lengths(found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
     """Refuse runs of which some have fewer epochs than others."""
     lengths = {rule: sorted({len(run) for run in runs.values()}) for rule, runs in found.items()}
-    least, most = (pick(map(pick, lengths.values())) for pick in (min, max))
-    if least < most:
+    least = min(map(min, lengths.values()))
+    if least < max(map(max, lengths.values())):
         told = (f"{rule} has {' or '.join(map(str, n))}" for rule, n in lengths.items())
         raise ValueError(
             f"runs differ in their epochs: {_listed(told)}; keep those that all have, by"
@@ -269,7 +269,8 @@ def _listed(names: Iterable[object]) -> str:
 
 
 def _says(low: float, high: float) -> str:
-    if low != low:
+    """What an interval says of a difference."""
+    if isnan(low):
         return "no spread: nothing"
     if high < 0:
         return "lower"

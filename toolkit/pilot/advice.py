@@ -238,10 +238,12 @@ def _command(found: Findings, choice: str) -> str:
         start = [f"torchrun --nproc-per-node {n_ranks} experiments/train.py runtime=distributed"]
     rule = ["schedule=cdp_v2" if choice == ADOPT else "schedule=dp"]
     if choice == ADOPT:
-        rule += [f"schedule.placement={found.placement}"] * (found.placement != "per_microbatch")
-        rule += [] if n_ranks > 1 else ["runtime.order=scheduled"]
+        if found.placement != "per_microbatch":
+            rule.append(f"schedule.placement={found.placement}")
+        if n_ranks == 1:
+            rule.append("runtime.order=scheduled")
         guard = "stop" if found.placement == "per_stage" else "rollback"
-        rule += [f"guard={guard} guard_factor={_guard_factor(found.training):g} ema=0.999"]
+        rule.append(f"guard={guard} guard_factor={_guard_factor(found.training):g} ema=0.999")
     return " ".join([*start, *rule, *options])
 
 

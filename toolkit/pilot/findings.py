@@ -80,7 +80,7 @@ class TrainingFindings:
                 " easy to tell them apart"
             )
         differences = {round(x - y, 9) for x, y in zip(late, base, strict=True)}
-        if len(base) > len(differences) == 1:
+        if len(base) > 1 and len(differences) == 1:
             return (
                 f"the difference is the same with every seed, so there is no spread to hold it"
                 f" against: {self.n_tested} test {self.tested} are too few, or too much alike"

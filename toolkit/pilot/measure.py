@@ -112,8 +112,9 @@ def train(
     runs: dict[str, list[_Run]] = {schedule.name: [] for schedule in rules}
     for k, seed in enumerate(seeds):
         for j, schedule in enumerate(rules):
-            say(f"training {schedule.name}, seed {seed}", (k * len(rules) + j) / 2 / len(seeds))
-            looks = max(1, n_steps // 4) if k == j - 1 == 0 else 0
+            done = (k * len(rules) + j) / (len(rules) * len(seeds))
+            say(f"training {schedule.name}, seed {seed}", done)
+            looks = max(1, n_steps // 4) if (k, j) == (0, 1) else 0  # one run shows the delay
             runs[schedule.name].append(_run(make(seed, schedule, looks), data, n_steps, seed))
     base, late = runs.values()
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
@@ -141,7 +142,9 @@ def train(
 
 def _ratio(loss: float, other: float) -> float:
     """Of losses, which 32 bits round to 0 where a model is sure of itself."""
-    return loss / other if other else inf if loss else 1.0
+    if other:
+        return loss / other
+    return inf if loss else 1.0
 
 
 def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> Estimate:
@@ -160,12 +163,14 @@ def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> 
 
 
 class _Run:
-    """What a training came to: losses, and the share of test images that is right.
+    """What a training came to.
 
     Attributes:
         first: loss of its first training step.
         tenths: mean loss of each tenth of it.
+        diverged: whether a loss was not finite, or far above the first.
         cosines: of delayed and fresh gradients, the mean of each stage over the looks.
+        accuracy: share of the test that is right; 0 where the training diverged.
     """
 
     def __init__(self, losses: list[float], looks: list[list[float]]) -> None:

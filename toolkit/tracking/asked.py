@@ -38,9 +38,11 @@ def job_in(folder: Path) -> tuple[str, str | None]:
 
 
 def kind_of(command: Any, config: Mapping[str, Any]) -> str:
-    """The experiment, from a command or from what its options are."""
+    """The experiment, from its command or from what its options are; empty if neither tells."""
     if isinstance(command, str) and (found := re.search(r"(?:^|[\s/])(\w+)\.py\b", command)):
         return found[1]
-    if "optimizer" in config:
-        return "compare" if "rules" in config else "train" if "schedule" in config else ""
-    return ""
+    if "optimizer" not in config:
+        return ""
+    if "rules" in config:
+        return "compare"
+    return "train" if "schedule" in config else ""

@@ -22,6 +22,11 @@ class DamagedError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """An object of JSON.
+
+    Raises:
+        DamagedError: it cannot be read, or is something else.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -32,6 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> Any:
+    """What a YAML file holds; None where it cannot be read."""
     import yaml
 
     try:
@@ -41,7 +47,11 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_csv(path: Path, words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows of numbers, but for the columns ``words``; an empty cell is NaN."""
+    """Rows of numbers, but for the columns ``words``; an empty cell is NaN. No file, no rows.
+
+    Raises:
+        DamagedError: it cannot be read, or a cell is no number.
+    """
     if not path.exists():
         return []
     try:
@@ -54,17 +64,23 @@ def read_csv(path: Path, words: Sequence[str] = ()) -> list[dict[str, Any]]:
             if len(row) != len(names):
                 raise ValueError(f"line {line} has {len(row)} cells of {len(names)}")
             cells = zip(names, row, strict=True)
-            found.append({n: c if n in words else float(c) if c else nan for n, c in cells})
+            found.append({name: cell if name in words else _number(cell) for name, cell in cells})
         return found
     except (OSError, ValueError, csv.Error) as error:
         raise DamagedError(f"{path.name} cannot be read: {first_line(error)}") from error
 
 
+def _number(cell: str) -> float:
+    return float(cell) if cell else nan
+
+
 def number_rows(rows: Any) -> list[Numbers]:
+    """:func:`numbers_of` each of the :func:`mappings`."""
     return [numbers_of(row) for row in mappings(rows)]
 
 
 def mappings(rows: Any) -> list[dict[str, Any]]:
+    """Those of ``rows`` that are mappings; none if ``rows`` is no list."""
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
 
@@ -78,11 +94,13 @@ def numbers_of(row: Mapping[str, Any]) -> Numbers:
     return found
 
 
-def per_cent(row: Numbers) -> dict[str, float]:
+def per_cent(row: Numbers) -> Numbers:
+    """``row`` with its accuracies in per cent."""
     return {name: 100 * value if name in _SHARES else value for name, value in row.items()}
 
 
 def whole_number(value: Any) -> int | None:
+    """``value`` if it is an int that a table can hold, and no bool; else None."""
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
     return value if whole else None
 

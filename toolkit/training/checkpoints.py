@@ -139,7 +139,8 @@ def _link(path: Path, best: Path) -> None:
     _remove(beside)
     if path.is_dir():
         shutil.copytree(path, beside, copy_function=_link_or_copy)
-        _remove(best) if best.is_file() else None
+        if best.is_file():
+            _remove(best)
         replace_folder(beside, best)
     else:
         _link_or_copy(str(path), str(beside))

@@ -11,13 +11,12 @@ _Key = tuple[int, int]  # rank, position among the rank's instructions
 
 def texts(program: Program) -> Mapping[_Key, str]:
     """``[rank, position]`` of every op: the op, what it waits for and what it frees, in lines."""
-    return {
-        (rank, k): seen.text(k)
-        for rank in range(len(program.ranks))
-        for seen in (_Rank(program, rank),)
-        for k, i in enumerate(seen.instructions)
-        if i.action.computes
-    }
+    found: dict[_Key, str] = {}
+    for rank, instructions in enumerate(program.ranks):
+        seen = _Rank(program, rank)
+        ops = (k for k, i in enumerate(instructions) if i.action.computes)
+        found |= {(rank, k): seen.text(k) for k in ops}
+    return found
 
 
 def find(program: Program, wanted: str) -> str:
