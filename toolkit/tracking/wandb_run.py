@@ -108,8 +108,9 @@ class WandbRun(Tracker):
             self._lose(f"{one_line(error)}; what there is: wandb sync {shlex.quote(str(place))}")
             if not isinstance(error, TimeoutError):
                 _let_go_of_service()
-        if not self._online and not complete(place):
-            self._lose(f"{place} could not be written to its end")
+        else:
+            if not self._online and not complete(place):
+                self._lose(f"{place} could not be written to its end")
         self._journal.close()
         self._surroundings.restore()
         if not self._lost:
