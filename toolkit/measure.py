@@ -8,15 +8,15 @@ class Measure:
     """A number that tells how good a model is.
 
     Attributes:
-        metric: its name among an epoch's.
-        name: what it is called.
-        unit: in which it is given.
-        unit_of_differences: in which differences of it are.
-        decimals: with how many it is written.
-        lower_is_better: whether it is.
-        factor: by which the metric is multiplied to be in ``unit``.
-        columns: in a comparison's result: the mean, its standard deviation, the difference from the
-            first rule, and half that one's interval.
+        metric: the name that it has among the metrics of an epoch.
+        name: what tables and figures call it.
+        unit: in which they show it.
+        unit_of_differences: in which they show differences of it.
+        decimals: digits after the point.
+        lower_is_better: whether a model is the better, the lower it is.
+        factor: from the metric to ``unit``.
+        columns: names in a comparison's result: of the mean, of its standard deviation, of the
+            difference from the first rule, and of half the interval of that.
     """
 
     metric: str

@@ -42,19 +42,21 @@ class TrainingFindings:
 
     Attributes:
         n_steps: training steps of a run.
-        seeds: of the order of images, and of weights where they are drawn anew.
+        seeds: one a run of each rule: of the order of samples, and of weights where every seed
+            begins from its own.
         n_tested: images, or tokens, on which accuracy is measured.
-        tested: what these are called.
-        accuracy: by rule, the share that is right after each run.
+        accuracy: by rule and run, the share of them that is right in the end.
         difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval that is no
             narrower than the binomial one of ``n_tested`` answers.
         loss_ratio: training loss of CDP-v2 by that of DP at the end, the mean over seeds.
-        highest: the largest mean loss over a tenth of any run, by that of its first training step.
+        highest: of all runs, the largest mean loss over a tenth of the run, by the loss of its
+            first training step.
         chance: accuracy of naming the most frequent class.
         learned: whether DP came to be surely better than that.
-        diverged: rules of which a run did not stay finite, or near its first loss.
-        cosine: the smallest mean over the run, of all stages, between the gradient under CDP-v2
-            and the fresh one.
+        diverged: rules of which a run's loss did not stay finite, or near that of its first step.
+        cosine: between the gradient under CDP-v2 and the fresh one, the mean over a run; of the
+            stage where it is smallest.
+        tested: what ``n_tested`` counts, ``images`` or ``tokens``.
     """
 
     n_steps: int
@@ -96,22 +98,24 @@ class Findings:
         n_workers: micro-batches of a training step.
         n_stages: into which the model could be cut; 1: not at all.
         batch: samples of a micro-batch.
-        samples: what they are called.
-        n_classes: how many answers to them there are.
-        placement: ``per_microbatch``, ``per_stage`` or ``one``.
+        placement: of the workers on the user's machines: ``per_microbatch``, ``per_stage`` or
+            ``one``.
         device: on which it was measured, in words.
-        hardware: for which it was predicted.
+        hardware: the user's machines, for which it was predicted.
         compute: where the predictions have their seconds of computing from: ``measured`` on
             ``device``, or the ``roofline`` of ``hardware``.
-        rules: by rule; empty where the model cannot be cut.
-        training: None where it was not measured.
-        untrained: why it was not.
-        model: how the command line names the model; empty: it cannot.
-        shape: of one.
+        rules: the findings of DP, CDP-v1 and CDP-v2; empty where the model cannot be cut.
+        training: what a short training came to; None where there was none.
+        untrained: why there was none.
+        model: ``package.module.function`` that makes the model; empty where no command line could
+            name it.
+        shape: of a sample: ``(channels, height, width)`` of an image, ``(tokens,)`` of a sequence.
+        samples: what the samples are called, ``images`` or ``sequences``.
+        n_classes: classes of an image; of text, how many tokens there are.
         slack: least and largest factor on the seconds of computing that predictions allow for.
         seconds: that the pilot took.
         costs: of the stages.
-        optimizer_bytes: of the optimizer's state, by stage.
+        optimizer_bytes: bytes of the optimizer's state, by stage.
     """
 
     n_workers: int
@@ -134,6 +138,7 @@ class Findings:
     optimizer_bytes: Sequence[int] = field(default=(), repr=False)
 
     def of(self, rule: str) -> RuleFindings:
+        """What was found of ``rule``."""
         return next(found for found in self.rules if found.rule == rule)
 
     def fits(self, found: RuleFindings) -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from toolkit.cost import Hardware, StageCost, profile
 from toolkit.cost.hardware import check_hardware
 from toolkit.model import Stages, partition
-from toolkit.pilot import data as images_of
 from toolkit.pilot import measure
+from toolkit.pilot.data import Data, read
 from toolkit.pilot.findings import RuleFindings, TrainingFindings
 from toolkit.pilot.outcome import Pilot
 from toolkit.pilot.predict import check_placement, predict
@@ -102,7 +102,7 @@ def pilot(
     first = make(0)
     parameter = _first_trained(first)
     device = parameter.device
-    data = images_of.read(images, n_workers * batch, device, parameter.dtype)
+    data = read(images, n_workers * batch, device, parameter.dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
     stages, n_stages = _cut(first, n_workers, example[0][:batch])
@@ -149,12 +149,21 @@ def pilot(
 
 
 class _Trial:
-    """The parts of a pilot, on one model."""
+    """The measurements of a pilot, and what is predicted from them, on one model.
+
+    Args:
+        found: what is known before anything is measured.
+        data: to train on, and to test on.
+        example: a batch of it.
+        again: from a seed to the stages, with weights of that seed where each has its own.
+        start: a runtime from a seed, a schedule, and the steps between two looks at the delay.
+        say: called with what is under way, and the share of it that is done.
+    """
 
     def __init__(
         self,
         found: Pilot,
-        data: images_of.Data,
+        data: Data,
         example: Batch,
         again: Callable[[int], Stages],
         start: Callable[..., SingleProcess],
@@ -199,6 +208,7 @@ class _Trial:
         )
 
     def train(self, n_steps: int, seeds: int) -> TrainingFindings:
+        """A short training under DP and CDP-v2."""
         here = _here(self.found)
         pair = [here["DP"], here["CDP-v2"]]
         return measure.train(self.start, pair, self.data, n_steps, range(seeds), self.say)
@@ -290,7 +300,7 @@ def _this_device(device: torch.device) -> Hardware:
     return replace(ETHERNET, memory_bandwidth=1e12, memory=float(total))
 
 
-def _why_untrained(data: images_of.Data, n_steps: int, asked: int | None, budget: float) -> str:
+def _why_untrained(data: Data, n_steps: int, asked: int | None, budget: float) -> str:
     if not data.labelled:
         return "the images came without classes"
     if not data.n_tested:
@@ -300,7 +310,7 @@ def _why_untrained(data: images_of.Data, n_steps: int, asked: int | None, budget
     return "" if n_steps else "no training steps were asked for"
 
 
-def _check_output(stages: Stages, data: images_of.Data, answers: Tensor) -> None:
+def _check_output(stages: Stages, data: Data, answers: Tensor) -> None:
     shape = stages.output.shape
     if shape[:-1] != answers.shape or shape[-1] < data.n_classes:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""What a folder keeps of its run in W&B: who it is, and the points that were logged.
+"""The journal of a run in W&B, kept in the run's folder: its id, and the points that it has logged.
 
-A resumed run goes on as the same one. W&B's offline files can not be gone on with, so a new one is
-begun, with the points that came before the step at which the run is resumed.
+A run that is resumed keeps its id. W&B cannot append to an offline file, so the resumed run begins
+a new one, and logs there once more the points from before the training step at which it goes on.
 """
 
 import json
@@ -23,16 +23,16 @@ class Journal:
     """The journal of one run.
 
     Args:
-        path: where it is kept; None: nowhere.
+        path: of the file; None: the journal is not kept.
         alone: whether nothing else is tracked in the run's folder.
-        resume: whether to go on with the one that is at ``path``, if there is one.
+        resume: whether to go on with the journal at ``path``, if there is one.
 
     Attributes:
-        id: of the run in W&B.
-        found: whether there was one to go on with.
-        mode: in which it was tracked; None for a run that begins.
-        group: in which it was.
-        points: that were logged before it was resumed.
+        id: the run's in W&B: the one in the journal that was found, or a new one.
+        found: whether there was a journal to go on with.
+        mode: ``online`` or ``offline``, as the run was tracked; None where it has not begun.
+        group: the run's in W&B, if it has one.
+        points: logged before the run was resumed; :meth:`begin` lets go of those that come again.
         alone: as given.
     """
 
@@ -49,7 +49,13 @@ class Journal:
             self._read(path)
 
     def begin(self, mode: str, group: str | None, before: int | None = None) -> None:
-        """Write what is known; points at the training step ``before`` and later ones are let go.
+        """Write the journal anew, and keep it open for more points.
+
+        Args:
+            mode: ``online`` or ``offline``.
+            group: the run's in W&B.
+            before: the training step at which the run goes on: points at it and at later ones are
+                let go; None: all stay.
 
         Raises:
             OSError: it cannot be written.
@@ -66,7 +72,7 @@ class Journal:
         self._file = self._path.open("a", buffering=1)
 
     def add(self, point: Mapping[str, Any]) -> None:
-        """A point has been logged.
+        """Add a point that has been logged.
 
         Raises:
             OSError: it cannot be written.

@@ -103,10 +103,10 @@ class Keeper(Stretches):
 
     Args:
         runtime: that trains.
-        saves: whether it is saved at all.
-        checkpoints: where to.
-        often: when.
-        extra: what else belongs into a checkpoint.
+        saves: whether checkpoints are saved.
+        checkpoints: where they are.
+        often: when they are saved.
+        extra: what a checkpoint holds beside the runtime's state and the position.
         guard: ``off``, or to raise :class:`DivergedError` where the loss is not finite or, in
             training, more than ``guard_factor`` times that of the first step.
         guard_factor: see ``guard``.
@@ -114,7 +114,8 @@ class Keeper(Stretches):
         measure: by which a checkpoint is the best.
         epochs: of the run, which no signal stops once they are done.
         weights: whether the best checkpoint, and the weights that training ends with, are kept.
-        length: steps of the first stretch; later ones last about as long as a pause is to be away.
+        length: training steps of the first stretch; later ones are longer or shorter, to take some
+            seconds.
 
     Attributes:
         unwritten: what could not be written.
