@@ -7,6 +7,7 @@ More schedules beside it: +schedule@also.gpipe=gpipe. The trace opens in ui.perf
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,9 @@ from toolkit.config.counts import check_counts
 from toolkit.units import GIB, MB
 
 if TYPE_CHECKING:
+    import torch
+
+    from toolkit.cost import Costs
     from toolkit.schedule import Schedule
 
 _MOST_RANKS = 16  # that are printed
@@ -30,17 +34,10 @@ _FIRST = "schedule"  # what the schedule is called beside those in also
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.config import (
-        analysed_form,
-        build_hardware,
-        build_model,
-        build_schedule,
-        model_name,
-    )
-    from toolkit.cost import Costs, profile, recomputing, simulate
+    from toolkit.config import build_hardware, build_schedule, model_name
+    from toolkit.cost import simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
-    from toolkit.model import partition
     from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
     from toolkit.tables import table
@@ -57,19 +54,8 @@ def main(config: DictConfig) -> None:
     schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
     called = labels({name: schedule.name for name, schedule in schedules.items()})
     hardware = build_hardware(config.hardware)
-    form = analysed_form(config)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    example = form.example(config.batch, device)
-    with torch.device(device):
-        model = build_model(config.model, form)
-
-    @cache
-    def costs_of(n_stages: int) -> Costs:
-        """The same for all schedules, though they are timed."""
-        stages = partition(model, n_stages, example, config.partition)
-        costs = profile(stages, example, precision=config.precision)
-        return recomputing(costs, config.checkpoint)
-
+    costs_of = profiled(config, device)
     predicted, rows, ranks = [], [], []
     for name, schedule in schedules.items():
         costs = costs_of(schedule.n_stages)
@@ -98,6 +84,28 @@ def main(config: DictConfig) -> None:
     if note := different_sizes(called, schedules):
         print(f"\nnote: {note}")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
+
+
+def profiled(config: DictConfig, device: "torch.device") -> "Callable[[int], Costs]":
+    """From the number of stages to what those of the model cost, which is found out once."""
+    import torch
+
+    from toolkit.config import analysed_form, build_model
+    from toolkit.cost import profile, recomputing
+    from toolkit.model import partition
+
+    form = analysed_form(config)
+    example = form.example(config.batch, device)
+    with torch.device(device):
+        model = build_model(config.model, form)
+
+    @cache
+    def costs_of(n_stages: int) -> "Costs":
+        stages = partition(model, n_stages, example, config.partition)
+        costs = profile(stages, example, precision=config.precision)
+        return recomputing(costs, config.checkpoint)
+
+    return costs_of
 
 
 def different_sizes(called: dict[str, str], schedules: "dict[str, Schedule]") -> str:

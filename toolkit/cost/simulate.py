@@ -66,6 +66,19 @@ def simulate(
         ValueError: it is no program, or no hardware; costs are none, or there are not as many, or
             as many optimizers' states, as stages; or fewer speeds or memories than ranks.
     """
+    _check(program, costs, hardware, optimizer_bytes)
+    simulation = _Simulation(program, costs, hardware, optimizer_bytes)
+    handlers = simulation.handlers
+    with collector_paused():
+        for rank, instruction in replay(program):
+            handlers[instruction.action](rank, instruction)
+    return simulation.timeline()
+
+
+def _check(
+    program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
+) -> None:
+    """Refuse what is of another kind, or of other sizes than the program."""
     if not isinstance(program, Program):
         raise ValueError(
             "what is simulated is a program: give schedule.lower(n_steps).verify(), not a"
@@ -93,12 +106,6 @@ def simulate(
             f"optimizer_bytes has an entry a stage, {len(costs)}, or none: got"
             f" {len(optimizer_bytes)}"
         )
-    simulation = _Simulation(program, costs, hardware, optimizer_bytes)
-    handlers = simulation.handlers
-    with collector_paused():
-        for rank, instruction in replay(program):
-            handlers[instruction.action](rank, instruction)
-    return simulation.timeline()
 
 
 class _Simulation:
