@@ -20,6 +20,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
+        """Both ends of the 95 % interval."""
         return self.mean - self.half_width, self.mean + self.half_width
 
 

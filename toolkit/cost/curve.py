@@ -36,10 +36,12 @@ class MemoryCurve:
 
     @property
     def peak(self) -> float:
+        """The most bytes kept at once."""
         return float(self.levels.max())
 
     @property
     def mean(self) -> float:
+        """Bytes kept on average over the period."""
         return float(np.average(self.levels, weights=np.diff(self.edges)))
 
     @property

@@ -75,9 +75,11 @@ class Hardware:
         return _read(found[name])
 
     def speed(self, rank: int) -> float:
+        """How fast ``rank`` computes and updates, as a multiple of what the machine says."""
         return self.speeds[rank] if rank < len(self.speeds) else 1.0
 
     def memory_of(self, rank: int) -> float:
+        """Bytes of the memory of ``rank``."""
         return self.memories[rank] if rank < len(self.memories) else self.memory
 
     def roofline(self, work: Work) -> float:

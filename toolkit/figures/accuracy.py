@@ -45,7 +45,15 @@ def _known(values: Sequence[float]) -> Sequence[float]:
 
 
 def over_epochs(curves: Curves, by: Measure) -> Figure:
-    """What models are judged by over epochs, in its unit, drawn as :func:`accuracy` is."""
+    """What models are judged by over epochs, drawn as :func:`accuracy` is.
+
+    Args:
+        curves: as of :func:`accuracy`, but in the measure's unit.
+        by: the measure.
+
+    Raises:
+        ValueError: as of :func:`accuracy`.
+    """
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
         raise ValueError(f"there are no runs of {without} to draw")

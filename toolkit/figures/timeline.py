@@ -101,6 +101,7 @@ def add_keys(figure: Figure, shown: "Sequence[Timeline]", most: int) -> None:
 
 
 def draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
+    """A row a rank: what it computes, updates, sends and receives; time is in ``unit`` seconds."""
     bars: defaultdict[tuple[int, str, str], list[tuple[float, float]]] = defaultdict(list)
     for span in timeline.spans:
         colour = _LANES.get(span.lane) or _OPS[span.computed]
@@ -149,6 +150,7 @@ def _draw_memory(
 
 
 def draw_traffic(axes: Axes, rate: NDArray[np.float64], end: float) -> None:
+    """What is sent over time, of :func:`rate_of_sending`, until ``end`` on the axis of time."""
     axes.stairs(rate, np.linspace(0, end, _BINS + 1), fill=True, color=PURPLE, alpha=0.8)
 
 

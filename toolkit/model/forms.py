@@ -33,6 +33,7 @@ class Images:
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """What a function is told that makes a model of images."""
         return {
             "n_classes": self.n_classes,
             "image_size": self.width,
@@ -40,7 +41,7 @@ class Images:
         }
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
-        """``n`` samples, the batch first; always the same ones, drawn at random."""
+        """Pixels, ``[n, channels, height, width]``; always the same ones, drawn at random."""
         shape = n, self.channels, self.height, self.width
         if torch.device(device).type == "meta":
             return torch.empty(shape, device=device)
@@ -67,19 +68,23 @@ class Sequences:
 
     @property
     def n_classes(self) -> int:
+        """Every token of the vocabulary is an answer."""
         return self.vocabulary
 
     @property
     def arguments(self) -> dict[str, Any]:
+        """What a function is told that makes a model of sequences."""
         return {"vocabulary": self.vocabulary, "length": self.length}
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
+        """Tokens, ``[n, length]``; always the same ones, drawn at random."""
         if torch.device(device).type == "meta":
             return torch.empty(n, self.length, dtype=torch.long, device=device)
         drawn = torch.randint(self.vocabulary, (n, self.length), generator=_drawn(), device="cpu")
         return drawn.to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
+        """The shape of a model's answer to ``n`` of them: a score a token, the tokens last."""
         return (n, self.length, self.vocabulary)
 
 

@@ -44,9 +44,11 @@ class Advice:
 
     @property
     def verdict(self) -> str:
+        """The choice as a sentence, without its full stop."""
         return _TITLES[self.choice]
 
     def text(self) -> str:
+        """The verdict, its reasons and what to do about it, in lines."""
         lines = [self.verdict + ".", *(f"- {reason}" for reason in self.reasons)]
         for title, found in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
             lines += [title, *(f"- {line}" for line in found)] if found else []

@@ -64,11 +64,15 @@ Block = Text | Table | Figure | Page | Command
 
 @dataclass(frozen=True)
 class Section:
+    """A part of a report, under a heading of its own."""
+
     title: str
     blocks: Sequence[Block]
 
 
 @dataclass(frozen=True)
 class Report:
+    """All that is said of some runs, in the order in which it is read."""
+
     title: str
     sections: Sequence[Section]

@@ -25,10 +25,12 @@ class Action(IntEnum):
 
     @property
     def computes(self) -> bool:
+        """Whether it is an op: a forward, a backward or half of one."""
         return self <= Action.BACKWARD_WEIGHT
 
     @property
     def communicates(self) -> bool:
+        """Whether it is a message or a collective."""
         return Action.SEND <= self <= Action.BROADCAST
 
     @cached_property

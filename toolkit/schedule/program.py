@@ -44,9 +44,11 @@ class Program:
 
     @property
     def steps(self) -> range:
+        """The training steps that it is of."""
         return range(self.first_step, self.first_step + self.n_steps)
 
     def slot(self, instruction: Instruction) -> int:
+        """The slot in which ``instruction`` starts, counted from the program's start."""
         return instruction.tick // self.schedule.timing.ticks_per_slot
 
     @cached_property

@@ -124,6 +124,7 @@ class Schedule:
 
     @property
     def n_ranks(self) -> int:
+        """Devices on which it runs."""
         return self.layout.n_ranks
 
     @property
@@ -149,6 +150,7 @@ class Schedule:
 
     @property
     def max_staleness(self) -> int:
+        """The most training steps by which any weights read are late."""
         return max(map(max, self.staleness))
 
     @property

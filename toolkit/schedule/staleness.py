@@ -70,6 +70,9 @@ def requested(
     """The least and the largest staleness that ``delay`` asks for; the timing may not honour it.
 
     They differ where delays are drawn at random.
+
+    Raises:
+        ValueError: it is no delay, or for other numbers of stages and micro-batches.
     """
     if isinstance(delay, str) and delay == FRESHEST:
         found = freshest(timing, n_stages, n_microbatches)
@@ -78,7 +81,11 @@ def requested(
 
 
 def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
-    """:func:`requested` of a delay that is given in steps, for which no timing is needed."""
+    """:func:`requested` of a delay that is given in steps, for which no timing is needed.
+
+    Raises:
+        ValueError: it is given otherwise, or for other numbers of stages and micro-batches.
+    """
     if isinstance(delay, RandomDelay):
         least, largest = (
             ((int(steps),) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)

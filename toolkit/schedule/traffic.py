@@ -18,6 +18,7 @@ NOTHING, _MESSAGE = Traffic(0, Fraction(0)), Traffic(1, Fraction(1))
 
 
 def together(found: Sequence[Traffic]) -> Traffic:
+    """The sum of all."""
     return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
 
 

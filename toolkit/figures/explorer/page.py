@@ -43,6 +43,7 @@ def _is_large(schedule: Schedule) -> bool:
 
 
 def key_numbers(numbers: Sequence[Number]) -> str:
+    """A table of name, value and unit; what a number means shows as one points at it."""
     rows = (
         (
             element("th", escape(n.name), scope="row", title=n.meaning),
@@ -76,6 +77,7 @@ def _shaded(late: int, most: int) -> str:
 
 
 def legend() -> str:
+    """What the colours and bars of drawings mean."""
     keys = (
         ("forward", "forward"),
         ("backward", "backward"),
@@ -104,6 +106,7 @@ def faded(drawn: str) -> str:
 
 
 def side_by_side(panes: Sequence[str]) -> str:
+    """Panes beside each other, or below where there is no room."""
     return element("div", "".join(panes), class_="cdp-panes")
 
 
