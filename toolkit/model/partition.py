@@ -15,10 +15,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from toolkit.messages import first_line
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.faithful import check_faithful
-from toolkit.model.trace import changing, part, reason, refused, shapes_of, trace
+from toolkit.model.trace import changing, part, refused, shapes_of, trace
 from toolkit.schedule.given import whole
 
 MEASURES = ("flops", "parameters", "activations")
@@ -173,7 +174,7 @@ def _batched(
     except Exception as error:  # as above
         raise ValueError(
             f"{type(model).__name__} runs on {n} rows and not on {n + 1}, so its first dimension is"
-            f" not the batch: {reason(error)}"
+            f" not the batch: {first_line(error)}"
         ) from error
     sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
     answers = sizes[output]

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
+from toolkit.messages import first_line
 from toolkit.model.norms import own_norms
 
 _EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
@@ -44,8 +45,8 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
         raise ValueError(f"{type(model).__name__} {error}") from error
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         raise ValueError(
-            f"torch.fx cannot trace {type(model).__name__}: {reason(error)}; what depends on the"
-            " values or sizes of tensors has to move into a function of its own, marked by"
+            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}; what depends on"
+            " the values or sizes of tensors has to move into a function of its own, marked by"
             " torch.fx.wrap, or out of forward"
         ) from error
     traced.meta[_EVALUATED] = kept
@@ -103,13 +104,8 @@ def changing(names: Sequence[str], where: object) -> str:
     )
 
 
-def reason(error: Exception) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else repr(error)
-
-
 def shapes_of(inputs: tuple[torch.Tensor, ...]) -> str:
+    """As they are told in an error."""
     return ", ".join(str(list(tensor.shape)) for tensor in inputs)
 
 
@@ -121,7 +117,7 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
     except Exception as error:  # the model's own code may raise anything
         raise ValueError(
             f"{type(model).__name__} cannot train on an example of shape {shapes_of(inputs)}:"
-            f" {reason(error)}"
+            f" {first_line(error)}"
         ) from error
 
 

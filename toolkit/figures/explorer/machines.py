@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cost import UNIT, Hardware, StageCost, profile, unit_costs
 from toolkit.cost.hardware import presets
+from toolkit.messages import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,7 +51,6 @@ def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") 
     They raise a ValueError if it cannot be traced, cut or run.
     """
     from toolkit.model import partition
-    from toolkit.model.trace import reason
 
     known: dict[int, Sequence[StageCost]] = {}
 
@@ -65,7 +65,7 @@ def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") 
                 raise
             except Exception as error:  # the model's own code may raise anything
                 who = type(model).__name__
-                raise ValueError(f"{who} cannot be profiled: {reason(error)}") from error
+                raise ValueError(f"{who} cannot be profiled: {first_line(error)}") from error
         return known[n_stages]
 
     return costs
