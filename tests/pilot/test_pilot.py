@@ -120,6 +120,22 @@ def test_what_a_device_holds_is_that_of_the_schedule():
     assert [peak for peak, _ in held] == [n * one, (n + 1) * one / 2]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_stays_between_steps_is_not_of_a_gpu_s_peak():
+    """Such as a momentum, which is first there after the first of them."""
+    inputs = torch.randn(2, 2048, device="cuda")
+
+    def peak(**options):
+        stages = alike_stages(2, 2048, 1)
+        stages.model.cuda()
+        make = partial(torch.optim.SGD, lr=0.1, **options)
+        schedule = catalog.data_parallel(2, "one")
+        return measure.held(stages, schedule, (inputs, inputs), make, F.mse_loss)[1]
+
+    assert peak(momentum=0.9) == pytest.approx(peak(), rel=0.1)
+
+
 def test_norms_know_the_last_images_only_for_the_test():
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(2))

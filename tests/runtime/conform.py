@@ -4,6 +4,7 @@ import copy
 import io
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -14,7 +15,8 @@ from tests.thorough import THOROUGH
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import partition
-from toolkit.runtime import Distributed, Recipe, SingleProcess, join
+from toolkit.runtime import Distributed, Recipe, SingleProcess, distributed, join
+from toolkit.runtime.links import Links
 from toolkit.schedule import RandomDelay, Schedule, catalog
 
 STEPS = 6
@@ -197,6 +199,7 @@ def odd_jobs() -> dict[str, Any]:
     found["not saved"] = _not_saved(world)
     found["errors"] = _errors(world)
     found["recipes"] = with_recipes(world)
+    found["rehearsed"] = _rehearsed(world)
     return found
 
 
@@ -262,6 +265,28 @@ def _refused(world) -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def _rehearsed(world) -> tuple[list[str], dict]:
+    """In which order a rank begins, where messages are taken for NCCL's; and what it comes to."""
+    begun: list[str] = []
+
+    def noted(name, function):
+        return lambda *args, **options: (begun.append(name), function(*args, **options))[1]
+
+    schedule = catalog.cyclic(2, 1, "per_stage")
+    stages = models.cut_awkward(models.awkward(), schedule)
+    with (
+        mock.patch.object(world, "backend", "nccl"),
+        mock.patch.object(distributed, "rehearse", noted("rehearsal", distributed.rehearse)),
+        mock.patch.object(Links, "receive", noted("receive", Links.receive)),
+        mock.patch.object(Links, "send", noted("send", Links.send)),
+    ):
+        runtime = Distributed(
+            stages, schedule, adamw, F.cross_entropy, lr_scheduler=_decay, seed=3, world=world
+        )
+        list(runtime.run(models.id_batches(2)))
+        return begun, runtime.module().state_dict()
 
 
 def in_tiers(world) -> dict[int, dict]:

@@ -168,6 +168,15 @@ def test_refuses_options_of_no_such_value(options, words):
     assert str(refused.value) == words
 
 
+def test_by_nccl_a_rank_has_run_its_stages_before_the_first_message(odd_jobs):
+    """Kernels that are loaded meanwhile would wait for it. What comes of the run is the same."""
+    for job in odd_jobs:
+        begun, state = job["rehearsed"]
+        assert begun[0] == "rehearsal"
+        assert {*begun[1:]} == {"receive", "send"}
+        assert_same(state, odd_jobs[0]["awkward CDP-v1"])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_gpus():

@@ -75,6 +75,26 @@ def test_a_pipeline_holds_what_its_program_holds():
         assert most_kept(schedule, "scheduled") == single * expected
 
 
+@pytest.mark.parametrize("schedule", [catalog.data_parallel(3, "one"), catalog.zero_bubble(3, 3)])
+def test_gradients_go_as_soon_as_they_are_used(monkeypatch, schedule):
+    """And not only when all ops of the same moment have come to their end."""
+    execute, seen = Rank.execute, []
+
+    def checked(self, i):
+        execute(self, i)
+        if i.action in (Action.BACKWARD, Action.BACKWARD_INPUT):
+            seen.append(self.kept[i.stage, i.microbatch, i.step].gradients)
+
+    monkeypatch.setattr(Rank, "execute", checked)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    stages = partition(model, 3, torch.zeros(2, 4), ["1", "2"])
+    runtime = SingleProcess(
+        stages, schedule, lambda p: torch.optim.SGD(p, lr=0.1), lambda x, y: x.sum(), "scheduled"
+    )
+    runtime.step(torch.ones(6, 4), torch.zeros(6))
+    assert seen == [()] * 9
+
+
 @pytest.fixture
 def uncollected():
     """Python's collector, which does not see a device's memory, has just run and is off."""

@@ -11,7 +11,9 @@ from tests.runtime.conform import sgd
 from tests.runtime.models import assert_same
 from toolkit.model import partition
 from toolkit.runtime import Recipe, SingleProcess
-from toolkit.runtime.stage import predicted
+from toolkit.runtime.grouped import _regroup
+from toolkit.runtime.meters.operations import operations
+from toolkit.runtime.stage import StageRunner, leaves, predicted
 from toolkit.schedule import catalog
 
 
@@ -29,6 +31,28 @@ def test_a_prediction_is_spectrains():
         (found,) = predicted(*versions, delay).values()
         torch.testing.assert_close(found, weight.detach() - delay * 0.1 * velocity)
         assert not found.requires_grad
+
+
+def test_a_microbatch_by_itself_is_not_copied():
+    """Nor its gradient, on the way through norms and what draws at random."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    (stage,) = partition(model, 1, torch.zeros(3, 4))
+    runner = StageRunner(stage, 0, sgd, None, 0)
+
+    def both_ways(*microbatches):
+        inputs = torch.randn(3 * len(microbatches), 4, requires_grad=True)
+        (output,) = runner.forward(leaves(runner.newest()), (inputs,), microbatches, 0)
+        output.sum().backward()
+
+    assert operations(lambda: both_ways(0, 1))["cat"] == 2
+    assert operations(lambda: both_ways(0))["cat"] == 0
+
+
+def test_the_gradient_of_merged_microbatches_is_not_copied():
+    parts = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    ((merged,),) = _regroup([(part,) for part in parts], [(0,), (1,)], [(0, 1)])
+    assert torch.equal(merged, torch.cat(parts))
+    assert operations(lambda: merged.sum().backward())["cat"] == 0
 
 
 def test_a_norm_in_evaluation_mode_keeps_its_statistics():

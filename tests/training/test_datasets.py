@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from tests.training.test_kept import configured, weights
 from toolkit.model import Images
 from toolkit.training import prepare, run_kept
-from toolkit.training.data import Datasets
+from toolkit.training.data import Datasets, datasets
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 CPU = torch.device("cpu")
@@ -44,6 +44,13 @@ def test_samples_follow_from_seed_and_epoch():
     assert torch.equal(inputs(batches.parts(4, lambda batch: [1])), first[1::4])
     for other in (samples.train(4, 2, 2, CPU), samples.train(4, 1, 3, CPU)):
         assert not torch.equal(inputs(other), first)
+
+
+def test_batches_are_sent_without_waiting_for_the_device(monkeypatch):
+    sent = []
+    monkeypatch.setattr(datasets, "send", lambda tensor, device: sent.append(device) or tensor)
+    list(Datasets(Noisy(8), Noisy(2), 10).train(4, 0, 0, torch.device("cuda")))
+    assert sent == [torch.device("cuda")] * 4  # inputs and targets of two batches
 
 
 def test_the_test_is_whole_and_shared_out():

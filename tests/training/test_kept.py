@@ -277,7 +277,9 @@ def test_weights_that_only_the_test_finds_lost_are_no_result(tmp_path, monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("sharded", ["false", "true"])
-def test_weights_of_every_version_go_back_to_the_gpu(tmp_path, sharded):
+def test_weights_of_every_version_go_back_to_the_gpu(monkeypatch, tmp_path, sharded):
+    # Else gradients differ by rounding, and AdamW's first updates go by the signs of tiny ones.
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     options = ("device=cuda", "schedule=cdp_v1", "ema=0.9", "optimizer=adamw", "save.steps=3")
     options += (f"save.sharded={sharded}",)
     whole = run_kept(prepare(configured(*options)), tmp_path / "whole")

@@ -1,6 +1,7 @@
 """A trace of the steps that were asked for, and of no others."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +63,31 @@ def test_no_trace(tmp_path, n_steps, here, run):
     train(profile, run)
     assert not profile.written
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_trace_ends_without_waiting_for_messages_under_way(tmp_path, monkeypatch):
+    """Which may wait for this rank: on a GPU torch's profiler waits for all streams as it stops."""
+    waited = []
+
+    def stream(device):
+        return SimpleNamespace(synchronize=lambda: waited.append("ops"))
+
+    def synchronize(device=None):
+        waited.append("everything")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    leave = torch.autograd.profiler.profile.__exit__
+
+    def as_on_a_gpu(self, *error):
+        torch.cuda.synchronize()
+        return leave(self, *error)
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "__exit__", as_on_a_gpu)
+    train(Profile(2, tmp_path / "profile.json"), WARM_UP + 4)
+    train(Profile(2, tmp_path / "again.json"), WARM_UP + 1)
+    assert waited == ["ops"] * 2
+    assert torch.cuda.synchronize is synchronize
 
 
 @pytest.mark.parametrize("here", [True, False])

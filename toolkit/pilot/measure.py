@@ -57,13 +57,16 @@ def held(
     rank = Rank(schedule, runners, runners, versions, loss, feed, watching)
     rank.weights |= {(j, 0): weights[0] for j, weights in versions.items()}
     (instructions,) = schedule.lower(_STEPS).verify().ranks
-    cuda = device.type == "cuda"
-    at_rest = torch.cuda.memory_allocated(device) if cuda else 0
     most = 0
     for i in instructions:
         rank.execute(i)
         most = max(most, meter.activations.bytes)
-    return most, torch.cuda.max_memory_allocated(device) - at_rest if cuda else None
+        if i.step is not None and feed.n_finished(i.step) == schedule.n_microbatches:
+            feed.result(i.step)  # whoever trains takes it then
+    if device.type != "cuda":
+        return most, None
+    stays = torch.cuda.memory_allocated(device)  # the states of optimizers among it
+    return most, torch.cuda.max_memory_allocated(device) - stays
 
 
 def step_times(

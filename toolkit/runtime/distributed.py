@@ -23,6 +23,7 @@ from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
+from toolkit.runtime.rehearsal import rehearse
 from toolkit.runtime.source import Shape, Source
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.stagger import Stagger
@@ -237,7 +238,17 @@ class Distributed(Runtime):
                 self._layouts[seen] = find_layouts(
                     self._skeletons, inputs, self._compressed, self.world.device
                 )
+            if self.world.backend == "nccl":
+                self.world.watch.at("the first run of its stages")
+                where = self.world.device, self._computed, self.own
+                rehearse(self._runners, self._layouts[seen], inputs, *where)
         return self._layouts[seen]
+
+    @property
+    def _computed(self) -> list[int]:
+        """The stages that this rank runs, whenever it may be."""
+        layout = self.schedule.layout
+        return [j for j in range(len(self.stages)) if self.rank in layout.ranks(j)]
 
 
 def _who_meets(

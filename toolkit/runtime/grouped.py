@@ -177,7 +177,8 @@ def _regroup(batches: list[Values], groups: Groups, wanted: Groups) -> list[Valu
             chunks = dict(zip(order, whole.chunk(len(order)), strict=True))
             whole = torch.cat([chunks[m] for m in wanted_order])
         size = whole.shape[0] // len(order)
-        pieces = whole.split([size * len(group) for group in wanted])
+        sizes = [size * len(group) for group in wanted]
+        pieces = whole.split(sizes) if len(sizes) > 1 else [whole]
         for tensors, piece in zip(regrouped, pieces, strict=True):
             tensors.append(piece)
     return [tuple(tensors) for tensors in regrouped]

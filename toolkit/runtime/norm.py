@@ -87,7 +87,7 @@ class MicrobatchNorm(nn.Module):
         parts = [
             self._normalised(part, mean, variance, weight, bias)
             for part, mean, variance, weight, bias in zip(
-                x.chunk(n), means, variances, weights, biases, strict=True
+                _parts(x, n), means, variances, weights, biases, strict=True
             )
         ]
         y = parts[0] if n == 1 else torch.cat(parts)
@@ -145,6 +145,10 @@ def _following(norm: _BatchNorm) -> _BatchNorm:
     copied = copy.deepcopy(norm)
     copied.momentum = 1.0
     return copied
+
+
+def _parts(x: Tensor, n: int) -> Sequence[Tensor]:
+    return x.chunk(n) if n > 1 else [x]  # the gradient of a chunk is copied into that of the whole
 
 
 def _copies(parameter: Tensor, n: int) -> Sequence[Tensor]:

@@ -57,10 +57,10 @@ class Kept:
     gradients: Gradients = ()
     second_half: Sequence[Stretch] = ()
 
-    @property
-    def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward begins, and with what."""
+    def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where the backward begins, and with what, which it uses up."""
         pairs = zip(self.outputs, self.gradients, strict=True)
+        self.gradients = ()
         found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
         return [edge for edge, _ in found], [x for _, x in found]
 
@@ -153,7 +153,7 @@ class Rank:
 
     def _backward(self, i: Instruction) -> None:
         kept = self._take_output_gradients(i)
-        torch.autograd.backward(*kept.roots)
+        torch.autograd.backward(*kept.take_roots())
         self.sums[i.stage, i.step].add(gradients(kept.weights))
         if i.stage > 0:
             self._give_input_gradients(i, tuple(tensor.grad for tensor in kept.inputs))
@@ -164,7 +164,7 @@ class Rank:
             return
         kept = self._take_output_gradients(i)
         weights = list(kept.weights.values())
-        found, kept.second_half = first_half(*kept.roots, kept.inputs, weights)
+        found, kept.second_half = first_half(*kept.take_roots(), kept.inputs, weights)
         if i.stage > 0:
             self._give_input_gradients(i, found)
 

@@ -106,11 +106,14 @@ class StageRunner(Updater):
             self.group.size = len(microbatches)
             return self._call(weights, inputs)
         self.group.size = 1
-        parts = zip(*(tensor.chunk(len(microbatches)) for tensor in inputs), strict=True)
+        n = len(microbatches)
+        parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
         outputs = []
         for microbatch, part in zip(microbatches, parts, strict=True):
             with drawing(part, self.seed, step, self.index, microbatch):
                 outputs.append(self._call(weights, part))
+        if n == 1:
+            return outputs[0]
         return tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True))
 
     def take_statistics(self) -> dict[str, Tensor]:

@@ -1,8 +1,12 @@
 """Traces of training steps, by torch.profiler."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import profiler
 from torch.cuda import is_available
 
@@ -49,15 +53,34 @@ class Profile:
     def step(self) -> None:
         """A training step is done."""
         if self._profiler:
-            self._profiler.step()
+            with _waiting_for_the_ops():
+                self._profiler.step()
         if self.written:
             self._stop()
 
     def _stop(self) -> None:
         if self._profiler:
-            self._profiler.stop()
+            with _waiting_for_the_ops():
+                self._profiler.stop()
         self._profiler = None
 
     def _write(self, finished: profiler.profile) -> None:
         finished.export_chrome_trace(str(self.path))
         self.written = True
+
+
+@contextmanager
+def _waiting_for_the_ops() -> Iterator[None]:
+    """Have torch wait for this thread's stream where it would wait for all that its GPU does.
+
+    A receive that was begun early may be among that, of what a rank sends once this one goes on.
+    """
+
+    def wait(device: Any = None) -> None:
+        torch.cuda.current_stream(device).synchronize()
+
+    for_all, torch.cuda.synchronize = torch.cuda.synchronize, wait
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize = for_all

@@ -79,7 +79,8 @@ def joined(monkeypatch, gpus, backend, **environment):
     """The world of a process that is alone, and what it has asked of torch.distributed."""
     gpus[:] = ["gpu 0"]
     monkeypatch.setattr("os.environ", {**os.environ})
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        os.environ.pop(name, None)
     os.environ.update(environment)
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in place.items():
@@ -120,26 +121,24 @@ def test_with_gloo_there_is_one_group(monkeypatch, gpus):
     assert asked == [here.device, "gloo", None]
 
 
-@pytest.mark.parametrize(
-    ("backend", "told", "expected"),
-    [
-        ("auto", {}, "32"),
-        ("nccl", {}, "32"),
-        ("nccl", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1"),
-        ("gloo", {}, None),
-    ],
-)
-def test_nccl_s_streams_get_queues_of_their_own(monkeypatch, gpus, backend, told, expected):
-    """Unless the user has chosen how many there are; before CUDA is asked anything."""
+@pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"])
+@pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
+@pytest.mark.parametrize("told", [None, "1"])
+def test_nothing_waits_for_a_receive_that_waits_for_it(monkeypatch, gpus, name, backend, told):
+    """Each stream has a queue of its own, and kernels are loaded at once.
+
+    Unless the user has chosen otherwise; before CUDA is asked anything.
+    """
     found = []
 
     def available():
-        found.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+        found.append(os.environ.get(name))
         return True
 
     monkeypatch.setattr("torch.cuda.is_available", available)
-    joined(monkeypatch, gpus, backend, **told)
-    assert {*found} == {expected}
+    joined(monkeypatch, gpus, backend, **({name: told} if told else {}))
+    ours = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+    assert {*found} == {told if told or backend == "gloo" else ours[name]}
 
 
 # First messages

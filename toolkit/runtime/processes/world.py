@@ -267,6 +267,8 @@ def join(
         # NCCL's channels have a stream each, and a stream that shares one of a GPU's 8 queues with
         # a receive that was begun early waits as long as that. CUDA reads it as it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # A kernel that is loaded at its first use waits for such a receive, too.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     on = _device(device, place)
     enter_device(on)
     store = _meet(place, timeout, _gpu(on))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from toolkit.model.forms import Form, Images
 from toolkit.training.data.held import HeldBatches, shuffled
+from toolkit.training.data.pixels import send
 from toolkit.training.data.sample_set import Batch, Batches
 
 _SEEDS = 2**31
@@ -88,7 +89,7 @@ class _Dataset:
             self._read(*which) for which in zip(chosen.tolist(), drawn[0].tolist(), strict=True)
         ]
         inputs, targets = zip(*pairs, strict=True)
-        return torch.stack(inputs).to(device), torch.stack(targets).to(device)
+        return send(torch.stack(inputs), device), send(torch.stack(targets), device)
 
     def _read(self, number: int, seed: int) -> Batch:
         with torch.random.fork_rng([]):

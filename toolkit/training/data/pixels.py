@@ -38,7 +38,7 @@ class Normalise:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A small tensor on ``device``, without waiting for what that is doing."""
+    """A tensor of the CPU on ``device``, without waiting for what that is doing."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
