@@ -127,6 +127,27 @@ def test_another_exception_comes_with_its_traceback():
     assert "child.py" not in text
 
 
+def test_an_exception_without_a_traceback_is_told_once():
+    with pytest.raises(RankError, match=r"^rank 0: TypeError: unhashable type: 'list'$"):
+        launch(hash, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why"),
+    [
+        ((), {}, "missing a required argument: 'first'"),
+        ((1, 2), {}, "too many positional arguments"),
+        ((1,), {"timeot": 5}, "got an unexpected keyword argument 'timeot'"),
+    ],
+)
+def test_arguments_that_the_function_does_not_take_are_refused(args, kwargs, why):
+    def train(first):
+        return first
+
+    with pytest.raises(ValueError, match=rf"^train\(first\) cannot be called so: {why}; launch"):
+        launch(train, 2, *args, **kwargs)
+
+
 def test_a_rank_that_ends_without_a_word_is_named():
     with pytest.raises(JobFailedError, match=r"^rank 0 ended with status 3 and no result$"):
         launch(lambda: os._exit(3), 1)

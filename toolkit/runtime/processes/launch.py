@@ -1,6 +1,7 @@
 """Ranks on this machine for a function: from a script, a test or a notebook."""
 
 import contextlib
+import inspect
 import math
 import multiprocessing
 import os
@@ -86,6 +87,7 @@ def launch(
         raise ValueError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
     if not timeout > 0:
         raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
+    _check_arguments(function, args, kwargs)
     try:
         job = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:
@@ -99,6 +101,24 @@ def launch(
         return running.results(timeout)
     finally:
         running.end()
+
+
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that ``function`` does not take, as far as it tells which it takes."""
+    try:
+        takes = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"{name}{takes} cannot be called so: {error}; launch(function, n_ranks, ...) hands on"
+            " all arguments but on_report and timeout"
+        ) from None
 
 
 class _Rank:
@@ -290,7 +310,8 @@ def _unpack(rank: int, what: str, packed: bytes) -> Any:
 
 def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
     """What to raise for an exception in a rank, and its cause."""
-    there = RankError(f"rank {rank}: {raised.name}: {raised.message}\n\n{raised.traceback}")
+    where = f"\n\n{raised.traceback}" if raised.traceback else ""
+    there = RankError(f"rank {rank}: {raised.name}: {raised.message}{where}")
     if raised.base is None:
         return there, None
     error: Exception = raised.base(raised.message)
