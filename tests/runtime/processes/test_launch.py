@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -50,14 +51,17 @@ def ran():
 
     reports = []
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ, {"ADDED": "yes"}),
+    ):
         results = launch(
             function,
             2,
             1,
             second=2,
             on_report=lambda rank, value: reports.append((rank, threading.get_ident(), value)),
-            environment={"ADDED": "yes"},
         )
     return results, reports, out.getvalue(), err.getvalue()
 

@@ -54,7 +54,6 @@ def launch(
     *args: Any,
     on_report: OnReport | None = None,
     timeout: float = 120.0,
-    environment: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` in ``n_ranks`` new processes, each of them a rank.
@@ -68,7 +67,6 @@ def launch(
         n_ranks: number of processes.
         on_report: function that is called here with the rank and the value of each report.
         timeout: seconds within which all ranks have to be up.
-        environment: variables for the ranks, besides those of this process.
 
     Returns:
         What the ranks have returned, by rank.
@@ -97,7 +95,7 @@ def launch(
         ) from error
     running = _Job(n_ranks, on_report)
     try:
-        running.start(job, {name: str(value) for name, value in (environment or {}).items()})
+        running.start(job)
         return running.results(timeout)
     finally:
         running.end()
@@ -201,7 +199,7 @@ class _Job:
         self._failures: list[tuple[int, int, Exception, Exception | None]] = []
         self._decided_at = math.inf  # when no better reason of a failure is looked for any longer
 
-    def start(self, job: bytes, environment: dict[str, str]) -> None:
+    def start(self, job: bytes) -> None:
         """Start the processes, and the store in which they meet."""
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -227,7 +225,7 @@ class _Job:
             file.flush()
             for rank in range(self._n_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                variables = defaults | dict(os.environ) | environment | shared | own
+                variables = defaults | dict(os.environ) | shared | own
                 self._ranks.append(_Rank(rank, variables, file, self._events))
 
     def results(self, timeout: float) -> list[Any]:
