@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.config.shorthands import spell_out
+from toolkit.config.sweeps import left_in
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.messages import first_line
 from toolkit.options import COMPARED
@@ -253,6 +254,8 @@ def _status(folder: Path, state: str, message: str) -> tuple[str, str]:
         raise DamagedError(f"status.json: unknown state {said!r}")
     if said == "finished" and state != "finished":
         return "damaged", "status.json says finished, and there is no result.json"
+    if said == "stopped" and not left_in(folder):
+        return said, "it was stopped before anything of it was saved: start it again"
     return said, str(status.get("message") or _NOT_ENDED[said])
 
 
