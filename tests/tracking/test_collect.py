@@ -180,6 +180,14 @@ def test_what_was_saved_before_it_was_stopped_goes_on(tmp_path):
     assert collect(tmp_path).message[0] == "it was stopped: resume=FOLDER goes on"
 
 
+def test_a_run_resumed_under_another_rule_tells_of_both(tmp_path):
+    note = "resumed with other options than those of the checkpoint: schedule.delay=1 (was 0)"
+    result = folders.train(tmp_path / "a", "cdp_v1")
+    folders.write_json(tmp_path / "a" / "result.json", result | {"notes": ["another", note]})
+    folders.train(tmp_path / "b", "cdp_v1")
+    assert collect(tmp_path).message.tolist() == [note, ""]
+
+
 def test_nothing_of_the_environment_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     folders.job(tmp_path / "a", folders.config(schedule={}, note="${oc.env:WANDB_API_KEY}"))

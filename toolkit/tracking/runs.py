@@ -13,7 +13,7 @@ from toolkit.config.shorthands import spell_out
 from toolkit.config.sweeps import left_in
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.messages import first_line
-from toolkit.options import COMPARED
+from toolkit.options import COMPARED, RESUMED_OTHERWISE
 from toolkit.tracking.reading import (
     LARGEST,
     DamagedError,
@@ -285,6 +285,8 @@ def _trained(run: Run, result: Mapping[str, Any]) -> Run:
     if "top1" not in numbers:
         told = "the metrics in result.json have no top1: they are of another version"
         return replace(run, message=run.message or told)
+    changed = next((note for note in run.notes if note.startswith(RESUMED_OTHERWISE)), "")
+    run = replace(run, message=run.message or changed)  # its options are but the last ones
     seconds = numbers_of(run.provenance).get("seconds", nan)
     return replace(run, metrics=per_cent(numbers) | {"seconds": seconds})
 

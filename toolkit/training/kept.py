@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.messages import first_line
-from toolkit.options import INDIFFERENT
+from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
 from toolkit.schedule.given import check_choice
@@ -283,7 +283,7 @@ def _read(
     kept = state.get("config")
     free = INDIFFERENT if rate_follows_epochs(kept, job.config) else FREE
     if told := changed_options(kept, job.config, free):
-        note(f"resumed with other options than those of the checkpoint: {told}")
+        note(f"{RESUMED_OTHERWISE}: {told}")
     if (orders := _orders(job.config)) and state.get("orders") not in (None, orders):
         note(f"{job.config.schedule.file} has other orders than those of the checkpoint")
     return state
