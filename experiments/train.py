@@ -33,9 +33,13 @@ def main(config: DictConfig) -> Ended:
     from toolkit.tracking import describe, track
     from toolkit.training import prepare
     from toolkit.training.checkpoints import from_rank_0
+    from toolkit.training.kept import check_keeping
+    from toolkit.training.profiling import check_profile
 
     start = time.perf_counter()
+    check_profile(config.profile)
     job = prepare(config)
+    check_keeping(job)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if job.runtime.world is not None:  # whichever rank knows the reason tells it
         job.runtime.world.watch.on_failure = partial(fail, from_rank_0(job.runtime, folder))

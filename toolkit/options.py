@@ -12,6 +12,9 @@ ENDED = "runs.csv"
 UNDER_WAY = "under_way"
 """In the folder of a comparison: a folder for each run that has begun and not ended."""
 
+RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
+"""How a note begins on a run whose options tell only of its last part."""
+
 AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
 """What is around a run: where it is tracked, what it goes on from, the comparison it is of."""
 

@@ -62,6 +62,17 @@ def test_a_model_of_a_file_of_the_users_is_told_the_form():
         assert build_model(options, form).told == form.arguments | {"depth": 3}
 
 
+def plain(width, n_classes):
+    """A user's model that knows nothing of samples."""
+
+
+def test_a_target_that_is_told_nothing_of_samples_leads_to_the_key_of_the_group():
+    options = OmegaConf.create({"_target_": f"{HERE}.plain", "width": 16, "n_classes": 10})
+    why = rf"^_target_: {HERE}.plain takes no image_size, in_channels, .*: write target: {HERE}"
+    with pytest.raises(ValueError, match=why):
+        build_model(options, Images(3, 8, 8, 10))
+
+
 def test_a_named_decoder_is_made_in_the_length_of_the_data():
     options = OmegaConf.create(DECODER | {"layers": 1, "width": 4, "heads": 2})
     assert build_model(options, Sequences(6, 9))(torch.zeros(2, 6, dtype=torch.long)).shape == (

@@ -210,6 +210,12 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
     ("name", "arguments", "expected"),
     [
         ("compare", ["sed=1"], "there is no option sed: did you mean seed?"),
+        (
+            "memory",
+            ["length=10"],
+            "there is no option length: a sample is told by shape, as shape=",
+        ),
+        ("simulate", ["data.image_size=8"], "there is no option data.image_size: a sample is told"),
         ("compare", ["schedule=dp"], "compare cannot take schedule=... here; --help lists what"),
         (
             "compare",

@@ -56,16 +56,6 @@ def test_memory(rank, kind, curve, peak):
     assert found.peak_memory(rank, kind) == peak
 
 
-def test_memory_as_a_table():
-    found = timeline(changes=CHANGES)
-    frame = found.memory_frame()
-    assert list(frame.columns) == ["time", "rank", "kind", "bytes"]
-    assert frame["time"].tolist() == [0, 1, 1, 2, 2]
-    held = frame.groupby("rank")["bytes"].cumsum()
-    assert held[frame["rank"] == 0].tolist() == [3, 10, 7, 11]
-    assert timeline().memory_frame().empty
-
-
 def test_shown_without_its_spans():
     found = timeline([compute(0, 0.0, 1.0)] * 9, CHANGES, step_ends=(1.0, 2.0))
     assert repr(found) == "Timeline('hand', ranks=2, steps=2, spans=9, changes=5)"

@@ -183,6 +183,23 @@ def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
     assert alive == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["save.keep=0"], "save.keep is 1 or more: got 0"),
+        (["tracking.every=0"], "tracking.every is 1 or more training steps: got 0"),
+        (["clip=1", "clip_by=model"], "CDP-v2 reads the first updates before the last gradients"),
+    ],
+)
+def test_what_cannot_be_of_any_rule_is_refused_before_the_first_begins(tmp_path, options, why):
+    where = "tracking.mode=offline", f"hydra.run.dir={tmp_path}"
+    finished = run("compare", *TINY, *options, *where)
+    assert finished.status == 2
+    assert finished.err.startswith("error: ")  # and no bar before it
+    assert why in finished.err
+    assert not {"wandb", "under_way", "runs.csv"} & {path.name for path in tmp_path.iterdir()}
+
+
 def test_a_comparison_pairs_runs_by_their_seeds(kept):
     found = complete("compare", kept, f"resume={kept}")
     assert [row["difference"] for row in found["metrics"]] == [0, 0]

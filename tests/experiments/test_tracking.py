@@ -111,6 +111,14 @@ def test_without_the_package_all_results_are_written(tmp_path, monkeypatch):
     assert (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.parametrize("option", ["save.keep=0", "guard_factor=1", "profile=-1"])
+def test_a_run_that_cannot_be_is_not_in_wandb(tmp_path, option):
+    finished = run("train", *TRACKED, option, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 2
+    assert finished.err.startswith("error: ")
+    assert not (tmp_path / "wandb").exists()
+
+
 def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path):
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v2", f"hydra.run.dir={tmp_path}"
     finished = run("compare", *arguments)

@@ -150,7 +150,11 @@ def test_other_results_are_rows_without_metrics(tmp_path):
         (None, "unfinished", "there is no result.json"),
         ({"state": "failed", "message": "the loss is NaN"}, "failed", "the loss is NaN"),
         ({"state": "running", "message": None}, "running", "it is running, or was killed"),
-        ({"state": "stopped"}, "stopped", "it was stopped: resume=FOLDER goes on"),
+        (
+            {"state": "stopped"},
+            "stopped",
+            "it was stopped before anything of it was saved: start it again",
+        ),
         (
             {"state": "finished"},
             "damaged",
@@ -168,6 +172,21 @@ def test_a_job_without_result_tells_its_options(tmp_path, status, state, message
     assert (row.rule, row.schedule, row.seed) == ("cdp_v1", "CDP-v1", 3)
     assert (row.microbatches, row["optimizer.lr"]) == (8, 0.1)
     assert math.isnan(row.top1)
+
+
+def test_what_was_saved_before_it_was_stopped_goes_on(tmp_path):
+    folders.job(tmp_path / "a", folders.config(schedule={}), status={"state": "stopped"})
+    (tmp_path / "a" / "checkpoints").mkdir()
+    (tmp_path / "a" / "checkpoints" / "step_000000002.ckpt").touch()
+    assert collect(tmp_path).message[0] == "it was stopped: resume=FOLDER goes on"
+
+
+def test_a_run_resumed_under_another_rule_tells_of_both(tmp_path):
+    note = "resumed with other options than those of the checkpoint: schedule.delay=1 (was 0)"
+    result = folders.train(tmp_path / "a", "cdp_v1")
+    folders.write_json(tmp_path / "a" / "result.json", result | {"notes": ["another", note]})
+    folders.train(tmp_path / "b", "cdp_v1")
+    assert collect(tmp_path).message.tolist() == [note, ""]
 
 
 def test_nothing_of_the_environment_is_told(tmp_path, monkeypatch):

@@ -174,6 +174,16 @@ def test_what_is_not_shown_reads_nothing(capsys, reads):
 
 
 def test_is_closed_by_an_error(capsys):
-    with pytest.raises(KeyError), Progress(1):
+    bar = Progress(1)
+    bar.step(1, 2)
+    with pytest.raises(KeyError), bar:
         raise KeyError
     assert capsys.readouterr().err.endswith("\n")
+
+
+def test_an_error_before_the_first_step_stands_alone(capsys):
+    with pytest.raises(KeyError), Progress(1):
+        raise KeyError
+    *_, line, rest = capsys.readouterr().err.split("\r")
+    assert not line.strip()
+    assert rest == ""

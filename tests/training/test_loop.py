@@ -151,6 +151,14 @@ def test_the_first_loss_is_that_of_the_first_step(images):
     assert position.stretch_loss != pytest.approx(position.first_loss, rel=1e-3)
 
 
+def test_a_first_epoch_that_has_become_too_short_is_refused(images):
+    """And not after a whole epoch, where its steps are found to be too many."""
+    with pytest.raises(
+        ValueError, match=r"saved after 9 steps, in epoch 0 after step 9, and an ep"
+    ):
+        run(images, position=Position(step=9, steps_done=9, loss=1.0, n_losses=1))
+
+
 def test_divergence_says_what_to_do(images):
     with pytest.raises(FloatingPointError, match=r"of epoch 0 is .*: lower optimizer.lr, or warm"):
         run(images, lr=1e30)

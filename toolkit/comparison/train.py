@@ -23,11 +23,12 @@ from toolkit.config.ranks import leads, restarted
 from toolkit.config.run import STOPPED
 from toolkit.schedule import Schedule
 from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
+from toolkit.tracking.session import check_tracking
 from toolkit.training import DivergedError, Step, StoppedError, prepare, run_kept
 from toolkit.training.data import SampleSet
 from toolkit.training.job import meet
 from toolkit.training.keeper import Signals
-from toolkit.training.kept import often_of
+from toolkit.training.kept import check_run
 
 # A loss that is high, but a number, is a result like any other.
 _UNGUARDED: dict[Any, Any] = {"guard": "stop", "guard_factor": inf}
@@ -46,7 +47,7 @@ def before(config: DictConfig, schedule: Schedule, folder: Path) -> tuple[list[R
     Raises:
         ValueError: options that cannot be, or with which runs in ``folder`` were not trained.
     """
-    often_of(config)
+    check_tracking(config.tracking)
     _, world = meet(config, schedule)
     found = None
     if leads():
@@ -71,12 +72,15 @@ def train_all(
     """Those runs that are asked for and have not ended; first what is under way.
 
     Raises:
+        ValueError: one of them cannot be trained with its options; none has begun then.
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
     done = {(run.rule, run.seed) for run in ended}
     seeds = seeds_of(config)
     wanted = [key for seed in seeds for name in config.rules if (key := (name, seed)) not in done]
     wanted.sort(key=lambda key: key not in under_way)
+    for name in dict.fromkeys(name for name, _ in wanted):  # before the first has trained for hours
+        check_run(_options_of(config, name, config.seed), samples)
     alone = "timeout" not in config.runtime
     n_epochs = config.epochs * len(wanted)
     with Progress(n_epochs, shown=leads()) as progress, Signals().heard() as signals:
@@ -84,8 +88,12 @@ def train_all(
             # Ranks go on until all know of a signal.
             if number := signals.number if alone else signals.agreed:
                 raise StoppedError(number, saved=True)
-            own = OmegaConf.create(run_options(config, name, seed) | _UNGUARDED)
+            own = _options_of(config, name, seed)
             yield _trained(own, name, samples, folder, progress, signals)
+
+
+def _options_of(config: DictConfig, rule: str, seed: int) -> DictConfig:
+    return OmegaConf.create(run_options(config, rule, seed) | _UNGUARDED)
 
 
 def _trained(

@@ -94,6 +94,12 @@ def build_model(config: DictConfig, form: "Form") -> "nn.Module":
         return _own_model(config.target, dict(config.arguments))
     told = _told(config)
     if told is not None and (lacking := form.arguments.keys() - told):
+        if not config._target_.startswith("toolkit."):
+            raise ValueError(
+                f"_target_: {config._target_} takes no {', '.join(sorted(lacking))}, which a"
+                f" _target_ of a model is told: write target: {config._target_} in its file, and"
+                " what it takes below arguments"
+            )
         raise ValueError(
             f"model={model_name(config)} takes no {form.samples}, for it has no"
             f" {', '.join(sorted(lacking))}: choose other data (where a model is analysed, another"
@@ -115,6 +121,7 @@ def model_name(config: DictConfig) -> str:
 
 def _told(config: DictConfig) -> set[str] | None:
     """What the function that makes a named model can be told; None: anything."""
+    look_here()
     parameters = signature(get_method(config._target_)).parameters
     anything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     return None if anything else {*parameters}

@@ -173,6 +173,9 @@ def _preset(name: str, message: str) -> str:
     return f"{name}: {next(filter(None, map(str.strip, message.splitlines()[1:])), message)}"
 
 
+_OF_A_SAMPLE = ("length", "vocabulary", "image_size", "in_channels", "n_classes", "num_classes")
+
+
 def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> str:
     rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
     known = [option.replace("rules.NAME", rule) for option in schema.options(experiment)]
@@ -198,6 +201,11 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
         return (
             f"a comparison has a schedule a rule: write rules.NAME.{name}, such as"
             f" rules.cdp_v2.{name}=..."
+        )
+    if "shape" in known and name in _OF_A_SAMPLE:
+        return (
+            f"there is no option {key}: a sample is told by shape, as shape=[1024] of a sequence or"
+            " shape=[3,224,224] of an image, and the answers to it are counted by classes"
         )
     siblings = _own_options(group, folders(conf, arguments)[1:], arguments) or [
         option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")

@@ -191,15 +191,6 @@ class Timeline:
 
         return pd.DataFrame(self.spans, columns=Span._fields)
 
-    def memory_frame(self) -> "pd.DataFrame":
-        """The changes of memory as a pandas DataFrame, one row each, in the order of time.
-
-        Summed up by rank (``groupby("rank")["bytes"].cumsum()``) they are the bytes held.
-        """
-        import pandas as pd
-
-        return pd.DataFrame(sorted(self.changes), columns=Change._fields)
-
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a trace that Perfetto and chrome://tracing open: a process a rank, a row a lane.
 

@@ -1,6 +1,6 @@
 """What an op must wait for within its training step."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 
 from toolkit.schedule.op import Kind, Op
 
@@ -20,12 +20,22 @@ def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
             yield split if split in ops else Op(Kind.BACKWARD, j + 1, m)
 
 
-def check_complete(ops: Container[Op], n_stages: int, n_microbatches: int) -> None:
+def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> None:
     """Every stage has a forward and a whole backward for every micro-batch.
 
     Raises:
-        ValueError: one has not.
+        ValueError: one has not; or an index has been left out, as where a larger one is mistyped.
     """
+    for what, attribute in (("stage", "stage"), ("micro-batch", "microbatch")):
+        present = {getattr(op, attribute) for op in ops}
+        absent = next(k for k in range(len(present) + 1) if k not in present)
+        beyond = [op for op in ops if getattr(op, attribute) > absent]
+        if beyond:
+            op = min(beyond)
+            raise ValueError(
+                f"{op} is of {what} {getattr(op, attribute)}, and no op is of {what} {absent}:"
+                f" they count from 0, and none is left out; mend {op}, or add what is missing"
+            )
     for j in range(n_stages):
         for m in range(n_microbatches):
             kinds = {kind for kind in Kind if Op(kind, j, m) in ops}

@@ -48,7 +48,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._bar.leave = error is None or self._bar.n > 0  # of what never began nothing stays
         self._bar.close()
 
     def run(self, name: str) -> None:

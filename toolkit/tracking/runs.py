@@ -8,7 +8,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from toolkit.config.sweeps import left_in
 from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.options import RESUMED_OTHERWISE
 from toolkit.tracking.asked import job_in, kind_of, options_in
 from toolkit.tracking.compared import runs_of_rules
 from toolkit.tracking.reading import (
@@ -142,6 +144,8 @@ def _status(folder: Path, state: str, message: str) -> tuple[str, str]:
         raise DamagedError(f"status.json: unknown state {said!r}")
     if said == "finished" and state != "finished":
         return "damaged", "status.json says finished, and there is no result.json"
+    if said == "stopped" and not left_in(folder):
+        return said, "it was stopped before anything of it was saved: start it again"
     return said, str(status.get("message") or _NOT_ENDED[said])
 
 
@@ -171,5 +175,7 @@ def _trained(run: Run, result: Mapping[str, Any]) -> Run:
     if "top1" not in numbers:
         told = "the metrics in result.json have no top1: they are of another version"
         return replace(run, message=run.message or told)
+    changed = next((note for note in run.notes if note.startswith(RESUMED_OTHERWISE)), "")
+    run = replace(run, message=run.message or changed)  # its options are but the last ones
     seconds = numbers_of(run.provenance).get("seconds", nan)
     return replace(run, metrics=per_cent(numbers) | {"seconds": seconds})

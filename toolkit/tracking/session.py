@@ -58,10 +58,7 @@ def track(
         ValueError: options that cannot be.
     """
     options = config.tracking
-    if options.mode not in MODES:
-        raise ValueError(f"tracking.mode is one of {', '.join(MODES)}: got {options.mode!r}")
-    if options.every < 1:
-        raise ValueError(f"tracking.every is 1 or more training steps: got {options.every}")
+    check_tracking(options)
     if not here or options.mode == "disabled":
         yield Tracker()
         return
@@ -93,6 +90,18 @@ def track(
         tracker.close()
         if alone and tracker.where:
             print(tracker.where)
+
+
+def check_tracking(options: DictConfig) -> None:
+    """Refuse ``config.tracking`` if it cannot be.
+
+    Raises:
+        ValueError: an unknown mode, or no number of steps.
+    """
+    if options.mode not in MODES:
+        raise ValueError(f"tracking.mode is one of {', '.join(MODES)}: got {options.mode!r}")
+    if options.every < 1:
+        raise ValueError(f"tracking.every is 1 or more training steps: got {options.every}")
 
 
 def _begin(folder: Path, journal: Journal, *, mode: str, **options: Any) -> Tracker:

@@ -16,6 +16,12 @@ _BEST = "best.ckpt"
 _NAME = re.compile(r"step_(\d{9})\.ckpt")
 
 
+def check_keep(keep: int) -> None:
+    """Refuse a number of checkpoints that leaves none."""
+    if keep < 1:
+        raise ValueError(f"save.keep is 1 or more: got {keep}")
+
+
 class Checkpoints:
     """The checkpoints of one run, in one folder.
 
@@ -29,8 +35,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2, *, sharded: bool = False) -> None:
-        if keep < 1:
-            raise ValueError(f"save.keep is 1 or more: got {keep}")
+        check_keep(keep)
         self.folder, self.keep, self.sharded = folder, keep, sharded
 
     def save(

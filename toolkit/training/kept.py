@@ -8,12 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.messages import first_line
-from toolkit.options import INDIFFERENT
+from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
 from toolkit.schedule.given import check_choice
 from toolkit.training.changes import FREE, changed_options, rate_follows_epochs
-from toolkit.training.checkpoints import Checkpoints, from_rank_0
+from toolkit.training.checkpoints import Checkpoints, check_keep, from_rank_0
+from toolkit.training.data import SampleSet
 from toolkit.training.job import Job, prepare
 from toolkit.training.keeper import GUARDS, Keeper, Often, Signals
 from toolkit.training.loop import DivergedError, Epoch, Position, Step
@@ -70,13 +71,12 @@ def run_kept(
         DivergedError: the loss has diverged, and there is no way back.
     """
     options = job.config
-    _check_guard(options)
-    often = often_of(options)
+    safe = check_keeping(job)
+    often = _often(options)
     folder = from_rank_0(job.runtime, folder.resolve())
     checkpoints = Checkpoints(
         folder / "checkpoints", options.save.keep, sharded=options.save.sharded
     )
-    safe = _safe(job) if options.guard == "rollback" else None
     delayed = job.schedule.max_staleness > 0
     notes: list[str] = []
 
@@ -118,19 +118,36 @@ def run_kept(
                 )
 
 
-def often_of(options: DictConfig) -> Often:
-    """When a run with these options is saved.
+def check_run(config: DictConfig, samples: SampleSet) -> None:
+    """Refuse options with which no run can begin, before anything is left of it.
 
     Raises:
-        ValueError: an interval that is not above 0.
+        ValueError: as :func:`toolkit.training.prepare` and :func:`check_keeping` do.
     """
-    return Often(options.save.steps, options.save.epochs, options.save.minutes)
+    check_keeping(prepare(config, samples))
 
 
-def _check_guard(options: DictConfig) -> None:
+def check_keeping(job: Job) -> Schedule | None:
+    """Refuse options by which ``job`` cannot be saved or watched.
+
+    Returns:
+        the schedule by which it goes on where ``guard=rollback`` goes back; None for other guards.
+
+    Raises:
+        ValueError: an interval that is not above 0, or a guard that cannot be.
+    """
+    options = job.config
     check_choice("guard", options.guard, GUARDS)
     if not options.guard_factor > 1:
         raise ValueError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
+    _often(options)
+    check_keep(options.save.keep)
+    return _safe(job) if options.guard == "rollback" else None
+
+
+def _often(options: DictConfig) -> Often:
+    """When a run with these options is saved."""
+    return Often(options.save.steps, options.save.epochs, options.save.minutes)
 
 
 def _keeper(
@@ -266,7 +283,7 @@ def _read(
     kept = state.get("config")
     free = INDIFFERENT if rate_follows_epochs(kept, job.config) else FREE
     if told := changed_options(kept, job.config, free):
-        note(f"resumed with other options than those of the checkpoint: {told}")
+        note(f"{RESUMED_OTHERWISE}: {told}")
     if (orders := _orders(job.config)) and state.get("orders") not in (None, orders):
         note(f"{job.config.schedule.file} has other orders than those of the checkpoint")
     return state

@@ -216,7 +216,8 @@ def fit(
     stretches = stretches or Stretches()
     for epoch in range(position.epoch, epochs):
         batches = samples.train(batch_size, seed, epoch, device)
-        if epoch * len(batches) + position.step != position.steps_done:
+        moved = epoch * len(batches) + position.step != position.steps_done
+        if moved or position.step > len(batches):
             raise ValueError(
                 f"the run was saved after {position.steps_done} steps, in epoch {epoch} after step"
                 f" {position.step}, and an epoch now has {len(batches)}: resume it with the data"

@@ -14,6 +14,12 @@ WARM_UP = 3
 """Training steps before the first that is traced."""
 
 
+def check_profile(n_steps: int) -> None:
+    """Refuse fewer steps than none."""
+    if n_steps < 0:
+        raise ValueError(f"profile is 0 or more training steps: got {n_steps}")
+
+
 class Profile:
     """A context in which some training steps are traced.
 
@@ -27,8 +33,7 @@ class Profile:
     """
 
     def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:
-        if n_steps < 0:
-            raise ValueError(f"profile is 0 or more training steps: got {n_steps}")
+        check_profile(n_steps)
         self.path = path
         self._profiler: profiler.profile | None = None
         self.written = False

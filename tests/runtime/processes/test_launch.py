@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -50,14 +51,17 @@ def ran():
 
     reports = []
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.dict(os.environ, {"ADDED": "yes"}),
+    ):
         results = launch(
             function,
             2,
             1,
             second=2,
             on_report=lambda rank, value: reports.append((rank, threading.get_ident(), value)),
-            environment={"ADDED": "yes"},
         )
     return results, reports, out.getvalue(), err.getvalue()
 
@@ -125,6 +129,27 @@ def test_another_exception_comes_with_its_traceback():
     assert "Traceback (most recent call last):" in text
     assert "in fail\n" in text
     assert "child.py" not in text
+
+
+def test_an_exception_without_a_traceback_is_told_once():
+    with pytest.raises(RankError, match=r"^rank 0: TypeError: unhashable type: 'list'$"):
+        launch(hash, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why"),
+    [
+        ((), {}, "missing a required argument: 'first'"),
+        ((1, 2), {}, "too many positional arguments"),
+        ((1,), {"timeot": 5}, "got an unexpected keyword argument 'timeot'"),
+    ],
+)
+def test_arguments_that_the_function_does_not_take_are_refused(args, kwargs, why):
+    def train(first):
+        return first
+
+    with pytest.raises(ValueError, match=rf"^train\(first\) cannot be called so: {why}; launch"):
+        launch(train, 2, *args, **kwargs)
 
 
 def test_a_rank_that_ends_without_a_word_is_named():

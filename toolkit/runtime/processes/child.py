@@ -25,7 +25,7 @@ class Raised(NamedTuple):
     Attributes:
         name: of its type.
         message: what it says.
-        traceback: that and where it arose, as Python prints it.
+        traceback: that and where it arose, as Python prints it; empty if not in Python code.
         base: what it is, if the parent shall raise the same.
         pickled: itself, then, if that is possible.
         lost: whether it may only be the consequence of another rank's end.
@@ -111,7 +111,7 @@ def _describe(error: BaseException) -> Raised:
         pickled = cloudpickle.dumps(error) if base else b""
     above = error.__traceback__
     frames = above.tb_next if above is not None else None  # without this module's own
-    where = "".join(traceback.format_exception(type(error), error, frames))
+    where = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
     lost = is_of_backend(error)
     return Raised(type(error).__name__, str(error), where, base, pickled, lost)
 

@@ -1,6 +1,7 @@
 """Ranks on this machine for a function: from a script, a test or a notebook."""
 
 import contextlib
+import inspect
 import math
 import multiprocessing
 import os
@@ -53,7 +54,6 @@ def launch(
     *args: Any,
     on_report: OnReport | None = None,
     timeout: float = 120.0,
-    environment: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` in ``n_ranks`` new processes, each of them a rank.
@@ -67,7 +67,6 @@ def launch(
         n_ranks: number of processes.
         on_report: function that is called here with the rank and the value of each report.
         timeout: seconds within which all ranks have to be up.
-        environment: variables for the ranks, besides those of this process.
 
     Returns:
         What the ranks have returned, by rank.
@@ -86,6 +85,7 @@ def launch(
         raise ValueError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
     if not timeout > 0:
         raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
+    _check_arguments(function, args, kwargs)
     try:
         job = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:
@@ -95,10 +95,28 @@ def launch(
         ) from error
     running = _Job(n_ranks, on_report)
     try:
-        running.start(job, {name: str(value) for name, value in (environment or {}).items()})
+        running.start(job)
         return running.results(timeout)
     finally:
         running.end()
+
+
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that ``function`` does not take, as far as it tells which it takes."""
+    try:
+        takes = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f"{name}{takes} cannot be called so: {error}; launch(function, n_ranks, ...) hands on"
+            " all arguments but on_report and timeout"
+        ) from None
 
 
 class _Rank:
@@ -181,7 +199,7 @@ class _Job:
         self._failures: list[tuple[int, int, Exception, Exception | None]] = []
         self._decided_at = math.inf  # when no better reason of a failure is looked for any longer
 
-    def start(self, job: bytes, environment: dict[str, str]) -> None:
+    def start(self, job: bytes) -> None:
         """Start the processes, and the store in which they meet."""
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -207,7 +225,7 @@ class _Job:
             file.flush()
             for rank in range(self._n_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                variables = defaults | dict(os.environ) | environment | shared | own
+                variables = defaults | dict(os.environ) | shared | own
                 self._ranks.append(_Rank(rank, variables, file, self._events))
 
     def results(self, timeout: float) -> list[Any]:
@@ -290,7 +308,8 @@ def _unpack(rank: int, what: str, packed: bytes) -> Any:
 
 def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
     """What to raise for an exception in a rank, and its cause."""
-    there = RankError(f"rank {rank}: {raised.name}: {raised.message}\n\n{raised.traceback}")
+    where = f"\n\n{raised.traceback}" if raised.traceback else ""
+    there = RankError(f"rank {rank}: {raised.name}: {raised.message}{where}")
     if raised.base is None:
         return there, None
     error: Exception = raised.base(raised.message)
