@@ -173,6 +173,15 @@ def test_the_command_is_one_that_the_experiments_take(case, placement):
         assert words[:3] == ["torchrun", "--nproc-per-node", "4"]
 
 
+def test_a_trial_is_judged_by_its_comparison_which_has_no_guard():
+    tried, adopted = (advise(CASES[case][0]) for case in ("not trained", "link-limited"))
+    assert "experiments/compare.py" in tried.command
+    assert "guard" not in tried.command
+    assert "interval of CDP-v2's difference" in tried.roll_back[0]
+    assert tried.roll_back[1].startswith("a comparison has no guard")
+    assert adopted.roll_back[0].startswith("guard=rollback")
+
+
 def test_what_is_shown_tells_measured_from_predicted():
     found = CASES["nothing learned"][0]
     for shown in (str(found), found._repr_html_()):

@@ -175,33 +175,44 @@ def _instead(found: Findings) -> list[str]:
 
 
 def _advice(found: Findings, choice: str, reasons: list[str]) -> Advice:
-    watch: list[str] = []
-    back: list[str] = []
-    trained = found.training
+    watch = back = tuple[str, ...]()
     if choice in (ADOPT, TRY):
-        cosine, ratio, factor = "not measured here", "not measured here", _guard_factor(trained)
-        if trained is not None and trained.learned:
-            cosine, ratio = f"{trained.cosine:.2f} here", f"{trained.loss_ratio:.2f} here"
-        watch = [
-            f"the training loss by that of a DP run with the same seed ({ratio}): above 1.1 for"
-            " longer than warm-up, compare again",
-            f"the cosine of delayed and fresh gradients by stage ({cosine}), with diagnostics=20 in"
-            f" one process: below {COSINE} the delay begins to tell",
-            "ema_top1 beside top1, with ema=0.999: an average far better than the weights says"
-            " that the learning rate is too high for stale weights",
-        ]
-        back = [
-            f"guard=rollback goes back to the last checkpoint and on with DP if the loss is not"
-            f" finite, or {factor:g} times that of the first steps",
-            "go back by hand (resume=FOLDER with schedule=dp) if test accuracy is below a DP run's"
-            " by more than its spread over seeds for three epochs",
-        ]
-        if found.placement == "per_stage":
-            back[0] = (
-                "guard=stop ends the run if the loss is not finite, or"
-                f" {factor:g} times that of the first steps: pipelines cannot go on as DP"
-            )
-    return Advice(choice, tuple(reasons), tuple(watch), tuple(back), _command(found, choice))
+        watch, back = _watch(found), _roll_back(found, choice)
+    return Advice(choice, tuple(reasons), watch, back, _command(found, choice))
+
+
+def _watch(found: Findings) -> tuple[str, ...]:
+    cosine = ratio = "not measured here"
+    trained = found.training
+    if trained is not None and trained.learned:
+        cosine, ratio = f"{trained.cosine:.2f} here", f"{trained.loss_ratio:.2f} here"
+    return (
+        f"the training loss by that of a DP run with the same seed ({ratio}): above 1.1 for"
+        " longer than warm-up, compare again",
+        f"the cosine of delayed and fresh gradients by stage ({cosine}), with diagnostics=20 in"
+        f" one process and runtime.order=grouped: below {COSINE} the delay begins to tell",
+        "ema_top1 beside top1, with ema=0.999: an average far better than the weights says"
+        " that the learning rate is too high for stale weights",
+    )
+
+
+def _roll_back(found: Findings, choice: str) -> tuple[str, ...]:
+    factor = _guard_factor(found.training)
+    bound = f"if the loss is not finite, or {factor:g} times that of the first steps"
+    guard = f"guard=rollback goes back to the last checkpoint and on with DP {bound}"
+    if found.placement == "per_stage":
+        guard = f"guard=stop ends the run {bound}: pipelines cannot go on as DP"
+    if choice == TRY:
+        return (
+            "keep DP if the interval of CDP-v2's difference, in this comparison, reaches more than"
+            f" {TOLERANCE:g} point below zero",
+            f"a comparison has no guard; in a training by CDP-v2 after it, {guard}",
+        )
+    return (
+        guard,
+        "go back by hand (resume=FOLDER with schedule=dp) if test accuracy is below a DP run's"
+        " by more than its spread over seeds for three epochs",
+    )
 
 
 def _guard_factor(trained: TrainingFindings | None) -> float:
