@@ -173,7 +173,7 @@ def test_controls_are_described(explorer):
         ("orders", " ", "there are no rank orders"),
         ("orders", "0F0 <b>", "&lt;b&gt;"),
         ("orders", " ".join(f"0F{m} 0B{m}" for m in range(33)), "from 1 to 32: got 33"),
-        ("orders", "0F0 0B0 9F9 9B9", "stage 0 of micro-batch 1 needs a forward"),
+        ("orders", "0F0 0B0 9F9 9B9", "9F9 is of stage 9, and no op is of stage 1"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, value, sentence):
