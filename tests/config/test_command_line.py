@@ -47,6 +47,9 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["stages=null"], "stages=null: stages is never null"),
         (["optimizer.lr=fast"], "optimizer.lr=fast: optimizer.lr is a number"),
         (["optimizer.nesterov=7.5"], "optimizer.nesterov=7.5: optimizer.nesterov is true or false"),
+        (["model.name=[1]"], "model.name=[1]: model.name is one word"),
+        (["tracking=offline"], "tracking has options of its own, tracking.mode, tracking.project,"),
+        (["model.arguments=3"], "options of its own: +model.arguments.NAME=... sets one"),
         # what cannot be read
         (["epochs"], "'epochs' is not OPTION=VALUE"),
         (["=3"], "'=3' is not OPTION=VALUE"),
@@ -226,6 +229,7 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("compare", ["data.batch=3"], "no option data.batch: data has crop_padding, "),
         ("compare", ["schedule.delay=2"], "a rule: write rules.NAME.delay, such as rules.cdp_v2."),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
+        ("compare", ["rules=dp"], "+schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out"),
         (
             "compare",
             ["+rules.mine=dp"],

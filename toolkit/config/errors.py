@@ -131,13 +131,16 @@ _IN_PRESET = re.compile(r"In '([^']+)': \w+ raised while composing config")
 _NOT_IN_CHOICE = re.compile(r"not in '\w+'.*full_key: (\w+\.[\w.]+)", re.DOTALL)
 _TYPE = re.compile(
     r"could not be converted to (\w+)|is not a valid (bool)|is (not Optional)|is not a (ListConfig)"
+    r"|Cannot convert '\w+' to (string)"
 )
+_WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
 _EXPECTED = {
     "Integer": "a whole number",
     "Float": "a number",
     "bool": "true or false",
     "not Optional": "never null",
     "ListConfig": "a list, such as [a,b]",
+    "string": "one word, or a quoted text",
 }
 
 
@@ -153,13 +156,24 @@ def _composition(
         return f"{found[1]} has a value already: change it without the +"
     if found := _NO_OPTION.match(message):
         return _no_option(found[1], experiment, conf, arguments)
-    if (found := _VALUE.match(message)) and (kind := _TYPE.search(cause)):
+    if found := _VALUE.match(message):
         option = key_of(found[1])
-        expected = _EXPECTED[next(filter(None, kind.groups()))]
-        return f"{found[1]}: {option} is {expected}"
+        if kind := _TYPE.search(cause):
+            return f"{found[1]}: {option} is {_EXPECTED[next(filter(None, kind.groups()))]}"
+        if _WITHIN.search(cause):
+            return f"{found[1]}: {option} has options of its own{_within(option, experiment)}"
     if found := _IN_PRESET.match(message):
         return _preset(found[1], str(error))
     return f"{message}: {cause}" if cause else message
+
+
+def _within(option: str, experiment: str) -> str:
+    """How to set what ``option`` holds."""
+    if option == "rules":
+        return ": +schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out"
+    known = dict.fromkeys(schema.options(experiment))
+    inner = [name for name in known if name.startswith(f"{option}.")]
+    return f", {', '.join(inner)}: set one of them" if inner else f": +{option}.NAME=... sets one"
 
 
 def _preset(name: str, message: str) -> str:
