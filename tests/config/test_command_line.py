@@ -229,7 +229,11 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
         ("compare", ["data.batch=3"], "no option data.batch: data has crop_padding, "),
         ("compare", ["schedule.delay=2"], "a rule: write rules.NAME.delay, such as rules.cdp_v2."),
         ("compare", ["seeds=0"], "seeds is 1 or more"),
-        ("compare", ["rules=dp"], "+schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out"),
+        (
+            "compare",
+            ["rules=dp"],
+            "+schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out",
+        ),
         (
             "compare",
             ["+rules.mine=dp"],
