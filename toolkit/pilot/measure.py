@@ -54,9 +54,10 @@ def held(
     feed = Feed(repeat(share), 0, lambda _: range(schedule.n_microbatches))
     meter = Meter(0, device, 0.0)
     watching = meter.activations.watch
-    rank = Rank(schedule, runners, runners, versions, loss, feed, watching)
+    program = schedule.lower(_STEPS).verify()
+    rank = Rank(program, runners, runners, versions, loss, feed, watching)
     rank.weights |= {(j, 0): weights[0] for j, weights in versions.items()}
-    (instructions,) = schedule.lower(_STEPS).verify().ranks
+    (instructions,) = program.ranks
     most = 0
     for i in instructions:
         rank.execute(i)

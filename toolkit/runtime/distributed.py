@@ -196,7 +196,7 @@ class Distributed(Runtime):
         held = self._holdings.share(links, program.first_step)
         turn = Stagger(program, self.world)
         meter = self._meter if self._to_record else None
-        rank = self._make_rank(feed, meter)
+        rank = self._make_rank(program, feed, meter)
         rank.weights = held
         if meter is not None:
             meter.begin(rank)
@@ -212,12 +212,12 @@ class Distributed(Runtime):
             self._to_record -= program.n_steps
         self.world.watch.at("between programs")
 
-    def _make_rank(self, feed: Feed, meter: Meter | None) -> Rank:
+    def _make_rank(self, program: Program, feed: Feed, meter: Meter | None) -> Rank:
         runners = dict(enumerate(self._runners))
         updaters = {j: self._runners[j] for j in self._holdings.updated}
         watching = {} if meter is None else {"watching": meter.activations.watch}
         return Rank(
-            self.schedule, runners, updaters, self._holdings.versions, self._loss, feed, **watching
+            program, runners, updaters, self._holdings.versions, self._loss, feed, **watching
         )
 
     def _reads(self, step: int) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from toolkit.runtime.diagnostics import StageDelay, compare_gradients
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source, take
-from toolkit.runtime.stage import StageRunner, Values, gradients, leaves, predicted
+from toolkit.runtime.stage import StageRunner, Values, leaves, predicted, take_gradients
 from toolkit.runtime.updater import Norm, Sum, Weights, norms
 from toolkit.schedule import Schedule
 
@@ -109,7 +109,7 @@ class Grouped:
         for runner, own in zip(self.runners, read, strict=True):
             total = Sum()
             for weights in own.values():
-                total.add(gradients(weights))
+                total.add(take_gradients(weights))
             total.add(runner.take_statistics())
             totals.append(total)
         everyone = tuple(range(n_microbatches))

@@ -21,12 +21,13 @@ from toolkit.runtime.halves import Stretch, first_half
 from toolkit.runtime.stage import (
     StageRunner,
     Values,
-    gradients,
     leaves,
     predicted,
+    take_gradient,
+    take_gradients,
 )
 from toolkit.runtime.updater import Sum, Weights
-from toolkit.schedule import Action, Buffer, Instruction, Schedule
+from toolkit.schedule import Action, Buffer, Instruction, Program
 
 Gradients = tuple[Tensor | None, ...]
 Payload = Weights | Sum | Gradients
@@ -64,16 +65,26 @@ class Kept:
         found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
         return [edge for edge, _ in found], [x for _, x in found]
 
+    def take_input_gradients(self) -> Gradients:
+        """What a backward has left on the inputs."""
+        return tuple(map(take_gradient, self.inputs))
+
+    def take_weight_gradients(self) -> Weights:
+        """What a backward has left on the weights; nothing else is needed any more."""
+        found = take_gradients(self.weights)
+        self.weights, self.inputs, self.second_half = {}, (), ()
+        return found
+
 
 class Rank:
     """The memory of one rank; each dictionary entry is one buffer of the program.
 
     Args:
-        schedule: whose programs it runs.
+        program: what it runs.
         runners: of each stage that it computes.
         updaters: of each stage that it updates.
-        versions: ``versions[stage]`` holds the weights of a stage that it owns and the schedule
-            still reads; kept up to date.
+        versions: ``versions[stage]`` holds the weights of a stage that it owns, and that this or
+            a later program still reads; kept up to date.
         loss: mean loss of a micro-batch.
         feed: micro-batches.
         watching: around each forward of a stage, with its weights, inputs and buffers.
@@ -81,7 +92,7 @@ class Rank:
 
     def __init__(
         self,
-        schedule: Schedule,
+        program: Program,
         runners: Mapping[int, StageRunner],
         updaters: Mapping[int, StageRunner],
         versions: Mapping[int, dict[int, Weights]],
@@ -89,8 +100,9 @@ class Rank:
         feed: Feed,
         watching: Watching = _unwatched,
     ) -> None:
-        self.schedule = schedule
+        self.schedule = schedule = program.schedule
         self.last_stage = schedule.n_stages - 1
+        self.next_step = program.steps.stop
         self.runners, self.updaters, self.versions = runners, updaters, versions
         self.loss, self.feed = loss, feed
         self.watching = watching
@@ -154,9 +166,9 @@ class Rank:
     def _backward(self, i: Instruction) -> None:
         kept = self._take_output_gradients(i)
         torch.autograd.backward(*kept.take_roots())
-        self.sums[i.stage, i.step].add(gradients(kept.weights))
         if i.stage > 0:
-            self._give_input_gradients(i, tuple(tensor.grad for tensor in kept.inputs))
+            self._give_input_gradients(i, kept.take_input_gradients())
+        self.sums[i.stage, i.step].add(kept.take_weight_gradients())
 
     def _backward_input(self, i: Instruction) -> None:
         if not self.runners[i.stage].splits:
@@ -174,7 +186,7 @@ class Rank:
         kept = self.kept[i.stage, i.microbatch, i.step]
         for stretch in kept.second_half:
             stretch.run()
-        self.sums[i.stage, i.step].add(gradients(kept.weights))
+        self.sums[i.stage, i.step].add(kept.take_weight_gradients())
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
@@ -185,21 +197,21 @@ class Rank:
         updater.update(total, self.schedule.n_microbatches, keep_old=True)
         self.weights[i.stage, i.version] = updater.newest()
         if i.stage in self.versions:
-            known = self.versions[i.stage]
-            known[step + 1] = updater.newest()
-            oldest = self.schedule.oldest_version(i.stage, step + 1)
-            for version in [version for version in known if version < oldest]:
-                del known[version]
+            self.versions[i.stage][step + 1] = updater.newest()
 
     def _predict(self, i: Instruction) -> None:
         late, before = (self.weights[key] for key in i.predicted_from)
         self.weights[i.weights] = predicted(before, late, _int(i.step) - _int(i.version))
 
     def _free(self, i: Instruction) -> None:
-        if i.buffer != Buffer.ACTIVATION:
-            del self.weights[i.weights]
-        else:
+        if i.buffer == Buffer.ACTIVATION:
             del self.kept[i.stage, i.microbatch, i.step]
+            return
+        del self.weights[i.weights]
+        if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
+            version = _int(i.version)
+            if version < self.schedule.oldest_version(i.stage, self.next_step):
+                self.versions[i.stage].pop(version, None)  # which may come back, for an op
 
 
 _DO: dict[Action, Callable[[Rank, Instruction], None]] = {

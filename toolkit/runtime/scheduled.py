@@ -67,7 +67,7 @@ class Scheduled:
             # All of them now, while they still agree on the weights.
             updaters = {j: self._updater(rank, j) for j in updated}
             owned = {j: versions[j] for j in updated if owners[j] == rank}
-            ranks.append(Rank(self.schedule, self.runners, updaters, owned, self.loss, feed))
+            ranks.append(Rank(program, self.runners, updaters, owned, self.loss, feed))
         for j, known in enumerate(versions):
             for rank in self.schedule.first_holders(j):
                 ranks[rank].weights |= {(j, version): known[version] for version in known}

@@ -164,15 +164,15 @@ def leaves(weights: Weights) -> Weights:
     return {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
 
 
-def gradients(weights: Weights) -> dict[str, Tensor]:
-    """What backward has left on ``leaves``, each in memory of its own.
+def take_gradients(weights: Weights) -> dict[str, Tensor]:
+    """Take what a backward has left on ``leaves``, each in memory of its own.
 
     Where several weights are added up, autograd may leave them views of one gradient.
     """
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, leaf in weights.items():
-        gradient = leaf.grad
+        gradient = take_gradient(leaf)
         if gradient is not None:
             if gradient.layout == torch.strided:
                 storage = gradient.untyped_storage()._cdata
@@ -180,6 +180,12 @@ def gradients(weights: Weights) -> dict[str, Tensor]:
                 storages.add(storage)
             found[name] = gradient
     return found
+
+
+def take_gradient(leaf: Tensor) -> Tensor | None:
+    """What a backward has left on ``leaf``, which forgets it: memory is another's to give back."""
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
 
 
 @contextmanager

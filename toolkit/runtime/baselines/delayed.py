@@ -17,7 +17,7 @@ from toolkit.runtime.processes.world import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source
-from toolkit.runtime.stage import StageRunner, Values, gradients, leaves
+from toolkit.runtime.stage import StageRunner, Values, leaves, take_gradients
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
 from toolkit.schedule import Schedule
@@ -122,10 +122,8 @@ class DelayedAllReduce(Baseline):
                 messages[runner.index].append(_Message(statistics, None, self.world))
 
         def send(stage: int) -> None:
-            if found := gradients(read[stage]):
+            if found := take_gradients(read[stage]):
                 messages[stage].append(_Message(found, self._wire, self.world))
-            for leaf in read[stage].values():
-                leaf.grad = None  # the message has it
 
         sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
