@@ -1,14 +1,12 @@
 """Peak memory of one GPU that runs the micro-batches of N workers by the slots of a schedule.
 
 Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
-allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, with
-the gradients that wait between stages, and, unless stages compute their forward twice, that of
-experiments/memory.py, which shifts one worker's memory curve operation by operation.
+allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, and,
+unless stages compute their forward twice, that of experiments/memory.py, which shifts one worker's
+memory curve operation by operation.
 """
 
 import gc
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,10 +17,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from toolkit.config.counts import check_counts
-from toolkit.cost import Timeline, memory_curve, profile, recomputing, simulate
-from toolkit.cost.costs import Costs
+from toolkit.cost import memory_curve, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
-from toolkit.cost.timeline import COMPUTE, GRADIENTS, WEIGHTS, Change
+from toolkit.cost.timeline import WEIGHTS
 from toolkit.model import build, partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import allow_tf32
@@ -130,20 +127,4 @@ def foreseen(name: str, schedule: Schedule, images: Tensor, recipe: Recipe) -> f
     costs = recomputing(profile(stages, example, precision=recipe.precision), recipe.checkpoint)
     timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
-    return with_gradients_between(timeline, costs).peak_memory() - at_rest
-
-
-def with_gradients_between(timeline: Timeline, costs: Costs) -> Timeline:
-    """``timeline`` with the gradients of activations, from a stage's backward to the one before."""
-    ops = [span for span in timeline.spans if span.lane == COMPUTE]
-    ends = {(op.stage, op.microbatch, op.step): op.end for op in ops}  # the backward's comes last
-
-    def waiting() -> Iterator[Change]:
-        for op in ops:
-            key = (op.stage, op.microbatch, op.step)
-            if op.stage and op.end == ends[key]:
-                n_bytes = costs[op.stage].input_gradient_bytes
-                yield Change(op.end, op.rank, GRADIENTS, n_bytes)
-                yield Change(ends[op.stage - 1, *key[1:]], op.rank, GRADIENTS, -n_bytes)
-
-    return replace(timeline, changes=[*timeline.changes, *waiting()])
+    return timeline.peak_memory() - at_rest

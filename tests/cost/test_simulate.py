@@ -438,7 +438,7 @@ def test_memory_is_that_of_the_spans(program, latency):
             backwards[key] = max(backwards.get(key, 0.0), s.end)
             if kind != "I":
                 at = (s.rank, s.stage, s.step)
-                begun[at] = min(begun.get(at, inf), s.start)
+                begun[at] = min(begun.get(at, inf), s.end)
         elif (s.lane, s.name, s.peer is None) == ("receive", "gradient", False):
             at = (s.rank, s.stage, s.step)
             begun[at] = min(begun.get(at, inf), s.end)
@@ -464,7 +464,7 @@ def test_a_sum_begins_with_a_backward_where_what_is_added_to_it_comes_late():
     stage = StageCost(0, 0, 10, 1, 1, 100, forward_seconds=1.0, backward_seconds=2.0)
     late = Hardware("late", 1, 1e9, inf, 5)
     timeline = simulate(catalog.cyclic(2, 1).lower(8), [stage] * 2, late)
-    assert timeline.peak_memory(1, "gradients") == 400
+    assert timeline.peak_memory(1, "gradients") == 300
 
 
 def test_an_update_takes_as_long_as_its_optimizers_state_asks_for():
@@ -531,6 +531,51 @@ def test_stages_keep_their_inputs_until_the_backward():
     together = simulate(catalog.data_parallel(1, n_stages=2).lower(1), (FIRST, second), SLOW)
     at = when(together)
     assert together.memory(0, "stage inputs") == [(at["0 1F0"][0], 1), (at["0 1B0"][1], 0)]
+
+
+def working(**in_ops):
+    names = {f"{name}_working_bytes": n_bytes for name, n_bytes in in_ops.items()}
+    return replace(FIRST, **names), replace(SECOND, extra_input_bytes=1.0, **names)
+
+
+def test_what_an_op_needs_while_it_runs():
+    one = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0"]).lower(1)
+    costs = working(forward=2.0, backward=5.0)
+    found = simulate(one, costs, UNIT).memory(0, "working")
+    assert found == [(0, 2), (2, 2), (3, 5), (5, 5), (8, 0)]
+    again = simulate(one, recomputing(costs, "all"), UNIT).memory(0, "working")
+    assert again == [(3, 5), (6, 5), (11, 0)]
+    more = recomputing(working(forward=7.0, backward=5.0), "all")  # all of it, in the backward
+    assert simulate(one, more, UNIT).memory(0, "working") == [(3, 7), (6, 7), (11, 0)]
+
+
+def test_what_goes_from_stage_to_stage_is_held_until_it_is_used():
+    """A gradient by who has made it, then by who waits for it; outputs that nobody keeps, too."""
+    costs = working(forward=0.0, backward=0.0)
+    apart = simulate(catalog.gpipe(2, 1).lower(1), costs, SLOW)
+    sent, received = when(apart, "send"), when(apart, "receive")
+    assert apart.memory(1, "working") == [
+        (sent["1 activation gradient"][0], costs[1].input_gradient_bytes),
+        (sent["1 activation gradient"][1], 0),
+    ]
+    assert apart.memory(0, "working") == [
+        (sent["0 activation"][0], costs[1].extra_input_bytes),
+        (sent["0 activation"][1], 0),
+    ]
+    assert received["0 activation gradient"][1] == when(apart)["0 0B0"][0]  # used at once
+    waiting = Schedule.from_rank_orders(["0F0 0F1 1F0 1B0 1F1 0B0 1B1 0B1"])
+    together = simulate(waiting.lower(1), costs, UNIT)
+    at = when(together)
+    assert together.memory(0, "working") == [
+        (at["0 1B0"][1], costs[1].input_gradient_bytes),
+        (at["0 0B0"][0], 0),
+    ]
+    assert together.memory(0, "stage inputs") == [
+        (at["0 0F0"][1], 1),
+        (at["0 0F1"][1], 2),
+        (at["0 1B0"][1], 1),
+        (at["0 1B1"][1], 0),
+    ]
 
 
 def test_who_updates_a_stage_keeps_the_state_of_its_optimizer():

@@ -1,18 +1,15 @@
 """The peak of a GPU's memory: what is predicted, and on a GPU that it is what is measured."""
 
-import weakref
-
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.experiments.command import EXPERIMENTS
 from tests.thorough import more
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import build, partition
-from toolkit.model.analysis import tensors_in
+from toolkit.model.working import Live
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import PLAIN
 from toolkit.schedule import catalog
@@ -30,11 +27,13 @@ def test_all_together_keep_what_each_keeps(peak):
     images = torch.empty(8, 3, 64, 64, device="meta")
     with torch.device("meta"):
         stages = partition(build("resnet8", 1000, 64), 4, images)
-    one = sum(cost.kept_bytes + cost.extra_input_bytes for cost in profile(stages, images))
+    costs = profile(stages, images)
+    one = sum(cost.kept_bytes + cost.extra_input_bytes for cost in costs)
     together = peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, PLAIN)
     assert together == pytest.approx(4 * one, rel=0.02)  # gradients and the last op's come on top
     shifted = peak.foreseen("resnet8", catalog.cyclic(4, placement="one"), images, PLAIN)
-    assert 0.45 * together < shifted < 0.8 * together
+    of_an_op = max(max(cost.working_bytes) for cost in costs)
+    assert 0.45 * together < shifted - of_an_op < 0.8 * together
 
 
 @pytest.mark.parametrize("recipe", [Recipe("bf16"), Recipe(checkpoint="all")])
@@ -60,45 +59,21 @@ def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
     kept = [weights for versions in runtime._versions for weights in versions.values()]
     at_rest = sum(tensor.nbytes for weights in kept for tensor in weights.values())
     assert at_rest > sum(p.nbytes for p in stages.model.parameters())
-    costs = profile(stages, images)
-    timeline = peak.with_gradients_between(simulate(schedule.lower(3, 1), costs, UNIT), costs)
+    timeline = simulate(schedule.lower(3, 1), profile(stages, images), UNIT)
     found = peak.foreseen("resnet8", schedule, images, PLAIN)
     assert found == pytest.approx(timeline.peak_memory() - at_rest)
 
 
-class SetAside(TorchDispatchMode):
-    """The bytes that live tensors take, and the most of them so far; on the meta device, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.bytes, self.most = {}, 0, 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        found = function(*arguments, **(options or {}))
-        for tensor in tensors_in(found):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                self.bytes += storage.nbytes()
-                self.most = max(self.most, self.bytes)
-                weakref.finalize(storage, self.forget, storage._cdata)
-        return found
-
-    def forget(self, storage):
-        self.bytes -= self.sizes.pop(storage)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "within"), [(PLAIN, 0.03), (Recipe(checkpoint="all"), 0.15)], ids=["plain", "again"]
-)
+@pytest.mark.parametrize("recipe", [PLAIN, Recipe(checkpoint="all")], ids=["plain", "again"])
 @pytest.mark.parametrize(
     "schedule",
     [catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")],
     ids=lambda schedule: schedule.name,
 )
-def test_torch_sets_aside_what_is_foreseen(peak, schedule, recipe, within):
-    """But for what an op needs while it runs, and on a GPU cuDNN and the allocator's blocks."""
-    images = torch.empty(32, 3, 64, 64, device="meta")
+@pytest.mark.parametrize("size", [4, 32])
+def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, recipe):
+    """But for cuDNN, and the blocks of CUDA's allocator: these are left to a GPU."""
+    images = torch.empty(size, 3, 64, 64, device="meta")
     with torch.device("meta"):
         stages = partition(build("resnet18", 1000, 64), 4, images)
     runtime = SingleProcess(
@@ -109,14 +84,15 @@ def test_torch_sets_aside_what_is_foreseen(peak, schedule, recipe, within):
         "scheduled",
         recipe=recipe,
     )
-    batch = images.repeat(4, 1, 1, 1), torch.zeros(128, dtype=torch.long, device="meta")
-    with SetAside() as found:
-        runtime.step(*batch)
+    batch = images.repeat(4, 1, 1, 1), torch.zeros(4 * size, dtype=torch.long, device="meta")
+    with Live() as found:
+        for _ in range(2):  # by then no version is left that was made outside
+            runtime.step(*batch)
         at_rest, found.most = found.bytes, 0
         for result in runtime.run([batch] * 2):
             del result
     expected = peak.foreseen("resnet18", schedule, images, recipe)
-    assert found.most - at_rest == pytest.approx(expected, rel=within)
+    assert found.most - at_rest == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.gpu

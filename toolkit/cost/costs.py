@@ -18,6 +18,7 @@ from toolkit.model.partition import check_stages
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.recomputation import checkpointed
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
+from toolkit.model.working import working_bytes
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class StageCost:
         backward_seconds: measured seconds of the backward; None as for the forward.
         kernels: work of each operation's forward, in order.
         backward_kernels: work of each operation's backward, in order of the forward.
+        forward_working_bytes: the most that the forward needs while it runs, beside what it keeps.
+        backward_working_bytes: likewise of the backward, the gradients that it is given and makes
+            among it.
         recomputes: whether each backward computes the forward again, and the activations are only
             there meanwhile.
     """
@@ -58,6 +62,8 @@ class StageCost:
     backward_seconds: float | None = None
     kernels: tuple[Work, ...] = field(default=(), repr=False)
     backward_kernels: tuple[Work, ...] = field(default=(), repr=False)
+    forward_working_bytes: float = 0.0
+    backward_working_bytes: float = 0.0
     recomputes: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +80,16 @@ class StageCost:
     def kept_bytes(self) -> float:
         """What a micro-batch in flight keeps."""
         return self.statistics_bytes + (0 if self.recomputes else self.activation_bytes)
+
+    @property
+    def working_bytes(self) -> tuple[float, float]:
+        """What a forward and a backward need while they run, beside the activations.
+
+        That of a forward which keeps none is not counted: the backward needs more.
+        """
+        if self.recomputes:
+            return 0.0, max(self.forward_working_bytes, self.backward_working_bytes)
+        return self.forward_working_bytes, self.backward_working_bytes
 
     @property
     def gradient_bytes(self) -> float:
@@ -200,6 +216,7 @@ def _analyse(
     nodes = node_costs(stage, inputs, device, precision)
     output = next(iter(reversed(stage.graph.nodes))).args[0]
     outputs = tuple(nodes[node.name].output for node in output)
+    in_forward, in_backward = working_bytes(stage, inputs, device, precision)
     unkept = [nodes[node.name].output for node in output if not nodes[node.name].kept]
     work = [node for node in nodes.values() if node.forward.bytes or node.backward.bytes]
     cost = StageCost(
@@ -219,6 +236,8 @@ def _analyse(
         ),
         kernels=tuple(node.forward for node in work),
         backward_kernels=tuple(node.backward for node in work),
+        forward_working_bytes=in_forward,
+        backward_working_bytes=in_backward,
     )
     return cost, outputs, sum(map(_bytes, unkept))
 

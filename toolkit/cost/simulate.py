@@ -7,11 +7,11 @@ complete. A message starts when its content is ready, both ports have time for i
 are within :mod:`toolkit.schedule.lookahead` of it; earlier messages that are not ready do not hold
 it up. Collectives take both ports of all their ranks, in the order of the program.
 
-Memory is of weights, activations, gradients, the optimizer's state where it is told, and the
-inputs of stages, which a rank keeps from their arrival to the backward; what waits to be sent, and
-gradients of activations, also those that the first half of a backward leaves to the second, are
-not counted. A stage that recomputes has its activations while a backward of it runs, which takes
-longer by its forward; all of it is the first half, if it is split.
+Memory is of weights, activations, gradients, the optimizer's state where it is told, the inputs of
+stages, from when they are made or arrive to the backward, and working memory: what an op needs
+while it runs, and what waits between stages and is none of these. What the first half of a backward
+leaves to the second is not counted. A stage that recomputes has its activations while a backward of
+it runs, which takes longer by its forward; all of it is the first half, if it is split.
 
 Only a rank's first forward, if it is of stage 0, waits for a clock: it starts at the same fraction
 of the period, in seconds, as in the schedule in slots. Everything else starts as soon as its inputs
@@ -36,6 +36,7 @@ from toolkit.cost.timeline import (
     SEND,
     UPDATE,
     WEIGHTS,
+    WORKING,
     Change,
     Span,
     Timeline,
@@ -202,46 +203,56 @@ class _Simulation:
         if action == Action.FORWARD:
             if stage > 0:
                 before = (Buffer.ACTIVATION, stage - 1, i.microbatch, i.step)
-                start = max(start, self.boundaries.pop(before))
+                made = self.boundaries.pop(before)
+                start = max(start, made)
+                if (rank, *key) not in self.inputs:  # they were made on this rank
+                    self._hold_inputs(made, (rank, *key), self.costs[stage].extra_input_bytes)
         elif action != Action.BACKWARD_WEIGHT and stage < len(self.costs) - 1:
             after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
-            start = max(start, self.boundaries.pop(after))
+            arrived = self.boundaries.pop(after)
+            start = max(start, arrived)
+            self._work(rank, arrived, start, self.costs[stage + 1].input_gradient_bytes)
         end = start + self.seconds[stage][action] / self.hardware.speed(rank)
         self.computed[rank] = end
         self._use((rank, *i.weights), end)
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
+        in_forward, in_backward = self.costs[stage].working_bytes
         name, slot = self.names[i[1:4]], self.program.slot(i)
         self.spans.append(Span(rank, COMPUTE, start, end, name, *key, slot=slot))
         if action == Action.FORWARD:
             self.boundaries[Buffer.ACTIVATION, *key] = end
             held = self.costs[stage].kept_bytes
             self.changes.append(Change(start, rank, ACTIVATIONS, held))
-            if stage > 0 and (rank, *key) not in self.inputs:  # they were made on this rank
-                self._hold_inputs(start, (rank, *key), self.costs[stage].extra_input_bytes)
+            self._work(rank, start, end, in_forward)
             return
         self._use((rank, Buffer.ACTIVATION, *key), end)
         if self.costs[stage].recomputes and action != Action.BACKWARD_WEIGHT:
             again = self.costs[stage].activation_bytes
             self.changes.append(Change(start, rank, ACTIVATIONS, again))
             self.changes.append(Change(end, rank, ACTIVATIONS, -again))
+        self._work(rank, start, end, in_backward)
         if action != Action.BACKWARD_WEIGHT:
             self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
         if action != Action.BACKWARD_INPUT:
-            self._add_to_sum(rank, stage, i.step, start, end)
+            self._add_to_sum(rank, stage, i.step, end)
+
+    def _work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
+        """The rank needs memory for a while."""
+        if n_bytes > 0 and end > start:
+            self.changes.append(Change(start, rank, WORKING, n_bytes))
+            self.changes.append(Change(end, rank, WORKING, -n_bytes))
 
     def _hold_inputs(self, when: float, key: tuple, n_bytes: float) -> None:
         """Of the rank, stage, micro-batch and step of ``key``."""
         self.inputs[key] = n_bytes
         self.changes.append(Change(when, key[0], INPUTS, n_bytes))
 
-    def _add_to_sum(
-        self, rank: int, stage: int, step: int | None, start: float, end: float
-    ) -> None:
+    def _add_to_sum(self, rank: int, stage: int, step: int | None, when: float) -> None:
         key = (rank, stage, step)
-        self.begun[key] = min(self.begun.get(key, start), start)
-        self.sums[key] = max(self.sums.get(key, 0.0), end)
+        self.begun[key] = min(self.begun.get(key, when), when)
+        self.sums[key] = max(self.sums.get(key, 0.0), when)
 
     def _drop_sum(self, rank: int, i: Instruction, when: float) -> float:
         """When the rank's sum was ready; it is gone at ``when`` or then, if that is later."""
@@ -314,8 +325,8 @@ class _Simulation:
 
     def _send(self, rank: int, i: Instruction) -> None:
         peer = i.peers[0]
-        ready, n_bytes = self._content(rank, i)
-        ready = max(ready, self._open(i, (rank, peer)))
+        made, n_bytes = self._content(rank, i)
+        ready = max(made, self._open(i, (rank, peer)))
         seconds = self.hardware.message(n_bytes)
         ports = [self.sending[rank], self.receiving[peer]]
         start = reserve(ports, ready, seconds)
@@ -328,12 +339,16 @@ class _Simulation:
             self._drop_sum(rank, i, end)
         elif i.buffer == Buffer.WEIGHTS:
             self._use((rank, i.stage, i.version), end)
+        elif i.buffer == Buffer.ACTIVATION_GRADIENT:
+            self._work(rank, made, end, n_bytes)
+        else:
+            self._work(rank, made, end, self.costs[i.stage + 1].extra_input_bytes)
 
     def _receive(self, rank: int, i: Instruction) -> None:
         if i.buffer == Buffer.WEIGHTS:
             self._hold_weights(self.arrival, rank, i.stage, i.version)
         elif i.buffer == Buffer.GRADIENT:
-            self._add_to_sum(rank, i.stage, i.step, self.arrival, self.arrival)
+            self._add_to_sum(rank, i.stage, i.step, self.arrival)
         else:
             self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = self.arrival
             if i.buffer == Buffer.ACTIVATION:

@@ -16,8 +16,8 @@ COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
 LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
 COMPUTED = (*(kind.letter for kind in Kind), "p")  # ops as their names have them, and predictions
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
-INPUTS, OPTIMIZER = "stage inputs", "optimizer"
-KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS)
+INPUTS, OPTIMIZER, WORKING = "stage inputs", "optimizer", "working"
+KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS, WORKING)
 
 
 _MOMENT = 1e-12  # of the time: what sums of seconds that should be equal differ by

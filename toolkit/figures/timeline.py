@@ -38,6 +38,7 @@ _KINDS = {
     "gradients": GREEN,
     "stage inputs": SKY,
     "activations": BLUE,
+    "working": ORANGE,
 }
 _LANES = {"update": GREEN, "send": PURPLE, "receive": VERMILION}
 
@@ -57,9 +58,9 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
         raise ValueError("there is no timeline to draw: give one, or several")
     with style():
         n_ranks = max(timeline.n_ranks for timeline in shown)
-        height = min(8.0, 2.6 + 0.22 * n_ranks)
+        height = min(8.0, 3.0 + 0.22 * n_ranks)
         figure = drawing((3.6 * len(shown) + 0.4, height))
-        ratios = (max(2.0, 0.45 * n_ranks), 1.4, 1)
+        ratios = (max(2.0, 0.45 * n_ranks), 1.9, 1)
         rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex=True)
         end = max(timeline.end for timeline in shown)
         unit, name = unit_for(end, TIMES)
@@ -75,7 +76,7 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
             draw_ranks(ranks, timeline, unit)
             rank = peaks[column].index(max(peaks[column]))
             _draw_memory(memory, timeline, rank, unit, memory_unit)
-            memory.set_ylim(0, 1.45 * fullest / memory_unit or None)
+            memory.set_ylim(0, 1.7 * fullest / memory_unit or None)
             draw_traffic(traffic, rates[column] / traffic_unit, timeline.end / unit)
             traffic.set_ylim(0, 1.1 * fastest / traffic_unit or None)
             ranks.set_title(timeline.name)
@@ -146,7 +147,7 @@ def _draw_memory(
             times / unit, below, top, step="post", color=colour, alpha=0.6, linewidth=0, label=kind
         )
         below = top
-    axes.legend(loc="upper center", ncols=5, fontsize=6, columnspacing=0.8, handlelength=0.8)
+    axes.legend(loc="upper center", ncols=3, fontsize=6, columnspacing=0.8, handlelength=0.8)
 
 
 def draw_traffic(axes: Axes, rate: NDArray[np.float64], end: float) -> None:

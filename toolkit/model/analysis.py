@@ -5,7 +5,8 @@ on a laptop.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -160,7 +161,37 @@ def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter
     return []
 
 
-class _Recorder(fx.Interpreter):
+class AsTrained(fx.Interpreter):
+    """Runs meta tensors through a traced module as where it is trained.
+
+    Args:
+        module: traced, on the meta device.
+        device: whose attention and autocast are meant. Meta: a GPU's.
+        precision: of :data:`toolkit.model.precision.PRECISIONS`.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, precision: str, **options: Any
+    ) -> None:
+        assert isinstance(module, fx.GraphModule)
+        super().__init__(module, **options)
+        self.dtype = autocast_type(precision)
+        self.on_cpu = device.type == "cpu"
+        self.attention = casting(attention.fused(device), self.dtype)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it nodes are computed."""
+        mixed = autocast_of_meta(self.dtype, on_cpu=self.on_cpu)
+        with attention.within_modules(self.attention), mixed:
+            yield
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        function = self.attention if target is attention.PLAIN else target
+        return super().call_function(function, args, kwargs)
+
+
+class _Recorder(AsTrained):
     """Runs each node alone, forward and backward, on inputs cut off from the nodes before."""
 
     def __init__(
@@ -170,11 +201,7 @@ class _Recorder(fx.Interpreter):
         device: torch.device,
         precision: str,
     ) -> None:
-        assert isinstance(module, fx.GraphModule)
-        super().__init__(module, garbage_collect_values=False)
-        self.dtype = autocast_type(precision)
-        self.on_cpu = device.type == "cpu"
-        self.attention = casting(attention.fused(device), self.dtype)
+        super().__init__(module, device, precision, garbage_collect_values=False)
         self.costs: dict[str, NodeCost] = {}
         self.counted: set[int] = set()
         # Storages are told apart by address: what is kept must stay alive meanwhile.
@@ -213,14 +240,8 @@ class _Recorder(fx.Interpreter):
         return output
 
     def _run(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        """The result of ``n``, computed as where the model is trained."""
-        mixed = autocast_of_meta(self.dtype, on_cpu=self.on_cpu)
-        with attention.within_modules(self.attention), mixed:
+        with self.computing():
             return getattr(self, n.op)(n.target, args, kwargs)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        function = self.attention if target is attention.PLAIN else target
-        return super().call_function(function, args, kwargs)
 
     def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
         """The nodes whose results ``n`` overwrites, seen by trying it once."""

@@ -59,10 +59,10 @@ class Kept:
     second_half: Sequence[Stretch] = ()
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward begins, and with what, which it uses up."""
+        """Where the backward begins, and with what: it uses both up, the graph among them."""
         pairs = zip(self.outputs, self.gradients, strict=True)
-        self.gradients = ()
         found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
+        self.outputs, self.gradients = (), ()
         return [edge for edge, _ in found], [x for _, x in found]
 
     def take_input_gradients(self) -> Gradients:
