@@ -123,6 +123,7 @@ class _Simulation:
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         updates = zip(costs, states, strict=True)
         self.moved = [cost.update_bytes(state) for cost, state in updates]  # by an update
+        self.working = [cost.working_bytes for cost in costs]
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # when the compute lane is free
         self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
@@ -218,7 +219,7 @@ class _Simulation:
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
-        in_forward, in_backward = self.costs[stage].working_bytes
+        in_forward, in_backward = self.working[stage]
         name, slot = self.names[i[1:4]], self.program.slot(i)
         self.spans.append(Span(rank, COMPUTE, start, end, name, *key, slot=slot))
         if action == Action.FORWARD:
