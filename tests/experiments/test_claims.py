@@ -61,8 +61,8 @@ def on_one_device(checkpoint, rule, column="of it activations"):
 CLAIMS = [
     (
         "CDP takes 27 % off the activations, for staleness and a version more of some weights; "
-        "checkpoints take 84 % off those of DP, for 44 % more time. Together they are 86 % below, and "
-        "the whole memory is no less than with checkpoints alone",
+        "checkpoints take 84 % off those of DP, for 44 % more time. Together they are 86 % below, "
+        "and the whole memory is no less than with checkpoints alone",
         lambda: (
             on_one_device("none", "CDP-v2") == 100 - 27
             and on_one_device("all", "DP") == 100 - 84

@@ -1,5 +1,7 @@
 """The peak of a GPU's memory: what is predicted, and on a GPU that it is what is measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,6 +15,9 @@ from toolkit.model.working import Live
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import PLAIN
 from toolkit.schedule import catalog
+
+
+USUAL = [catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")]
 
 
 @pytest.fixture
@@ -67,7 +72,17 @@ def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
 @pytest.mark.parametrize("recipe", [PLAIN, Recipe(checkpoint="all")], ids=["plain", "again"])
 @pytest.mark.parametrize(
     "schedule",
-    [catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")],
+    more(
+        USUAL,
+        [
+            *USUAL,
+            catalog.cyclic(4, 2, "one"),
+            catalog.cyclic(4, placement="one", accumulate=2),
+            replace(catalog.cyclic(4, placement="one"), name="CDP-v2 predicted", predict=True),
+            catalog.data_parallel(4, "one", delay=1),
+            catalog.gradient_accumulation(4, 6),
+        ],
+    ),
     ids=lambda schedule: schedule.name,
 )
 @pytest.mark.parametrize("size", [4, 32])
@@ -84,7 +99,8 @@ def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, recipe):
         "scheduled",
         recipe=recipe,
     )
-    batch = images.repeat(4, 1, 1, 1), torch.zeros(4 * size, dtype=torch.long, device="meta")
+    n = schedule.n_microbatches
+    batch = images.repeat(n, 1, 1, 1), torch.zeros(n * size, dtype=torch.long, device="meta")
     with Live() as found:
         for _ in range(2):  # by then no version is left that was made outside
             runtime.step(*batch)
