@@ -16,7 +16,6 @@ from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import PLAIN
 from toolkit.schedule import catalog
 
-
 USUAL = [catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")]
 
 
