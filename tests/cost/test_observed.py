@@ -140,6 +140,20 @@ def test_it_predicts_the_run_that_it_was_seen_in(schedule, checkpoint):
     assert again.end == pytest.approx(seen.end)
 
 
+def test_it_predicts_the_memory_that_was_measured():
+    """Ranks do not see what their ops need while they run."""
+    schedule = catalog.cyclic(2, 1)
+    costs = [replace(cost, backward_working_bytes=5.0) for cost in (FIRST, SECOND)]
+    seen = simulate(schedule.lower(4), costs, LATENT)
+    kinds = {"weights", "activations", "gradients"}
+    assert {change.kind for change in seen.changes} == kinds | {"stage inputs", "working"}
+    measured = replace(seen, changes=[c for c in seen.changes if c.kind in kinds])
+    again = predict_observed(measured, schedule, costs)
+    assert {change.kind for change in again.changes} == kinds
+    for kind in kinds:
+        assert again.peak_memory(kind=kind) == seen.peak_memory(kind=kind)
+
+
 # Eighths, whose sums are exact: where moments coincide, the last bit decides what comes first.
 seconds = st.integers(1, 64).map(lambda eighths: eighths / 8)
 

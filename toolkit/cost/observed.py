@@ -64,6 +64,8 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
 def predict_observed(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
     """What the simulator makes of ops and messages that take as long as was measured.
 
+    Its memory is of the kinds that were measured, so that the two can be compared.
+
     Args:
         timeline: measured, of ``schedule`` from its first step.
         schedule: for as many stages as there are costs.
@@ -71,7 +73,9 @@ def predict_observed(timeline: Timeline, schedule: Schedule, costs: Costs) -> Ti
     """
     timed, links = observed(timeline, costs)
     prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)
-    return replace(prediction, name=f"{prediction.name}, predicted")
+    kinds = {change.kind for change in timeline.changes}
+    changes = [change for change in prediction.changes if change.kind in kinds]
+    return replace(prediction, name=f"{prediction.name}, predicted", changes=changes)
 
 
 _COLLECTIVES = {action.label: action for action in Action if action.communicates}
