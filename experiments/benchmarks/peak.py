@@ -3,7 +3,8 @@
 Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
 allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, and,
 unless stages compute their forward twice, that of experiments/memory.py, which shifts one worker's
-memory curve operation by operation.
+memory curve operation by operation. Workers shifted by stages hold more: where stages keep equally
+much, (N + 1) / 2N of what all hold together.
 """
 
 import gc
@@ -55,8 +56,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             catalog.cyclic(n, 1, "one"),
             catalog.cyclic(n, "freshest", "one"),
         ):
-            measured, asked_for = held(name, schedule, images, recipe)
-            predicted = foreseen(name, schedule, images, recipe)
+            measured, asked_for = held(name, schedule, images, recipe, config.partition)
+            predicted = foreseen(name, schedule, images, recipe, config.partition)
             rows.append(
                 {
                     "model": name,
@@ -86,14 +87,16 @@ def curve_peaks(name: str, n: int, images: Tensor, precision: str) -> tuple[floa
     return n * curve.peak, float(curve.shifted(n)[1].max())
 
 
-def held(name: str, schedule: Schedule, images: Tensor, recipe: Recipe) -> tuple[float, float]:
+def held(
+    name: str, schedule: Schedule, images: Tensor, recipe: Recipe, by: str = "flops"
+) -> tuple[float, float]:
     """Bytes that the allocator's peak is above what stays between training steps.
 
     Returns:
         those that it gave, and those that it was asked for.
     """
     model = build(name, _CLASSES, images.shape[-1]).to(images.device)
-    stages = partition(model, schedule.n_stages, images)
+    stages = partition(model, schedule.n_stages, images, by)
     runtime = SingleProcess(
         stages,
         schedule,
@@ -118,12 +121,14 @@ def held(name: str, schedule: Schedule, images: Tensor, recipe: Recipe) -> tuple
     return gave, asked_for
 
 
-def foreseen(name: str, schedule: Schedule, images: Tensor, recipe: Recipe) -> float:
+def foreseen(
+    name: str, schedule: Schedule, images: Tensor, recipe: Recipe, by: str = "flops"
+) -> float:
     """Bytes that the program holds at most above the weights that stay between training steps."""
     with torch.device("meta"):
         model = build(name, _CLASSES, images.shape[-1])
     example = images.to("meta")
-    stages = partition(model, schedule.n_stages, example)
+    stages = partition(model, schedule.n_stages, example, by)
     costs = recomputing(profile(stages, example, precision=recipe.precision), recipe.checkpoint)
     timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)

@@ -60,6 +60,7 @@ class PeakBench:
     workers: list[int] = option_list([4, 8], "numbers of workers, stages and micro-batches")
     image_size: int = option(224, "pixels")
     batch: int = option(32, "images of a micro-batch")
+    partition: str = option("activations", "by which stages are equal, or flops, parameters")
     precision: str = option("fp32", "fp32, tf32, bf16 or fp16")
     checkpoint: Any = option("none", "stages that compute their forward twice: none, all or [0,1]")
 
