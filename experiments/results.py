@@ -154,6 +154,8 @@ _ROWS = {
     "memory_vit_b_16": _memory,
     "checkpointing_none": _on_one_device,
     "checkpointing_all": _on_one_device,
+    "activations_none": _on_one_device,
+    "activations_all": _on_one_device,
     "communication": _counted,
     "communication_measured": _measured,
     "pipelines": _pipelines,
