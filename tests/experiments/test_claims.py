@@ -80,8 +80,8 @@ CLAIMS = [
         ),
     ),
     (
-        "ResNet-50 with 8 micro-batches takes 40 % less memory than under DP, and less under CDP and "
-        "checkpoints than under either",
+        "ResNet-50 with 8 micro-batches takes 40 % less memory than under DP, and less under "
+        "CDP and checkpoints than under either",
         lambda: (
             on_one_device("none", "CDP-v2", WHOLE, "activations") == 100 - 40
             and simulated("activations_all", "CDP-v2", WHOLE)
