@@ -154,7 +154,8 @@ def test_choice(case):
     ],
 )
 def test_the_command_is_one_that_the_experiments_take(case, placement):
-    found = replace(CASES[case][0], placement=placement, model="my.net")
+    equal = "activations" if placement == "one" else "flops"
+    found = replace(CASES[case][0], placement=placement, partition=equal, model="my.net")
     words = shlex.split(advise(found).command)
     at = next(k for k, word in enumerate(words) if word.startswith("experiments/"))
     experiment = words[at].removeprefix("experiments/").removesuffix(".py")
@@ -166,6 +167,7 @@ def test_the_command_is_one_that_the_experiments_take(case, placement):
         assert config.schedule.placement == placement
         assert config.guard == ("stop" if placement == "per_stage" else "rollback")
         assert config.guard_factor == 2.8  # twice the highest loss that was seen
+    assert config.partition == equal
     if case == "not trained":
         assert (experiment, list(config.rules)) == ("compare", ["dp", "cdp_v2"])
     ranks = {"per_microbatch": 4, "per_stage": 4, "one": 1}[placement]

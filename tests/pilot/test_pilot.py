@@ -101,6 +101,25 @@ def test_other_machines_of_the_same_findings(found):
         found.elsewhere("quick")
 
 
+def test_workers_that_share_a_device_have_stages_that_keep_equally_much():
+    images = torch.randn(40, 3, 24, 24)  # whose FLOPs are in two layers, and what is kept in all
+    parts = [x for n in (3, 8, 8, 8) for x in (nn.Conv2d(n, 8, 1), nn.ReLU())]
+    parts += [x for _ in range(2) for x in (nn.Conv2d(8, 8, 7, padding=3), nn.ReLU())]
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(8 * 24 * 24, 4))
+    options = {"n_workers": 2, "batch": 4, "hardware": LINK, "steps": 0, "seeds": 1}
+    apart, together = (
+        pilot(model, (images, CLASSES), placement=placement, **options)
+        for placement in ("per_microbatch", "one")
+    )
+    assert (apart.partition, together.partition) == ("flops", "activations")
+    kept = [max(cost.activation_bytes for cost in found.costs) for found in (apart, together)]
+    assert kept[1] < kept[0]
+    assert together.of("CDP-v2").activations < apart.of("CDP-v2").activations
+    assert together.of("DP").activations == apart.of("DP").activations
+    assert "partition=activations" in together.advice.command
+    assert "partition" not in apart.advice.command
+
+
 def test_what_a_device_holds_is_that_of_the_schedule():
     """Stages that are alike: N micro-batches under DP, (N + 1)/2 under CDP."""
     n, width, batch = 4, 8, 2

@@ -237,6 +237,8 @@ def _command(found: Findings, choice: str) -> str:
         data,
         f"workers={found.n_workers} stages={found.n_stages} batch={found.batch}",
     ]
+    if found.partition != "flops":
+        options.append(f"partition={found.partition}")
     if choice == TRY:
         rest = [quote("~rules.cdp_v1"), "seeds=5 diagnostics=20 ema=0.999"]
         if found.placement == "one":  # by its slots, beside what trains as DP in less memory

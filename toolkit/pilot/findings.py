@@ -100,6 +100,8 @@ class Findings:
         batch: samples of a micro-batch.
         placement: of the workers on the user's machines: ``per_microbatch``, ``per_stage`` or
             ``one``.
+        partition: by which measure the stages are equal: FLOPs, or, where the workers were to share
+            a device, what they keep.
         device: on which it was measured, in words.
         hardware: the user's machines, for which it was predicted.
         compute: where the predictions have their seconds of computing from: ``measured`` on
@@ -131,6 +133,7 @@ class Findings:
     model: str = ""
     shape: tuple[int, ...] = (3, 224, 224)
     samples: str = "images"
+    partition: str = "flops"
     n_classes: int = 0
     slack: tuple[float, float] = (1.0, 1.0)
     seconds: float = 0.0

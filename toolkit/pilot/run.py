@@ -75,7 +75,8 @@ def pilot(
         hardware: the machines: links and memory, and with ``compute="roofline"`` also their
             speed. Unless given, devices like this one with links of 10 Gbit/s.
         placement: ``per_microbatch``: each worker has a device; ``per_stage``: a pipeline, a
-            stage a device; ``one``: all workers share a device.
+            stage a device; ``one``: all workers share a device, and stages keep equally much in
+            place of equal FLOPs.
         compute: whether the predictions take computing as ``measured`` here, or the ``roofline``
             of the hardware.
         budget: seconds that the pilot may take, about. It bounds the training steps.
@@ -105,13 +106,15 @@ def pilot(
     data = read(images, n_workers * batch, device, parameter.dtype)
     example = next(data.train(0))
     on_progress("cutting the model", 0.0)
-    stages, n_stages = _cut(first, n_workers, example[0][:batch])
+    equal = "activations" if placement == "one" else "flops"
+    stages, n_stages = _cut(first, n_workers, example[0][:batch], equal)
     _check_output(stages, data, example[1][:batch])
     found = Pilot(
         n_workers=n_workers,
         n_stages=n_stages,
         batch=batch,
         placement=placement,
+        partition=equal,
         device=describe(device),
         hardware=hardware or _this_device(device),
         compute=compute,
@@ -219,7 +222,7 @@ class _Trial:
             return profile(stages, micro)
         model = copy.deepcopy(stages.model).to("meta")
         micro = micro.to("meta")
-        return profile(partition(model, len(stages), micro), micro)
+        return profile(partition(model, len(stages), micro, self.found.partition), micro)
 
 
 def _affordable(found: Pilot, left: float, seeds: int) -> int:
@@ -280,12 +283,12 @@ def _first_trained(model: nn.Module) -> nn.Parameter:
     return parameter
 
 
-def _cut(model: nn.Module, n_workers: int, example: Tensor) -> tuple[Stages, int]:
+def _cut(model: nn.Module, n_workers: int, example: Tensor, by: str) -> tuple[Stages, int]:
     """As many stages as workers, or as many as the model can be cut into; 2 or more train."""
     uncut = partition(model, 1, example)  # what cannot be traced is refused here
     for n_stages in range(n_workers, 1, -1):
         try:
-            stages = partition(model, n_stages, example)
+            stages = partition(model, n_stages, example, by)
         except ValueError:
             continue
         if sum(any(p.requires_grad for p in stage.parameters()) for stage in stages) > 1:
