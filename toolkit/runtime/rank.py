@@ -59,10 +59,10 @@ class Kept:
     second_half: Sequence[Stretch] = ()
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward begins, and with what: it uses both up, the graph among them."""
+        """Where the backward begins, and with what, which it uses up."""
         pairs = zip(self.outputs, self.gradients, strict=True)
         found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
-        self.outputs, self.gradients = (), ()
+        self.gradients = ()
         return [edge for edge, _ in found], [x for _, x in found]
 
     def take_input_gradients(self) -> Gradients:
@@ -70,9 +70,9 @@ class Kept:
         return tuple(map(take_gradient, self.inputs))
 
     def take_weight_gradients(self) -> Weights:
-        """What a backward has left on the weights; nothing else is needed any more."""
+        """What a backward has left on the weights; the rest, the graph too, is no longer needed."""
         found = take_gradients(self.weights)
-        self.weights, self.inputs, self.second_half = {}, (), ()
+        self.weights, self.inputs, self.outputs, self.second_half = {}, (), (), ()
         return found
 
 
