@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
+from toolkit.errors import UserError
 
 
 @entry_point("bench", Path(__file__).parents[1] / "conf")
@@ -27,7 +28,7 @@ def main(config: DictConfig) -> int:
     device = pick_device(config.device)
     rows = get_method(config.bench._target_)(config.bench, device, config.seed)
     if not rows:
-        raise ValueError(f"bench={choice()} has nothing to measure: one of its lists is empty")
+        raise UserError(f"bench={choice()} has nothing to measure: one of its lists is empty")
     folder = Path(HydraConfig.get().runtime.output_dir)
     seconds, where = time.perf_counter() - start, describe(device)
     write_result(folder, "bench", rows, config, where, seconds)

@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.schedule import Schedule, labels
 
@@ -43,9 +44,7 @@ def main(config: DictConfig) -> Ended:
 
     check_counts(config, "seeds")
     if not config.rules:
-        raise ValueError(
-            "there are no rules to compare: leave one, or add +schedule@rules.NAME=..."
-        )
+        raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.config import entry_point
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     from toolkit.tracking.run import Run
@@ -27,9 +28,9 @@ _MOST_NAMED = 10
 @entry_point("report", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
     if config.publish not in (None, "wandb"):
-        raise ValueError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")
+        raise UserError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")
     if config.publish and not (config.entity and config.project):
-        raise ValueError(
+        raise UserError(
             "publish=wandb needs entity=... and project=..., where the runs are tracked"
         )
     folders = expanded(config.runs)
@@ -67,7 +68,7 @@ def expanded(runs: Any) -> list[str]:
     """The folders that ``runs`` names; globs are spelt out."""
     given = [runs] if isinstance(runs, str) else list(runs or ())
     if not given or not all(isinstance(name, str) and name for name in given):
-        raise ValueError(
+        raise UserError(
             f"runs is an output folder, a list or a glob of them, such as runs=outputs/train: got"
             f" {runs}"
         )
@@ -75,7 +76,7 @@ def expanded(runs: Any) -> list[str]:
     for name in given:
         folders = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
         if not folders and any(c in name for c in "*?["):
-            raise ValueError(f"runs={name}: no folder is called so")
+            raise UserError(f"runs={name}: no folder is called so")
         found += folders or [name]
     return found
 

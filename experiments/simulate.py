@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 from toolkit.units import GIB, MB
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ def main(config: DictConfig) -> None:
     start = time.perf_counter()
     check_counts(config, "batch", "steps")
     if not config.optimizer_words >= 0:
-        raise ValueError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
+        raise UserError(f"optimizer_words is 0 or more: got {config.optimizer_words}")
     if _FIRST in config.also:
-        raise ValueError(f"also.{_FIRST} is the name of the first schedule: choose another")
+        raise UserError(f"also.{_FIRST} is the name of the first schedule: choose another")
     schedules = {_FIRST: build_schedule(config.schedule)}
     schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
     called = labels({name: schedule.name for name, schedule in schedules.items()})

@@ -268,7 +268,7 @@ def beside_predicted(
 ) -> tuple[list[Any], list[dict[str, Any]]]:
     """The timelines, measured and predicted, and a row a rank; a note if nothing is predicted."""
     from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS
-    from toolkit.messages import first_line
+    from toolkit.errors import first_line
     from toolkit.training.prediction import beside_prediction
 
     rows: list[dict[str, Any]] = [*measured.by_rank()]

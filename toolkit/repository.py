@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from toolkit.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -13,7 +15,7 @@ def conf() -> Path:
     """
     folder = ROOT / "conf"
     if not (folder / "hardware").is_dir():
-        raise ValueError(
+        raise UserError(
             f"there is no configuration in {folder}: it lives in the repository, so install the"
             " toolkit from there with pip install -e ."
         )

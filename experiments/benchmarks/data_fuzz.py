@@ -43,6 +43,7 @@ from torchvision.transforms.v2 import functional
 
 from benchmarks import fuzz, mutations
 from toolkit.config.errors import explain
+from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
 from toolkit.training.data.views import CentralView, RandomView, View
 
@@ -115,13 +116,13 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
 
 def _check(config: DictConfig) -> None:
     if not hasattr(os, "fork"):
-        raise ValueError(f"bench=data_fuzz forks processes, as on Linux: this is {sys.platform}")
+        raise UserError(f"bench=data_fuzz forks processes, as on Linux: this is {sys.platform}")
     fuzz.check(config)
     for name, known in (("kinds", KINDS), ("sets", SETS)):
         if unknown := [each for each in config[name] if each not in known]:
-            raise ValueError(f"unknown bench.{name} {unknown[0]!r}: choose of {', '.join(known)}")
+            raise UserError(f"unknown bench.{name} {unknown[0]!r}: choose of {', '.join(known)}")
     if not config.sets:
-        raise ValueError(f"bench.sets are some of {', '.join(SETS)}: got none")
+        raise UserError(f"bench.sets are some of {', '.join(SETS)}: got none")
 
 
 # A mutation, in a process of its own

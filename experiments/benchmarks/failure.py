@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from benchmarks import faults
 from benchmarks.faults import Job
+from toolkit.errors import UserError
 from toolkit.files import write_csv
 
 BREAKS = {"killed": faults.kill, "stopped": faults.stop, "cut": faults.cut}
@@ -234,13 +235,13 @@ def _name(done: Round) -> str:
 
 def _check(config: DictConfig) -> None:
     if sys.platform != "linux":
-        raise ValueError(f"bench=failure looks into /proc, on Linux: this is {sys.platform}")
+        raise UserError(f"bench=failure looks into /proc, on Linux: this is {sys.platform}")
     for name, least in (("ranks", 2), ("rounds", 1)):
         if config[name] < least:
-            raise ValueError(f"bench.{name} is {least} or more: got {config[name]}")
+            raise UserError(f"bench.{name} is {least} or more: got {config[name]}")
     for name in ("timeout", "margin"):
         if not config[name] > 0:
-            raise ValueError(f"bench.{name} is a number of seconds above 0: got {config[name]}")
+            raise UserError(f"bench.{name} is a number of seconds above 0: got {config[name]}")
     unknown = set(config.faults) - set(FAULTS)
     if unknown or not config.faults:
-        raise ValueError(f"bench.faults are some of {', '.join(FAULTS)}: got {config.faults}")
+        raise UserError(f"bench.faults are some of {', '.join(FAULTS)}: got {config.faults}")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from torch.distributed import PrefixStore, TCPStore
 
+from toolkit.errors import UserError
 from toolkit.runtime.processes.lastword import LastWord, Process, machine
 
 _LOOK = 0.02  # seconds between looks at the processes
@@ -192,7 +193,7 @@ def _connections(pid: int) -> Iterator[socket.socket]:
             ours = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
             if ours < 0:
                 reason = os.strerror(ctypes.get_errno())
-                raise ValueError(
+                raise UserError(
                     f"the sockets of process {pid} cannot be had ({reason}): be root, or leave cut"
                     " out of bench.faults"
                 )

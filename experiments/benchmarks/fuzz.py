@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 from toolkit.files import write_csv
 
 
@@ -37,7 +38,7 @@ def check(config: DictConfig) -> None:
     """
     check_counts(config, "mutations", of="bench.")
     if not config.limit > 0:
-        raise ValueError(f"bench.limit is a number of seconds above 0: got {config.limit}")
+        raise UserError(f"bench.limit is a number of seconds above 0: got {config.limit}")
 
 
 def rounds(

@@ -27,6 +27,7 @@ from benchmarks.network import Network
 from benchmarks.orders import Ranks
 from benchmarks.traffic import Array, Traffic
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
 from toolkit.model import MODELS
@@ -155,27 +156,27 @@ def step_time(answers: list[list[float]], skip: int) -> float:
 def check(config: DictConfig, device: torch.device) -> None:
     """Refuse what cannot be measured, or not here."""
     if device.type != "cpu":
-        raise ValueError(f"bench=links computes on the CPU: got {device}; give device=cpu")
+        raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
     check_counts(config, "image_size", "batch", "stages", "rounds", of="bench.")
     if config.skip < 0 or config.steps < config.skip + 2:
-        raise ValueError(
+        raise UserError(
             f"bench.steps is bench.skip and 2 or more, and bench.skip 0 or more:"
             f" got {config.steps} and {config.skip}"
         )
     for name in ("timeout", "chunk_mb"):
         if config[name] is not None and not config[name] > 0:
-            raise ValueError(f"bench.{name} is above 0: got {config[name]}")
+            raise UserError(f"bench.{name} is above 0: got {config[name]}")
     for name in ("workers", "ratios"):
         if not config[name] or len(set(config[name])) < len(config[name]):
-            raise ValueError(f"bench.{name} are one or more, all different: got {config[name]}")
+            raise UserError(f"bench.{name} are one or more, all different: got {config[name]}")
     if min(config.ratios) < 0:
-        raise ValueError(f"bench.ratios are of M to C, 0 for no limit: got {config.ratios}")
+        raise UserError(f"bench.ratios are of M to C, 0 for no limit: got {config.ratios}")
     if set(config.methods) - set(ALL) or len(set(config.methods)) < len(config.methods):
-        raise ValueError(
+        raise UserError(
             f"bench.methods are some of {', '.join(ALL)}, each once: got {config.methods}"
         )
     if config.model not in MODELS:
-        raise ValueError(f"bench.model is one of {', '.join(MODELS)}: got {config.model}")
+        raise UserError(f"bench.model is one of {', '.join(MODELS)}: got {config.model}")
     for workers in config.workers:
         network.check(workers)
 

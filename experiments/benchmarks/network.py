@@ -16,6 +16,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from toolkit.errors import UserError
+
 INTERFACE = "eth0"
 _PREFIX = "cdp"
 _SUBNET = "10.77.0"  # of namespaces of their own: nothing outside them can have it, too
@@ -120,13 +122,13 @@ def abandoned(listed: str) -> list[str]:
 def check(n: int) -> None:
     """Refuse what cannot be built, or not here."""
     if not 2 <= n <= _MOST:
-        raise ValueError(f"a network has 2 to {_MOST} ranks: got {n}")
+        raise UserError(f"a network has 2 to {_MOST} ranks: got {n}")
     if sys.platform != "linux":
-        raise ValueError(f"links are limited by namespaces of Linux: this is {sys.platform}")
+        raise UserError(f"links are limited by namespaces of Linux: this is {sys.platform}")
     if os.geteuid() != 0:
-        raise ValueError("network namespaces are made by root: start it with sudo")
+        raise UserError("network namespaces are made by root: start it with sudo")
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise ValueError(f"{' and '.join(missing)} of iproute2 cannot be found: install iproute2")
+        raise UserError(f"{' and '.join(missing)} of iproute2 cannot be found: install iproute2")
 
 
 def end_with_parent() -> None:
@@ -155,7 +157,7 @@ def _run(command: Sequence[str]) -> str:
         words = " ".join(done.stderr.split()) or f"status {done.returncode}"
         lacking = "unknown" in words.lower() or "not supported" in words.lower()
         hint = "; the kernel lacks what it asks for: modprobe veth, bridge, sch_tbf, tcp_cubic"
-        raise ValueError(f"{' '.join(command)}: {words}{hint if lacking else ''}")
+        raise UserError(f"{' '.join(command)}: {words}{hint if lacking else ''}")
     return done.stdout
 
 

@@ -21,6 +21,7 @@ from toolkit.config.counts import check_counts
 from toolkit.cost import memory_curve, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.timeline import WEIGHTS
+from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import allow_tf32
@@ -37,7 +38,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     *asked for*: without what the allocator adds to fill its blocks.
     """
     if device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             f"a GPU's peak is measured on a GPU: got device={device}; what ranks hold on a CPU is"
             " counted by experiments/communication.py measured=true"
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _RUNTIMES = ("single_process", "distributed", "restarted")
@@ -32,7 +33,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """
     check_counts(config, "runs", "kills", "ranks", "epochs", of="bench.")
     if unknown := [name for name in config.runtimes if name not in _RUNTIMES]:
-        raise ValueError(f"bench.runtimes are of {', '.join(_RUNTIMES)}: got {unknown[0]}")
+        raise UserError(f"bench.runtimes are of {', '.join(_RUNTIMES)}: got {unknown[0]}")
     cases = [*product(config.runtimes, config.rules)]
     rows = []
     with (

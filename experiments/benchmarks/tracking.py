@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.timing import ratios
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
@@ -68,7 +69,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                 ) as tracker:
                     seconds = train(Curves(tracker, config.every))
                 if tracker.notes:
-                    raise ValueError(f"nothing can be timed: {tracker.notes[0]}")
+                    raise UserError(f"nothing can be timed: {tracker.notes[0]}")
                 if k:  # the first round warms up
                     trained[mode].append(seconds)
                     around[mode].append(time.perf_counter() - start - seconds)

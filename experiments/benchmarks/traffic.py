@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks import sampler
 from benchmarks.network import Network
+from toolkit.errors import UserError
 
 WINDOW = 0.01  # seconds
 _INTERVAL = 0.002  # seconds from sample to sample
@@ -47,7 +48,7 @@ class Traffic:
             if len(found) and found["moment"][-1] > until:
                 return found["moment"], found["bytes"].astype(np.float64)
             time.sleep(5 * _INTERVAL)
-        raise ValueError(f"no sample of the traffic has come for {_PATIENCE:g} s: was it killed?")
+        raise UserError(f"no sample of the traffic has come for {_PATIENCE:g} s: was it killed?")
 
 
 @contextmanager

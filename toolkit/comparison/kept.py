@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, noted, write_csv, write_text
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY
 from toolkit.tracking.reading import read_csv
@@ -193,14 +194,14 @@ def _check_options(folder: Path, config: DictConfig, trained: set[str]) -> None:
     both = trained & config.rules.keys()
     others = {f"rules.{rule}" for rule in {*before.rules, *config.rules} - both}
     if told := changed_options(OmegaConf.to_yaml(before), config, _FREE | others | {_ORDERS}):
-        raise ValueError(
+        raise UserError(
             f"resume={folder} has runs that were trained with other options: {told}; leave them as"
             " they were, or start in a new folder, without resume"
         )
     now, orders = _orders(config), before.get(_ORDERS, {})
     for rule in sorted(both & orders.keys() & now.keys()):
         if orders[rule] != now[rule]:
-            raise ValueError(
+            raise UserError(
                 f"resume={folder} has runs of {rule} that were trained by other orders than those"
                 f" in {config.rules[rule].file} by now: put those back, or start in a new folder,"
                 " without resume"
@@ -224,7 +225,7 @@ def _options(folder: Path) -> DictConfig:
             return found
     except (OSError, UnicodeDecodeError, OmegaConfBaseException, YAMLError):
         pass
-    raise ValueError(
+    raise UserError(
         f"resume={folder} has runs, but no {COMPARED} that tells with which options they were"
         " trained: start in a new folder, without resume"
     )

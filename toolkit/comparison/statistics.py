@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import isnan, nan
 from statistics import mean, stdev
 
+from toolkit.errors import UserError
 from toolkit.measure import Measure
 
 
@@ -36,7 +37,7 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
         ValueError: the sequences do not pair up.
     """
     if len(values) != len(baseline) or not values:
-        raise ValueError(
+        raise UserError(
             f"a paired difference needs as many values as baselines: got {len(values)} and"
             f" {len(baseline)}"
         )
@@ -77,7 +78,7 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
     shared = [seed for seed in values if seed in baseline]
     if not shared:
         mine, theirs = (", ".join(map(str, of)) or "none" for of in (values, baseline))
-        raise ValueError(
+        raise UserError(
             f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
             " with the same seeds"
         )

@@ -13,6 +13,7 @@ from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config.counts import check_counts
+from toolkit.errors import UserError
 from toolkit.schedule import RandomDelay, Schedule
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def build_schedule(config: DictConfig) -> Schedule:
         ValueError: an impossible schedule, or a file that holds none.
     """
     if not OmegaConf.is_dict(config):
-        raise ValueError(
+        raise UserError(
             f"{config} is no schedule but the name of one: to add it, choose it in its group, as in"
             f" +schedule@rules.{config}={config} (of simulate, +schedule@also.{config}={config})"
         )
@@ -41,18 +42,18 @@ def build_schedule(config: DictConfig) -> Schedule:
     if "delay" in options:
         late["delay"] = _delay(options.pop("delay"))
     if file == "":
-        raise ValueError("schedule.file is empty: give a CSV file of rank orders, or null")
+        raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
     if file is not None:
         return _from_file(Path(file), options, {**late, "period": period})
     if period is not None:
-        raise ValueError(
+        raise UserError(
             f"schedule.period={period} is of a file's orders, and a named method has its own: leave"
             " it out, or give schedule.file"
         )
     check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")
     schedule = instantiate(options, _partial_=True)(**late)
     if not isinstance(schedule, Schedule):
-        raise ValueError(
+        raise UserError(
             f"schedule: {config._target_} gives a {type(schedule).__name__}, and a schedule is a"
             " toolkit.schedule.Schedule, such as toolkit.schedule.catalog makes"
         )
@@ -63,7 +64,7 @@ def _from_file(path: Path, options: dict[str, Any], when: dict[str, Any]) -> Sch
     """Rank orders, with the group's options that are not of what runs where."""
     for name, usual in _OF_METHODS.items():
         if (value := options.get(name, usual)) != usual:
-            raise ValueError(
+            raise UserError(
                 f"schedule.{name}={value} is of a named method, and a file's orders say themselves"
                 f" what runs where: leave it out, or leave out schedule.file"
             )
@@ -80,7 +81,7 @@ def _delay(value: Any) -> Any:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"a random delay has no {name!r}: {hint}it has {', '.join(known)}")
+            raise UserError(f"a random delay has no {name!r}: {hint}it has {', '.join(known)}")
     return RandomDelay(**value)
 
 
@@ -95,12 +96,12 @@ def build_model(config: DictConfig, form: "Form") -> "nn.Module":
     told = _told(config)
     if told is not None and (lacking := form.arguments.keys() - told):
         if not config._target_.startswith("toolkit."):
-            raise ValueError(
+            raise UserError(
                 f"_target_: {config._target_} takes no {', '.join(sorted(lacking))}, which a"
                 f" _target_ of a model is told: write target: {config._target_} in its file, and"
                 " what it takes below arguments"
             )
-        raise ValueError(
+        raise UserError(
             f"model={model_name(config)} takes no {form.samples}, for it has no"
             f" {', '.join(sorted(lacking))}: choose other data (where a model is analysed, another"
             f" shape), or another model, such as {_SUCH_AS[form.samples]}"
@@ -141,7 +142,7 @@ def analysed_form(config: DictConfig) -> "Form":
     if shape is None:
         shape = [1024] if of_sequences else [3, 224, 224]
     if len(shape) not in (1, 3) or min(shape) < 1:
-        raise ValueError(
+        raise UserError(
             "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
             f" sequence, such as [1024]: got {shape}"
         )
@@ -162,7 +163,7 @@ def look_here() -> None:
 def check_target(config: DictConfig, group: str, such_as: str) -> None:
     """Refuse, as a ValueError, a choice of the user's own that does not tell what it makes."""
     if config.get("_target_") is None:
-        raise ValueError(
+        raise UserError(
             f"this choice of {group} has no _target_: add to its file what makes it, such as"
             f" _target_: {such_as}"
         )
@@ -186,19 +187,19 @@ def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
     try:
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"model.target={target} cannot be imported ({error}): give package.module.function,"
             " from the current folder or an installed package"
         ) from error
     try:
         model = make(**arguments)
     except Exception as error:  # the user's own code, which may raise anything
-        raise ValueError(
+        raise UserError(
             f"{target} cannot be called: {type(error).__name__}: {error}; its arguments are"
             " model.arguments (+model.arguments.NAME=VALUE)"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ValueError(
+        raise UserError(
             f"{target} gives a {type(model).__name__}: expected a torch.nn.Module, or a function"
             " that returns one"
         )

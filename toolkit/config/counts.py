@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toolkit.errors import UserError
+
 
 def check_counts(config: Mapping[Any, Any], *names: str, of: str = "") -> None:
     """Refuse options that are below 1.
@@ -17,7 +19,7 @@ def check_counts(config: Mapping[Any, Any], *names: str, of: str = "") -> None:
     """
     for name in names:
         if config[name] < 1:
-            raise ValueError(f"{of}{name} is 1 or more: got {config[name]}")
+            raise UserError(f"{of}{name} is 1 or more: got {config[name]}")
 
 
 def counts(config: Mapping[Any, Any], name: str) -> list[int]:
@@ -29,5 +31,5 @@ def counts(config: Mapping[Any, Any], name: str) -> list[int]:
     given = config[name]
     found = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     if not found or not all(type(n) is int and n > 0 for n in found):
-        raise ValueError(f"{name} is a list of whole numbers above 0: got {found}")
+        raise UserError(f"{name} is a list of whole numbers above 0: got {found}")
     return found

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import walk_tb
 
 import hydra
 import yaml
@@ -20,10 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from toolkit.config import schema
 from toolkit.config.flags import key_of, quoted
 from toolkit.config.help import choices, folders, groups
-from toolkit.messages import first_line, instead, last_line, refused_by
+from toolkit.errors import UserError, first_line, last_line, suggest
 
 _NO_BEST = "no run has finished: give hydra.sweeper.n_trials=1 or more, and mend those that failed"
-_TOOLKIT = Path(__file__).resolve().parents[1]
 _HYDRA = Path(hydra.__file__).resolve().parent
 
 
@@ -46,8 +46,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         if (wrong := _NOT_TAKEN.search(str(error))) and isinstance(error.__cause__, TypeError):
             return f"_target_: {wrong[1]} cannot be called so: {error.__cause__}"
         error = error.__cause__
-    ours = _TOOLKIT, conf.resolve().parent / "experiments"
-    if isinstance(error, ValueError | FloatingPointError) and refused_by(error, *ours):
+    if isinstance(error, UserError):
         return str(error)
     if type(error).__name__ == "JobFailedError":  # known by name: torch may not be loaded
         return str(error)
@@ -61,7 +60,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
         return f"{where.name} line {where.line + 1}: {error.problem}"
-    if isinstance(error, ValueError) and refused_by(error, *_optuna()):
+    if isinstance(error, ValueError) and _raised_in(error, *_optuna()):
         said = _NO_BEST if "No trials are completed" in str(error) else first_line(error)
         return f"hydra/sweeper=optuna: {said}"
     if isinstance(error, MissingConfigException):
@@ -76,9 +75,16 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return _composition(error, experiment, conf, arguments)
     if isinstance(error, OmegaConfBaseException | HydraException):
         return _without_names(folders(conf, arguments)[1:], arguments) or first_line(error)
-    if isinstance(error, ValueError) and refused_by(error, _HYDRA):
+    if isinstance(error, ValueError) and _raised_in(error, _HYDRA):
         return _not_a_choice(arguments, conf) or first_line(error)
     return None
+
+
+def _raised_in(error: BaseException, *folders: Path) -> bool:
+    """Whether code below ``folders`` raised the error."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    raised = Path(frames[-1].f_code.co_filename).resolve()
+    return any(raised.is_relative_to(folder) for folder in folders)
 
 
 def _optuna() -> list[Path]:
@@ -96,7 +102,7 @@ def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[s
     if (group, choice) == ("hydra/launcher", "joblib"):
         return "hydra/launcher=joblib needs a plugin: pip install hydra-joblib-launcher"
     if group.startswith("hydra/") and error.options:
-        return f"{group}={choice} is unknown: {instead(choice, error.options)}"
+        return f"{group}={choice} is unknown: {suggest(choice, error.options)}"
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"
@@ -116,7 +122,7 @@ def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
 
 
 def _unknown_choice(group: str, choice: str, found: Sequence[Path]) -> str:
-    return f"{group}={choice} is unknown: {instead(choice, choices(found, group))}"
+    return f"{group}={choice} is unknown: {suggest(choice, choices(found, group))}"
 
 
 _NO_TARGET = re.compile(r"Error locating target '([^']+)'")

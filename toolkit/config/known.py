@@ -5,6 +5,8 @@ from difflib import get_close_matches
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.errors import UserError
+
 
 def check_known(config: DictConfig, group: str = "") -> None:
     """Refuse options that a schema lacks, in ``config`` and in its groups.
@@ -26,6 +28,6 @@ def check_known(config: DictConfig, group: str = "") -> None:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {group}{near[0]}?" if near else "--help lists the options"
-            raise ValueError(f"+{group}{name}: there is no option {group}{name}: {hint}")
+            raise UserError(f"+{group}{name}: there is no option {group}{name}: {hint}")
         if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
             check_known(config[name], f"{group}{name}.")

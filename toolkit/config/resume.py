@@ -14,6 +14,7 @@ from toolkit.config.flags import MULTIRUN, OWN_FOLDER, key_of, quoted, unquoted
 from toolkit.config.ranks import leads
 from toolkit.config.status import STATUS
 from toolkit.config.sweeps import sweep_options
+from toolkit.errors import UserError
 
 _OVERRIDES = Path(".hydra") / "overrides.yaml"
 _OWN = ("resume", "hydra.run.dir")  # which it sets
@@ -35,24 +36,24 @@ def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
     if folder == "null":
         return [*arguments]
     if not Path(folder).is_dir() or not folder:
-        raise ValueError(f"resume={folder} is not a folder: give the output directory of a run")
+        raise UserError(f"resume={folder} is not a folder: give the output directory of a run")
     if (before := sweep_options(Path(folder))) is not None:
         return _sweep_resumed(arguments, before, folder)
     if given.keys() & {*MULTIRUN}:
-        raise ValueError(f"resume={folder} is one run: leave out -m")
+        raise UserError(f"resume={folder} is one run: leave out -m")
     path = Path(folder) / _OVERRIDES
     try:
         before = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(
+        raise UserError(
             f"resume={folder} is not the output directory of a run or a sweep: there is no"
             f" {_OVERRIDES} that can be read"
         ) from error
     if not isinstance(before, list) or not all(isinstance(o, str) for o in before):
-        raise ValueError(f"resume={folder}: {_OVERRIDES} is not a list of options")
+        raise UserError(f"resume={folder}: {_OVERRIDES} is not a list of options")
     made_by = _made_by(Path(folder))
     if made_by not in (None, experiment):
-        raise ValueError(
+        raise UserError(
             f"resume={folder} was made by another experiment: python experiments/{made_by}.py"
             f" resume={folder}"
         )
@@ -117,12 +118,12 @@ def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str)
     own = (*_OWN, *MULTIRUN, "hydra.sweep.dir")
     given = [a for a in arguments if key_of(a) not in own and a not in before]
     if given:
-        raise ValueError(
+        raise UserError(
             f"resume={folder} is a sweep, which goes on with its own options: leave out"
             f" {' '.join(given)}"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
+        raise UserError(
             f"resume={folder} is a sweep, and under torchrun only single runs are resumed: give the"
             " folder of one"
         )

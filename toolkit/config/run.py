@@ -19,6 +19,7 @@ from toolkit.config.shorthands import settle
 from toolkit.config.status import Status, alone_in, write_status
 from toolkit.config.streams import lossy
 from toolkit.config.threads import use_threads
+from toolkit.errors import UserError
 
 FAILED = 1
 USAGE = 2
@@ -61,7 +62,7 @@ def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ende
         fresh = ranks.leads() and not config.get("resume") and not ranks.restarted()
         if fresh and (left := sweeps.left_in(folder)):
             way_on = f"resume={folder} goes on with it; " if "resume" in config else ""
-            raise ValueError(
+            raise UserError(
                 f"{folder} has {left}: {way_on}for another one give another hydra.run.dir"
             )
         return _told(function, config, explained, folder)

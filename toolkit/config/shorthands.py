@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.config.flags import key_of
 from toolkit.config.known import check_known
+from toolkit.errors import UserError
 
 _SAME = ("workers", "microbatches")
 _SIZES = (*_SAME, "stages")
@@ -46,7 +47,7 @@ def _check_workers(config: DictConfig, given: Sequence[str]) -> None:
     workers = config.get("workers")
     told = [option for option in given if key_of(option) == "microbatches"]
     if told and workers is not None:
-        raise ValueError(
+        raise UserError(
             f"{told[0]}, and a preset has workers={workers}, which sets microbatches: give workers"
             " instead"
         )
@@ -70,7 +71,7 @@ def _schedules(config: DictConfig) -> list[str]:
 
 def _check_seed(config: DictConfig) -> None:
     if not 0 <= config.get("seed", 0) < 2**63:
-        raise ValueError(f"seed is 0 or more, and below 2**63: got {config.seed}")
+        raise UserError(f"seed is 0 or more, and below 2**63: got {config.seed}")
 
 
 def check_given(arguments: Sequence[str]) -> None:
@@ -83,14 +84,14 @@ def check_given(arguments: Sequence[str]) -> None:
     options = {key_of(argument): argument for argument in arguments}
     if all(name in options for name in _SAME):
         both = " and ".join(options[name] for name in options if name in _SAME)
-        raise ValueError(f"{both}: workers sets microbatches, so leave one of them out")
+        raise UserError(f"{both}: workers sets microbatches, so leave one of them out")
     file = options.get("schedule.file", "=null")
     others = any(name.startswith("schedule@also.") for name in options)
     of_a_file = ("schedule.n_ranks", *(() if others else _SIZES))
     if file.partition("=")[2] not in ("null", "") and (
         sizes := [options[n] for n in of_a_file if n in options]
     ):
-        raise ValueError(
+        raise UserError(
             f"{' '.join(sizes)}: {file} has its own stages, micro-batches and ranks, so leave that"
             " out"
         )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from toolkit.errors import UserError
 from toolkit.files import write_json
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
@@ -71,7 +72,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
+            raise UserError(
                 f"another process is at work in {folder}: wait until it has ended, or give another"
                 " hydra.run.dir"
             ) from None

@@ -23,6 +23,7 @@ from toolkit.config.status import (
     is_under_way,
     read_status,
 )
+from toolkit.errors import UserError
 from toolkit.files import has_checkpoint
 from toolkit.options import ENDED, UNDER_WAY
 
@@ -91,7 +92,7 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     if before is None:
         return None
     if list(before.options) != list(options):
-        raise ValueError(
+        raise UserError(
             f"{folder} holds the run of other options ({' '.join(before.options)}): start the"
             " sweep again as it was with -m resume=FOLDER, or in a folder of its own"
         )

@@ -4,6 +4,8 @@ import os
 
 from omegaconf import DictConfig
 
+from toolkit.errors import UserError
+
 _MOST = 16  # for each processor; far more end the process
 
 
@@ -16,7 +18,7 @@ def use_threads(config: DictConfig) -> None:
     threads, most = config.get("threads"), _MOST * (os.cpu_count() or 1)
     if threads is not None:
         if not 1 <= threads <= most:
-            raise ValueError(f"threads is from 1 to {most} here: got {threads}")
+            raise UserError(f"threads is from 1 to {most} here: got {threads}")
         import torch
 
         torch.set_num_threads(threads)

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, differentiable, node_costs
 from toolkit.model.partition import check_stages
@@ -69,9 +70,9 @@ class StageCost:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
-                raise ValueError(f"{name} of a stage is finite, 0 or more: got {value}")
+                raise UserError(f"{name} of a stage is finite, 0 or more: got {value}")
         if (self.forward_seconds is None) != (self.backward_seconds is None):
-            raise ValueError(
+            raise UserError(
                 "forward_seconds and backward_seconds are told together, or neither: got"
                 f" {self.forward_seconds} and {self.backward_seconds}"
             )

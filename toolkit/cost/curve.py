@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware, check_hardware
+from toolkit.errors import UserError
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import in_training, kept_generators, refused, trace
@@ -108,7 +109,7 @@ def memory_curve(
         costs = [*node_costs(traced, inputs, precision=precision).items()]
     if axis == "measured":
         if inputs[0].device.type == "meta":
-            raise ValueError("the measured axis runs the model: give an example on a real device")
+            raise UserError("the measured axis runs the model: give an example on a real device")
         with refused(model, inputs), kept_generators(inputs):
             seconds = _measured(traced, inputs, precision)
         forward = [seconds[name][0] for name, _ in costs]
@@ -118,12 +119,12 @@ def memory_curve(
         backward = [_duration(node, True, axis, hardware) for _, node in costs]
     kept = np.cumsum([node.activations for _, node in costs])
     if not any(forward + backward):
-        raise ValueError(f"no operation of this model takes {axis}: choose another axis")
+        raise UserError(f"no operation of this model takes {axis}: choose another axis")
     if not kept[-1]:
-        raise ValueError("this model keeps nothing for its backward: give it a layer more")
+        raise UserError("this model keeps nothing for its backward: give it a layer more")
     curve = _curve([*forward, *reversed(backward)], [*kept, *reversed(kept)])
     if not curve.peak:
-        raise ValueError(
+        raise UserError(
             f"what this model keeps is of operations that take no {axis}: choose another axis"
         )
     return curve
@@ -142,7 +143,7 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
     if axis == "bytes":
         return work.bytes
     if hardware is None:
-        raise ValueError(
+        raise UserError(
             "the roofline is that of a hardware: give one, such as"
             ' hardware=Hardware.preset("a100_nvlink"), or choose axis="flops"'
         )

@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from toolkit.messages import instead
+from toolkit.errors import UserError, suggest
 from toolkit.model.analysis import Work
 from toolkit.repository import conf
 from toolkit.schedule import Action
@@ -57,10 +57,10 @@ class Hardware:
             positive["flops_in_16_bits"] = self.flops_in_16_bits
         for name, value in positive.items():
             if not (isinstance(value, Real) and value > 0):
-                raise ValueError(f"{name} of a hardware is a number above 0: got {value!r}")
+                raise UserError(f"{name} of a hardware is a number above 0: got {value!r}")
         latency = self.link_latency
         if not (isinstance(latency, Real) and isfinite(latency) and latency >= 0):
-            raise ValueError(f"link_latency is 0 seconds or more: got {latency!r}")
+            raise UserError(f"link_latency is 0 seconds or more: got {latency!r}")
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
@@ -71,7 +71,7 @@ class Hardware:
         """
         found = _files()
         if name not in found:
-            raise ValueError(f"unknown hardware {name!r}: {instead(name, [*found])}")
+            raise UserError(f"unknown hardware {name!r}: {suggest(name, [*found])}")
         return _read(found[name])
 
     def speed(self, rank: int) -> float:
@@ -108,7 +108,7 @@ def check_hardware(hardware: Hardware) -> None:
     """
     if not isinstance(hardware, Hardware):
         name = hardware if isinstance(hardware, str) else "NAME"
-        raise ValueError(
+        raise UserError(
             f"hardware is a toolkit.cost.Hardware: got {hardware!r}; one of conf/hardware is"
             f" Hardware.preset({name!r})"
         )
@@ -136,7 +136,7 @@ def _read(path: Path) -> Hardware:
     try:
         return Hardware(**values)
     except TypeError as error:
-        raise ValueError(f"{path} does not tell all of a machine by itself: {error}") from error
+        raise UserError(f"{path} does not tell all of a machine by itself: {error}") from error
 
 
 UNIT = Hardware("unit", flops=1.0, memory_bandwidth=inf, link_bandwidth=inf)

@@ -11,6 +11,7 @@ from fractions import Fraction
 from toolkit.cost.costs import unit_costs
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
+from toolkit.errors import UserError
 from toolkit.schedule import FRESHEST, Schedule, catalog
 from toolkit.schedule.footprint import footprint
 from toolkit.schedule.given import whole
@@ -101,7 +102,7 @@ def _two_stages_a_rank(make: Make) -> Make:
 def _cyclic(delay: Delay) -> Make:
     def make(p: int, m: int) -> Schedule:
         if m % p:
-            raise ValueError(
+            raise UserError(
                 f"CDP's workers run the same number of micro-batches: {m} cannot be dealt out to"
                 f" {p}; make them a multiple of the ranks"
             )

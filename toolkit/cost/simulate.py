@@ -41,6 +41,7 @@ from toolkit.cost.timeline import (
     Span,
     Timeline,
 )
+from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.lookahead import lookahead
@@ -81,29 +82,29 @@ def _check(
 ) -> None:
     """Refuse what is of another kind, or of other sizes than the program."""
     if not isinstance(program, Program):
-        raise ValueError(
+        raise UserError(
             "what is simulated is a program: give schedule.lower(n_steps).verify(), not a"
             f" {type(program).__name__}"
         )
     check_hardware(hardware)
     if wrong := [cost for cost in costs if not isinstance(cost, StageCost)]:
-        raise ValueError(
+        raise UserError(
             f"costs are toolkit.cost.StageCost, as profile(stages, example) gives them: got"
             f" {wrong[0]!r}"
         )
     if len(costs) != program.schedule.n_stages:
-        raise ValueError(
+        raise UserError(
             f"the schedule has {program.schedule.n_stages} stages and there are costs of"
             f" {len(costs)}: profile the model cut into {program.schedule.n_stages}"
         )
     for name in ("speeds", "memories"):
         if 0 < len(given := getattr(hardware, name)) < len(program.ranks):
-            raise ValueError(
+            raise UserError(
                 f"the schedule has {len(program.ranks)} ranks and {hardware.name} has {name} of"
                 f" {len(given)}: give one a rank, or none"
             )
     if optimizer_bytes and len(optimizer_bytes) != len(costs):
-        raise ValueError(
+        raise UserError(
             f"optimizer_bytes has an entry a stage, {len(costs)}, or none: got"
             f" {len(optimizer_bytes)}"
         )

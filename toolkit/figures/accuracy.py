@@ -8,6 +8,7 @@ from textwrap import fill
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from toolkit.errors import UserError
 from toolkit.figures.style import DASHES, MARKERS, SERIES, drawing, style
 from toolkit.measure import ACCURACY, LOSS, Measure
 
@@ -56,10 +57,10 @@ def over_epochs(curves: Curves, by: Measure) -> Figure:
     """
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
-        raise ValueError(f"there are no runs of {without} to draw")
+        raise UserError(f"there are no runs of {without} to draw")
     for rule, runs in curves.items():
         if len(lengths := sorted({len(run) for run in runs})) > 1:
-            raise ValueError(
+            raise UserError(
                 f"the runs of {rule} differ in their epochs, {', '.join(map(str, lengths))}: draw"
                 f" those that have as many, or of each the first {lengths[0]}"
             )

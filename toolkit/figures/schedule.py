@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from toolkit.errors import UserError
 from toolkit.figures.rows import align
 from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, drawing, style
 from toolkit.schedule import Action, Program, Schedule
@@ -103,7 +104,7 @@ def _checked(shown: Sequence[Schedule]) -> Sequence[Schedule]:
     wrong = [schedule for schedule in found if not isinstance(schedule, Schedule)]
     if wrong or not found:
         given = repr(wrong[0]) if wrong else "none"
-        raise ValueError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
+        raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
     return found
 
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
+from toolkit.errors import UserError
 from toolkit.figures.rows import align
 from toolkit.figures.style import (
     BLUE,
@@ -55,7 +56,7 @@ def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
     """
     shown = shown if isinstance(shown, Sequence) else [shown]
     if not shown:
-        raise ValueError("there is no timeline to draw: give one, or several")
+        raise UserError("there is no timeline to draw: give one, or several")
     with style():
         n_ranks = max(timeline.n_ranks for timeline in shown)
         height = min(8.0, 3.0 + 0.22 * n_ranks)

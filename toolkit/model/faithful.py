@@ -6,6 +6,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 
+from toolkit.errors import UserError
 from toolkit.model.trace import evaluated
 
 _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
@@ -23,7 +24,7 @@ def check_faithful(model: nn.Module, traced: fx.GraphModule) -> None:
         ValueError: with the first of what stages would lack, or do otherwise.
     """
     for why in _differences(model, traced):
-        raise ValueError(f"{type(model).__name__} {why}")
+        raise UserError(f"{type(model).__name__} {why}")
 
 
 def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:

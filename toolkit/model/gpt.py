@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit.errors import UserError
+
 _SPREAD = 0.02  # of the initial weights
 
 
@@ -40,14 +42,14 @@ def gpt(
     sizes = {"layers": layers, "width": width, "heads": heads}
     for name, size in (sizes | {"vocabulary": vocabulary, "length": length}).items():
         if size < 1:
-            raise ValueError(f"{name} of a decoder is 1 or more: got {size}")
+            raise UserError(f"{name} of a decoder is 1 or more: got {size}")
     if width % heads:
-        raise ValueError(
+        raise UserError(
             f"heads share the width alike: got model.heads={heads} and model.width={width}; make"
             f" the width a multiple of {heads}"
         )
     if not 0 <= dropout < 1:
-        raise ValueError(f"model.dropout is 0 or more, and below 1: got {dropout}")
+        raise UserError(f"model.dropout is 0 or more, and below 1: got {dropout}")
     model = nn.Sequential()
     model.add_module("embed", _Embedding(vocabulary, length, width, dropout))
     for k in range(layers):

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.faithful import check_faithful
@@ -73,7 +73,7 @@ class Stages(Sequence[fx.GraphModule]):
 def check_stages(stages: object) -> None:
     """Refuse, as a ValueError, what :func:`partition` has not returned."""
     if not isinstance(stages, Stages):
-        raise ValueError(
+        raise UserError(
             "stages are what toolkit.model.partition(model, n_stages, example) returns: got a"
             f" {type(stages).__name__}"
         )
@@ -102,7 +102,7 @@ def partition(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
-        raise ValueError("an example is a tensor or a tuple of tensors, the batch first")
+        raise UserError("an example is a tensor or a tuple of tensors, the batch first")
     n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
     check_faithful(model, traced)
@@ -110,13 +110,13 @@ def partition(
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     output = next(iter(reversed(traced.graph.nodes))).args[0]
     if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
-        raise ValueError(
+        raise UserError(
             "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
         )
     crossing = _Crossings(traced, nodes, costs, _batched(model, traced, inputs, costs, output.name))
     if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
-            raise ValueError(
+            raise UserError(
                 f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or give the names of the"
                 " modules at which to cut"
             )
@@ -141,7 +141,7 @@ def _costs(
 ) -> dict[str, NodeCost]:
     name = type(model).__name__
     if not inputs[0].dim() or any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
-        raise ValueError(
+        raise UserError(
             f"the first dimension of every input is the batch: got shapes {shapes_of(inputs)}"
         )
     with refused(model, inputs):
@@ -149,13 +149,13 @@ def _costs(
     received = {node.name for node in traced.graph.nodes if node.op == "placeholder"}
     for node, cost in costs.items():
         if changed := [x for x in cost.changes if x in received]:
-            raise ValueError(
+            raise UserError(
                 f"{name} changes its input {changed[0]} in place ({node}), and a batch may be read"
                 " more than once: begin with x = x.clone(), or have that make a new tensor"
                 " (inplace=False, or x = x - 1 for x.sub_(1))"
             )
         if cost.state:
-            raise ValueError(f"{name} {changing(cost.state, node)}")
+            raise UserError(f"{name} {changing(cost.state, node)}")
     return costs
 
 
@@ -172,14 +172,14 @@ def _batched(
     try:
         others = outputs(traced, more)
     except Exception as error:  # as above
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} runs on {n} rows and not on {n + 1}, so its first dimension is"
             f" not the batch: {first_line(error)}"
         ) from error
     sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
     answers = sizes[output]
     if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
-        raise ValueError(
+        raise UserError(
             "a model to be partitioned returns one tensor, the batch first:"
             f" {type(model).__name__} gives one of shape {shapes_of((costs[output].output,))} for"
             f" {n} samples, and not of as many rows, or of equally many for each"
@@ -266,7 +266,7 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
         found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
         usual = "".join(f"; elsewhere mostly: {why}" for why, _ in found.most_common(1))
         usual += "".join(f"; {why}" for _, why in islice(_stacked(crossing.nodes), 1))
-        raise ValueError(
+        raise UserError(
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
             f"{usual if n_stages > 1 else ''}"
         )
@@ -280,7 +280,7 @@ def _named_cuts(
     nodes: list[fx.Node], n_stages: int, names: list[str], crossing: _Crossings
 ) -> list[int]:
     if len(names) != n_stages - 1:
-        raise ValueError(
+        raise UserError(
             f"{n_stages} stages need {n_stages - 1} names of modules to begin the second and"
             f" further stages with: got {len(names)}"
         )
@@ -290,12 +290,12 @@ def _named_cuts(
         if not inside:
             within = [why for whole, why in _stacked(nodes) if name.startswith(f"{whole}.")]
             told = within or [_instead(name, nodes)]
-            raise ValueError("; ".join([f"the model runs no module called {name!r}", *told]))
+            raise UserError("; ".join([f"the model runs no module called {name!r}", *told]))
         if (why := crossing.obstacle[inside[0]]) is not None or inside[0] == 0:
-            raise ValueError(f"no stage can begin at {name!r}: {why or 'the first stage does'}")
+            raise UserError(f"no stage can begin at {name!r}: {why or 'the first stage does'}")
         cuts.append(inside[0])
     if cuts != sorted(set(cuts)):
-        raise ValueError(f"the modules {names} are not in the order in which the model runs them")
+        raise UserError(f"the modules {names} are not in the order in which the model runs them")
     return cuts
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from toolkit.errors import UserError
+
 
 def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
     """Refuse what cannot name stages.
@@ -11,7 +13,7 @@ def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
     """
     listed = isinstance(checkpoint, Sequence) and not isinstance(checkpoint, str)
     if not listed and checkpoint not in ("none", "all"):
-        raise ValueError(
+        raise UserError(
             f"unknown checkpoint {checkpoint!r}: give none, all or a list of stages, such as [0,1]"
         )
 
@@ -29,7 +31,7 @@ def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[in
     check_checkpoint(checkpoint)
     for stage in () if isinstance(checkpoint, str) else checkpoint:
         if stage not in range(n_stages):
-            raise ValueError(
+            raise UserError(
                 f"checkpoint names stage {stage} and there are {n_stages}: choose from 0 to"
                 f" {n_stages - 1}"
             )

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.model.norms import own_norms
 
 _EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
@@ -42,9 +42,9 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
             traced = fx.GraphModule(model, graph, type(model).__name__)
             _check_changes(model, n_inputs)
     except _UntraceableError as error:
-        raise ValueError(f"{type(model).__name__} {error}") from error
+        raise UserError(f"{type(model).__name__} {error}") from error
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
-        raise ValueError(
+        raise UserError(
             f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}; what depends on"
             " the values or sizes of tensors has to move into a function of its own, marked by"
             " torch.fx.wrap, or out of forward"
@@ -115,7 +115,7 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
     try:
         yield
     except Exception as error:  # the model's own code may raise anything
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} cannot train on an example of shape {shapes_of(inputs)}:"
             f" {first_line(error)}"
         ) from error
@@ -173,7 +173,7 @@ def _proxies(value: object) -> list[fx.Proxy]:
     return []
 
 
-class _UntraceableError(ValueError):
+class _UntraceableError(UserError):
     """What the model does is not seen by torch.fx."""
 
 

@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from toolkit.errors import UserError
+
 _SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
 _WIDTH = 64  # of torchvision's ResNets
 
@@ -39,13 +41,13 @@ def build(
     if name not in MODELS:
         near = get_close_matches(name, MODELS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown model {name!r}: {hint}choose one of {', '.join(MODELS)}")
+        raise UserError(f"unknown model {name!r}: {hint}choose one of {', '.join(MODELS)}")
     sizes = {"n_classes": n_classes, "image_size": image_size, "in_channels": in_channels}
     for what, value in sizes.items():
         if value < 1:
-            raise ValueError(f"{what} of a model is 1 or more: got {value}")
+            raise UserError(f"{what} of a model is 1 or more: got {value}")
     if width is not None and width < 1:
-        raise ValueError(f"model.width is 1 or more: got {width}")
+        raise UserError(f"model.width is 1 or more: got {width}")
     return MODELS[name](n_classes, image_size, in_channels, width)
 
 
@@ -135,12 +137,12 @@ def _block(narrower: int, wider: int, stride: int) -> nn.Module:
 
 def _vit(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
     if width is not None:
-        raise ValueError(
+        raise UserError(
             f"model.width is of ResNets, and vit_b_16 has one width: got {width}; leave it out"
         )
     patch = 16
     if image_size % patch:
-        raise ValueError(
+        raise UserError(
             f"vit_b_16 cuts images into patches of {patch} pixels: got images of {image_size};"
             " resize them to a multiple"
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
-from toolkit.messages import first_line, refused_by
+from toolkit.errors import UserError, first_line
 from toolkit.runtime import JobFailedError, RankError, launch
 
 _INTERVAL = 0.25  # seconds between two refreshes
@@ -56,9 +56,7 @@ class Live:
         self._ended = time.monotonic()
         self._state = "done in" if error is None else "ended after"
         self.show()
-        if isinstance(error, RankError | JobFailedError) or (
-            isinstance(error, ValueError) and refused_by(error)
-        ):
+        if isinstance(error, RankError | JobFailedError | UserError):
             in_a_sentence(error)
 
     def say(self, what: str, share: float) -> None:

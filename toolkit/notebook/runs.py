@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit import tables
+from toolkit.errors import UserError
 from toolkit.measure import ACCURACY, Measure
 
 if TYPE_CHECKING:
@@ -46,11 +47,11 @@ def train_rules(
     from toolkit.training.data import load
 
     if "rules" not in config:
-        raise ValueError('rules are those of compare: give settings("compare", ...)')
+        raise UserError('rules are those of compare: give settings("compare", ...)')
     if seeds is None:
         seeds = seeds_of(config)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
-        raise ValueError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
+        raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
     images = load(config.data)
     called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
     runs = [(seed, name) for seed in seeds for name in config.rules]
@@ -97,7 +98,7 @@ def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Measure = ACC
     theirs, mine = by_epoch(kept, measure), by_epoch(own, measure)
     shared = [rule for rule in theirs if rule in mine]
     if not shared:
-        raise ValueError(
+        raise UserError(
             f"kept and own runs share no rule: {_listed(theirs)} were kept, and there are"
             f" {_listed(mine)}; train one of those that were kept"
         )
@@ -128,7 +129,7 @@ def differences(
 
     found = _values(epochs, measure)
     if baseline not in found:
-        raise ValueError(
+        raise UserError(
             f"there are no runs of {baseline!r} that have finished: there are {_listed(found)}"
         )
     _check_lengths(found)
@@ -137,7 +138,7 @@ def differences(
     for rule, by_seed in found.items():
         mine = {seed: run[-1] for seed, run in by_seed.items() if seed in base}
         if not mine:
-            raise ValueError(
+            raise UserError(
                 f"{rule} has no run with a seed of {baseline}: it has {_listed(by_seed)}, and"
                 f" {baseline} {_listed(base)}; train both with the same seeds"
             )
@@ -188,7 +189,7 @@ def _comparison(folder: Path, measure: Measure) -> dict[str, Any]:
     if not all(
         {"rule", "schedule", *measure.columns} <= {*row} for row in result.get("metrics", [{}])
     ):
-        raise ValueError(
+        raise UserError(
             f"{folder} has no result of a comparison that tells its {measure.name}: give the output"
             " folder of one that has ended, as of experiments/compare.py study=delays"
         )
@@ -202,7 +203,7 @@ def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, lis
         ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
     """
     if measure.metric not in epochs:
-        raise ValueError(
+        raise UserError(
             f"these runs have no test {measure.name}: their table lacks {measure.metric}"
         )
     if "state" in epochs:
@@ -212,7 +213,7 @@ def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, lis
     found: dict[str, dict[int, list[float]]] = {}
     for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
         if run["epoch"].duplicated().any():
-            raise ValueError(_ambiguous(str(rule), int(seed), run))
+            raise UserError(_ambiguous(str(rule), int(seed), run))
         values = run.sort_values("epoch")[measure.metric].tolist()
         found.setdefault(str(rule), {})[int(seed)] = values
     return found
@@ -258,7 +259,7 @@ def _check_lengths(found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
     least = min(map(min, lengths.values()))
     if least < max(map(max, lengths.values())):
         told = (f"{rule} has {' or '.join(map(str, n))}" for rule, n in lengths.items())
-        raise ValueError(
+        raise UserError(
             f"runs differ in their epochs: {_listed(told)}; keep those that all have, by"
             f' epochs[epochs["epoch"] < {least}]'
         )

@@ -7,7 +7,7 @@ from toolkit.config import schema
 from toolkit.config.errors import explain
 from toolkit.config.shorthands import check_given, settle
 from toolkit.config.threads import use_threads
-from toolkit.messages import instead
+from toolkit.errors import UserError, suggest
 from toolkit.repository import ROOT, conf
 
 RESULTS = ROOT / "experiments" / "results"
@@ -26,7 +26,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
     """
     folder = conf()
     if experiment not in (known := schema.experiments()):
-        raise ValueError(f"unknown experiment {experiment!r}: {instead(experiment, known)}")
+        raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, known)}")
     schema.register()
     try:
         check_given(options)
@@ -38,5 +38,5 @@ def settings(experiment: str, *options: str) -> DictConfig:
         message = explain(error, experiment, folder, list(options))
         if message is None:
             raise
-        raise ValueError(message) from error
+        raise UserError(message) from error
     return config

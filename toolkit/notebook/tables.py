@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from toolkit import tables
+from toolkit.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,7 +48,7 @@ def counted_and_measured(
 
     ran = [row.measurements.schedule for row in measured]
     if measured and ran != [row.schedule for row in rows]:
-        raise ValueError(
+        raise UserError(
             "what was measured ran other schedules than were counted: count as many workers as"
             " were measured, compare(n)"
         )

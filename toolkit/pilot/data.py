@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.training.data import Batch
 from toolkit.training.data.held import shuffled
 from toolkit.training.loop import evaluated_at_once
@@ -60,7 +61,7 @@ def read(
         first = images.train(batch_size, 0, 0, device)
         n_tested = sum(len(labels) for _, labels in images.test(batch_size, device))
         if len(first) == 0:
-            raise ValueError(_too_few(batch_size, "fewer"))
+            raise UserError(_too_few(batch_size, "fewer"))
         return Data(
             lambda seed, epoch: _cast(images.train(batch_size, seed, epoch, device), dtype),
             lambda: _cast(images.test(evaluated_at_once(images.form, batch_size), device), dtype),
@@ -71,7 +72,7 @@ def read(
         )
     pixels, labels = _tensors(images)
     if len(pixels) < batch_size:
-        raise ValueError(_too_few(batch_size, f"{len(pixels)}"))
+        raise UserError(_too_few(batch_size, f"{len(pixels)}"))
     labelled = labels is not None
     if labels is None:
         labels = torch.zeros(len(pixels), dtype=torch.long)
@@ -115,22 +116,22 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
     if isinstance(images, tuple | list) and len(images) == 2 and _are_tensors(images):
         pixels, labels = images
         if labels.dim() != 1 or len(labels) != len(pixels) or labels.is_floating_point():
-            raise ValueError(
+            raise UserError(
                 f"classes are whole numbers, one an image: got shape {list(labels.shape)} and"
                 f" {labels.dtype} for {len(pixels)} images; {_TEXT}"
             )
         if len(labels) and labels.min() < 0:
-            raise ValueError(f"classes are numbered from 0: got {int(labels.min())}")
+            raise UserError(f"classes are numbered from 0: got {int(labels.min())}")
         return _pixels(pixels), labels.long()
     if hasattr(images, "__getitem__") and hasattr(images, "__len__") and not _are_tensors(images):
         pairs = [_pair(images[k]) for k in _some(len(images))]
         if pairs:
             if len({pixels.shape for pixels, _ in pairs}) > 1:
-                raise ValueError("images of one size are needed: resize them in the data set")
+                raise UserError("images of one size are needed: resize them in the data set")
             return _tensors(
                 (torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs]))
             )
-    raise ValueError(
+    raise UserError(
         f"images are a tensor [n, channels, height, width], such a tensor with its classes [n], a"
         f" data set of (image, class), or a set of toolkit.training.data: got a"
         f" {type(images).__name__}"
@@ -148,11 +149,9 @@ def _are_tensors(images: Any) -> bool:
 
 def _pixels(images: Tensor) -> Tensor:
     if images.dim() < 2:
-        raise ValueError(
-            f"images have shape [n, channels, height, width]: got {list(images.shape)}"
-        )
+        raise UserError(f"images have shape [n, channels, height, width]: got {list(images.shape)}")
     if images.dtype not in (torch.uint8, *_FLOATS):
-        raise ValueError(f"images are floats or bytes: got {images.dtype}; {_TEXT}")
+        raise UserError(f"images are floats or bytes: got {images.dtype}; {_TEXT}")
     return images if images.is_floating_point() else images.float() / 255
 
 
@@ -163,9 +162,9 @@ _TEXT = "text is given as a set of toolkit.training.data: text(), token_files() 
 def _pair(item: Any) -> tuple[Tensor, int]:
     if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Tensor):
         if isinstance(item[1], Tensor) and item[1].numel() != 1:
-            raise ValueError(f"a class is one number: got shape {list(item[1].shape)}; {_TEXT}")
+            raise UserError(f"a class is one number: got shape {list(item[1].shape)}; {_TEXT}")
         return item[0], int(item[1])
-    raise ValueError(
+    raise UserError(
         f"a data set gives (image as a tensor, class): got a {type(item).__name__}; add a transform"
         " such as torchvision.transforms.ToTensor()"
     )

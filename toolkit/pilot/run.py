@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.cost import Hardware, StageCost, profile
 from toolkit.cost.hardware import check_hardware
+from toolkit.errors import UserError
 from toolkit.model import Stages, partition
 from toolkit.pilot import measure
 from toolkit.pilot.data import Data, read
@@ -254,7 +255,7 @@ def _maker(
     if isinstance(model, nn.Module):
         return lambda seed: model, ""  # again() copies it
     if not callable(model):
-        raise ValueError(
+        raise UserError(
             f"model is a torch.nn.Module, or a function that makes one: got a"
             f" {type(model).__name__}"
         )
@@ -264,7 +265,7 @@ def _maker(
             torch.manual_seed(seed)
             made = model()
         if not isinstance(made, nn.Module):
-            raise ValueError(f"model() gives a {type(made).__name__}: expected a torch.nn.Module")
+            raise UserError(f"model() gives a {type(made).__name__}: expected a torch.nn.Module")
         return made
 
     module, name = (getattr(model, key, "") for key in ("__module__", "__qualname__"))
@@ -276,7 +277,7 @@ def _first_trained(model: nn.Module) -> nn.Parameter:
     """Where the model is, and in which type it takes images."""
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
-        raise ValueError(
+        raise UserError(
             f"{type(model).__name__} has nothing to train: give a model with a parameter that"
             " requires a gradient"
         )
@@ -316,7 +317,7 @@ def _why_untrained(data: Data, n_steps: int, asked: int | None, budget: float) -
 def _check_output(stages: Stages, data: Data, answers: Tensor) -> None:
     shape = stages.output.shape
     if shape[:-1] != answers.shape or shape[-1] < data.n_classes:
-        raise ValueError(
+        raise UserError(
             f"the model's output for {len(answers)} {data.samples} has shape {list(shape)} and"
             f" these are of {data.n_classes} classes: expected"
             f" {[*answers.shape, data.n_classes]} or wider"
@@ -327,4 +328,4 @@ def _check(placement: str, compute: str, budget: float) -> None:
     check_placement(placement)
     check_choice("compute", compute, COMPUTE)
     if not (isinstance(budget, int | float) and budget > 0):
-        raise ValueError(f"budget is a number of seconds above 0: got {budget!r}")
+        raise UserError(f"budget is a number of seconds above 0: got {budget!r}")

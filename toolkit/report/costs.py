@@ -7,7 +7,7 @@ from math import nan
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from toolkit.messages import first_line
+from toolkit.errors import first_line
 from toolkit.report.description import Block, Figure, Page, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, number, per_million

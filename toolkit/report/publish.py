@@ -17,6 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
+from toolkit.errors import UserError
 from toolkit.measure import ACCURACY, LOSS
 from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
 from toolkit.tracking import keys
@@ -57,7 +58,7 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
         except Exception as error:  # whatever the client, its service or the server may raise
             why = " ".join(str(error).split()) or type(error).__name__
             why = why.replace(key, "...") if key else why
-            raise ValueError(
+            raise UserError(
                 f"publish=wandb: {server} has refused it ({why}): check the key, entity={entity}"
                 f" and project={project}"
             ) from None
@@ -203,7 +204,7 @@ def _require_package() -> None:
         _reports()
         _workspaces()
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"publish=wandb needs wandb-workspaces ({error}): pip install 'cdp-toolkit[reports]'"
         ) from None
 
@@ -236,7 +237,7 @@ def _key_and_server() -> tuple[str, str]:
         return "", server
     key = os.environ.get("WANDB_API_KEY") or _from_netrc(urlsplit(server).hostname or "")
     if not key:
-        raise ValueError(
+        raise UserError(
             f"publish=wandb needs a key for {server}: log in with `wandb login`, or set"
             " WANDB_API_KEY"
         )
@@ -267,7 +268,7 @@ def _reach(server: str) -> None:
         return
     except (URLError, OSError, ValueError) as error:
         why = getattr(error, "reason", error)
-        raise ValueError(
+        raise UserError(
             f"publish=wandb: {server} cannot be reached ({why}): the HTML report needs no network"
         ) from None
 

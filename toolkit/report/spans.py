@@ -5,6 +5,8 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -38,7 +40,7 @@ def draw_spans(path: Path, name: str) -> "Figure":
             for row in rows
         ]
     except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise ValueError(f"{path.name} cannot be read ({error!r})") from error
+        raise UserError(f"{path.name} cannot be read ({error!r})") from error
     n_ranks = 1 + max((span.rank for span in spans), default=-1)
     sound = all(
         span.rank >= 0
@@ -49,7 +51,7 @@ def draw_spans(path: Path, name: str) -> "Figure":
         for span in spans
     )
     if not spans or not sound or not any(span.end for span in spans):
-        raise ValueError(f"{path.name} holds no timeline")
+        raise UserError(f"{path.name} holds no timeline")
     if len(spans) > _MOST or n_ranks > 64:
-        raise ValueError(f"{path.name} has {len(spans)} spans of {n_ranks} ranks, too many to draw")
+        raise UserError(f"{path.name} has {len(spans)} spans of {n_ranks} ranks, too many to draw")
     return activity(Timeline(name, n_ranks, spans, (), (max(span.end for span in spans),)))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
 from toolkit.runtime.grouped import Loss
@@ -22,25 +23,25 @@ def check_fit(
     an optimizer that is made already."""
     check_stages(stages)
     if not isinstance(schedule, Schedule):
-        raise ValueError(
+        raise UserError(
             f"schedule is one of toolkit.schedule, such as catalog.cyclic(4): got {_kind(schedule)}"
         )
     if not isinstance(recipe, Recipe):
-        raise ValueError(
+        raise UserError(
             f"recipe is a toolkit.runtime.Recipe, such as Recipe(clip=1.0): got {_kind(recipe)}"
         )
     if len(stages) != schedule.n_stages:
-        raise ValueError(
+        raise UserError(
             f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
             f" partition it into {schedule.n_stages}"
         )
     if not any(parameter.requires_grad for parameter in stages.model.parameters()):
-        raise ValueError(
+        raise UserError(
             f"{type(stages.model).__name__} has no parameter to train: leave requires_grad of some"
             " of them True, before partition()"
         )
     if not callable(optimizer):
-        raise ValueError(
+        raise UserError(
             "optimizer makes an optimizer from a list of parameters: give a function, such as"
             f" lambda p: torch.optim.SGD(p, lr=0.1), not a {type(optimizer).__name__}"
         )
@@ -56,12 +57,12 @@ def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> 
         on_cpu = all(device.type == "cpu" for device in on)
         world = join(schedule.n_ranks, device="cpu" if on_cpu else "auto")
     if world.size != schedule.n_ranks:
-        raise ValueError(
+        raise UserError(
             f"the schedule has {schedule.n_ranks} ranks and the world {world.size}: give"
             f" world.part({schedule.n_ranks}), or a schedule for {world.size}"
         )
     if others := sorted(str(device) for device in on - {world.device}):
-        raise ValueError(
+        raise UserError(
             f"rank {world.rank} computes on {world.device} and the model is on"
             f" {', '.join(others)}: move it with model.to(world.device) before partition()"
         )
@@ -71,7 +72,7 @@ def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> 
 def scalar(loss: Loss) -> Loss:
     """``loss``, refused if it gives anything but one number, or is no function at all."""
     if not callable(loss):
-        raise ValueError(
+        raise UserError(
             "loss is a function of outputs and targets, such as torch.nn.functional.cross_entropy:"
             f" got {_kind(loss)}"
         )
@@ -80,7 +81,7 @@ def scalar(loss: Loss) -> Loss:
         value = loss(outputs, targets)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
+            raise UserError(
                 f"the loss of a micro-batch is a scalar tensor: got {shape}; average it"
                 ' (reduction="mean")'
             )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import hierarchy
@@ -102,9 +103,9 @@ class Distributed(Runtime):
         recipe.check(schedule, whole_step=False)
         check_choice("compression", compression, COMPRESSIONS)
         if chunk_mb is not None and not 0 < chunk_mb < inf:
-            raise ValueError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
+            raise UserError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         if per_machine < 0:
-            raise ValueError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
+            raise UserError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
         self.world = checked_world(world, stages, schedule)
         self._recipe = recipe
         self._loss = recipe.computed(scalar(loss))
@@ -167,7 +168,7 @@ class Distributed(Runtime):
         """
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
-            raise ValueError(
+            raise UserError(
                 "nothing was measured: make Distributed with record=STEPS, and let it train"
             )
         return Measurements(self.schedule, self.world.gather(self._meter.record))

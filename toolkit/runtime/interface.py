@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.processes.world import World
@@ -122,7 +123,7 @@ class Runtime(ABC):
             return
         if n_steps is None:
             if not isinstance(batches, Sized):
-                raise ValueError("steps overlap, so that run() looks ahead: give n_steps to it")
+                raise UserError("steps overlap, so that run() looks ahead: give n_steps to it")
             n_steps = len(batches)
         if n_steps < 1:
             return
@@ -139,7 +140,7 @@ class Runtime(ABC):
 
     def _check_ended(self) -> None:
         if self._unfinished is not None:
-            raise ValueError(
+            raise UserError(
                 "the last run() has not come to its end, and updates are missing: exhaust it, or"
                 f" {self._way_out}"
             )

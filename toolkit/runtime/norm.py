@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from toolkit.errors import UserError
 from toolkit.model.norms import computes_otherwise
 
 
@@ -120,7 +121,7 @@ class MicrobatchNorm(nn.Module):
         dims = [1, *range(3, wide.dim())]
         n_values = prod(wide.shape[dim] for dim in dims)
         if n_values == 1:
-            raise ValueError("a batch norm takes more than one value of a channel: enlarge batch")
+            raise UserError("a batch norm takes more than one value of a channel: enlarge batch")
         variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
         y = (wide - mean) * torch.rsqrt(variance + self.eps)
         of_channels = [-1, *[1] * (wide.dim() - 3)]
@@ -163,7 +164,7 @@ def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
     replaced = {}
     for name, module in list(stage.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
-            raise ValueError(
+            raise UserError(
                 f"{name} is a SyncBatchNorm, which mixes micro-batches that must run at the same"
                 " moment: use the plain BatchNorm"
             )

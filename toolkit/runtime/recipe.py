@@ -10,6 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.model.recomputation import check_checkpoint, checkpointed, recomputes
 from toolkit.schedule import Schedule
@@ -60,11 +61,11 @@ class Recipe:
             check_choice(name, getattr(self, name), choices)
         check_checkpoint(self.checkpoint)
         if not _is_between(self.loss_scale, inf):
-            raise ValueError(f"loss_scale is a number above 0: got {self.loss_scale!r}")
+            raise UserError(f"loss_scale is a number above 0: got {self.loss_scale!r}")
         if self.clip is not None and not _is_between(self.clip, inf):
-            raise ValueError(f"clip is a norm above 0, or null: got {self.clip!r}")
+            raise UserError(f"clip is a norm above 0, or null: got {self.clip!r}")
         if self.ema is not None and not _is_between(self.ema, 1):
-            raise ValueError(f"ema is a decay between 0 and 1, or null: got {self.ema!r}")
+            raise UserError(f"ema is a decay between 0 and 1, or null: got {self.ema!r}")
 
     @property
     def scale(self) -> float:
@@ -127,7 +128,7 @@ class Recipe:
                 where forwards and backwards take turns.
         """
         if self.in_cuda_graphs and not whole_step:
-            raise ValueError(
+            raise UserError(
                 f"compile={self.compile} runs all forwards of a step before its backwards: use"
                 " compile=default, or runtime=single_process with order=grouped"
             )
@@ -139,13 +140,13 @@ class Recipe:
         if any(
             d < least for d, least in zip(chain(*schedule.least_staleness), needed, strict=True)
         ):
-            raise ValueError(
+            raise UserError(
                 f"clip_by=model needs every gradient of a step before its first update, and"
                 f" {schedule.name} reads the first updates before the last gradients: use"
                 f" clip_by=stage{', or schedule=cdp_v1' if whole_step else ''}"
             )
         if not whole_step:
-            raise ValueError(
+            raise UserError(
                 "clip_by=model needs every gradient of a step at one place: use clip_by=stage, or"
                 " runtime=single_process with order=grouped"
             )
@@ -159,7 +160,7 @@ class Recipe:
         plain = Recipe()
         for name in self.__dataclass_fields__:
             if name not in possible and getattr(self, name) != getattr(plain, name):
-                raise ValueError(
+                raise UserError(
                     f"runtime={runtime} takes no {name}={getattr(self, name)}: leave it out, or use"
                     " runtime=single_process or runtime=distributed"
                 )

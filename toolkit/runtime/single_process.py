@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.checks import scalar
 from toolkit.runtime.grouped import Grouped, Loss
@@ -70,7 +71,7 @@ class SingleProcess(Runtime):
     ) -> None:
         check_choice("order", order, ORDERS)
         if diagnostics < 0 or (diagnostics and order != "grouped"):
-            raise ValueError(
+            raise UserError(
                 "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
                 f" {diagnostics} with order={order}"
             )

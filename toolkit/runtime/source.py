@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.runtime.stage import Values
 
 Batch = tuple[Tensor | Values, Tensor]
@@ -88,7 +89,7 @@ class Source(Iterator[Share]):
     def _compare(self, step: int, shape: Shape) -> None:
         self.shape = self.shape or shape
         if self.alike and shape != self.shape:
-            raise ValueError(
+            raise UserError(
                 f"the batches of one run are alike: the micro-batches of step {step} are"
                 f" {_words(shape)} and the first ones {_words(self.shape)}; use drop_last=True,"
                 " or a run each"
@@ -100,7 +101,7 @@ def next_batch(batches: Iterator[T], taken: int) -> T:
     try:
         return next(batches)
     except StopIteration:
-        raise ValueError(
+        raise UserError(
             f"there are {taken} batches and more steps are to be run: make n_steps {taken}, or"
             " leave it out"
         ) from None
@@ -122,7 +123,7 @@ def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
     n = n_microbatches
     sizes = {len(tensor) for tensor in (*inputs, targets)}
     if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
-        raise ValueError(
+        raise UserError(
             f"a batch is divided into {n} micro-batches of equal size, inputs and targets"
             f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
             f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
@@ -134,7 +135,7 @@ def _pair(batch: object) -> tuple[Values, Tensor]:
     """Inputs and targets, refused if they are none."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise ValueError(
+        raise UserError(
             "batches are pairs (inputs, targets), also where there is one, as in run([(x, y)]):"
             f" got a {type(batch).__name__}{many}"
         )
@@ -143,7 +144,7 @@ def _pair(batch: object) -> tuple[Values, Tensor]:
     for value in (*inputs, targets):
         if not isinstance(value, Tensor) or not value.dim():
             kind = "tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(
+            raise UserError(
                 "of a batch inputs are a tensor or a tuple of tensors, and targets a tensor, the"
                 f" samples first: got a {kind}"
             )

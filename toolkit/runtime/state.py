@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.form import difference
 from toolkit.runtime.tree import merged
@@ -119,14 +120,14 @@ def check_state(
             otherwise than the state of these ``updaters`` and of the whole ``model``.
     """
     if missing := sorted(_KEYS - state.keys()):
-        raise ValueError(f"this is not the state of a runtime: it lacks {missing}")
+        raise UserError(f"this is not the state of a runtime: it lacks {missing}")
     for fault in _faults_outside(state):
-        raise ValueError(f"this is not the state of a runtime: {fault}")
+        raise UserError(f"this is not the state of a runtime: {fault}")
     names = [set(updater.masters) for updater in updaters]
     theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
     if names != theirs:
         same = set().union(*names) == set().union(*theirs)
-        raise ValueError(
+        raise UserError(
             f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}: partition"
             " the model as it was when the state was taken"
             if same
@@ -135,13 +136,13 @@ def check_state(
     steps_done = state["steps_done"]
     for j, versions in enumerate(state["versions"]):
         if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
-            raise ValueError(
+            raise UserError(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
                 " and the state was taken under one with smaller delays, or without predict: go on"
                 " with that one"
             )
     for fault in _faults_inside(state, updaters, model, own):
-        raise ValueError(
+        raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
         )

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from toolkit.errors import UserError
 from toolkit.runtime.average import Average
 from toolkit.runtime.norm import advance_running_statistics
 from toolkit.runtime.recipe import PLAIN, Recipe
@@ -285,13 +286,13 @@ def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Refuse what cannot take a step unless it is told something, as LBFGS is a closure."""
     if not callable(getattr(made, "step", None)):
         kind = made if made is None else f"a {type(made).__name__}"
-        raise ValueError(
+        raise UserError(
             f"{name}: the function has returned {kind}, so have it return one {way_out}"
         )
     try:
         inspect.signature(made.step).bind()
     except TypeError as error:
-        raise ValueError(
+        raise UserError(
             f"{name}: {type(made).__name__} cannot step by itself, its step is {error}, and an"
             f" update knows gradients alone: choose one {way_out}"
         ) from error

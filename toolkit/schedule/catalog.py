@@ -1,5 +1,6 @@
 """The named methods: each is one choice of timing, placement, weights and state."""
 
+from toolkit.errors import UserError
 from toolkit.schedule import orders, timing, v_shape
 from toolkit.schedule.chains import IN_ORDER, ROTATED
 from toolkit.schedule.given import check_forwards, whole
@@ -166,7 +167,7 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
     """
     s, m = _sizes(n_stages, n_microbatches)
     if m < s:
-        raise ValueError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
+        raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
     name = "PipeDream-2BW" + _PREDICTED * bool(predict)
     when = timing.pipelined(s, m)
     return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)

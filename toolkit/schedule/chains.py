@@ -15,6 +15,7 @@
 
 from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.op import Kind, Op
 
@@ -42,11 +43,11 @@ def check_chains(schedule: "Schedule") -> None:
         ValueError: they cannot.
     """
     if schedule.state != "replicated":
-        raise ValueError(
+        raise UserError(
             f'{_TAKES} state="replicated": got state={schedule.state!r}; choose that, or {_INSTEAD}'
         )
     if not _has_a_rank_for_each_microbatch(schedule):
-        raise ValueError(
+        raise UserError(
             f"{_TAKES} a rank for each micro-batch, the same at every stage: got placement"
             f' {schedule.layout.name!r}; choose placement="per_microbatch", or {_INSTEAD}'
         )
@@ -78,7 +79,7 @@ def _check_ends(schedule: "Schedule", stage: int) -> None:
     ends = _ends(schedule, stage)
     n = len(ends)
     if len(set(ends.values())) == 1 < n:
-        raise ValueError(
+        raise UserError(
             f"{_TAKES} micro-batches that end one after another: at stage {stage} all {n} end at"
             f" once, and their gradients meet in an all-reduce; choose another timing, or"
             f" {_INSTEAD}"
@@ -92,7 +93,7 @@ def _check_delays(schedule: "Schedule", stage: int) -> None:
     for m in range(schedule.n_microbatches):
         op, delay = Op(Kind.FORWARD, stage, m), schedule.least_staleness[stage][m]
         if timing.starts[op] + (delay + 1) * timing.period <= made:
-            raise ValueError(
+            raise UserError(
                 f"{_TAKES} a delay that leaves new weights time to go round the ranks: stage"
                 f" {stage} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
                 f" for delay={delay + 1} there, or {_INSTEAD}\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Container, Iterator
 
+from toolkit.errors import UserError
 from toolkit.schedule.op import Kind, Op
 
 
@@ -32,7 +33,7 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
         beyond = [op for op in ops if getattr(op, attribute) > absent]
         if beyond:
             op = min(beyond)
-            raise ValueError(
+            raise UserError(
                 f"{op} is of {what} {getattr(op, attribute)}, and no op is of {what} {absent}:"
                 f" they count from 0, and none is left out; mend {op}, or add what is missing"
             )
@@ -41,7 +42,7 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
             kinds = {kind for kind in Kind if Op(kind, j, m) in ops}
             if kinds not in _COMPLETE:
                 found = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
-                raise ValueError(
+                raise UserError(
                     f"stage {j} of micro-batch {m} needs a forward and either a backward or both"
                     f" of its halves: found {found}"
                 )

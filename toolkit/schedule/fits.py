@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.op import Kind, Op
@@ -22,13 +23,13 @@ def check_dependencies(schedule: "Schedule") -> None:
     starts = schedule.timing.starts
     for op, start in starts.items():
         if not (0 <= op.stage < schedule.n_stages and 0 <= op.microbatch < schedule.n_microbatches):
-            raise ValueError(
+            raise UserError(
                 f"op {op} is outside {schedule.n_stages} stages and"
                 f" {schedule.n_microbatches} micro-batches: leave it out, or make room for it"
             )
         for needed in dependencies(op, starts, schedule.n_stages):
             if start < schedule.timing.end(needed):
-                raise ValueError(
+                raise UserError(
                     f"{op} starts before {needed}, whose result it needs, has ended: start it"
                     f" {schedule.timing.end(needed) - start} ticks later\n"
                     + grid.render(schedule, mark=(op, 0))
@@ -51,7 +52,7 @@ def check_ranks(schedule: "Schedule") -> None:
             if following - start < tick:
                 longer = f", or a longer period than {schedule.period:g} slots"
                 ordered = isinstance(schedule.layout, Assigned)  # else no period can be given
-                raise ValueError(
+                raise UserError(
                     f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
                     f" state: choose another placement than {schedule.layout.name!r}, or other"
                     f" numbers of stages and micro-batches than {schedule.n_stages} and"
@@ -74,7 +75,7 @@ def check_staleness(schedule: "Schedule") -> None:
                 remedy = f'ask for delay={least} there, or for delay="{FRESHEST}"'
                 if isinstance(schedule.delay, RandomDelay):
                     remedy = f"draw delays of least={max(map(max, possible))} or more"
-                raise ValueError(
+                raise UserError(
                     f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
                     f" timing makes them available {least} step{'s' * (least > 1)} late;"
                     f" {remedy}\n" + grid.render(schedule, mark=(Op(Kind.FORWARD, j, m), 0))

@@ -3,6 +3,8 @@
 from collections.abc import Collection
 from numbers import Integral
 
+from toolkit.errors import UserError
+
 MOST = 2**20
 """Forwards of a training step: schedules of more take minutes to make, and gigabytes."""
 
@@ -24,7 +26,7 @@ def whole(value: object, what: str, least: int | None = None) -> int:
         or (least is not None and value < least)
     ):
         bound = "" if least is None else f", {least} or more"
-        raise ValueError(f"{what} is a whole number{bound}: got {value!r}")
+        raise UserError(f"{what} is a whole number{bound}: got {value!r}")
     return int(value)
 
 
@@ -35,7 +37,7 @@ def check_choice(what: str, value: object, choices: Collection[str]) -> None:
         ValueError: the value is none of them.
     """
     if value not in choices:
-        raise ValueError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
+        raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
 
 
 def check_forwards(n_stages: int, n_microbatches: int) -> None:
@@ -45,7 +47,7 @@ def check_forwards(n_stages: int, n_microbatches: int) -> None:
         ValueError: there are more.
     """
     if n_stages * n_microbatches > MOST:
-        raise ValueError(
+        raise UserError(
             f"a schedule has at most {MOST} forwards, one of each stage for each micro-batch: got"
             f" {n_stages} stages and {n_microbatches} micro-batches; lower either"
         )

@@ -12,6 +12,7 @@ Four stages, four micro-batches, one column a slot (``.`` idle)::
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from toolkit.errors import UserError
 from toolkit.schedule.dependencies import check_complete, dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.staleness import Delay, in_steps
@@ -47,14 +48,14 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
         ValueError: stages or micro-batches cannot be dealt out evenly.
     """
     if n_stages % n_ranks:
-        raise ValueError(
+        raise UserError(
             f"each rank has the same number of stages: {n_stages} stages cannot be dealt out to"
             f" {n_ranks} ranks; make them a multiple of the ranks"
         )
     per_rank = n_stages // n_ranks
     rounds = max(1, n_microbatches // n_ranks)
     if per_rank > 1 and n_microbatches % rounds:
-        raise ValueError(
+        raise UserError(
             f"micro-batches run in {rounds} equal rounds: {n_microbatches} cannot be divided so;"
             f" make them a multiple of {n_ranks}"
         )
@@ -135,7 +136,7 @@ def as_early_as_possible(
     """
     for rank, order in enumerate(orders):
         if period is not None and len(order) > period:
-            raise ValueError(
+            raise UserError(
                 f"rank {rank} has {len(order)} ops in a training step, a slot each: give a period"
                 f" of {len(order)} slots or more, not {period}"
             )
@@ -175,7 +176,7 @@ def as_early_as_possible(
             f"rank {rank} waits at {orders[rank][position[rank]]} for {stuck[rank]}"
             for rank in _round({rank: on[op] for rank, op in stuck.items()})
         )
-        raise ValueError(
+        raise UserError(
             f"the orders cannot be carried out: {'; '.join(told)}."
             " On its own rank, each op comes after those that it needs"
         )

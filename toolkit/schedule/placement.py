@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 
+from toolkit.errors import UserError
 from toolkit.schedule.given import check_choice, whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.timing import Timing
@@ -67,7 +68,7 @@ class Assigned:
 
     def __post_init__(self) -> None:
         if isinstance(self.table, str) or not all(self.table):
-            raise ValueError(f"a placement has the ranks of every stage: got {self.table!r}")
+            raise UserError(f"a placement has the ranks of every stage: got {self.table!r}")
         table = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in self.table)
         object.__setattr__(self, "table", table)
 

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from math import inf, prod
 
+from toolkit.errors import UserError
 from toolkit.schedule.given import check_choice, whole
 
 Draws = tuple[tuple[int, ...], ...]
@@ -68,12 +69,12 @@ class RandomDelay:
             steps = whole(getattr(self, name), f"{name} of a random delay")
             object.__setattr__(self, name, steps)
         if not 0 <= self.least <= self.most:
-            raise ValueError(
+            raise UserError(
                 "a random delay is from least to most, 0 or more: got"
                 f" least={self.least}, most={self.most}"
             )
         if self.most > _MOST:
-            raise ValueError(
+            raise UserError(
                 f"a random delay is of at most {_MOST} steps, and as many versions of the weights"
                 f" are kept: got most={self.most}"
             )
@@ -85,7 +86,7 @@ class RandomDelay:
         value = getattr(self, name)
         if self.distribution != distribution:
             if value is not None:
-                raise ValueError(
+                raise UserError(
                     f"{name} is of distribution={distribution}: leave it out for"
                     f" {self.distribution}, or choose that"
                 )
@@ -95,7 +96,7 @@ class RandomDelay:
             or not 0 < value <= most
             or value == inf
         ):
-            raise ValueError(f"{name} of a {distribution} delay is {allowed}: got {value!r}")
+            raise UserError(f"{name} of a {distribution} delay is {allowed}: got {value!r}")
 
     def __str__(self) -> str:
         kind = "random" if self.distribution == "uniform" else self.distribution

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
 from toolkit.schedule import grid as _grid
 from toolkit.schedule import orders as _orders
 from toolkit.schedule import text as _text
@@ -93,7 +94,7 @@ class Schedule:
         if not isinstance(layout, Placement):
             layout = place(layout, self.timing, *sizes, self.n_workers)
         elif isinstance(layout, Assigned) and not layout.fits(*sizes):
-            raise ValueError(
+            raise UserError(
                 f"a placement is [stage][microbatch], here {sizes[0]} of {sizes[1]} each: got"
                 f" {layout.table}"
             )
@@ -107,9 +108,9 @@ class Schedule:
         if self.chains != IN_ORDER:
             check_chains(self)
         if not isinstance(self.predict, bool):
-            raise ValueError(f"predict is True or False: got {self.predict!r}")
+            raise UserError(f"predict is True or False: got {self.predict!r}")
         if self.predict and self.state != "replicated":
-            raise ValueError(
+            raise UserError(
                 f'predict=True takes state="replicated": got state={self.state!r}, of which a rank'
                 " keeps no version but for one op; choose that, or predict=False"
             )
@@ -248,7 +249,7 @@ class Schedule:
                 for each other.
         """
         if isinstance(orders, str):
-            raise ValueError(f"orders are a list with one for each rank: got the text {orders!r}")
+            raise UserError(f"orders are a list with one for each rank: got the text {orders!r}")
         parsed = [_text.parse_order(order, rank) for rank, order in enumerate(orders)]
         return cls._from_orders(parsed, {}, period, name, delay, state, predict)
 
@@ -277,7 +278,7 @@ class Schedule:
         if period is None:
             period = table.period
         elif table.period not in (None, period):
-            raise ValueError(
+            raise UserError(
                 f"the file says period={table.period}: got period={period}; leave that out, or"
                 " change the file"
             )
@@ -333,7 +334,7 @@ class Schedule:
         m = whole(self.n_microbatches, "the number of micro-batches", 1)
         k = whole(self.accumulate, "accumulate", 1)
         if m % k:
-            raise ValueError(f"accumulate divides the {m} micro-batches of a step: got {k}")
+            raise UserError(f"accumulate divides the {m} micro-batches of a step: got {k}")
         s = whole(self.n_stages, "the number of stages", 1)
         check_forwards(s, m)
         object.__setattr__(self, "n_stages", s)
@@ -347,17 +348,17 @@ def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
     idle = [rank for rank, order in enumerate(orders) if not order]
     if not orders or idle:
         who = f"rank {idle[0]} has no ops" if idle else "there are no ranks"
-        raise ValueError(f"every rank has something to do: {who}; leave out what is idle")
+        raise UserError(f"every rank has something to do: {who}; leave out what is idle")
     seen: dict[Op, int] = {}
     ranks: dict[tuple[int, int], int] = {}
     for rank, order in enumerate(orders):
         for op in order:
             if op in seen:
-                raise ValueError(f"{op} is done twice: on rank {seen[op]} and on rank {rank}")
+                raise UserError(f"{op} is done twice: on rank {seen[op]} and on rank {rank}")
             seen[op] = rank
             first = ranks.setdefault((op.stage, op.microbatch), rank)
             if first != rank:
-                raise ValueError(
+                raise UserError(
                     f"{op} is on rank {rank} and its other half on rank {first}: activations stay"
                     " where they were made"
                 )

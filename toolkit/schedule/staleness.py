@@ -16,6 +16,7 @@ rule CDP-v2 of arXiv 2403.08837, section 3.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from toolkit.errors import UserError
 from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.random_delay import RandomDelay
@@ -93,7 +94,7 @@ def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Stalenes
         return least, largest
     delay = plain(delay)
     if isinstance(delay, str):
-        raise ValueError(
+        raise UserError(
             f"unknown delay {delay!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
             " or matrix [stage][microbatch] of them, or a RandomDelay"
         )
@@ -112,10 +113,10 @@ def _by_stage(delay: Sequence, n_stages: int, n_microbatches: int) -> Staleness:
     if shape == [None] * n_stages:
         return tuple((_steps(d),) * n_microbatches for d in delay)
     if set(shape) == {None}:
-        raise ValueError(
+        raise UserError(
             f"a list of delays has one for each stage, here {n_stages}: got {len(shape)}"
         )
-    raise ValueError(
+    raise UserError(
         f"a delay matrix has one row a stage and one column a micro-batch, here"
         f" {n_stages} x {n_microbatches}: the rows given have lengths {shape}"
     )

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
 from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.orders import as_early_as_possible
@@ -41,7 +42,7 @@ def parse_op(text: str, where: str) -> Op:
     """
     found = _OP.fullmatch(text.strip())
     if not found:
-        raise ValueError(
+        raise UserError(
             f"{where}: {text.strip()!r} is not an op: write stage, kind and micro-batch, such as"
             " 0F0, with kind one of F, B, I, W"
         )
@@ -61,7 +62,7 @@ def _op(word: Op | str, where: str) -> Op:
         kind, stage, microbatch = word
         kind = Kind(kind)
     except (TypeError, ValueError):
-        raise ValueError(
+        raise UserError(
             f"{where}: {word!r} is not an op: give text such as 0F0, or an Op"
         ) from None
     at = whole(stage, f"{where}: a stage", 0), whole(microbatch, f"{where}: a micro-batch", 0)
@@ -110,7 +111,7 @@ def read_csv(source: str | Path) -> Table:
             slots[op] = slot
     if len(periods) > 1:
         told = " and ".join(f"period={period} ({where})" for period, where in periods.items())
-        raise ValueError(f"a file has one period: got {told}; leave all but one out")
+        raise UserError(f"a file has one period: got {told}; leave all but one out")
     return Table(orders, slots, next(iter(periods), None))
 
 
@@ -118,7 +119,7 @@ def _rows(text: str) -> Iterator[list[str]]:
     try:
         yield from csv.reader(io.StringIO(text))
     except csv.Error as error:
-        raise ValueError(f"rank orders that cannot be read as CSV: {error}") from None
+        raise UserError(f"rank orders that cannot be read as CSV: {error}") from None
 
 
 def _content(source: str | Path) -> str:
@@ -130,7 +131,7 @@ def _content(source: str | Path) -> str:
         return Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise ValueError(
+        raise UserError(
             f"{source} cannot be read ({reason}): expected a CSV file with a row a rank and a"
             " cell an op, such as 0F0"
         ) from error
@@ -154,7 +155,7 @@ def write_csv(schedule: "Schedule") -> str:
         orders[rank].append(op)
         rows[rank][starts[op]] = str(op)
     if not all(orders):
-        raise ValueError(
+        raise UserError(
             f"the CSV format has ops of every rank: rank {orders.index([])} of {schedule.name} has"
             " none; leave out what is idle"
         )
@@ -171,12 +172,12 @@ def _check_pipeline(schedule: "Schedule") -> None:
     """That each stage has one rank, and each op a slot."""
     for j in range(schedule.n_stages):
         if len(schedule.layout.ranks(j)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"the CSV format is for pipelines, where a stage has one rank: stage {j} of"
                 f" {schedule.name} has {len(schedule.layout.ranks(j))}; place it per_stage"
             )
     if schedule.timing.ticks_per_slot != 1 or schedule.one_device:
-        raise ValueError(
+        raise UserError(
             f"the CSV format has one op a slot and rank: {schedule.name} runs on one device or has"
             " ops between slots; place it per_stage, and start every op at a whole slot"
         )

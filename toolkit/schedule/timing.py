@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
+from toolkit.errors import UserError
 from toolkit.schedule.given import whole
 from toolkit.schedule.op import Kind, Op
 
@@ -51,7 +52,7 @@ class Timing:
             object.__setattr__(self, name, ticks)
         for op, start in self.starts.items():
             if not isinstance(op, Op):
-                raise ValueError(
+                raise UserError(
                     f"a timing has starts of ops, such as Op(Kind.FORWARD, 0, 0): got {op}"
                 )
             if type(start) is not int or start < 0:

@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.orders import Orders
@@ -114,7 +115,7 @@ def v_min(n_stages: int, n_microbatches: int) -> Orders:
 
 def _ranks(n_stages: int) -> int:
     if n_stages % 2:
-        raise ValueError(
+        raise UserError(
             f"each rank of a V has two stages: {n_stages} stages cannot be dealt out in pairs;"
             " make them even"
         )

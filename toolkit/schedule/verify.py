@@ -6,6 +6,7 @@ Linear in the number of instructions.
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.collector import collector_paused
 from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey
@@ -55,10 +56,10 @@ def verify(program: "Program") -> None:
     check.end()
 
 
-def _error(program: "Program", rank: int, instruction: Instruction, why: str) -> ValueError:
+def _error(program: "Program", rank: int, instruction: Instruction, why: str) -> UserError:
     op = _op(program, instruction)
     marked = grid.render(program.schedule, op[1] + 1 if op else 1, mark=op)
-    return ValueError(
+    return UserError(
         f"rank {rank}, slot {program.slot(instruction)}, {instruction}: {why}\n{marked}"
     )
 
@@ -257,16 +258,16 @@ class _Check:
                 left = [*here.boundaries, *here.sums]
                 raise _left(f"rank {rank} is left with unused results {left}", schedule)
 
-    def _missing(self, rank: int, free: Instruction) -> ValueError:
+    def _missing(self, rank: int, free: Instruction) -> UserError:
         return _error(self.program, rank, free, "it is missing")
 
 
 _NAMES: dict[Buffer | None, str] = {Buffer.WEIGHTS: "version", Buffer.PREDICTION: "prediction"}
 
 
-def _left(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> ValueError:
+def _left(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
     steps = mark[1] + 1 if mark else 1
-    return ValueError(f"at the end: {why}\n{grid.render(schedule, steps, mark=mark)}")
+    return UserError(f"at the end: {why}\n{grid.render(schedule, steps, mark=mark)}")
 
 
 def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.files import write_csv
 
 Row = dict[str, Any]
@@ -78,7 +79,7 @@ def _number(text: str | list[str] | None) -> float | None:
         ValueError: it is none.
     """
     if not isinstance(text, str):
-        raise ValueError("the row has too few cells, or too many")
+        raise UserError("the row has too few cells, or too many")
     if not text:
         return None
     return int(text) if text.lstrip("-").isdecimal() else float(text)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UserError
+
 _MAGIC = b":W&B\xe1\xbe\x00"
 _BLOCK = 32768
 _HEAD = struct.Struct("<IHB")  # checksum, length, type: whole, first, middle or last part
@@ -40,7 +42,7 @@ def payloads(path: Path) -> Iterator[bytes]:
     """
     content = path.read_bytes()
     if not content.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a file of W&B")
+        raise UserError(f"{path} is not a file of W&B")
     at, parts = len(_MAGIC), b""
     while at + _HEAD.size <= len(content):
         if (left := _BLOCK - at % _BLOCK) < _HEAD.size:

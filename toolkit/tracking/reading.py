@@ -8,7 +8,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 
 Numbers = dict[str, float]
 
@@ -17,7 +17,7 @@ LARGEST = 2**63
 _SHARES = ("top1", "top5", "ema_top1")  # written as shares, given in per cent
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A file of a run that cannot be read."""
 
 
@@ -58,11 +58,11 @@ def read_csv(path: Path, words: Sequence[str] = ()) -> list[dict[str, Any]]:
         with path.open(newline="") as file:
             rows = list(csv.reader(file, strict=True))
         if not rows:
-            raise ValueError("it is empty")
+            raise UserError("it is empty")
         names, found = rows[0], []
         for line, row in enumerate(rows[1:], start=2):
             if len(row) != len(names):
-                raise ValueError(f"line {line} has {len(row)} cells of {len(names)}")
+                raise UserError(f"line {line} has {len(row)} cells of {len(names)}")
             cells = zip(names, row, strict=True)
             found.append({name: cell if name in words else _number(cell) for name, cell in cells})
         return found

@@ -1,45 +1,51 @@
 """Schedules of runs, rebuilt from the options that these had."""
 
 from collections.abc import Mapping
+from inspect import isfunction
 from math import prod
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from toolkit.messages import first_line
-
-if TYPE_CHECKING:
-    from toolkit.schedule import Schedule
+from toolkit.errors import UserError, first_line
+from toolkit.schedule import RandomDelay, Schedule, catalog
 
 _CATALOG = "toolkit.schedule.catalog."
+_NOT_OF_METHODS = ("_target_", "file", "period")
 _MOST_OPS = 1_000_000  # of a schedule
 
 
 def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
     """The schedule that a run's options describe.
 
-    Only the catalogue's own functions are called, and nothing is read from the environment,
-    whatever a result names.
+    Only a function of the catalogue is called, with the options as they stand: a result may come
+    from anyone, so nothing that it names is imported, instantiated or resolved.
 
     Raises:
         ValueError: they describe none, or none of this version.
     """
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from toolkit.config import build_schedule
-
     target = options.get("_target_")
     name = target.removeprefix(_CATALOG) if isinstance(target, str) else ""
-    if not isinstance(target, str) or not target.startswith(_CATALOG) or not name.isidentifier():
-        raise ValueError(f"{target!r} is not a schedule of the catalogue")
+    make = vars(catalog).get(name)
+    if not (isfunction(make) and make.__module__ == catalog.__name__ and name[0] != "_"):
+        raise UserError(f"{target!r} is not a schedule of the catalogue")
     sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
-        raise ValueError("its options are not those of a schedule that has run")
+        raise UserError("its options are not those of a schedule that has run")
+    arguments = {key: value for key, value in options.items() if key not in _NOT_OF_METHODS}
+    late = arguments.pop("delay", None)
     try:
-        return build_schedule(OmegaConf.create(dict(options)))
-    except (HydraException, OmegaConfBaseException, OSError, TypeError) as error:
-        raise ValueError(first_line(error)) from error
+        if isinstance(late, dict):
+            late = RandomDelay(**late)
+        if late is not None:
+            arguments["delay"] = late
+        if file := options.get("file"):
+            free = {k: arguments[k] for k in ("state", "predict", "delay") if k in arguments}
+            path = Path(file)
+            return Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
+        return make(**arguments)
+    except (OSError, TypeError, OverflowError) as error:
+        raise UserError(first_line(error)) from error
 
 
 def schedule_name(options: Any) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.config.sweeps import left_in
+from toolkit.errors import UserError
 from toolkit.measure import ACCURACY, LOSS, Measure
 from toolkit.options import RESUMED_OTHERWISE
 from toolkit.tracking.asked import job_in, kind_of, options_in
@@ -45,7 +46,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
-            raise ValueError(
+            raise UserError(
                 f"{path} is not a folder: give the output folder of a run, or one above"
             )
     found: dict[Path, Path] = {}
@@ -55,7 +56,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     runs = [run for folder in found.values() for run in _runs_of(folder)]
     if not runs:
         where = ", ".join(map(str, paths)) or "no folder"
-        raise ValueError(
+        raise UserError(
             f"no runs in {where}: looked for result.json, status.json and .hydra/config.yaml, also"
             " in the folders below; python experiments/train.py hydra.run.dir=FOLDER makes one"
         )

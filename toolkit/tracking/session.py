@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from toolkit.errors import UserError
 from toolkit.options import AROUND, without
 from toolkit.tracking.journal import JOURNAL, Journal
 from toolkit.tracking.provenance import provenance
@@ -99,9 +100,9 @@ def check_tracking(options: DictConfig) -> None:
         ValueError: an unknown mode, or no number of steps.
     """
     if options.mode not in MODES:
-        raise ValueError(f"tracking.mode is one of {', '.join(MODES)}: got {options.mode!r}")
+        raise UserError(f"tracking.mode is one of {', '.join(MODES)}: got {options.mode!r}")
     if options.every < 1:
-        raise ValueError(f"tracking.every is 1 or more training steps: got {options.every}")
+        raise UserError(f"tracking.every is 1 or more training steps: got {options.every}")
 
 
 def _begin(folder: Path, journal: Journal, *, mode: str, **options: Any) -> Tracker:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from toolkit.messages import first_line
+from toolkit.errors import first_line
 from toolkit.tracking.provenance import redacted
 
 if TYPE_CHECKING:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from toolkit.errors import UserError
 from toolkit.files import replacing
 
 _MAGIC = b"cdp-toolkit checkpoint 1\n"
 
 
-class DamagedCheckpointError(ValueError):
+class DamagedCheckpointError(UserError):
     """A file that is not, or is no longer, a whole checkpoint."""
 
 

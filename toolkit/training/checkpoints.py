@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.state import joined
 from toolkit.training.checkpoint import DamagedCheckpointError, read, replace_folder, write
@@ -19,7 +20,7 @@ _NAME = re.compile(r"step_(\d{9})\.ckpt")
 def check_keep(keep: int) -> None:
     """Refuse a number of checkpoints that leaves none."""
     if keep < 1:
-        raise ValueError(f"save.keep is 1 or more: got {keep}")
+        raise UserError(f"save.keep is 1 or more: got {keep}")
 
 
 class Checkpoints:
@@ -109,11 +110,11 @@ class Checkpoints:
             except (DamagedCheckpointError, OSError) as error:
                 damaged.append(str(error))
         if damaged:
-            raise ValueError(
+            raise UserError(
                 f"no checkpoint in {self.folder} is whole ({'; '.join(damaged)}): remove that"
                 " folder to begin anew"
             )
-        raise ValueError(
+        raise UserError(
             f"there is no checkpoint in {self.folder}: give resume= the output directory of a run"
             " that has saved one, or begin anew without resume="
         )

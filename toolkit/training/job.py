@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.config.build import build_model, build_schedule, check_target
 from toolkit.config.counts import check_counts
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.model import partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.interface import Runtime
@@ -181,7 +181,7 @@ def prepare(
     example = form.example(config.batch)
     stages = partition(model, schedule.n_stages, example, config.partition)
     if stages.output.shape != (expected := form.output(config.batch)):
-        raise ValueError(
+        raise UserError(
             f"the model's output for {config.batch} {form.samples} has shape"
             f" {list(stages.output.shape)}, and {form.n_classes} {form.answers} ask for"
             f" {list(expected)}: tell the model by model.arguments, such as"
@@ -190,7 +190,7 @@ def prepare(
     batch_size = config.batch * schedule.n_microbatches
     batches = samples.train(batch_size, config.seed, 0, device)
     if not hasattr(batches, "between"):
-        raise ValueError(
+        raise UserError(
             f"data: train() gives a {type(batches).__name__}, and training takes batches with"
             " between(first, last), to go on in the midst of an epoch:"
             " toolkit.training.data.Datasets makes such of two of torch's Datasets"
@@ -199,7 +199,7 @@ def prepare(
     check_target(config.lr, "lr", "toolkit.training.lr.Constant")
     rates = instantiate(config.lr)
     if not callable(getattr(rates, "factor", None)):
-        raise ValueError(
+        raise UserError(
             f"lr: {config.lr._target_} gives a {type(rates).__name__}, and training takes what has"
             " factor(step, steps_per_epoch, epochs, batch), such as toolkit.training.lr.Constant"
         )
@@ -236,7 +236,7 @@ def meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World 
     options: dict[str, Any] = dict(config.runtime)
     if "timeout" not in options:
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ValueError(
+            raise UserError(
                 f"runtime=single_process is one process and {started} were started: leave torchrun"
                 " out, or choose runtime=distributed"
             )
@@ -250,7 +250,7 @@ def meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World 
 
 def _loss(label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
     if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing is 0 or more, and below 1: got {label_smoothing}")
+        raise UserError(f"label_smoothing is 0 or more, and below 1: got {label_smoothing}")
     return partial(cross_entropy, label_smoothing=label_smoothing)
 
 
@@ -263,7 +263,7 @@ def _recipe(config: DictConfig) -> Recipe:
 
 def _diagnostics(config: DictConfig) -> dict[str, int]:
     if config.diagnostics and "timeout" in config.runtime:
-        raise ValueError(
+        raise UserError(
             f"diagnostics={config.diagnostics} takes all micro-batches in one process: use"
             " runtime=single_process, whose trajectory is the same"
         )
@@ -274,14 +274,14 @@ def _optimizer(config: DictConfig) -> tuple[Callable[..., Optimizer], float]:
     """What makes the optimizer of a stage, and its learning rate."""
     check_target(config, "optimizer", "torch.optim.SGD")
     if not (isinstance(config.get("lr", 0), int | float) and isfinite(config.get("lr", 0))):
-        raise ValueError(f"optimizer.lr is a number: got {config.lr!r}")
+        raise UserError(f"optimizer.lr is a number: got {config.lr!r}")
     # Its own lists would be kept in the optimizer's state, and so in checkpoints.
     make: Callable[..., Optimizer] = instantiate(config, _partial_=True, _convert_="all")
     try:
         parameter = torch.zeros(1, requires_grad=True)
         made = make([("weight", parameter) if takes_names(make) else parameter])
     except (TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"optimizer cannot be made: {first_line(error)}") from error
+        raise UserError(f"optimizer cannot be made: {first_line(error)}") from error
     return make, made.param_groups[0]["lr"]
 
 
@@ -298,7 +298,7 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (ImportError, RuntimeError, AssertionError) as error:
         reason = first_line(error)
-        raise ValueError(f"device={name} cannot be used: {reason}; try device=auto") from error
+        raise UserError(f"device={name} cannot be used: {reason}; try device=auto") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")
+        raise UserError(f"device={name} cannot train: it is auto, cpu, cuda or cuda:1")
     return device

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from toolkit.errors import UserError
 from toolkit.measure import Measure
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.processes.watch import ECHO
@@ -54,7 +55,7 @@ class Often:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and not value > 0:
-                raise ValueError(f"save.{name} is above 0, or null: got {value}")
+                raise UserError(f"save.{name} is above 0, or null: got {value}")
 
     @property
     def never(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
@@ -86,7 +86,7 @@ def run_kept(
 
     position, rolled_back = None, False
     if resume is False and checkpoints.any(job.runtime):
-        raise ValueError(
+        raise UserError(
             f"{folder} has the checkpoints of a run: give another folder, or resume=True"
         )
     if resume or (resume is None and checkpoints.any(job.runtime)):
@@ -139,7 +139,7 @@ def check_keeping(job: Job) -> Schedule | None:
     options = job.config
     check_choice("guard", options.guard, GUARDS)
     if not options.guard_factor > 1:
-        raise ValueError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
+        raise UserError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
     _often(options)
     check_keep(options.save.keep)
     return _safe(job) if options.guard == "rollback" else None
@@ -220,7 +220,7 @@ def without_delay(schedule: Schedule) -> Schedule:
         found, reason = None, first_line(error)
     if found is None or found.n_ranks != schedule.n_ranks:
         reason = reason if found is None else f"it takes {found.n_ranks} ranks"
-        raise ValueError(
+        raise UserError(
             f"guard=rollback goes on with data parallelism in the place of {schedule.name}, and"
             f" here that cannot be ({reason}): use guard=stop, or placement=per_microbatch"
         )
@@ -235,7 +235,7 @@ def _safe(job: Job) -> Schedule:
     """
     found = without_delay(job.schedule)
     if isinstance(job.runtime, DelayedAllReduce):
-        raise ValueError(
+        raise UserError(
             "guard=rollback goes on with data parallelism, which runtime=delayed_allreduce cannot"
             " run: use guard=stop, or runtime=distributed"
         )
@@ -265,9 +265,9 @@ def _check_ahead(job: Job, position: Position, changed: str) -> None:
     """Refuse options that would only change what a run that has ended says that it was."""
     done, wanted = position.epoch, job.config.epochs
     if done > wanted:
-        raise ValueError(f"the run has done {done} epochs and epochs={wanted}: ask for more")
+        raise UserError(f"the run has done {done} epochs and epochs={wanted}: ask for more")
     if done == wanted and changed:
-        raise ValueError(
+        raise UserError(
             f"the run has ended after {done} epochs, and nothing is left to train with {changed}:"
             " leave that out, or ask for more epochs"
         )
@@ -305,5 +305,5 @@ def _stand(job: Job, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Posi
         raise _misfit(checkpoints, reason) from error
 
 
-def _misfit(checkpoints: Checkpoints, reason: str) -> ValueError:
-    return ValueError(f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}")
+def _misfit(checkpoints: Checkpoints, reason: str) -> UserError:
+    return UserError(f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.measure import LOSS, Measure
 from toolkit.model import Form
 from toolkit.runtime.form import difference
@@ -117,11 +118,11 @@ class Position:
         epochs = [_EPOCH | _average_of(history[k]) for k in range(n_epochs)]
         expected = cls().state_dict() | {"history": epochs}
         if fault := difference(state, expected, "position"):
-            raise ValueError(fault)
+            raise UserError(fault)
         return cls(**{**state, "history": [Epoch(**epoch) for epoch in history]})
 
 
-class DivergedError(FloatingPointError):
+class DivergedError(UserError, FloatingPointError):
     """The loss is not finite, or far above where it began.
 
     Args:
@@ -218,7 +219,7 @@ def fit(
         batches = samples.train(batch_size, seed, epoch, device)
         moved = epoch * len(batches) + position.step != position.steps_done
         if moved or position.step > len(batches):
-            raise ValueError(
+            raise UserError(
                 f"the run was saved after {position.steps_done} steps, in epoch {epoch} after step"
                 f" {position.step}, and an epoch now has {len(batches)}: resume it with the data"
                 " and batch of before"

@@ -7,6 +7,8 @@ optimizer's rate was chosen (Goyal et al., arXiv 1706.02677).
 from dataclasses import dataclass
 from math import cos, inf, pi
 
+from toolkit.errors import UserError
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -23,9 +25,9 @@ class Constant:
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_epochs < inf:
-            raise ValueError(f"lr.warmup_epochs is 0 or more: got {self.warmup_epochs}")
+            raise UserError(f"lr.warmup_epochs is 0 or more: got {self.warmup_epochs}")
         if self.reference_batch is not None and self.reference_batch < 1:
-            raise ValueError(f"lr.reference_batch is 1 or more: got {self.reference_batch}")
+            raise UserError(f"lr.reference_batch is 1 or more: got {self.reference_batch}")
 
     def decay(self, epoch: float, epochs: int) -> float:
         """The factor at ``epoch`` of ``epochs``, warm-up apart. Fractions of epochs count."""
@@ -49,9 +51,9 @@ class Step(Constant):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.every_epochs < 1:
-            raise ValueError(f"lr.every_epochs is 1 or more: got {self.every_epochs}")
+            raise UserError(f"lr.every_epochs is 1 or more: got {self.every_epochs}")
         if not 0 < self.gamma < inf:
-            raise ValueError(f"lr.gamma is above 0: got {self.gamma}")
+            raise UserError(f"lr.gamma is above 0: got {self.gamma}")
 
     def decay(self, epoch: float, epochs: int) -> float:
         return self.gamma ** (int(epoch) // self.every_epochs)
@@ -66,7 +68,7 @@ class Cosine(Constant):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.final < inf:
-            raise ValueError(f"lr.final is 0 or more: got {self.final}")
+            raise UserError(f"lr.final is 0 or more: got {self.final}")
 
     def decay(self, epoch: float, epochs: int) -> float:
         span = epochs - self.warmup_epochs

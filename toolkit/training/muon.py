@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from toolkit.errors import UserError
+
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _AS_ADAMW = 0.2  # root of the mean square of AdamW's updates, which those of matrices are given
 
@@ -44,15 +46,15 @@ class Muon(AdamW):
         **options: Any,
     ) -> None:
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is 0 or more, and below 1: got {momentum}")
+            raise UserError(f"momentum is 0 or more, and below 1: got {momentum}")
         if ns_steps < 1:
-            raise ValueError(f"ns_steps is 1 or more: got {ns_steps}")
+            raise UserError(f"ns_steps is 1 or more: got {ns_steps}")
         super().__init__(params, **options)
         self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
         for group in self.param_groups:
             group.setdefault("orthogonal", False)
             if group["orthogonal"] and any(p.dim() < 2 for p in group["params"]):
-                raise ValueError("Muon is for matrices: put vectors into a group for AdamW")
+                raise UserError("Muon is for matrices: put vectors into a group for AdamW")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Optimizer.__setstate__(self, state)  # AdamW's wants a step of every parameter

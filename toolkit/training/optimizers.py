@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from toolkit.errors import UserError
 from toolkit.runtime import by_name
 from toolkit.training.muon import Muon
 
@@ -74,5 +75,5 @@ def _timm(optimizer: str) -> ModuleType:
     try:
         from timm import optim
     except ImportError as error:
-        raise ValueError(f"optimizer={optimizer} needs timm: pip install timm ({error})") from error
+        raise UserError(f"optimizer={optimizer} needs timm: pip install timm ({error})") from error
     return optim

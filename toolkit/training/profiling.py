@@ -10,6 +10,8 @@ import torch
 from torch import profiler
 from torch.cuda import is_available
 
+from toolkit.errors import UserError
+
 WARM_UP = 3
 """Training steps before the first that is traced."""
 
@@ -17,7 +19,7 @@ WARM_UP = 3
 def check_profile(n_steps: int) -> None:
     """Refuse fewer steps than none."""
     if n_steps < 0:
-        raise ValueError(f"profile is 0 or more training steps: got {n_steps}")
+        raise UserError(f"profile is 0 or more training steps: got {n_steps}")
 
 
 class Profile:

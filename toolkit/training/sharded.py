@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from toolkit.messages import first_line
+from toolkit.errors import first_line
 from toolkit.runtime.processes.world import World
 from toolkit.runtime.state import joined
 from toolkit.runtime.tree import map_places, merged
@@ -30,6 +30,19 @@ from toolkit.training.sums import check_sums, sums, write_sums
 
 _PLACE = "the tensor of"
 _REST = "rest/"
+_METADATA = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = frozenset(
+    {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    }
+)
 _PATHS = ("pathlib", "pathlib._local")  # where Python 3.13 has them
 
 
@@ -181,10 +194,14 @@ class _Reader(dcp.FileSystemReader):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        # A protocol-4 name may have dots, which pickle follows from attribute to attribute: through
+        # a module's own imports, `os.system` would be a name like any other.
+        if "." in name:
+            raise pickle.UnpicklingError(f"{module}.{name}")
         if module in _PATHS and name in ("PosixPath", "WindowsPath"):
             return getattr(pathlib, name)
         described = (
-            module == "torch.distributed.checkpoint.metadata"
+            (module == _METADATA and name in _METADATA_CLASSES)
             or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
             or (module, name) == ("torch.serialization", "_get_layout")
             or (module, name) == ("torch", "Size")

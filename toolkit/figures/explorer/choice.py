@@ -13,7 +13,7 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
-from toolkit.messages import instead
+from toolkit.errors import UserError, suggest
 from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.schedule.staleness import Delay, plain
 
@@ -82,7 +82,7 @@ def options_of(schedule: str) -> dict[str, Any]:
     if schedule == OWN:
         return dict(_OWN_OPTIONS)
     if schedule not in METHODS:
-        raise ValueError(f"unknown schedule {schedule!r}: {instead(str(schedule), SCHEDULES)}")
+        raise UserError(f"unknown schedule {schedule!r}: {suggest(str(schedule), SCHEDULES)}")
     return METHODS[schedule].options
 
 
@@ -131,7 +131,7 @@ class Choice:
         for name, value in chosen.items():
             if name not in usual:
                 takes = ", ".join(usual) or "none but its sizes"
-                raise ValueError(f"{self.schedule} has no {name}, got {value!r}: it takes {takes}")
+                raise UserError(f"{self.schedule} has no {name}, got {value!r}: it takes {takes}")
         return {name: value for name, value in chosen.items() if value != usual[name]}
 
     def build(self) -> Schedule:
@@ -213,7 +213,7 @@ def _build(choice: Choice) -> Schedule:
     given = choice.given
     if choice.schedule == OWN:
         if not any(line.strip() for line in choice.orders):
-            raise ValueError(
+            raise UserError(
                 "there are no rank orders: write a line a rank, such as 0F0 0F1 0B0 0B1"
             )
         built = Schedule.from_rank_orders(choice.orders, **given)
@@ -248,9 +248,9 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
     sizes = {"stages": stages, "microbatches": microbatches, "accumulate": rounds}
     for name, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
-            raise ValueError(f"{name} is a whole number from 1 to {LARGEST}: got {value!r}")
+            raise UserError(f"{name} is a whole number from 1 to {LARGEST}: got {value!r}")
     if microbatches * rounds > LARGEST:
-        raise ValueError(
+        raise UserError(
             f"{rounds} x {microbatches} micro-batches are more than the {LARGEST} that are drawn:"
             f" lower accumulate or microbatches"
         )

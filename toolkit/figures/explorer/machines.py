@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.cost import UNIT, Hardware, StageCost, profile, unit_costs
 from toolkit.cost.hardware import presets
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +56,7 @@ def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") 
 
     def costs(n_stages: int) -> Sequence[StageCost]:
         if example is None:
-            raise ValueError("a model is profiled on an example: give a micro-batch, example=...")
+            raise UserError("a model is profiled on an example: give a micro-batch, example=...")
         if n_stages not in known:
             try:
                 stages = partition(model, n_stages, example)
@@ -65,7 +65,7 @@ def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") 
                 raise
             except Exception as error:  # the model's own code may raise anything
                 who = type(model).__name__
-                raise ValueError(f"{who} cannot be profiled: {first_line(error)}") from error
+                raise UserError(f"{who} cannot be profiled: {first_line(error)}") from error
         return known[n_stages]
 
     return costs

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as ui
 
 from toolkit.cost.hardware import check_hardware
+from toolkit.errors import UserError
 from toolkit.figures.explorer import export, hover, machines, page
 from toolkit.figures.explorer.analysis import Analysis, analyse, predict
 from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes, choice_of
@@ -74,7 +75,7 @@ class Explorer(ui.VBox):
         folder: str | Path = ".",
     ) -> None:
         if n_steps not in range(1, _MOST_STEPS + 1):
-            raise ValueError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
+            raise UserError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
         options: dict[str, Any] = {
             "delay": delay,
             "predict": predict,
@@ -89,7 +90,7 @@ class Explorer(ui.VBox):
             stages, microbatches = first.stages, first.microbatches
         second = _chosen(compare or "dp", stages, microbatches, {})
         if (second.stages, second.microbatches) != (stages, microbatches):
-            raise ValueError(
+            raise UserError(
                 f"schedules side by side have the same sizes: got {stages} stages and"
                 f" {microbatches} micro-batches beside {second.stages} and {second.microbatches}"
             )
@@ -142,7 +143,7 @@ class Explorer(ui.VBox):
         """
         for sentence in self._wrong[: len(self._shown)]:
             if sentence:
-                raise ValueError(sentence)
+                raise UserError(sentence)
         return self._page()
 
     def _page(self) -> str:
@@ -256,7 +257,7 @@ class Explorer(ui.VBox):
         found = [self._analyses[k] for k in range(len(self._shown))]
         good = [one for one in found if one is not None]
         if len(good) < len(found):
-            raise ValueError("nothing is exported while a schedule is wrong: mend it first")
+            raise UserError("nothing is exported while a schedule is wrong: mend it first")
         return good
 
     def _export(self, write: Callable[[], list[Path]]) -> None:
@@ -370,13 +371,13 @@ def _chosen(
     if isinstance(schedule, str):
         return Choice(schedule, stages, microbatches, **options)
     if not isinstance(schedule, Schedule):
-        raise ValueError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
+        raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
     if given := [name for name, value in options.items() if value not in (None, ())]:
-        raise ValueError(f"a Schedule tells its options itself: leave out {', '.join(given)}")
+        raise UserError(f"a Schedule tells its options itself: leave out {', '.join(given)}")
     check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     found = choice_of(schedule)
     if found is None:
-        raise ValueError(
+        raise UserError(
             f"no controls of the explorer make {schedule!r}: it takes schedules of the catalogue,"
             " and rank orders that drain; toolkit.figures.schedules draws any"
         )
@@ -389,7 +390,7 @@ def _complaint(choice: Choice) -> str:
         choice.given  # noqa: B018
         check_sizes(choice.stages, choice.microbatches, choice.accumulate)
         if choice.orders and choice.schedule != OWN:
-            raise ValueError(f"orders are those of schedule={OWN!r}: got {choice.schedule!r}")
+            raise UserError(f"orders are those of schedule={OWN!r}: got {choice.schedule!r}")
     except ValueError as error:
         return str(error)
     return ""

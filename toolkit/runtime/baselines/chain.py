@@ -6,6 +6,7 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.trace import draws_at_random, in_training
 from toolkit.runtime.stage import drawing
@@ -26,7 +27,7 @@ class Chain(nn.Module):
         super().__init__()
         for name, module in stages.model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
-                raise ValueError(
+                raise UserError(
                     f"{name} is a SyncBatchNorm, and each micro-batch is normalised by its own"
                     " statistics: use the plain BatchNorm"
                 )

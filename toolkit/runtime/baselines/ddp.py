@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.synchronous import Synchronous
@@ -67,7 +68,7 @@ class DDP(Synchronous):
     ) -> None:
         check_choice("compression", compression, _HOOKS)
         if not bucket_mb > 0:
-            raise ValueError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
+            raise UserError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
         self._hook = _HOOKS[compression]
         self._buckets = (bucket_mb, bucket_view)
         super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, recipe, world)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import check_fit
@@ -77,7 +78,7 @@ class DelayedAllReduce(Baseline):
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
         if not is_data_parallel(schedule, 1, ("replicated",)):
-            raise ValueError(
+            raise UserError(
                 "runtime=delayed_allreduce trains data parallelism with every weight one step"
                 " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
                 f" state=replicated (got {called(schedule)})"

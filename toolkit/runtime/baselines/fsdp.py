@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.release import Released
@@ -70,12 +71,12 @@ class FSDP(Synchronous):
         reshard, cpu_offload = self._options
         device = self.world.device
         if device.type == "cuda" and self.world.backend == "gloo":
-            raise ValueError(
+            raise UserError(
                 "runtime=fsdp with backend=gloo runs on the CPU only: use backend=nccl with a GPU"
                 " a rank, device=cpu, or runtime=ddp"
             )
         if cpu_offload and device.type == "cpu":
-            raise ValueError(
+            raise UserError(
                 "cpu_offload keeps weights off the GPU, and this rank computes on the CPU: leave"
                 " it out"
             )

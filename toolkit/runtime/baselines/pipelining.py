@@ -14,6 +14,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import Boundary
 from toolkit.runtime.baselines.base import Baseline, called
@@ -67,7 +68,7 @@ class TorchPipelining(Baseline):
         check_fit(stages, schedule, optimizer, recipe)
         recipe.check_only("torch_pipelining", "precision")
         if recipe.autocasts:
-            raise ValueError(
+            raise UserError(
                 f"runtime=torch_pipelining takes no precision={recipe.precision}: use fp32 or tf32,"
                 " or runtime=distributed"
             )
@@ -75,7 +76,7 @@ class TorchPipelining(Baseline):
         _check_boundaries(stages)
         super().__init__(stages, schedule, optimizer, loss, world)
         if self.world.device.type == "cuda" and self.world.backend == "gloo":
-            raise ValueError(
+            raise UserError(
                 "runtime=torch_pipelining with backend=gloo runs on the CPU only: use backend=nccl"
                 " with a GPU a rank, or device=cpu"
             )
@@ -159,7 +160,7 @@ class TorchPipelining(Baseline):
         """Make torch's schedule for micro-batches of ``size`` samples."""
         expected = [boundary.shape[1:] for boundary in self.stages.boundaries[0]]
         if (got := [tuple(tensor.shape[1:]) for tensor in inputs]) != expected:
-            raise ValueError(
+            raise UserError(
                 "runtime=torch_pipelining takes inputs of the shape for which the model was"
                 f" partitioned: got samples of shape {_shapes(got)}, not {_shapes(expected)};"
                 " partition it with an example like them"
@@ -244,7 +245,7 @@ def _torch_schedule(schedule: Schedule) -> MakeRunner:
         for theirs, make in known:
             if own == [list(ops) for ops in theirs]:
                 return make
-    raise ValueError(
+    raise UserError(
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
         " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"
         " rank; zero_bubble with a multiple of the ranks as micro-batches"
@@ -255,7 +256,7 @@ def _torch_schedule(schedule: Schedule) -> MakeRunner:
 def _check_boundaries(stages: Stages) -> None:
     for boundary in (tensor for crossing in stages.boundaries[1:] for tensor in crossing):
         if not boundary.dtype.is_floating_point:
-            raise ValueError(
+            raise UserError(
                 "runtime=torch_pipelining sends a gradient back for every tensor that crosses"
                 f" stages, and {boundary.name} is of {boundary.dtype}: cut the model where"
                 " none such crosses"

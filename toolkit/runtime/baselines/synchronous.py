@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
@@ -35,7 +36,7 @@ class Synchronous(Baseline):
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
         if not is_data_parallel(schedule, 0, cls.states):
-            raise ValueError(
+            raise UserError(
                 f"runtime={cls.runtime} trains data parallelism, a micro-batch a rank: schedule=dp"
                 f" with placement=per_microbatch and state={' or '.join(cls.states)}"
                 f" (got {called(schedule)})"
@@ -56,7 +57,7 @@ class Synchronous(Baseline):
         self.check_schedule(schedule)
         recipe.check_only(self.runtime, "precision", "loss_scale", "channels_last")
         if recipe.precision == "fp16":
-            raise ValueError(
+            raise UserError(
                 f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
             )
         self._chain = Chain(stages, seed)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
+from toolkit.errors import UserError
 from toolkit.runtime.processes import watch, world
 from toolkit.runtime.processes.backend import is_of_backend
 from toolkit.runtime.processes.watch import JobFailedError
@@ -98,7 +99,7 @@ def _pack(value: object, what: str) -> bytes:
         return cloudpickle.dumps(value)
     except Exception as error:
         rank = os.environ["RANK"]
-        raise ValueError(
+        raise UserError(
             f"rank {rank}: {what}, a {type(value).__name__}, cannot be pickled"
             f" ({error}); give what it is made of, such as numbers and tensors"
         ) from error

@@ -21,6 +21,7 @@ from typing import IO, Any
 import cloudpickle
 import torch.distributed as dist
 
+from toolkit.errors import UserError
 from toolkit.runtime.processes.child import Raised
 from toolkit.runtime.processes.watch import JobFailedError
 
@@ -77,19 +78,19 @@ def launch(
         JobFailedError: a rank has died, stalled or not come up.
     """
     if not callable(function):
-        raise ValueError(
+        raise UserError(
             f"function is what each rank calls: give launch(function, {n_ranks}, *its_arguments),"
             f" not a {type(function).__name__}"
         )
     if not isinstance(n_ranks, int) or n_ranks < 1:
-        raise ValueError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
+        raise UserError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
     if not timeout > 0:
-        raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
+        raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
     _check_arguments(function, args, kwargs)
     try:
         job = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:
-        raise ValueError(
+        raise UserError(
             f"the function and its arguments go to the ranks pickled, and cannot be: {error};"
             " make within the function what only its process can have, such as open files and locks"
         ) from error
@@ -113,7 +114,7 @@ def _check_arguments(
         takes.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        raise ValueError(
+        raise UserError(
             f"{name}{takes} cannot be called so: {error}; launch(function, n_ranks, ...) hands on"
             " all arguments but on_report and timeout"
         ) from None

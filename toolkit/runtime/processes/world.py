@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.processes import watch as watching
 from toolkit.runtime.processes.lastword import booted
@@ -194,7 +195,7 @@ class World:
             fault = str(error)
         for found in self.gather(fault):
             if found is not None:
-                raise ValueError(found)
+                raise UserError(found)
 
     def part(self, n_ranks: int) -> "World | None":
         """The first ``n_ranks`` ranks as a world; None on the others. Every rank calls it."""
@@ -210,7 +211,7 @@ class World:
 
     def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         if self.group is not None:
-            raise ValueError(
+            raise UserError(
                 f"ranks {list(ranks)} of a part of the world cannot make a group of their own:"
                 f" start {self.size} processes"
             )
@@ -254,10 +255,10 @@ def join(
     global _joined
     check_choice("backend", backend, BACKENDS)
     if not timeout > 0:
-        raise ValueError(f"timeout is a number of seconds above 0: got {timeout}")
+        raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
     place = _place(n_ranks)
     if n_ranks is not None and place.size != n_ranks:
-        raise ValueError(
+        raise UserError(
             f"the schedule has {n_ranks} ranks and {place.size} were started: {command(n_ranks)}"
         )
     if _joined is not None:
@@ -323,7 +324,7 @@ def _place(n_ranks: int | None) -> Place:
         _read_submitit()
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"a rank is a process of its own and this one was not started as a rank"
             f" ({', '.join(missing)} not set): {command(n_ranks or 2)}"
         )
@@ -331,9 +332,9 @@ def _place(n_ranks: int | None) -> Place:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
     except ValueError as error:
-        raise ValueError(f"torchrun's variables are whole numbers: {error}") from error
+        raise UserError(f"torchrun's variables are whole numbers: {error}") from error
     if not 0 <= rank < size:
-        raise ValueError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
+        raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
     return Place(rank, size, local_rank)
 
 
@@ -348,9 +349,9 @@ def _device(name: str, place: Place) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if name not in ("auto", "cuda"):
-        raise ValueError(f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu")
+        raise UserError(f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu")
     if not torch.cuda.is_available():
-        raise ValueError("device=cuda cannot be used: there is no GPU; try device=auto")
+        raise UserError("device=cuda cannot be used: there is no GPU; try device=auto")
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
@@ -363,7 +364,7 @@ def _choose_interface(name: str | None) -> None:
         return
     there = [interface for _, interface in socket.if_nameindex()]
     if name not in there:
-        raise ValueError(f"no network interface {name!r} here: choose one of {', '.join(there)}")
+        raise UserError(f"no network interface {name!r} here: choose one of {', '.join(there)}")
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
@@ -378,7 +379,7 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
     own = n_gpus == len(gpus)
     if name == "nccl" and not own:
         time.sleep(1)  # all have seen the store before rank 0 leaves
-        raise ValueError(
+        raise UserError(
             f"backend=nccl takes a GPU a rank, and {len(gpus)} ranks have {n_gpus}: use"
             " backend=gloo, or fewer ranks a machine"
         )

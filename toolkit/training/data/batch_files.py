@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.training.data.files import check_file
 from toolkit.training.data.memory import Labelled
 
@@ -36,7 +37,7 @@ def read_batches(root: Path, train: bool) -> Labelled:
         try:
             parts.append(_labelled(_checked(path, md5)))
         except _DamagedFileError as error:
-            raise ValueError(
+            raise UserError(
                 f"data.root={root}: {path} {error}: {FOLDER}/ is incomplete or damaged; unpack"
                 " cifar-10-python.tar.gz there again"
             ) from error

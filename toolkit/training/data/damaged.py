@@ -13,6 +13,7 @@ from typing import TypeVar
 from torchvision.datasets import ImageFolder
 from tqdm import tqdm
 
+from toolkit.errors import UserError
 from toolkit.training.data.files import DamagedImageError
 
 Read = TypeVar("Read")
@@ -27,7 +28,7 @@ def skips(damaged: str) -> bool:
         ValueError: it has no such value.
     """
     if damaged not in _CHOICES:
-        raise ValueError(f"unknown data.damaged {damaged!r}: choose {' or '.join(_CHOICES)}")
+        raise UserError(f"unknown data.damaged {damaged!r}: choose {' or '.join(_CHOICES)}")
     return _CHOICES[damaged]
 
 

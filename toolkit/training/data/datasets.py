@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.model.forms import Form, Images
 from toolkit.training.data.held import HeldBatches, shuffled
 from toolkit.training.data.pixels import send
@@ -34,7 +35,7 @@ class Datasets:
     def __init__(self, train: Any, test: Any, n_classes: int, form: Form | None = None) -> None:
         for name, dataset in (("train", train), ("test", test)):
             if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
-                raise ValueError(
+                raise UserError(
                     f"{name} is a Dataset with a length, whose samples have numbers: got a"
                     f" {type(dataset).__name__}"
                 )
@@ -57,7 +58,7 @@ def _images(dataset: Any, n_classes: int) -> Images:
     sample = dataset[0]
     pair = isinstance(sample, tuple | list) and len(sample) == 2
     if not pair or not isinstance(sample[0], Tensor) or sample[0].dim() != 3:
-        raise ValueError(
+        raise UserError(
             "samples are pairs of a tensor [channels, height, width] and the number of a class:"
             f" the first one is {_told(sample)}; give form= if they are no images"
         )

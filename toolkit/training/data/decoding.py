@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional
 
-from toolkit.messages import first_line
+from toolkit.errors import UserError, first_line
 from toolkit.training.data.files import check_file, naming
 from toolkit.training.data.readers import Key
 from toolkit.training.data.views import Cut, View
@@ -106,7 +106,7 @@ def check_gpu(device: torch.device) -> None:
         ValueError: it is one.
     """
     if device.type != "cuda":
-        raise ValueError(
+        raise UserError(
             f"data.decode=gpu decodes on a CUDA device and this run is on {device}: choose"
             " data.decode=cpu, or device=cuda"
         )
@@ -115,7 +115,7 @@ def check_gpu(device: torch.device) -> None:
     try:
         decode_jpegs([torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)], device)
     except (RuntimeError, ImportError) as error:
-        raise ValueError(
+        raise UserError(
             "data.decode=gpu needs a torchvision that decodes JPEG on CUDA, and this one does not"
             f" ({first_line(error)}): choose data.decode=cpu"
         ) from error

@@ -11,6 +11,8 @@ from typing import Any
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from toolkit.errors import UserError
+
 _SHOWN = 5  # names of what a folder holds, in a message
 
 
@@ -49,7 +51,7 @@ class ClassFolders(ImageFolder):
         with _listing(directory), os.scandir(directory) as entries:
             classes = sorted(entry.name for entry in entries if _is_folder(entry))
         if not classes:
-            raise ValueError(
+            raise UserError(
                 f"{directory} does not hold one folder of images a class: it holds"
                 f" {contents(directory)}; put the images of each class into a folder named after it"
             )
@@ -66,7 +68,7 @@ class ClassFolders(ImageFolder):
             folder = os.path.join(directory, name)
             paths = _images(folder, above)
             if not paths:
-                raise ValueError(
+                raise UserError(
                     f"{folder} has no images: it holds {contents(folder)}; put files there that end"
                     f" with {', '.join(IMG_EXTENSIONS)}, or take the folder out"
                 )
@@ -91,7 +93,7 @@ def _walk(folder: str, above: frozenset[tuple[int, int]]) -> Iterator[tuple[str,
         with os.scandir(folder) as entries:
             folders = {entry.name: _is_folder(entry) for entry in entries}
     if (here := (found.st_dev, found.st_ino)) in above:
-        raise ValueError(f"{folder} is a link to a folder that holds it: take the link out")
+        raise UserError(f"{folder} is a link to a folder that holds it: take the link out")
     yield folder, [name for name, is_folder in folders.items() if not is_folder]
     for name, is_folder in folders.items():
         if is_folder:
@@ -110,7 +112,7 @@ def _listing(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"{folder} cannot be read ({error.strerror}): expected a folder of images; make it"
             " readable, or take it out"
         ) from error
@@ -125,14 +127,14 @@ def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
     images, test_images = ClassFolders(str(train)), ClassFolders(str(test))
     if differing := sorted(set(images.classes) ^ set(test_images.classes)):
         where = train if differing[0] in images.classes else test
-        raise ValueError(
+        raise UserError(
             f"{train} and {test} need a folder for each class, named alike: {differing[0]!r} is in"
             f" {where} only"
         )
     return images, test_images
 
 
-class DamagedImageError(ValueError):
+class DamagedImageError(UserError):
     """An image file that cannot be decoded."""
 
 

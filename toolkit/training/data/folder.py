@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import ImageFolder
 
+from toolkit.errors import UserError
 from toolkit.model.forms import Images
 from toolkit.training.data.damaged import Read, Skipped, first_readable, skips
 from toolkit.training.data.decoding import Encoded, check_gpu, decode, read_encoded
@@ -55,9 +56,9 @@ class Folder:
         damaged: str = "refuse",
     ) -> None:
         if decode not in _DECODERS:
-            raise ValueError(f"unknown data.decode {decode!r}: choose {' or '.join(_DECODERS)}")
+            raise UserError(f"unknown data.decode {decode!r}: choose {' or '.join(_DECODERS)}")
         if image_size < 1:
-            raise ValueError(f"data.image_size is 1 or more: got {image_size}")
+            raise UserError(f"data.image_size is 1 or more: got {image_size}")
         skip = skips(damaged)
         self._skipped = Skipped()
         self.num_workers = n_workers(num_workers)

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.training.data.parts import Rows, Wanted, all_rows, rows_of
 from toolkit.training.data.sample_set import Batch, Batches
 
@@ -80,7 +81,7 @@ def shuffled(
         ValueError: they are fewer than a training step takes.
     """
     if batch_size > n:
-        raise ValueError(
+        raise UserError(
             f"a training step takes {batch_size} {samples} and there are {n}: make batch or"
             " microbatches smaller"
         )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
+
 Wanted = Callable[[int], Sequence[int]]
 """The parts of a batch, by its number, that are wanted."""
 
@@ -34,7 +36,7 @@ def rows_of(batch_size: int, n_parts: int, wanted: Wanted) -> Rows:
 
 def _check(size: int, n_parts: int) -> None:
     if size % n_parts:
-        raise ValueError(
+        raise UserError(
             f"a batch of {size} samples cannot be divided into {n_parts} micro-batches of equal"
             f" size: make it a multiple of {n_parts}"
         )

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from toolkit.errors import UserError
+
 Key = tuple[int, int]
 """The seed of an epoch, and the number of an image."""
 
@@ -34,7 +36,7 @@ def n_workers(asked: int | None) -> int:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return max(1, min(_MOST, cores // ranks_here))
     if asked < 0:
-        raise ValueError(f"data.num_workers is 0 or more, or null for all cores: got {asked}")
+        raise UserError(f"data.num_workers is 0 or more, or null for all cores: got {asked}")
     return min(asked, cores)
 
 
@@ -78,7 +80,7 @@ class Readers:
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         if prefetch_factor < 1:
-            raise ValueError(f"data.prefetch_factor is 1 or more: got {prefetch_factor}")
+            raise UserError(f"data.prefetch_factor is 1 or more: got {prefetch_factor}")
         self._images = images
         self._options: dict[str, Any] = {"num_workers": num_workers, "collate_fn": collate}
         if num_workers:

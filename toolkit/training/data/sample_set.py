@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from toolkit.config.build import check_target, look_here
+from toolkit.errors import UserError
 from toolkit.model.forms import Form
 
 Batch = tuple[Tensor, Tensor]
@@ -52,7 +53,7 @@ def load(config: DictConfig) -> SampleSet:
     look_here()
     samples: SampleSet = instantiate(config)
     if not all(hasattr(samples, name) for name in ("form", "train", "test")):
-        raise ValueError(
+        raise UserError(
             f"data: {config._target_} gives a {type(samples).__name__}, and training takes a set"
             " with form, train() and test(), such as toolkit.training.data.Datasets makes of two of"
             " torch's: conf/README.md has an example"

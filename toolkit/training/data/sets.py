@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.config.ranks import leads
+from toolkit.errors import UserError
 from toolkit.training.data.memory import InMemory, Labelled
 from toolkit.training.data.subset import first
 
@@ -49,7 +50,7 @@ def synthetic(
     sizes = {"n_train": n_train, "n_test": n_test, "n_classes": n_classes}
     for name, size in (sizes | {"image_size": image_size, "in_channels": in_channels}).items():
         if size < 1:
-            raise ValueError(f"data.{name} is 1 or more: got {size}")
+            raise UserError(f"data.{name} is 1 or more: got {size}")
     generator = torch.Generator().manual_seed(0)
     shape = (in_channels, image_size, image_size)
     patterns = torch.rand(n_classes, *shape, generator=generator)
@@ -91,7 +92,7 @@ def cifar10(
     from toolkit.training.data.damaged import Skipped, skips
 
     if crop_padding < 0:
-        raise ValueError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
+        raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
     skip, skipped = skips(damaged), Skipped(tells=leads())  # each rank reads them all
     expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
     folder = _existing("cifar10", root, expected)
@@ -108,7 +109,7 @@ def cifar10(
         _check_splits(folder, expected, "train", "test")
         split = open_split(folder / "train", folder / "test")
         if (n_classes := len(split[0].classes)) != 10:
-            raise ValueError(
+            raise UserError(
                 f"{folder / 'train'} holds folders of {n_classes} classes: CIFAR-10 has 10; take"
                 " data=image_folder for other images"
             )
@@ -155,7 +156,7 @@ def image_folder(
     """
     expected = f"train/ and {validation}/ with one folder of images a class"
     if not validation:
-        raise ValueError("data.validation is the name of a folder, such as val: got nothing")
+        raise UserError("data.validation is the name of a folder, such as val: got nothing")
     folder = _existing("image_folder", root, expected)
     _check_splits(folder, expected, "train", validation)
     from toolkit.training.data.folder import Folder
@@ -166,12 +167,12 @@ def image_folder(
 
 def _existing(name: str, root: str | None, expected: str) -> Path:
     if root is None:
-        raise ValueError(f"data={name} reads a folder: set data.root to one that holds {expected}")
+        raise UserError(f"data={name} reads a folder: set data.root to one that holds {expected}")
     from toolkit.training.data.files import problem_of
 
     folder = Path(os.path.expanduser(root))
     if (problem := problem_of(folder)) is not None:
-        raise ValueError(f"data.root={folder} {problem}: expected a folder that holds {expected}")
+        raise UserError(f"data.root={folder} {problem}: expected a folder that holds {expected}")
     return folder
 
 
@@ -180,7 +181,7 @@ def _check_splits(root: Path, expected: str, *splits: str) -> None:
 
     for name in splits:
         if (problem := problem_of(root / name)) is not None:
-            raise ValueError(
+            raise UserError(
                 f"data.root={root} does not hold {expected}: {name} {problem}; it"
                 f" holds {contents(root)}"
             )
@@ -209,7 +210,7 @@ def _decoded(
         )
         skipped.add(damaged)
         if image.size != (size, size):
-            raise ValueError(
+            raise UserError(
                 f"{found.samples[number][0]} is {image.width}x{image.height} pixels: expected"
                 f" {size}x{size}; take data=image_folder for images of any size"
             )

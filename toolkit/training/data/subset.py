@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
+
 
 def first(n: int | None, labels: Tensor, option: str) -> Tensor:
     """The first ``n`` images of a fixed random order in which the classes take turns.
@@ -25,9 +27,9 @@ def first(n: int | None, labels: Tensor, option: str) -> Tensor:
     if n is None:
         return everything
     if n < 1:
-        raise ValueError(f"data.{option} is 1 or more, or null for all: got {n}")
+        raise UserError(f"data.{option} is 1 or more, or null for all: got {n}")
     if n > len(labels):
-        raise ValueError(
+        raise UserError(
             f"data.{option}={n} and there are {len(labels)} images: give fewer, or null for all"
         )
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))

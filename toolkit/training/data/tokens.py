@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit.errors import UserError
 from toolkit.model.forms import Sequences
 from toolkit.training.data.held import HeldBatches, shuffled
 from toolkit.training.data.pixels import send
@@ -43,7 +44,7 @@ class Tokens:
     ) -> None:
         for name, value in (("length", length), ("vocabulary", vocabulary)):
             if value < 1:
-                raise ValueError(f"data.{name} is 1 or more: got {value}")
+                raise UserError(f"data.{name} is 1 or more: got {value}")
         # The last token is no input; and a training epoch begins up to one sequence later.
         self._n_train, self._n_test = (len(train) - length) // length, (len(test) - 1) // length
         for what, n, tokens, least in (
@@ -51,7 +52,7 @@ class Tokens:
             ("test", self._n_test, test, length + 1),
         ):
             if n < 1:
-                raise ValueError(
+                raise UserError(
                     f"{len(tokens)} tokens of {what} text are too few for data.length={length},"
                     f" which takes {least}: give more text, or make it shorter"
                 )
@@ -98,7 +99,7 @@ class _Text:
         vocabulary = self.form.vocabulary
         for found in (tokens.min(), tokens.max()):
             if not 0 <= found < vocabulary:
-                raise ValueError(
+                raise UserError(
                     f"the {self.name} text has a token {found}, and data.vocabulary={vocabulary}"
                     f" knows 0 to {vocabulary - 1}: change it, or data.dtype"
                 )
@@ -118,7 +119,7 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
         ValueError: there is no such text, or an option has no such value.
     """
     if not 0 < test_share < 1:
-        raise ValueError(f"data.test_share is a share between 0 and 1: got {test_share}")
+        raise UserError(f"data.test_share is a share between 0 and 1: got {test_share}")
     found = _of_python() if root is None else b"".join(_read(path) for path in _texts(root))
     tokens = np.frombuffer(found, dtype=np.uint8)
     n_train = round(len(tokens) * (1 - test_share))
@@ -142,13 +143,13 @@ def token_files(
         ValueError: the folder is missing or holds something else, or an option has no such value.
     """
     if root is None:
-        raise ValueError("data=tokens reads a folder: set data.root to one with train.bin, val.bin")
+        raise UserError("data=tokens reads a folder: set data.root to one with train.bin, val.bin")
     try:
         kind = np.dtype(dtype)
     except TypeError:
         kind = np.dtype(float)
     if kind.kind not in "iu":
-        raise ValueError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
+        raise UserError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
     train, test = (_mapped(Path(root).expanduser() / f"{name}.bin", kind) for name in _SPLITS)
     return Tokens(train, test, length, vocabulary)
 
@@ -160,7 +161,7 @@ def _of_python() -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError as error:  # some systems pack it apart
-        raise ValueError(
+        raise UserError(
             "this Python comes without its reference (pydoc_data): set data.root to a text"
         ) from error
     return "\n".join(topics[name] for name in sorted(topics)).encode()
@@ -172,7 +173,7 @@ def _texts(root: str) -> Sequence[Path]:
     if path.is_dir():
         found = sorted(text for text in path.rglob("*.txt") if not text.is_dir())
     if not found:
-        raise ValueError(f"data.root={root} has no .txt files: give a file, or a folder with some")
+        raise UserError(f"data.root={root} has no .txt files: give a file, or a folder with some")
     return found
 
 
@@ -180,7 +181,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"data.root: {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"data.root: {path} cannot be read: {error.strerror}") from error
 
 
 def _mapped(
@@ -190,12 +191,12 @@ def _mapped(
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"data.root: {path} cannot be read: {error.strerror}; a folder of tokens holds"
             " train.bin and val.bin"
         ) from error
     if size % kind.itemsize:
-        raise ValueError(f"{path} has {size} bytes, which are no whole number of data.dtype={kind}")
+        raise UserError(f"{path} has {size} bytes, which are no whole number of data.dtype={kind}")
     if size == 0:
         return np.empty(0, kind)
     return np.memmap(path, dtype=kind, mode="r")

@@ -1,0 +1,29 @@
+"""Errors that are the user's to correct, and their wording."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """A mistake of the user: the message gives the value, the constraint and the way out.
+
+    The command line prints it as one line and exits with status 2. Any other exception is a bug
+    and keeps its traceback.
+    """
+
+
+def first_line(error: BaseException) -> str:
+    """First line of the error's message that is not blank; the error's repr if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def last_line(error: BaseException) -> str:
+    """Last line of the error's message that is not blank; the error's repr if there is none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)
+
+
+def suggest(choice: str, valid: Sequence[str]) -> str:
+    """Advice for an unknown ``choice``: the nearest valid name, and all of them."""
+    near = get_close_matches(choice, valid, n=1, cutoff=0.4)
+    return "".join(f"did you mean {name}? " for name in near) + f"choose one of {', '.join(valid)}"
