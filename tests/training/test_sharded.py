@@ -189,6 +189,13 @@ def test_reads_paths_that_another_python_has_written(module):
     assert _Unpickler(io.BytesIO(pickled)).load() == Path("here")
 
 
+def test_refuses_names_with_a_dot():
+    module = "torch.distributed.checkpoint.metadata"
+    reached = b"\x80\x04\x8c" + bytes([len(module)]) + module.encode() + b"\x8c\tos.getcwd\x93)R."
+    with pytest.raises(pickle.UnpicklingError, match=r"os\.getcwd"):
+        _Unpickler(io.BytesIO(reached)).load()
+
+
 def test_what_something_else_has_written_is_refused(tmp_path):
     with warnings.catch_warnings(action="ignore"):
         dcp.save({"a": torch.zeros(2)}, storage_writer=dcp.FileSystemWriter(tmp_path))
