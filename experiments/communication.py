@@ -76,13 +76,13 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
     """Run every setting, and draw one beside its prediction."""
     from toolkit.figures import save, timelines
     from toolkit.runtime import launch
-    from toolkit.runtime.meters import comparison
+    from toolkit.runtime.meters import predicted_vs_measured
     from toolkit.tracking import Progress
 
     check_counts(config, "width", "batch")
     n = config.workers
-    n_ranks = comparison.n_ranks(n)
-    n_settings = len(comparison.SETTINGS) * len(comparison.RULES)
+    n_ranks = predicted_vs_measured.n_ranks(n)
+    n_settings = len(predicted_vs_measured.SETTINGS) * len(predicted_vs_measured.RULES)
     with Progress(n_settings, unit="settings") as progress:
         progress.run(f"starting {n_ranks} processes")
 
@@ -92,7 +92,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
                 progress.step(1, 1)
 
         rows = launch(
-            comparison.measure,
+            predicted_vs_measured.measure,
             n_ranks,
             n,
             config.width,
@@ -102,7 +102,9 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
             timeout=config.timeout,
         )[0]
     shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))
-    pair = comparison.beside_prediction(shown.measurements, n, config.width, config.batch)
+    pair = predicted_vs_measured.beside_prediction(
+        shown.measurements, n, config.width, config.batch
+    )
     save(timelines(pair), folder / "timeline")
     pair[0].to_chrome_trace(folder / "trace.json")
     return rows

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, TCPStore
 
 from toolkit.errors import UserError
-from toolkit.runtime.processes.lastword import LastWord, Process, machine
+from toolkit.runtime.process_group.shared_status import Process, SharedStatus, machine
 
 _LOOK = 0.02  # seconds between looks at the processes
 _PIDFD_GETFD = 438  # the system call's number, the same on every architecture since Linux 5.6
@@ -93,7 +93,7 @@ class Rank(NamedTuple):
     """A rank of a job that trains, from outside."""
 
     process: Process
-    word: LastWord
+    word: SharedStatus
 
     @property
     def place(self) -> str:
@@ -141,7 +141,7 @@ def _at_work(
         if beats.check([key]):
             for entry in beats.get(key).decode().splitlines():
                 rank, pid, started, fd = entry.split(" ")
-                word = LastWord.of(int(pid), int(fd))
+                word = SharedStatus.of(int(pid), int(fd))
                 if word is not None:
                     ranks[int(rank)] = Rank(Process(int(pid), started), word)
         return len(ranks) == n_ranks

@@ -15,8 +15,8 @@ from tests.thorough import thorough
 from toolkit.config.errors import explain
 from toolkit.config.ranks import refuse
 from toolkit.runtime import launch
-from toolkit.runtime.meters import comparison
-from toolkit.runtime.processes.watch import EXIT_FAILED
+from toolkit.runtime.meters import predicted_vs_measured
+from toolkit.runtime.process_group.watch import EXIT_FAILED
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -145,7 +145,7 @@ def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, tol
     given_up = []
     world = SimpleNamespace(watch=SimpleNamespace(give_up=given_up.append))
     monkeypatch.setenv("RANK", number)
-    monkeypatch.setattr("toolkit.runtime.processes.world.joined", lambda: world)
+    monkeypatch.setattr("toolkit.runtime.process_group.group.joined", lambda: world)
     refuse("a mistake")
     assert given_up == ["a mistake"]
     assert capsys.readouterr().err == told
@@ -193,7 +193,7 @@ def test_submitit_may_be_missing():
 @pytest.fixture(scope="module")
 def measured():
     """N = 2, on 4 processes: every setting of the paper, under every rule."""
-    return launch(comparison.measure, comparison.n_ranks(2), 2)[0]
+    return launch(predicted_vs_measured.measure, predicted_vs_measured.n_ranks(2), 2)[0]
 
 
 def measuring(monkeypatch, folder, rows):
@@ -231,7 +231,7 @@ def test_fails_where_a_measurement_differs(measured, monkeypatch, tmp_path, rule
     wrong = [event._replace(**change(event)) for event in found.records[0].events]
     records = [replace(found.records[0], events=wrong), *found.records[1:]]
     tampered = replace(found, records=records)
-    rows[place] = comparison.make_row("multi-device", rule, tampered, 256, 64)
+    rows[place] = predicted_vs_measured.make_row("multi-device", rule, tampered, 256, 64)
     assert names <= rows[place].differences.keys()
     finished = measuring(monkeypatch, tmp_path, rows)
     assert finished.status == 1

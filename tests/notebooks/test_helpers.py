@@ -26,8 +26,8 @@ from toolkit.notebook import (
 )
 from toolkit.pilot import pilot
 from toolkit.runtime import JobFailedError
-from toolkit.runtime.meters.comparison import MeasuredRow
 from toolkit.runtime.meters.measurements import Measurements
+from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
 from toolkit.schedule.comparison import compare
 from toolkit.tables import plus_minus
 from toolkit.tracking.collect import learning_curves

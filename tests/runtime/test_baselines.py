@@ -22,10 +22,10 @@ from tests.thorough import more
 from toolkit.model import partition
 from toolkit.runtime import Recipe, SingleProcess, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
-from toolkit.runtime.baselines.base import is_data_parallel
+from toolkit.runtime.baselines.baseline import is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.pipelining import rank_orders
-from toolkit.runtime.processes.launch import launch
+from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.training import optimizers
 

@@ -10,7 +10,7 @@ from tests.runtime.models import assert_same, learning_rates
 from tests.runtime.test_baselines import CASES
 from tests.thorough import THOROUGH
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.processes.launch import launch
+from toolkit.runtime.process_group.launch import launch
 
 METHODS = ("ddp", "fsdp", "delayed", "gpipe", "interleaved")
 VARIANTS = ("plain", "mixed") if THOROUGH else ("mixed",)

@@ -16,7 +16,7 @@ from tests.runtime.test_baselines import CASES, assert_same
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, join
 from toolkit.runtime.baselines import FSDP
-from toolkit.runtime.processes.launch import launch
+from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import catalog
 from toolkit.training.checkpoint import DamagedCheckpointError
 from toolkit.training.checkpoints import Checkpoints

@@ -8,7 +8,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from toolkit.runtime.processes.world import World
+    from toolkit.runtime.process_group.group import World
 
 
 def leads() -> bool:
@@ -48,12 +48,12 @@ def refuse(message: str) -> None:
 def part() -> None:
     """Leave the other ranks, at the end of the program."""
     if _world() is not None:
-        from toolkit.runtime.processes.world import leave
+        from toolkit.runtime.process_group.group import leave
 
         leave()
 
 
 def _world() -> "World | None":
     """The ranks that this process has joined, if any; torch is not loaded to find out."""
-    module = sys.modules.get("toolkit.runtime.processes.world")
+    module = sys.modules.get("toolkit.runtime.process_group.group")
     return module.joined() if module else None

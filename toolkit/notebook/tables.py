@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from toolkit.cost import MemoryCurve
-    from toolkit.runtime.meters.comparison import MeasuredRow
     from toolkit.runtime.meters.measurements import Measurements
+    from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
     from toolkit.schedule.comparison import Row
 
 

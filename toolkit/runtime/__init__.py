@@ -1,10 +1,10 @@
 """Runtimes: they execute a schedule's program, in one process or in many."""
 
 from toolkit.runtime.distributed import Distributed
-from toolkit.runtime.processes.child import report
-from toolkit.runtime.processes.launch import RankError, launch
-from toolkit.runtime.processes.watch import JobFailedError
-from toolkit.runtime.processes.world import World, join, leave
+from toolkit.runtime.process_group.group import World, join, leave
+from toolkit.runtime.process_group.launch import RankError, launch
+from toolkit.runtime.process_group.watch import JobFailedError
+from toolkit.runtime.process_group.worker import report
 from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.single_process import ORDERS, SingleProcess

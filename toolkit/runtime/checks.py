@@ -13,7 +13,7 @@ from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:
-    from toolkit.runtime.processes.world import World
+    from toolkit.runtime.process_group.group import World
 
 
 def check_fit(
@@ -52,7 +52,7 @@ def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> 
     and on another device than the model."""
     on = {tensor.device for tensor in stages.model.parameters()}
     if world is None:
-        from toolkit.runtime.processes.world import join
+        from toolkit.runtime.process_group.group import join
 
         on_cpu = all(device.type == "cpu" for device in on)
         world = join(schedule.n_ranks, device="cpu" if on_cpu else "auto")

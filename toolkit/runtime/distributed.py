@@ -21,7 +21,7 @@ from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
 from toolkit.runtime.links import Links, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.rehearsal import rehearse

@@ -15,7 +15,7 @@ import torch
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.runtime.links import Links, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
-from toolkit.runtime.processes.backend import is_of_backend
+from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.streams import Streams
@@ -148,7 +148,7 @@ class Execution:
 
     def _raise(self, position: int, error: BaseException) -> NoReturn:
         i = self._order[position]
-        if i.action.communicates and is_of_backend(error):
+        if i.action.communicates and is_backend_error(error):
             self._watch.at(i, i.step, i.peers)
             self._watch.fail(error)
         raise error

@@ -10,7 +10,7 @@ from torch import Tensor
 from toolkit.model import Stages
 from toolkit.runtime.layout import Layout
 from toolkit.runtime.links import Links, Transfer
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import Weights

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Batch, Source

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit.runtime import hierarchy
 from toolkit.runtime.layout import Layouts
 from toolkit.runtime.pacing import Pacer
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction

@@ -7,7 +7,7 @@ needed: it gives it when it reaches the tick at which the other one starts.
 
 from datetime import timedelta
 
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.schedule import Action, Instruction, Program
 from toolkit.schedule.turns import turns
 

@@ -22,7 +22,7 @@ from toolkit.model import partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.processes.world import World, join
+from toolkit.runtime.process_group.group import World, join
 from toolkit.runtime.recipe import Recipe, allow_tf32
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule

@@ -15,7 +15,7 @@ import torch
 from toolkit.errors import UserError
 from toolkit.measure import Measure
 from toolkit.runtime.interface import Runtime
-from toolkit.runtime.processes.watch import ECHO
+from toolkit.runtime.process_group.watch import ECHO
 from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints

@@ -22,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from toolkit.errors import first_line
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.state import joined
 from toolkit.runtime.tree import map_places, merged
 from toolkit.training.checkpoint import DamagedCheckpointError, replace_folder, serialised

@@ -13,7 +13,7 @@ from toolkit.model import Stages
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.synchronous import Synchronous
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
@@ -35,7 +35,7 @@ class DDP(Synchronous):
     """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        stages, optimizer, loss, world: as in ``Baseline``.
         schedule: ``catalog.data_parallel(n)``.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.

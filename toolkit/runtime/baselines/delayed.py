@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Steps
 from toolkit.runtime.layout import COMPRESSIONS, Layout, compressed
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source
@@ -36,7 +36,7 @@ class DelayedAllReduce(Baseline):
     and keeps the version before, with which the next run begins.
 
     Args:
-        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        stages, optimizer, loss, world: as in ``Baseline``.
         schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.

@@ -17,7 +17,7 @@ from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.release import Released
 from toolkit.runtime.baselines.synchronous import Synchronous
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values
@@ -33,7 +33,7 @@ class FSDP(Synchronous):
     While it trains, the model's own parameters are empty; :meth:`module` fills them.
 
     Args:
-        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        stages, optimizer, loss, world: as in ``Baseline``.
         schedule: ``catalog.data_parallel(n)``, its state sharded or not.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.

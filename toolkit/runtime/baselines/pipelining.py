@@ -17,11 +17,11 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import Boundary
-from toolkit.runtime.baselines.base import Baseline, called
+from toolkit.runtime.baselines.baseline import Baseline, called
 from toolkit.runtime.baselines.release import Released
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageRunner, Values
@@ -42,7 +42,7 @@ class TorchPipelining(Baseline):
     of other ranks' stages are empty; :meth:`module` fills them.
 
     Args:
-        stages: as in :class:`toolkit.runtime.baselines.base.Baseline`, and so all others not here.
+        stages, optimizer, loss, world: as in ``Baseline``.
         schedule: ``catalog.gpipe``, ``one_f_one_b``, ``interleaved_1f1b`` or ``zero_bubble``, or
             any other whose ranks run their ops in the same order.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.baselines.base import Baseline, called, is_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, called, is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import Recipe
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values, channels_last

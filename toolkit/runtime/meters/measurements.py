@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from toolkit.cost.timeline import Timeline
 from toolkit.runtime.meters.meter import Event, Record
-from toolkit.runtime.meters.spans import timeline_of
+from toolkit.runtime.meters.recorder import timeline_of
 from toolkit.schedule import Action, Buffer, Schedule
 from toolkit.schedule.program import most_by_slot
 from toolkit.schedule.traffic import received_of, traffic_of

@@ -22,10 +22,16 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from toolkit.runtime.processes.backend import is_of_backend
-from toolkit.runtime.processes.beats import Beats
-from toolkit.runtime.processes.lastword import LastWord
-from toolkit.runtime.processes.verdict import Fate, Position, Seen, Verdict, judge, lost_store
+from toolkit.runtime.process_group.diagnosis import (
+    Diagnosis,
+    Position,
+    RankStatus,
+    Seen,
+    diagnose,
+    lost_store,
+)
+from toolkit.runtime.process_group.heartbeat import Heartbeat
+from toolkit.runtime.process_group.shared_status import SharedStatus
 
 EXIT_FAILED = 70
 """The exit status of a rank that leaves because the job has failed."""
@@ -55,6 +61,19 @@ announce: Callable[[str], None] = _print
 """Tells the user why the job fails. One rank calls it, once."""
 
 
+_BACKEND_WORDS = re.compile("gloo|nccl|connection|socket", re.IGNORECASE)
+
+
+def is_backend_error(error: BaseException) -> bool:
+    """Return whether ``error`` may be the consequence of another rank's end.
+
+    torch raises most such errors as plain RuntimeErrors, like a user's mistake or a full memory.
+    """
+    if isinstance(error, ConnectionError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _BACKEND_WORDS.search(str(error)) is not None
+
+
 class Watch:
     """The position of this rank, and a thread that watches over it and the others.
 
@@ -75,9 +94,9 @@ class Watch:
         self.position = Position("start", None, ())
         self.on_failure: Callable[[str], None] = lambda message: None
         self._told = "another rank has said why the ranks end"
-        self._word = LastWord.make()
+        self._word = SharedStatus.make()
         self._beat = min(0.5, timeout / 8)
-        self._reason: Verdict | None = None
+        self._reason: Diagnosis | None = None
         self._watching = False
 
     def at(self, what: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
@@ -108,7 +127,7 @@ class Watch:
             yield
         except Exception as error:
             ours = isinstance(error, JobFailedError)
-            if self.position.peers and is_of_backend(error) and not ours:
+            if self.position.peers and is_backend_error(error) and not ours:
                 self.fail(error)
             raise
 
@@ -135,7 +154,7 @@ class Watch:
         """
         if not self._watching:
             raise JobFailedError(message)
-        self._reason = Verdict(None, message)
+        self._reason = Diagnosis(None, message)
         self._await_end()
 
     def _await_end(self) -> NoReturn:
@@ -154,12 +173,12 @@ class Watch:
         self._rounds, self._rounds_at = -1, 0.0  # of the store's answers
         self._asked = -1  # the round since which the others are asked for
         self._silence: dict[int, tuple[int, float]] = {}
-        self._beats = Beats(self.store, self.rank, self.size, self._word, self._mine)
-        self._word.fate = Fate.RUNNING
+        self._heartbeat = Heartbeat(self.store, self.rank, self.size, self._word, self._mine)
+        self._word.status = RankStatus.RUNNING
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
-        self._beats.start(self._beat, self.timeout)
+        self._heartbeat.start(self._beat, self.timeout)
         self._watching = True
         self._take_signals()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -168,22 +187,22 @@ class Watch:
 
     def stop(self) -> None:
         """End to watch: this rank has done its part, and leaves."""
-        self._close(Fate.DONE)
+        self._close(RankStatus.DONE)
 
     def _at_exit(self) -> None:
         # After an exception the others shall not take this rank for one that has done its part.
-        self._close(Fate.RUNNING if hasattr(sys, "last_value") else Fate.DONE)
+        self._close(RankStatus.RUNNING if hasattr(sys, "last_value") else RankStatus.DONE)
 
-    def _close(self, fate: Fate) -> None:
+    def _close(self, status: RankStatus) -> None:
         if not self._watching:
             return
-        if fate != Fate.RUNNING:
-            self._word.fate = fate
+        if status != RankStatus.RUNNING:
+            self._word.status = status
         self._watching = False
         self._wake()
         self._thread.join()
         self._give_signals_back()
-        self._beats.stop(_LINGER)
+        self._heartbeat.stop(_LINGER)
         os.close(self._read_end)
         os.close(self._write_end)
         atexit.unregister(self._at_exit)
@@ -262,8 +281,8 @@ class Watch:
             mine = self._mine()
             stands = mine.seconds > 2 * self._beat
             lost = self._is_lost(stands)
-            if self._beats.verdict is not None:
-                self._follow(self._beats.verdict)
+            if self._heartbeat.diagnosis is not None:
+                self._follow(self._heartbeat.diagnosis)
             if self._reason is not None:
                 self._end(self._reason, lost)
             if not mine.error:
@@ -271,42 +290,42 @@ class Watch:
             if mine.error or stands or self._signal:
                 self._look_for_reason(mine, lost)
             else:
-                self._beats.curious = False
+                self._heartbeat.curious = False
                 self._silence.clear()
             if self._signal and self._now - self._signal_at >= _GRACE:
                 self._obey(mine)
             urgent = bool(mine.error or self._signal)
             if urgent:
-                self._beats.call()
+                self._heartbeat.call()
             for number in self._sleep(_HURRY if urgent else self._beat):
                 if self._obeys(number):
                     self._signal, self._signal_at = number, self._now
-                    self._word.fate = Fate.TOLD
+                    self._word.status = RankStatus.TERMINATED
 
     def _is_lost(self, stands: bool) -> bool:
         """Whether the store is gone, or has not answered for the time-out while this rank stood."""
-        if self._beats.rounds != self._rounds or not stands:
-            self._rounds, self._rounds_at = self._beats.rounds, self._now
-        return self._beats.lost or self._now - self._rounds_at >= self.timeout
+        if self._heartbeat.rounds != self._rounds or not stands:
+            self._rounds, self._rounds_at = self._heartbeat.rounds, self._now
+        return self._heartbeat.lost or self._now - self._rounds_at >= self.timeout
 
     def _look_for_reason(self, mine: Seen, lost: bool) -> None:
         """Ask what the others do; once they have been heard, end the job if there is a reason."""
-        if not self._beats.curious:
-            self._beats.curious, self._asked = True, self._rounds
+        if not self._heartbeat.curious:
+            self._heartbeat.curious, self._asked = True, self._rounds
             return
         if not lost and self._rounds < self._asked + 2:  # the round under way may not have listened
             return
         table = self._table(mine, lost)
-        if any(seen.fate == Fate.FAILED for seen in table.values()):
+        if any(seen.status == RankStatus.FAILED for seen in table.values()):
             self._leave(EXIT_FAILED)
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._now - self._well_at))
-        verdict = judge(table, self.rank, self.timeout, patience)
+        diagnosis = diagnose(table, self.rank, self.timeout, patience)
         over = mine.seconds >= self.timeout or (mine.error and not patience)
-        blamed = verdict is not None and verdict.blamed is not None
+        blamed = diagnosis is not None and diagnosis.blamed is not None
         if lost and not blamed and over and mine.position.peers:
-            verdict = lost_store(table, self.rank, _address(self.store))
-        if verdict is not None:
-            self._end(verdict, lost)
+            diagnosis = lost_store(table, self.rank, _address(self.store))
+        if diagnosis is not None:
+            self._end(diagnosis, lost)
 
     def _obey(self, mine: Seen) -> None:
         """Do as the signal says: no other rank's failure was the reason for it."""
@@ -314,13 +333,13 @@ class Watch:
             self._leave(128 + self._signal)
         elif self._now - self._signal_at <= 1:
             return  # the main thread is to have its KeyboardInterrupt
-        self._signal, self._word.fate = 0, Fate.RUNNING
+        self._signal, self._word.status = 0, RankStatus.RUNNING
 
     def _mine(self) -> Seen:
         """This rank."""
         position = self.position
         seconds = self._now - self._since if position is self._seen else 0.0
-        return Seen(position, seconds, self._word.fate, self._error, self._host)
+        return Seen(position, seconds, self._word.status, self._error, self._host)
 
     def _table(self, mine: Seen, lost: bool) -> dict[int, Seen]:
         """All ranks, as they are seen from here."""
@@ -328,74 +347,86 @@ class Watch:
         enough = self.timeout - 3 * self._beat  # it is listened to only after this rank stands
         for rank in range(self.size):
             if rank != self.rank:
-                number, seen = self._beats.heard.get(rank, (-1, Seen(Position("start", None, ()))))
+                number, seen = self._heartbeat.heard.get(
+                    rank, (-1, Seen(Position("start", None, ())))
+                )
                 heard, since = self._silence.get(rank, (None, 0.0))
                 if heard != number:
                     self._silence[rank] = number, self._now
-                elif seen.fate == Fate.RUNNING and not lost and self._now - since >= enough:
-                    seen = replace(seen, fate=Fate.SILENT, exact=False)
-                if rank in self._beats.local:
+                elif seen.status == RankStatus.RUNNING and not lost and self._now - since >= enough:
+                    seen = replace(seen, status=RankStatus.SILENT, exact=False)
+                if rank in self._heartbeat.local:
                     seen = self._see(rank, seen)
-                if self._signal and seen.fate == Fate.TOLD:  # as this rank is, so that is no reason
-                    seen = replace(seen, fate=Fate.RUNNING)
+                if (
+                    self._signal and seen.status == RankStatus.TERMINATED
+                ):  # as this rank is, so that is no reason
+                    seen = replace(seen, status=RankStatus.RUNNING)
                 table[rank] = seen
         return table
 
     def _see(self, rank: int, seen: Seen) -> Seen:
         """A rank of this machine, with what can be seen from outside."""
-        process, word = self._beats.local[rank]
-        fate = word.fate if word is not None else seen.fate
-        if fate in (Fate.RUNNING, Fate.SILENT):
-            fate = Fate.DEAD if process.gone else Fate.STOPPED if process.stopped else seen.fate
-        if fate == Fate.RUNNING or word is None:
-            return replace(seen, fate=fate, exact=fate == Fate.RUNNING)
+        process, word = self._heartbeat.local[rank]
+        status = word.status if word is not None else seen.status
+        if status in (RankStatus.RUNNING, RankStatus.SILENT):
+            status = (
+                RankStatus.DEAD
+                if process.gone
+                else RankStatus.STOPPED
+                if process.stopped
+                else seen.status
+            )
+        if status == RankStatus.RUNNING or word is None:
+            return replace(seen, status=status, exact=status == RankStatus.RUNNING)
         what, step = word.read()
-        return replace(seen, fate=fate, exact=True, position=Position(what, step, ()))
+        return replace(seen, status=status, exact=True, position=Position(what, step, ()))
 
-    def _end(self, verdict: Verdict, lost: bool) -> NoReturn:
-        """Say the verdict, if nobody else does, and leave."""
+    def _end(self, diagnosis: Diagnosis, lost: bool) -> NoReturn:
+        """Say the diagnosis, if nobody else does, and leave."""
         if self._is_elected(lost):
-            self._told = verdict.message
+            self._told = diagnosis.message
             with contextlib.suppress(Exception):  # nobody may listen any more
-                announce(verdict.message)
+                announce(diagnosis.message)
             self._tell_failure()
-            self._beats.speak(verdict.blamed)
-            self._word.fate = Fate.FAILED
-            self._kill(verdict.blamed)
+            self._heartbeat.speak(diagnosis.blamed)
+            self._word.status = RankStatus.FAILED
+            self._kill(diagnosis.blamed)
             # The last to leave, since the store may be here.
-            others = [process for process, _ in self._beats.local.values()]
+            others = [process for process, _ in self._heartbeat.local.values()]
             least = 0.0 if len(others) == self.size - 1 else 3 * self._beat
             time.sleep(least)
             _until(lambda: all(process.gone for process in others), _LINGER - least)
         else:
-            _until(lambda: self._beats.verdict is not None or self._someone_failed(), _LINGER)
+            _until(lambda: self._heartbeat.diagnosis is not None or self._someone_failed(), _LINGER)
         self._leave(EXIT_FAILED)
 
     def _follow(self, blamed: int) -> NoReturn:
-        """Leave on the verdict of another rank."""
+        """Leave on the diagnosis of another rank."""
         self._kill(blamed)
         self._leave(EXIT_FAILED)
 
     def _is_elected(self, lost: bool) -> bool:
         if not lost:
-            self._beats.stand()
-            _until(lambda: self._beats.elected is not None or self._beats.lost, _LINGER / 2)
-            if self._beats.elected is False:
+            self._heartbeat.stand()
+            _until(lambda: self._heartbeat.elected is not None or self._heartbeat.lost, _LINGER / 2)
+            if self._heartbeat.elected is False:
                 return False
         # Where the store does not answer, one rank of each machine speaks: who has the first word.
-        words = {rank: word for rank, (_, word) in self._beats.local.items() if word is not None}
+        words = {
+            rank: word for rank, (_, word) in self._heartbeat.local.items() if word is not None
+        }
         words[self.rank] = self._word
         return words[min(words)].take()
 
     def _someone_failed(self) -> bool:
-        words = (word for _, word in self._beats.local.values())
-        return any(word is not None and word.fate == Fate.FAILED for word in words)
+        words = (word for _, word in self._heartbeat.local.values())
+        return any(word is not None and word.status == RankStatus.FAILED for word in words)
 
     def _kill(self, rank: int | None) -> None:
         """Kill a rank of this machine that cannot leave by itself."""
-        if rank in self._beats.local:
-            process, word = self._beats.local[rank]
-            if word is None or word.fate == Fate.RUNNING:
+        if rank in self._heartbeat.local:
+            process, word = self._heartbeat.local[rank]
+            if word is None or word.status == RankStatus.RUNNING:
                 process.kill()
 
     def _tell_failure(self) -> None:
@@ -408,7 +439,7 @@ class Watch:
     def _leave(self, status: int) -> NoReturn:
         """End this process as it is: threads of a backend may hang for long in a clean end."""
         if status == EXIT_FAILED:
-            self._word.fate = Fate.FAILED
+            self._word.status = RankStatus.FAILED
             self._tell_failure()
         printed = threading.Thread(target=_flush, daemon=True)
         printed.start()

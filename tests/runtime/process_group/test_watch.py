@@ -13,9 +13,9 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.thorough import more, thorough
-from toolkit.runtime.processes.lastword import LastWord, Process
-from toolkit.runtime.processes.verdict import Fate
-from toolkit.runtime.processes.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
+from toolkit.runtime.process_group.diagnosis import RankStatus
+from toolkit.runtime.process_group.shared_status import Process, SharedStatus
+from toolkit.runtime.process_group.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
 from toolkit.schedule import Action, Buffer, Instruction
 
 RING = Path(__file__).with_name("ring.py")
@@ -171,25 +171,25 @@ def test_all_ranks_may_end_in_the_normal_way(tmp_path):
 )
 @pytest.mark.parametrize("step", [None, 0, 7])
 def test_a_last_word_is_read_as_it_was_said(what, step):
-    word = LastWord.make()
+    word = SharedStatus.make()
     word.say(what, step)
     assert word.read() == (str(what), step)
-    word.fate = Fate.DONE
+    word.status = RankStatus.DONE
     word.say(what, step)
-    assert (word.fate, word.read()) == (Fate.DONE, (str(what), step))
+    assert (word.status, word.read()) == (RankStatus.DONE, (str(what), step))
 
 
 def test_the_last_word_of_a_process_outlives_it():
     code = (
-        "import sys; from toolkit.runtime.processes.lastword import LastWord;"
-        "word = LastWord.make();"
+        "import sys; from toolkit.runtime.process_group.shared_status import SharedStatus;"
+        "word = SharedStatus.make();"
         "word.say('BACKWARD', 3); print(word.fd, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
-    word = LastWord.of(child.pid, int(child.stdout.readline()))
+    word = SharedStatus.of(child.pid, int(child.stdout.readline()))
     process = Process(child.pid)
     assert not process.gone
     child.kill()
@@ -237,8 +237,8 @@ def test_an_error_where_no_rank_is_waited_for_is_the_users():
 def test_nothing_that_goes_wrong_in_the_watch_leaves_a_rank_waiting(what):
     """As when nobody reads standard error any more."""
     program = f"""
-from tests.runtime.processes.test_watch import watch
-from toolkit.runtime.processes import watch as module
+from tests.runtime.process_group.test_watch import watch
+from toolkit.runtime.process_group import watch as module
 def fail(*arguments):
     raise BrokenPipeError
 module.{what} = fail
@@ -252,7 +252,7 @@ here.give_up("no reason")
 
 
 def test_a_word_that_is_being_written_is_none():
-    word = LastWord.make()
+    word = SharedStatus.make()
     word.say("a text that is longer than an instruction", 7)
     whole = word.read()
     word._memory[16:24] = b"\xff" * 8  # the length, by which an instruction begins
@@ -296,7 +296,7 @@ def test_who_hears_signals_by_itself_is_left_to_it(number, monkeypatch):
         assert heard == [number]
         assert here._signal == 0
         assert not here._obeys(number)  # its echo
-        monkeypatch.setattr("toolkit.runtime.processes.watch.ECHO", 0.0)
+        monkeypatch.setattr("toolkit.runtime.process_group.watch.ECHO", 0.0)
         assert here._obeys(number)
         signal.signal(number, lambda number, frame: heard.append(number))  # of the next training
         assert not here._obeys(number)

@@ -13,8 +13,8 @@ from torch.distributed import HashStore, TCPStore
 
 from tests.thorough import thorough
 from toolkit.runtime import join, launch
-from toolkit.runtime.processes import world
-from toolkit.runtime.processes.world import Place, World
+from toolkit.runtime.process_group import group as world
+from toolkit.runtime.process_group.group import Place, World
 
 
 @pytest.fixture

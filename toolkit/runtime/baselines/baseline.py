@@ -12,7 +12,7 @@ from toolkit.model import Stages
 from toolkit.runtime.checks import checked_world, scalar
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.interface import Runtime, Steps
-from toolkit.runtime.processes.world import World
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.result import StepResult
 from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import Values

@@ -1,6 +1,6 @@
 """Who is to blame when a job gets stuck: from what each rank is seen to do, and who waits for whom.
 
-Nothing here talks to a process: :mod:`toolkit.runtime.processes.watch` gathers what is seen.
+Nothing here talks to a process: :mod:`toolkit.runtime.process_group.watch` gathers what is seen.
 """
 
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Fate(IntEnum):
+class RankStatus(IntEnum):
     """What has become of a rank."""
 
     RUNNING = 0
     DONE = 1  # it has left in the normal way
-    TOLD = 2  # it leaves because of a signal that asked it to
-    FAILED = 3  # it leaves because of a verdict
+    TERMINATED = 2  # it leaves because of a signal that asked it to
+    FAILED = 3  # it leaves because of a diagnosis
     DEAD = 4  # its process is gone
     STOPPED = 5  # its process is stopped, as by SIGSTOP
     SILENT = 6  # nothing has been heard of it for long
@@ -39,7 +39,7 @@ class Seen:
     Attributes:
         position: where it is.
         seconds: for how long.
-        fate: what has become of it.
+        status: what has become of it.
         error: what its backend says of the connection it waited on; empty if nothing.
         host: the machine it runs on.
         exact: whether the position is that of now, not that of the last message.
@@ -47,13 +47,13 @@ class Seen:
 
     position: Position
     seconds: float = 0.0
-    fate: Fate = Fate.RUNNING
+    status: RankStatus = RankStatus.RUNNING
     error: str = ""
     host: str = ""
     exact: bool = True
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """Why the job ends; ``blamed`` is None if no single rank is to blame."""
 
     blamed: int | None
@@ -63,7 +63,7 @@ class Verdict(NamedTuple):
 Table = Mapping[int, Seen]
 
 
-def judge(table: Table, me: int, timeout: float, patience: float) -> Verdict | None:
+def diagnose(table: Table, me: int, timeout: float, patience: float) -> Diagnosis | None:
     """Who is to blame that rank ``me`` does not get on; None as long as nobody is.
 
     Args:
@@ -77,21 +77,24 @@ def judge(table: Table, me: int, timeout: float, patience: float) -> Verdict | N
     late = mine.seconds >= timeout
     near = [*waiters, *(r for r in table if r not in waiters and r != me)]  # nearest first
 
-    def first(*fates: Fate, among: list[int]) -> int | None:
-        return next((r for fate in fates for r in among if table[r].fate == fate), None)
+    def first(*statuses: RankStatus, among: list[int]) -> int | None:
+        return next((r for status in statuses for r in among if table[r].status == status), None)
 
-    if (dead := first(Fate.DEAD, among=near)) is not None:
+    if (dead := first(RankStatus.DEAD, among=near)) is not None:
         return _blame(table, dead, waiters.get(dead, me), "has died (its process is gone)")
     reached = list(waiters)
     hurt = bool(mine.error)
-    for fate, enough in ((Fate.DONE, late or hurt), (Fate.TOLD, late or (hurt and not patience))):
-        if enough and (gone := first(fate, among=reached)) is not None:
-            how = "has finished" if fate == Fate.DONE else "was told to end by a signal"
+    for status, enough in (
+        (RankStatus.DONE, late or hurt),
+        (RankStatus.TERMINATED, late or (hurt and not patience)),
+    ):
+        if enough and (gone := first(status, among=reached)) is not None:
+            how = "has finished" if status == RankStatus.DONE else "was told to end by a signal"
             return _blame(table, gone, waiters[gone], how)
     if late:
         asked = f"has stalled: for {timeout:g} s it has not answered"
-        if (gone := first(Fate.STOPPED, Fate.SILENT, among=near)) is not None:
-            stopped = table[gone].fate == Fate.STOPPED
+        if (gone := first(RankStatus.STOPPED, RankStatus.SILENT, among=near)) is not None:
+            stopped = table[gone].status == RankStatus.STOPPED
             why = "its process is stopped" if stopped else "its process or its connection hangs"
             return _blame(table, gone, waiters.get(gone, me), f"{asked} ({why})")
         for rank in reached:
@@ -107,13 +110,13 @@ def judge(table: Table, me: int, timeout: float, patience: float) -> Verdict | N
     together = len({(str(p.what), *p[1:]) for p in (table[r].position for r in circle)}) == 1
     if late and reached and not together and all(_waits(table[r], timeout) for r in circle):
         seats = "; ".join(f"rank {r} {_where(table[r])}" for r in circle)
-        return Verdict(None, f"ranks wait for each other for more than {timeout:g} s: {seats}")
+        return Diagnosis(None, f"ranks wait for each other for more than {timeout:g} s: {seats}")
     return None
 
 
-def lost_store(table: Table, me: int, address: str) -> Verdict:
+def lost_store(table: Table, me: int, address: str) -> Diagnosis:
     """What to say when the ranks can no longer ask about each other."""
-    return Verdict(
+    return Diagnosis(
         None,
         f"rank {me} has lost the others: the store at {address}, through which ranks meet, does not"
         f" answer (rank 0 or the launcher holds it); rank {me} was {_where(table[me])}",
@@ -129,7 +132,7 @@ def _waiters(table: Table, me: int) -> dict[int, int]:
     found: dict[int, int] = {}
     queue = [me]
     for waiter in queue:
-        if table[waiter].fate not in (Fate.RUNNING, Fate.FAILED):
+        if table[waiter].status not in (RankStatus.RUNNING, RankStatus.FAILED):
             continue
         for rank in table[waiter].position.peers:
             if rank not in found and rank not in (me, waiter) and rank in table:
@@ -138,26 +141,26 @@ def _waiters(table: Table, me: int) -> dict[int, int]:
     return found
 
 
-def _blame(table: Table, rank: int, waiter: int, how: str, end: str = "") -> Verdict:
+def _blame(table: Table, rank: int, waiter: int, how: str, end: str = "") -> Diagnosis:
     waits = rank in table[waiter].position.peers
-    return Verdict(
+    return Diagnosis(
         rank,
         f"rank {rank}{_host(table, rank)} {how}, {_where(table[rank])};"
         f" rank {waiter} {'waited for it' if waits else 'was then'} {_where(table[waiter])}{end}",
     )
 
 
-def _lost_connection(table: Table, me: int) -> Verdict:
+def _lost_connection(table: Table, me: int) -> Diagnosis:
     mine = table[me]
     peers = [r for r in mine.position.peers if r != me and r in table]
     hurt = [r for r in peers if table[r].error and me in table[r].position.peers]
     ends = hurt if len(hurt) == 1 else peers
     if not ends:
-        return Verdict(me, f"rank {me} cannot go on, {_where(mine)}: {mine.error}")
+        return Diagnosis(me, f"rank {me} cannot go on, {_where(mine)}: {mine.error}")
     whom = ("rank " if len(ends) == 1 else "one of ranks ") + ", ".join(map(str, ends))
     seats = "".join(f"; rank {r} was {_where(table[r])}" for r in ends)
     run = "both" if len(ends) == 1 else "all"
-    return Verdict(
+    return Diagnosis(
         None,
         f"the connection between rank {me} and {whom} is lost, and {run} run: rank {me} was"
         f" {_where(mine)}{seats} ({mine.error})",

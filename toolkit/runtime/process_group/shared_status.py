@@ -10,7 +10,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from toolkit.runtime.processes.verdict import Fate
+from toolkit.runtime.process_group.diagnosis import RankStatus
 from toolkit.schedule import Action, Buffer, Instruction
 
 _SIZE = 4096
@@ -47,7 +47,7 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-class LastWord:
+class SharedStatus:
     """The position of a rank, written before every instruction: so it has to be quick."""
 
     def __init__(self, fd: int) -> None:
@@ -56,7 +56,7 @@ class LastWord:
         weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def make(cls) -> "LastWord":
+    def make(cls) -> "SharedStatus":
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("watch")
         else:
@@ -66,7 +66,7 @@ class LastWord:
         return cls(fd)
 
     @classmethod
-    def of(cls, pid: int, fd: int) -> "LastWord | None":
+    def of(cls, pid: int, fd: int) -> "SharedStatus | None":
         """That of another process, where it can be had."""
         try:
             return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR))
@@ -74,12 +74,12 @@ class LastWord:
             return None
 
     @property
-    def fate(self) -> Fate:
-        return Fate(*_FATE.unpack_from(self._memory))
+    def status(self) -> RankStatus:
+        return RankStatus(*_FATE.unpack_from(self._memory))
 
-    @fate.setter
-    def fate(self, fate: Fate) -> None:
-        _FATE.pack_into(self._memory, 0, fate)
+    @status.setter
+    def status(self, status: RankStatus) -> None:
+        _FATE.pack_into(self._memory, 0, status)
 
     def say(self, what: object, step: int | None) -> None:
         """Be at ``what``."""

@@ -11,8 +11,8 @@ from toolkit.cost import Timeline, predict_observed, profile
 from toolkit.model import Stages, partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.processes.child import report
-from toolkit.runtime.processes.world import join
+from toolkit.runtime.process_group.group import join
+from toolkit.runtime.process_group.worker import report
 from toolkit.schedule import Buffer, Program
 from toolkit.schedule.comparison import RULES, SETTINGS
 from toolkit.schedule.footprint import belongs_to, footprint

@@ -15,11 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
-from toolkit.runtime.processes import world
-from toolkit.runtime.processes.child import report
-from toolkit.runtime.processes.lastword import Process
-from toolkit.runtime.processes.launch import RankError, launch
-from toolkit.runtime.processes.watch import JobFailedError
+from toolkit.runtime.process_group import group as world
+from toolkit.runtime.process_group.launch import RankError, launch
+from toolkit.runtime.process_group.shared_status import Process
+from toolkit.runtime.process_group.watch import JobFailedError
+from toolkit.runtime.process_group.worker import report
 
 ROOT = Path(__file__).parents[3]
 
@@ -206,8 +206,8 @@ def test_the_end_of_the_parent_leaves_no_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, threading\n"
-        "from toolkit.runtime.processes.child import report\n"
-        "from toolkit.runtime.processes.launch import launch\n"
+        "from toolkit.runtime.process_group.worker import report\n"
+        "from toolkit.runtime.process_group.launch import launch\n"
         "def function():\n"
         "    report(os.getpid())\n"
         "    if os.environ['RANK'] == '1':\n"

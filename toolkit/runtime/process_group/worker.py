@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from toolkit.errors import UserError
-from toolkit.runtime.processes import watch, world
-from toolkit.runtime.processes.backend import is_of_backend
-from toolkit.runtime.processes.watch import JobFailedError
+from toolkit.runtime.process_group import group, watch
+from toolkit.runtime.process_group.watch import JobFailedError, is_backend_error
 
 
 class Raised(NamedTuple):
@@ -71,7 +70,7 @@ def main(connection: int, job: int) -> None:
     try:
         function, args, kwargs = _load(job)
         result = function(*args, **kwargs)
-        world.leave()
+        group.leave()
         packed = _pack(result, "the result")
     except (Exception, KeyboardInterrupt) as error:
         _tell("raised", _describe(error))
@@ -113,7 +112,7 @@ def _describe(error: BaseException) -> Raised:
     above = error.__traceback__
     frames = above.tb_next if above is not None else None  # without this module's own
     where = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
-    lost = is_of_backend(error)
+    lost = is_backend_error(error)
     return Raised(type(error).__name__, str(error), where, base, pickled, lost)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.runtime.hierarchy import Group
-from toolkit.runtime.processes import watch as watching
-from toolkit.runtime.processes.lastword import booted
-from toolkit.runtime.processes.watch import Watch
+from toolkit.runtime.process_group import watch as watching
+from toolkit.runtime.process_group.shared_status import booted
+from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import enter_device, finish_stream
 from toolkit.schedule.given import check_choice
 

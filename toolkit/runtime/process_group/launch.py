@@ -22,8 +22,8 @@ import cloudpickle
 import torch.distributed as dist
 
 from toolkit.errors import UserError
-from toolkit.runtime.processes.child import Raised
-from toolkit.runtime.processes.watch import JobFailedError
+from toolkit.runtime.process_group.watch import JobFailedError
+from toolkit.runtime.process_group.worker import Raised
 
 OnReport = Callable[[int, Any], object]
 Event = tuple[int, str, Any]  # rank, what has happened, and what goes with it
@@ -33,7 +33,7 @@ _BOOT = """\
 import sys
 connection, job, *sys.path[:] = sys.argv[1:]
 del sys.argv[1:]
-from toolkit.runtime.processes.child import main
+from toolkit.runtime.process_group.worker import main
 main(int(connection), int(job))
 """
 _LOOK = 0.05  # seconds between looks at the processes

@@ -9,11 +9,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from toolkit.runtime.processes.lastword import LastWord, Process, machine
-from toolkit.runtime.processes.verdict import Fate, Position, Seen
+from toolkit.runtime.process_group.diagnosis import Position, RankStatus, Seen
+from toolkit.runtime.process_group.shared_status import Process, SharedStatus, machine
 
 
-class Beats:
+class Heartbeat:
     """Tells the others of this rank, and hears of them, in a thread of its own.
 
     Only this thread talks to the store, which may hang if its host does.
@@ -24,19 +24,19 @@ class Beats:
         curious: whether to read the beats of others too.
         rounds: how often the store has answered.
         lost: whether the store is gone.
-        verdict: whom somebody's verdict blames, -1 if nobody; None as long as there is none.
+        diagnosis: whom somebody's diagnosis blames, -1 if nobody; None as long as there is none.
         elected: whether this rank is the one to speak; None as long as that is not known.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, word: LastWord, mine: Callable[[], Seen]
+        self, store: dist.Store, rank: int, size: int, word: SharedStatus, mine: Callable[[], Seen]
     ) -> None:
         self.heard: dict[int, tuple[int, Seen]] = {}
-        self.local: dict[int, tuple[Process, LastWord | None]] = {}
+        self.local: dict[int, tuple[Process, SharedStatus | None]] = {}
         self.curious = False
         self.rounds = 0
         self.lost = False
-        self.verdict: int | None = None
+        self.diagnosis: int | None = None
         self.elected: bool | None = None
         self._store = dist.PrefixStore("watch", store.clone())
         self._rank, self._size = rank, size
@@ -79,7 +79,7 @@ class Beats:
         self._called.set()
 
     def speak(self, blamed: int | None) -> None:
-        """Let the others know that there is a verdict."""
+        """Let the others know that there is a diagnosis."""
         self._spoken = -1 if blamed is None else blamed
         self._called.set()
 
@@ -102,10 +102,10 @@ class Beats:
         if self._candidate and self.elected is None:
             me = str(self._rank)
             self.elected = store.compare_set("speaker", "", me).decode() == me
-        if self._spoken is not None and self.verdict is None:
-            store.set("verdict", str(self._spoken))
-        if store.check(["verdict"]):
-            self.verdict = int(store.get("verdict"))
+        if self._spoken is not None and self.diagnosis is None:
+            store.set("diagnosis", str(self._spoken))
+        if store.check(["diagnosis"]):
+            self.diagnosis = int(store.get("diagnosis"))
         if self.curious:
             self._listen()
 
@@ -121,16 +121,21 @@ class Beats:
         for entry in entries.splitlines():
             rank, pid, started, fd = entry.split(" ")
             if int(rank) != self._rank:
-                self.local[int(rank)] = Process(int(pid), started), LastWord.of(int(pid), int(fd))
+                self.local[int(rank)] = (
+                    Process(int(pid), started),
+                    SharedStatus.of(int(pid), int(fd)),
+                )
 
 
 def _encode(number: int, seen: Seen) -> str:
     what, step, peers = seen.position
     return json.dumps(
-        [number, str(what), step, peers, seen.seconds, seen.fate, seen.error, seen.host]
+        [number, str(what), step, peers, seen.seconds, seen.status, seen.error, seen.host]
     )
 
 
 def _decode(beat: bytes) -> tuple[int, Seen]:
-    number, what, step, peers, seconds, fate, error, host = json.loads(beat)
-    return number, Seen(Position(what, step, tuple(peers)), seconds, Fate(fate), error, host)
+    number, what, step, peers, seconds, status, error, host = json.loads(beat)
+    return number, Seen(
+        Position(what, step, tuple(peers)), seconds, RankStatus(status), error, host
+    )
