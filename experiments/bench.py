@@ -20,7 +20,7 @@ from toolkit.errors import UserError
 def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 
-    from toolkit.tables import table
+    from toolkit.format import table
     from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 

@@ -32,8 +32,8 @@ rounds: messages of a stage that wait for each other between two slots
 
 @entry_point("communication", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> int:
+    from toolkit.format import agreement, counted_cells, measured_cells, table
     from toolkit.schedule.comparison import compare
-    from toolkit.tables import alike, counted, measured, table
     from toolkit.tracking import describe_cpu, write_result
 
     start = time.perf_counter()
@@ -45,14 +45,14 @@ def main(config: DictConfig) -> int:
         | {name: float(value) for name, value in asdict(row.counted).items()}
         for row in rows
     ]
-    shown = [counted(r) | {"as by formula": alike(r, "_formula")} for r in records]
+    shown = [counted_cells(r) | {"as by formula": agreement(r, "_formula")} for r in records]
     print(f"\nN = {config.workers}\n\n{table(shown)}\n\n{LEGEND}")
     ran = measure(config, folder) if config.measured else []
     if ran:
         for record, row in zip(records, ran, strict=True):
             record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
         shown = [
-            measured(record) | {"as counted": "no" if row.differences else "yes"}
+            measured_cells(record) | {"as counted": "no" if row.differences else "yes"}
             for record, row in zip(records, ran, strict=True)
         ]
         print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n")

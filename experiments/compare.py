@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 from toolkit.config import STOPPED, Ended, entry_point, leads
 from toolkit.config.counts import check_counts
 from toolkit.errors import UserError
-from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def main(config: DictConfig) -> Ended:
         return Ended()
     notes += [why_not] if why_not else []
     seconds = time.perf_counter() - start
-    whole = conclude(config, rules, asked_for(config, runs), samples.form.measure, notes, seconds)
+    whole = conclude(config, rules, asked_for(config, runs), samples.form.metric, notes, seconds)
     return Ended(0 if whole and not why_not else 1)
 
 
@@ -81,7 +81,7 @@ def conclude(
     config: DictConfig,
     rules: dict[str, Schedule],
     runs: list["RuleRun"],
-    by: Measure,
+    by: Metric,
     notes: list[str],
     seconds: float,
 ) -> bool:
@@ -134,29 +134,29 @@ def show(
     delays: list[dict[str, Any]],
     called: dict[str, str],
     first: str,
-    by: Measure,
+    by: Metric,
 ) -> None:
     """Print the table of rules, differences from ``first`` among it, and that of delays."""
-    from toolkit import tables
+    from toolkit.format import metric_cells, peak_cells, staleness_cells, table
 
     cells = [
         {"rule": called[row["rule"]]}
-        | tables.compared(row, by, first)
-        | tables.staleness(row)
-        | tables.peaks(row)
+        | metric_cells(row, by, first)
+        | staleness_cells(row)
+        | peak_cells(row)
         for row in rows
     ]
-    print(f"\n{tables.table(cells)}\n")
+    print(f"\n{table(cells)}\n")
     if delays:
-        print(f"{tables.table(delays)}\n")
+        print(f"{table(delays)}\n")
 
 
 def curves(
-    runs: list["RuleRun"], called: dict[str, str], by: Measure
+    runs: list["RuleRun"], called: dict[str, str], by: Metric
 ) -> dict[str, list[list[float]]]:
     """Of each rule that has run, the measure after each epoch, a list a run."""
     return {
-        label: [[by.factor * epoch[by.metric] for epoch in run.epochs] for run in of_rule]
+        label: [[by.factor * epoch[by.key] for epoch in run.epochs] for run in of_rule]
         for rule, label in called.items()
         if (of_rule := [run for run in runs if run.rule == rule])
     }
@@ -218,7 +218,7 @@ def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict
     }
 
 
-def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[str, float]:
+def compared(runs: list["RuleRun"], name: str, first: str, by: Metric) -> dict[str, float]:
     """What the last epochs came to, and by how much that differs from ``first``.
 
     Runs that have diverged are left out.
@@ -226,7 +226,7 @@ def compared(runs: list["RuleRun"], name: str, first: str, by: Measure) -> dict[
     from toolkit.comparison import over_seeds
 
     final, base = (
-        {run.seed: by.factor * run.epochs[-1][by.metric] for run in runs if run.rule == rule}
+        {run.seed: by.factor * run.epochs[-1][by.key] for run in runs if run.rule == rule}
         for rule in (name, first)
     )
     return over_seeds(final, base, by)

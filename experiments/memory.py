@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts, counts
+from toolkit.format import size
 from toolkit.schedule.given import check_choice
-from toolkit.units import size
 
 
 @entry_point("memory", Path(__file__).parents[1] / "conf")
@@ -25,7 +25,7 @@ def main(config: DictConfig) -> None:
     from toolkit.config import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
-    from toolkit.tables import reductions, table
+    from toolkit.format import reduction_cells, table
     from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 
@@ -45,7 +45,7 @@ def main(config: DictConfig) -> None:
 
     rows = [
         {"time axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
-        | reductions({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
+        | reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
         for axis, curve in curves.items()
     ]
     shown = curves[config.axis]

@@ -30,10 +30,10 @@ flush: whether each step ends before the next begins, so that all weights are fr
 
 @entry_point("pipelines", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
-    from toolkit.cost.pipelines import assess, pipelines
+    from toolkit.cost.pipeline_table import assess, pipelines
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
-    from toolkit.tables import pipeline, table
+    from toolkit.format import pipeline_cells, table
     from toolkit.tracking import Progress, describe_cpu, write_result
 
     start = time.perf_counter()
@@ -58,7 +58,7 @@ def main(config: DictConfig) -> None:
     figures = save(draw(records), folder / "pipelines")
     seconds = time.perf_counter() - start
     write_result(folder, "pipelines", records, config, describe_cpu(), seconds, left_out=left_out)
-    print(f"\n{table([pipeline(row) for row in records])}\n\n{LEGEND}")
+    print(f"\n{table([pipeline_cells(row) for row in records])}\n\n{LEGEND}")
     for missing in left_out:
         print("{microbatches} micro-batches, without {method}: {why}".format(**missing))
     print(f"written to {folder}: {', '.join(path.name for path in figures)}, ...")

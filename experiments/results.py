@@ -11,8 +11,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit import tables
-from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.format import (
+    agreement,
+    counted_cells,
+    measured_cells,
+    metric_cells,
+    peak_cells,
+    pipeline_cells,
+    reduction_cells,
+    staleness_cells,
+)
+from toolkit.format import (
+    table as format_table,
+)
+from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.tracking.provenance import begun_anew
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +42,7 @@ def table(name: str) -> str:
     """The table of a kept result, and its origin."""
     result = json.loads((RESULTS / name / "result.json").read_text())
     rows = _ROWS[name](result)
-    return f"{tables.table(rows, 'github')}\n\n{origin(result['provenance'])}\n"
+    return f"{format_table(rows, 'github')}\n\n{origin(result['provenance'])}\n"
 
 
 def origin(found: dict[str, Any]) -> str:
@@ -41,9 +53,9 @@ def origin(found: dict[str, Any]) -> str:
     )
 
 
-def _accuracy(result: dict[str, Any], by: Measure = ACCURACY) -> list[dict[str, str]]:
+def _accuracy(result: dict[str, Any], by: Metric = ACCURACY) -> list[dict[str, str]]:
     return [
-        {"rule": row["schedule"]} | tables.compared(row, by, "DP") | tables.staleness(row)
+        {"rule": row["schedule"]} | metric_cells(row, by, "DP") | staleness_cells(row)
         for row in result["metrics"]
     ]
 
@@ -60,7 +72,7 @@ def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
     """Accuracies, and what the schedules hold and send."""
     rows = _accuracy(result)
     for row, metric in zip(rows, result["metrics"], strict=True):
-        row |= tables.peaks(metric)
+        row |= peak_cells(metric)
     return rows
 
 
@@ -84,7 +96,7 @@ def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
         for axis in limits
     }
     return [
-        {"time axis": axis} | tables.reductions(by_axis[axis], limit)
+        {"time axis": axis} | reduction_cells(by_axis[axis], limit)
         for axis, limit in limits.items()
     ]
 
@@ -97,20 +109,20 @@ def _on_one_device(result: dict[str, Any]) -> list[dict[str, Any]]:
 def _counted(result: dict[str, Any]) -> list[dict[str, str]]:
     """Of every setting under each rule: its footprint, and whether it is the closed form's."""
     return [
-        tables.counted(row) | {"as by formula": tables.alike(row, "_formula")}
+        counted_cells(row) | {"as by formula": agreement(row, "_formula")}
         for row in result["metrics"]
     ]
 
 
 def _measured(result: dict[str, Any]) -> list[dict[str, str]]:
     return [
-        tables.measured(row) | {"as counted": tables.alike(row, "_measured")}
+        measured_cells(row) | {"as counted": agreement(row, "_measured")}
         for row in result["metrics"]
     ]
 
 
 def _pipelines(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [tables.pipeline(row) for row in result["metrics"]]
+    return [pipeline_cells(row) for row in result["metrics"]]
 
 
 def _bench(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from toolkit.config import entry_point
 from toolkit.config.counts import check_counts
 from toolkit.errors import UserError
-from toolkit.units import GIB, MB
+from toolkit.format import GIB, MB
 
 if TYPE_CHECKING:
     import torch
@@ -39,9 +39,9 @@ def main(config: DictConfig) -> None:
     from toolkit.cost import simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
+    from toolkit.format import table
     from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
-    from toolkit.tables import table
     from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 

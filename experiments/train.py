@@ -121,7 +121,7 @@ class Records:
         track_schedule(tracker, job.schedule)
         kept = {"resume": bool(config.resume) or restarted(), "here": leads()}
         self.folder, self.tracker = folder, tracker
-        self.measure = job.samples.form.measure
+        self.measure = job.samples.form.metric
         self.curves = Curves(tracker, config.tracking.every)
         self.epochs = Ledger(folder / "epochs.csv", ["epoch"], **kept)
         self.delays = Ledger(folder / "delays.csv", ["step", "stage"], **kept)
@@ -228,13 +228,13 @@ def result_of(
 
 def tell(config: DictConfig, result: dict[str, Any], records: Records) -> None:
     """Print what came of a run."""
-    from toolkit.tables import rank, table
+    from toolkit.format import rank_cells, table
     from toolkit.training.profiling import WARM_UP
 
     print(table([{"schedule": result["schedule"], "seed": config.seed} | result["metrics"]]))
     if "peak_weights" in result["ranks"][0]:
         print(f"\nmeasured in the first {config.runtime.record} training steps:\n")
-        print(table([rank(row) for row in result["ranks"]]))
+        print(table([rank_cells(row) for row in result["ranks"]]))
     if result["delays"]:
         print("\nwhat the delay does to the gradients, mean over the steps looked into:\n")
         print(table(result["delays"]))

@@ -1,4 +1,4 @@
-"""Files of results, whole or not at all."""
+"""Paths of the repository, and files that are written atomically."""
 
 import csv
 import io
@@ -9,6 +9,10 @@ from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from toolkit.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -78,3 +82,18 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def conf() -> Path:
+    """The folder of the configuration.
+
+    Raises:
+        ValueError: the package was installed without its repository.
+    """
+    folder = ROOT / "conf"
+    if not (folder / "hardware").is_dir():
+        raise UserError(
+            f"there is no configuration in {folder}: it lives in the repository, so install the"
+            " toolkit from there with pip install -e ."
+        )
+    return folder

@@ -30,8 +30,8 @@ from toolkit.config.counts import check_counts
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
+from toolkit.format import table
 from toolkit.model import MODELS
-from toolkit.tables import table
 
 _CLOSE = 0.03  # of M/C, beside what was asked for
 _CORRECTIONS = 3

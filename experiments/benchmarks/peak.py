@@ -22,11 +22,11 @@ from toolkit.cost import memory_curve, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
+from toolkit.format import GIB
 from toolkit.model import build, partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.recipe import allow_tf32
 from toolkit.schedule import Schedule, catalog
-from toolkit.units import GIB
 
 _STEPS = 3
 _CLASSES = 1000

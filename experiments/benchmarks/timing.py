@@ -6,7 +6,7 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from toolkit.cost.clock import now
+from toolkit.cost.stage_costs import synchronized_time
 
 
 def alternate(
@@ -32,6 +32,6 @@ def ratios(seconds: list[float], baseline: list[float]) -> tuple[float, float, f
 
 
 def _timed(method: Callable[[], object], device: torch.device) -> float:
-    start = now(device)
+    start = synchronized_time(device)
     method()
-    return now(device) - start
+    return synchronized_time(device) - start

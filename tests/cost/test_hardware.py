@@ -116,7 +116,7 @@ def test_an_unknown_preset_is_refused_with_those_there_are(name, hint):
 
 
 def test_without_the_repository_there_are_no_presets(monkeypatch, tmp_path):
-    monkeypatch.setattr("toolkit.repository.ROOT", tmp_path)
+    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
     with pytest.raises(ValueError, match=r"lives in the repository, .* pip install -e \."):
         Hardware.preset("a100_nvlink")
 
@@ -128,7 +128,7 @@ def test_a_file_of_ones_own_is_no_concern_of_the_others(monkeypatch, tmp_path):
     whole = "name: mine\nflops: 2.0\nmemory_bandwidth: 1.0\nlink_bandwidth: 1.0\n"
     (folder / "mine.yaml").write_text(whole)
     (folder / "other.yaml").write_text("defaults: [mine, _self_]\nflops: 3.0\n")
-    monkeypatch.setattr("toolkit.repository.ROOT", tmp_path)
+    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
     assert Hardware.preset("mine").flops == 2
     with pytest.raises(ValueError, match=r"other.yaml does not tell all of a machine by itself"):
         Hardware.preset("other")

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from toolkit.measure import LOSS
+from toolkit.format import plus_minus
+from toolkit.metric import LOSS
 from toolkit.notebook import (
     RESULTS,
     Live,
@@ -29,7 +30,6 @@ from toolkit.runtime import JobFailedError
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
 from toolkit.schedule.comparison import compare
-from toolkit.tables import plus_minus
 from toolkit.tracking.collect import learning_curves
 
 
@@ -58,7 +58,7 @@ def test_mistakes_in_settings_are_told_as_on_the_command_line(experiment, option
 
 
 def test_without_the_repository_there_are_no_settings(monkeypatch, tmp_path):
-    monkeypatch.setattr("toolkit.repository.ROOT", tmp_path)
+    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
     with pytest.raises(ValueError, match=r"lives in the repository, .* pip install -e \."):
         settings("train")
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.report import folders
 from toolkit.cost import UNIT, simulate, unit_costs
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.report import (
     SECTIONS,
     Command,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.training import DivergedError
 from toolkit.training import keeper as module
 from toolkit.training.keeper import Keeper, Often, Signals, StoppedError

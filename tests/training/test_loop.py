@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.model import Images, Sequences, build, partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.schedule import catalog

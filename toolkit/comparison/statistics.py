@@ -6,7 +6,7 @@ from math import isnan, nan
 from statistics import mean, stdev
 
 from toolkit.errors import UserError
-from toolkit.measure import Measure
+from toolkit.metric import Metric
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
 
 
 def over_seeds(
-    values: Mapping[int, float], baseline: Mapping[int, float], by: Measure
+    values: Mapping[int, float], baseline: Mapping[int, float], by: Metric
 ) -> dict[str, float]:
     """What a rule comes to, and how far from the ``baseline``, by the measure's columns.
 

@@ -118,7 +118,7 @@ def _trained(
     progress.run(f"{job.schedule.name}, seed {config.seed}")
     own = fresh_unless_saved(folder, name, config.seed, here=leads())
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=leads())
-    by = samples.form.measure
+    by = samples.form.metric
     notes: list[str] = []
     with track(
         config,

@@ -19,7 +19,7 @@ from toolkit.schedule import RandomDelay, Schedule
 if TYPE_CHECKING:
     from torch import nn
 
-    from toolkit.model import Form
+    from toolkit.model import InputSpec
 
 
 _OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
@@ -85,7 +85,7 @@ def _delay(value: Any) -> Any:
     return RandomDelay(**value)
 
 
-def build_model(config: DictConfig, form: "Form") -> "nn.Module":
+def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
     """The model of a group's options, for samples of ``form``: a named one, or the user's own.
 
     Raises:
@@ -128,7 +128,7 @@ def _told(config: DictConfig) -> set[str] | None:
     return None if anything else {*parameters}
 
 
-def analysed_form(config: DictConfig) -> "Form":
+def analysed_form(config: DictConfig) -> "InputSpec":
     """The samples for which a model is analysed: the ``shape`` of one, and ``classes``.
 
     Raises:

@@ -1,10 +1,10 @@
 """What a schedule costs on a machine: stage costs, hardware, the simulator, and its timelines."""
 
-from toolkit.cost.costs import Costs, StageCost, profile, recomputing, unit_costs
-from toolkit.cost.curve import AXES, MemoryCurve, memory_curve
+from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.hardware import UNIT, Hardware
-from toolkit.cost.observed import observed, predict_observed
+from toolkit.cost.memory_curve import AXES, MemoryCurve, memory_curve
 from toolkit.cost.simulate import simulate
+from toolkit.cost.stage_costs import Costs, StageCost, profile, recomputing, unit_costs
 from toolkit.cost.timeline import Change, Span, Timeline
 
 __all__ = [
@@ -17,9 +17,9 @@ __all__ = [
     "Span",
     "StageCost",
     "Timeline",
+    "calibrate",
     "memory_curve",
-    "observed",
-    "predict_observed",
+    "predict_calibrated",
     "profile",
     "recomputing",
     "simulate",

@@ -8,9 +8,11 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toolkit.errors import UserError, suggest
+from toolkit.files import conf
 from toolkit.model.analysis import Work
-from toolkit.repository import conf
 from toolkit.schedule import Action
 from toolkit.schedule.traffic import rounds
 
@@ -129,9 +131,7 @@ def _files() -> dict[str, Path]:
 
 @cache
 def _read(path: Path) -> Hardware:
-    from omegaconf import OmegaConf
-
-    values: Any = OmegaConf.to_container(OmegaConf.load(path))
+    values: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     values.pop("defaults", None)  # the schema
     try:
         return Hardware(**values)

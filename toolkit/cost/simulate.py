@@ -23,9 +23,9 @@ One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from toolkit.cost.costs import Costs, StageCost
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.port import Port, reserve
+from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.cost.timeline import (
     ACTIVATIONS,
     COMPUTE,

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from toolkit.errors import UserError
 from toolkit.figures.style import DASHES, MARKERS, SERIES, drawing, style
-from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.metric import ACCURACY, LOSS, Metric
 
 _LEGEND = 28  # characters in a line of it
 
@@ -45,7 +45,7 @@ def _known(values: Sequence[float]) -> Sequence[float]:
     return [value for value in values if not isnan(value)] or [nan]
 
 
-def over_epochs(curves: Curves, by: Measure) -> Figure:
+def over_epochs(curves: Curves, by: Metric) -> Figure:
     """What models are judged by over epochs, drawn as :func:`accuracy` is.
 
     Args:

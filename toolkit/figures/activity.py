@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from toolkit.figures.rows import align
 from toolkit.figures.style import drawing, style
 from toolkit.figures.timeline import add_keys, draw_ranks, draw_traffic, rate_of_sending
-from toolkit.units import RATES, TIMES, unit_for
+from toolkit.format import RATES, TIMES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline

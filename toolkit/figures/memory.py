@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from toolkit.figures.style import BLACK, DASHES, SERIES, drawing, style
-from toolkit.units import SIZES, unit_for
+from toolkit.format import SIZES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve

@@ -24,7 +24,7 @@ from toolkit.figures.style import (
     drawing,
     style,
 )
-from toolkit.units import RATES, SIZES, TIMES, unit_for
+from toolkit.format import RATES, SIZES, TIMES, unit_for
 
 if TYPE_CHECKING:
     from toolkit.cost import Timeline

@@ -1,7 +1,7 @@
 """Models, and their partition into contiguous stages."""
 
-from toolkit.model.forms import Form, Images, Sequences
 from toolkit.model.gpt import gpt
+from toolkit.model.input_spec import Images, InputSpec, Sequences
 from toolkit.model.partition import MEASURES, Boundary, Stages, partition
 from toolkit.model.zoo import MODELS, build
 
@@ -9,8 +9,8 @@ __all__ = [
     "MEASURES",
     "MODELS",
     "Boundary",
-    "Form",
     "Images",
+    "InputSpec",
     "Sequences",
     "Stages",
     "build",

@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.model import attention
-from toolkit.model.mixed import autocast_of_meta, casting
-from toolkit.model.precision import autocast_type
+from toolkit.model.precision import autocast_type, casting, meta_autocast
 from toolkit.model.trace import in_training
 
 
@@ -182,7 +181,7 @@ class AsTrained(fx.Interpreter):
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Within it nodes are computed."""
-        mixed = autocast_of_meta(self.dtype, on_cpu=self.on_cpu)
+        mixed = meta_autocast(self.dtype, on_cpu=self.on_cpu)
         with attention.within_modules(self.attention), mixed:
             yield
 

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.errors import UserError, first_line
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
-from toolkit.model.faithful import check_faithful
+from toolkit.model.check_traceable import check_traceable
 from toolkit.model.trace import changing, part, refused, shapes_of, trace
 from toolkit.schedule.given import whole
 
@@ -105,7 +105,7 @@ def partition(
         raise UserError("an example is a tensor or a tuple of tensors, the batch first")
     n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
-    check_faithful(model, traced)
+    check_traceable(model, traced)
     costs = _costs(model, traced, inputs)
     nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
     output = next(iter(reversed(traced.graph.nodes))).args[0]

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from toolkit.errors import UserError, first_line
-from toolkit.model.norms import own_norms
+from toolkit.model.custom_norms import own_norms
 
 _EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
 _DRAWS = "draws"  # whether it draws at random

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit import tables
 from toolkit.errors import UserError
-from toolkit.measure import ACCURACY, Measure
+from toolkit.format import metric_cells, staleness_cells
+from toolkit.metric import ACCURACY, Metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,7 +66,7 @@ def train_rules(
     return pd.DataFrame(rows)
 
 
-def by_epoch(epochs: "pd.DataFrame", measure: Measure = ACCURACY, last: bool = False) -> Curves:
+def by_epoch(epochs: "pd.DataFrame", measure: Metric = ACCURACY, last: bool = False) -> Curves:
     """How good the models were after each epoch: by rule, a list a run, as figures take them.
 
     Accuracies are shares, losses in nats. Runs that are known not to have finished are left out,
@@ -89,7 +89,7 @@ def by_epoch(epochs: "pd.DataFrame", measure: Measure = ACCURACY, last: bool = F
     }
 
 
-def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Measure = ACCURACY) -> Curves:
+def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Metric = ACCURACY) -> Curves:
     """Kept and own runs of the rules that both have, over as many epochs as all of them.
 
     Raises:
@@ -112,7 +112,7 @@ def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Measure = ACC
 
 
 def differences(
-    epochs: "pd.DataFrame", baseline: str = "DP", measure: Measure = ACCURACY
+    epochs: "pd.DataFrame", baseline: str = "DP", measure: Metric = ACCURACY
 ) -> "pd.DataFrame":
     """The measure after the last epoch, and its difference from ``baseline``, paired by seed.
 
@@ -146,13 +146,13 @@ def differences(
         *_, difference, width = comes_to.values()
         rows[rule] = {
             "runs": sum(not isnan(value) for value in mine.values()),
-            **tables.compared(comes_to, measure, baseline),
+            **metric_cells(comes_to, measure, baseline),
             "says": _says(difference - width, difference + width) if rule != baseline else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def delay_study(folder: Path | str, measure: Measure = ACCURACY) -> "pd.DataFrame":
+def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame":
     """A comparison of delays, as its result tells.
 
     Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
@@ -173,14 +173,14 @@ def delay_study(folder: Path | str, measure: Measure = ACCURACY) -> "pd.DataFram
         looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
         cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
         rows[called[row["rule"]]] = {
-            **tables.staleness(row),
+            **staleness_cells(row),
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            **tables.compared(row, measure, baseline),
+            **metric_cells(row, measure, baseline),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _comparison(folder: Path, measure: Measure) -> dict[str, Any]:
+def _comparison(folder: Path, measure: Metric) -> dict[str, Any]:
     """The result that a comparison has written, judged by ``measure``."""
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
@@ -196,16 +196,14 @@ def _comparison(folder: Path, measure: Measure) -> dict[str, Any]:
     return result
 
 
-def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, list[float]]]:
+def _values(epochs: "pd.DataFrame", measure: Metric) -> dict[str, dict[int, list[float]]]:
     """By rule and seed, the measure after each epoch of the runs that have finished or diverged.
 
     Raises:
         ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
     """
-    if measure.metric not in epochs:
-        raise UserError(
-            f"these runs have no test {measure.name}: their table lacks {measure.metric}"
-        )
+    if measure.key not in epochs:
+        raise UserError(f"these runs have no test {measure.name}: their table lacks {measure.key}")
     if "state" in epochs:
         epochs = epochs[(epochs["state"] == "finished") | _diverged(epochs)]
     if {"folder", "rule"} <= {*epochs}:
@@ -214,7 +212,7 @@ def _values(epochs: "pd.DataFrame", measure: Measure) -> dict[str, dict[int, lis
     for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
         if run["epoch"].duplicated().any():
             raise UserError(_ambiguous(str(rule), int(seed), run))
-        values = run.sort_values("epoch")[measure.metric].tolist()
+        values = run.sort_values("epoch")[measure.key].tolist()
         found.setdefault(str(rule), {})[int(seed)] = values
     return found
 

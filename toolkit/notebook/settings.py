@@ -8,7 +8,7 @@ from toolkit.config.errors import explain
 from toolkit.config.shorthands import check_given, settle
 from toolkit.config.threads import use_threads
 from toolkit.errors import UserError, suggest
-from toolkit.repository import ROOT, conf
+from toolkit.files import ROOT, conf
 
 RESULTS = ROOT / "experiments" / "results"
 """The results that are kept with the code."""

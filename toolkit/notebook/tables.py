@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from toolkit import tables
 from toolkit.errors import UserError
+from toolkit.format import counted_cells, rank_cells, reduction_cells
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,7 +24,7 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
     import pandas as pd
 
     rows = {
-        name: tables.reductions({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
+        name: reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
         for name, curve in curves.items()
     }
     return pd.DataFrame.from_dict(rows, orient="index")
@@ -55,7 +55,7 @@ def counted_and_measured(
     found = []
     for k, row in enumerate(rows):
         counted = asdict(row.counted)
-        found.append(tables.counted({"setting": row.setting, "rule": row.rule} | counted))
+        found.append(counted_cells({"setting": row.setting, "rule": row.rule} | counted))
         if measured:
             differences = measured[k].differences
             found[-1]["measured"] = ", ".join(differences) + " differ" if differences else "equal"
@@ -66,4 +66,4 @@ def by_rank(found: "Measurements") -> "pd.DataFrame":
     """What each rank held at most, and sent and received in the steps that were recorded."""
     import pandas as pd
 
-    return pd.DataFrame([tables.rank(row) for row in found.by_rank()]).set_index("rank")
+    return pd.DataFrame([rank_cells(row) for row in found.by_rank()]).set_index("rank")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import isfinite, isnan
 from shlex import quote
 
+from toolkit.format import size
 from toolkit.pilot.findings import Findings, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
-from toolkit.units import size
 
 WORTH = 0.05
 """The least share of a training step that is worth stale weights."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.comparison import Estimate, binomial_half_width, paired_difference
-from toolkit.cost.clock import now
+from toolkit.cost.stage_costs import synchronized_time
 from toolkit.model import Stages
 from toolkit.pilot.data import Data
 from toolkit.pilot.findings import TrainingFindings
@@ -83,10 +83,10 @@ def step_times(
         if k >= 3 and time.perf_counter() - begun > budget:
             break
         for name, runtime in runtimes.items():
-            begin = now(batch[0].device)
+            begin = synchronized_time(batch[0].device)
             runtime.step(*batch)
             if k >= 0:
-                seconds[name].append(now(batch[0].device) - begin)
+                seconds[name].append(synchronized_time(batch[0].device) - begin)
         say("timing steps", (k + 3) / (rounds + 2))
     return seconds
 

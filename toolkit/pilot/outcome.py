@@ -6,12 +6,11 @@ from html import escape
 from math import inf
 
 from toolkit.cost import Hardware
+from toolkit.format import TIMES, digits, size, table, unit_for
 from toolkit.pilot.advice import Advice, advise
 from toolkit.pilot.findings import Findings
 from toolkit.pilot.predict import check_placement, predict
 from toolkit.schedule.comparison import schedule_of
-from toolkit.tables import table
-from toolkit.units import TIMES, digits, size, unit_for
 
 
 @dataclass(frozen=True)

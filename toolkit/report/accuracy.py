@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from toolkit.comparison.statistics import paired_by_seed, spread
-from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.report.description import Block, Figure, Table, Text
 from toolkit.report.groups import Group
 from toolkit.report.words import NONE, count, mean_of, number
@@ -18,7 +18,7 @@ _SIZE = (4.5, 2.7)  # inches; legible on a phone
 _MEASURED = ("stage", "delay", "cosine", "gradient", "fresh_gradient", "moved", "weights")
 
 
-def _written(value: float, by: Measure, sign: str = "") -> str:
+def _written(value: float, by: Metric, sign: str = "") -> str:
     return number(value, f"{{:{sign}.{by.decimals}f}}")
 
 
@@ -63,9 +63,9 @@ def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
     yield from _cautions(groups)
 
 
-def _curves(group: Group, by: Measure) -> list[list[float]]:
+def _curves(group: Group, by: Metric) -> list[list[float]]:
     """The measure after each epoch, of the runs that have as many as most of them."""
-    found = [[epoch.get(by.metric, nan) for epoch in run.epochs] for run in group.by_seed.values()]
+    found = [[epoch.get(by.key, nan) for epoch in run.epochs] for run in group.by_seed.values()]
     whole = [curve for curve in found if curve and all(map(isfinite, curve))]
     if not whole:
         return []
@@ -73,15 +73,15 @@ def _curves(group: Group, by: Measure) -> list[list[float]]:
     return [curve for curve in whole if len(curve) == length]
 
 
-def _final(group: Group, first: Group, by: Measure) -> dict[str, str]:
+def _final(group: Group, first: Group, by: Metric) -> dict[str, str]:
     runs = group.by_seed
     metrics = [run.metrics for run in runs.values()]
-    n_seeds, average = len(runs), mean_of(metrics, by.metric)
-    deviation = spread([row.get(by.metric, nan) for row in metrics]) if runs else nan
+    n_seeds, average = len(runs), mean_of(metrics, by.key)
+    deviation = spread([row.get(by.key, nan) for row in metrics]) if runs else nan
     difference, width = _difference(group, first, by)
     if group.summed and not runs:
         metrics, n_seeds = [group.summed.metrics], group.summed.repeats
-        average, deviation = metrics[0][by.metric], metrics[0][f"{by.name}_sd"]
+        average, deviation = metrics[0][by.key], metrics[0][f"{by.name}_sd"]
     other = ACCURACY if by is LOSS else LOSS
     return {
         "rule": group.label,
@@ -90,15 +90,15 @@ def _final(group: Group, first: Group, by: Measure) -> dict[str, str]:
         "sd": _written(deviation, by),
         "difference": _written(difference, by, "+z"),
         "95 % interval": "± " + _written(width, by) if isfinite(width) else NONE,
-        f"{other.name} ({other.unit})": _written(mean_of(metrics, other.metric), other),
+        f"{other.name} ({other.unit})": _written(mean_of(metrics, other.key), other),
         "samples/s": number(mean_of(metrics, "samples_per_second"), "{:.0f}"),
     }
 
 
-def _difference(group: Group, first: Group, by: Measure) -> tuple[float, float]:
+def _difference(group: Group, first: Group, by: Metric) -> tuple[float, float]:
     """The mean difference and half its interval, as far as there are any."""
     mine, firsts = (
-        {seed: run.metrics.get(by.metric, nan) for seed, run in of.by_seed.items()}
+        {seed: run.metrics.get(by.key, nan) for seed, run in of.by_seed.items()}
         for of in (group, first)
     )
     if group is first:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from toolkit.errors import UserError
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.report.description import Block, Command, Figure, Page, Report, Table, Text
 from toolkit.tracking import keys
 from toolkit.tracking.journal import JOURNAL
@@ -117,9 +117,9 @@ def _panels(section: str, runs: Sequence[Run]) -> list[Any]:
     judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
     panels = {
         "Accuracy": lambda: [
-            *map(curve, (keys.of_epoch(by.metric) for by in (ACCURACY, LOSS))),
+            *map(curve, (keys.of_epoch(by.key) for by in (ACCURACY, LOSS))),
             curve(keys.TRAIN_LOSS),
-            *(bars(keys.final(by.metric)) for by in judges),
+            *(bars(keys.final(by.key)) for by in judges),
             wr.LinePlot(title="delay", x=keys.STEP, metric_regex=keys.of_delay("cosine", ".*")),
             *map(curve, (keys.LEARNING_RATE, keys.SPEED)),
         ],

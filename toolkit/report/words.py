@@ -5,7 +5,7 @@ from math import isnan, nan
 from statistics import mean
 from typing import Any
 
-from toolkit.units import MB
+from toolkit.format import MB
 
 NONE = "\N{EN DASH}"
 

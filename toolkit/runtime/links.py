@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toolkit.format import MB
 from toolkit.runtime import hierarchy
 from toolkit.runtime.layout import Layouts
 from toolkit.runtime.pacing import Pacer
@@ -21,7 +22,6 @@ from toolkit.runtime.process_group.group import World
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.streams import finish_stream
 from toolkit.schedule import Action, Instruction
-from toolkit.units import MB
 
 _FOR_EVER = timedelta(days=1)  # a wait that is too long is the watch's business
 

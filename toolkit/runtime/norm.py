@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError
-from toolkit.model.norms import computes_otherwise
+from toolkit.model.custom_norms import computes_otherwise
 
 
 @dataclass

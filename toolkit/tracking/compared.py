@@ -6,7 +6,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.options import COMPARED, ENDED
 from toolkit.tracking.reading import (
     LARGEST,
@@ -105,7 +105,7 @@ def _mean(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     numbers = numbers_of(row)
     metrics = {}
     for by in (ACCURACY, LOSS):
-        names = by.metric, *(f"{by.name}_{part}" for part in ("sd", "difference", "difference_95"))
+        names = by.key, *(f"{by.name}_{part}" for part in ("sd", "difference", "difference_95"))
         for name, column in zip(names, by.columns, strict=True):
             metrics[name] = numbers.get(column, nan)
     return {

@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.repository import ROOT
+from toolkit.files import ROOT
 
 _PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
 _PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own machine

@@ -7,7 +7,7 @@ from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.measure import ACCURACY, Measure
+from toolkit.metric import ACCURACY, Metric
 from toolkit.tracking.reading import Numbers
 
 STATES = ("finished", "running", "stopped", "failed", "unfinished", "damaged")
@@ -47,7 +47,7 @@ class Run:
     schedule: str | None = None
     seed: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    judged_by: Measure = ACCURACY
+    judged_by: Metric = ACCURACY
     metrics: Numbers = field(default_factory=dict)
     epochs: Sequence[Numbers] = ()
     delays: Sequence[Numbers] = ()

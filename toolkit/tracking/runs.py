@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit.config.sweeps import left_in
 from toolkit.errors import UserError
-from toolkit.measure import ACCURACY, LOSS, Measure
+from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import RESUMED_OTHERWISE
 from toolkit.tracking.asked import job_in, kind_of, options_in
 from toolkit.tracking.compared import runs_of_rules
@@ -127,7 +127,7 @@ def _notes(told: Any) -> list[str]:
     return [note for note in told if isinstance(note, str)] if isinstance(told, list) else []
 
 
-def _judged_by(result: Mapping[str, Any], config: Mapping[str, Any]) -> Measure:
+def _judged_by(result: Mapping[str, Any], config: Mapping[str, Any]) -> Metric:
     """As its result tells; of a run without one, as is usual for its data."""
     data = config.get("data")
     text = isinstance(data, dict) and data.get("_target_") in _TEXTS

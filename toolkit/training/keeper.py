@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.errors import UserError
-from toolkit.measure import Measure
+from toolkit.metric import Metric
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.process_group.watch import ECHO
 from toolkit.runtime.tree import map_tensors
@@ -130,7 +130,7 @@ class Keeper(Stretches):
     guard: str
     guard_factor: float
     signals: Signals
-    measure: Measure
+    measure: Metric
     epochs: int
     weights: bool = True
     length: int = 8

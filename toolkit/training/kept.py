@@ -173,7 +173,7 @@ def _keeper(
         guard=options.guard,
         guard_factor=options.guard_factor,
         signals=signals,
-        measure=job.samples.form.measure,
+        measure=job.samples.form.metric,
         epochs=options.epochs,
         weights=weights,
         length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.measure import LOSS, Measure
-from toolkit.model import Form
+from toolkit.metric import LOSS, Metric
+from toolkit.model import InputSpec
 from toolkit.runtime.form import difference
 from toolkit.runtime.interface import Runtime
 from toolkit.runtime.recipe import PLAIN, Recipe
@@ -53,7 +53,7 @@ class Epoch:
     ema_loss: float | None = None  # of the test, with the average of the weights if one is kept
     ema_top1: float | None = None
 
-    def told(self, by: Measure) -> str:
+    def told(self, by: Metric) -> str:
         """How good the model is by now, in short."""
         return f"loss {self.test_loss:.3f}" if by is LOSS else f"{self.top1:.2%}"
 
@@ -289,14 +289,14 @@ def _train(
             stretches.end(position)
 
 
-def evaluated_at_once(form: Form, batch_size: int) -> int:
+def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
     """Samples of a batch of the test: many, but of large answers few, whose scores take memory."""
     return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
 
 
-def is_best(history: Sequence[Epoch], by: Measure) -> bool:
+def is_best(history: Sequence[Epoch], by: Metric) -> bool:
     """Whether the last epoch is as good as any; one that ended in no number is not."""
-    values: list[float] = [getattr(epoch, by.metric) for epoch in history]
+    values: list[float] = [getattr(epoch, by.key) for epoch in history]
     best = min if by.lower_is_better else max
     return values[-1] == best(filter(isfinite, values), default=None)
 

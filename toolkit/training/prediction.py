@@ -3,14 +3,14 @@
 from omegaconf import DictConfig
 
 from toolkit.config.build import build_model
-from toolkit.cost import Timeline, predict_observed, profile, recomputing
+from toolkit.cost import Timeline, predict_calibrated, profile, recomputing
 from toolkit.model import partition
-from toolkit.model.forms import Form
+from toolkit.model.input_spec import InputSpec
 from toolkit.runtime.meters.measurements import Measurements
 
 
 def beside_prediction(
-    found: Measurements, config: DictConfig, form: Form
+    found: Measurements, config: DictConfig, form: InputSpec
 ) -> tuple[Timeline, Timeline]:
     """The measured timeline, and that of ops and messages which take as long as was measured.
 
@@ -27,4 +27,4 @@ def beside_prediction(
     stages = partition(model, found.schedule.n_stages, example, config.partition)
     costs = recomputing(profile(stages, example, precision=config.precision), config.checkpoint)
     timeline = found.timeline()
-    return timeline, predict_observed(timeline, found.schedule, costs)
+    return timeline, predict_calibrated(timeline, found.schedule, costs)

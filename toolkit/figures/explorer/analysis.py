@@ -7,10 +7,10 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.figures.explorer.choice import Choice
+from toolkit.format import duration
 from toolkit.schedule import Program, Schedule, SteadyState, steady_state
 from toolkit.schedule.steady import steps_to_time
 from toolkit.schedule.traffic import units_sent
-from toolkit.units import duration
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline

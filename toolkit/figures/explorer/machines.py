@@ -12,7 +12,7 @@ from toolkit.errors import UserError, first_line
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from toolkit.model import Form
+    from toolkit.model import InputSpec
 
 UNIFORM = "uniform"
 GIVEN = "given"
@@ -71,7 +71,7 @@ def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") 
     return costs
 
 
-def _made(make: "Callable[[], tuple[nn.Module, Form]]") -> Costs:
+def _made(make: "Callable[[], tuple[nn.Module, InputSpec]]") -> Costs:
     """Those of a model that is made, on the meta device, when they are first asked for."""
     made: list[Costs] = []
 
@@ -87,13 +87,13 @@ def _made(make: "Callable[[], tuple[nn.Module, Form]]") -> Costs:
     return costs
 
 
-def _of_images(name: str) -> "tuple[nn.Module, Form]":
+def _of_images(name: str) -> "tuple[nn.Module, InputSpec]":
     from toolkit.model import Images, build
 
     return build(name), Images(3, 224, 224, 1000)
 
 
-def _gpt2() -> "tuple[nn.Module, Form]":
+def _gpt2() -> "tuple[nn.Module, InputSpec]":
     from toolkit.model import Sequences, gpt
 
     form = Sequences(1024, 50257)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.cost import Timeline, predict_observed, profile
+from toolkit.cost import Timeline, predict_calibrated, profile
 from toolkit.model import Stages, partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
@@ -95,7 +95,7 @@ def beside_prediction(
     timeline = found.timeline()
     example = torch.empty(batch, width, device="meta")
     costs = profile(alike_stages(n, width, batch), example)
-    return timeline, predict_observed(timeline, found.schedule, costs)
+    return timeline, predict_calibrated(timeline, found.schedule, costs)
 
 
 def alike_stages(n: int, width: int, batch: int) -> Stages:

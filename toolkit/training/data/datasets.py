@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.model.forms import Form, Images
+from toolkit.model.input_spec import Images, InputSpec
 from toolkit.training.data.held import HeldBatches, shuffled
 from toolkit.training.data.pixels import send
 from toolkit.training.data.sample_set import Batch, Batches
@@ -32,7 +32,9 @@ class Datasets:
         ValueError: they have no length, or no such samples.
     """
 
-    def __init__(self, train: Any, test: Any, n_classes: int, form: Form | None = None) -> None:
+    def __init__(
+        self, train: Any, test: Any, n_classes: int, form: InputSpec | None = None
+    ) -> None:
         for name, dataset in (("train", train), ("test", test)):
             if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
                 raise UserError(

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from torchvision.datasets import ImageFolder
 
 from toolkit.errors import UserError
-from toolkit.model.forms import Images
+from toolkit.model.input_spec import Images
 from toolkit.training.data.damaged import Read, Skipped, first_readable, skips
 from toolkit.training.data.decoding import Encoded, check_gpu, decode, read_encoded
 from toolkit.training.data.files import DamagedImageError, open_split

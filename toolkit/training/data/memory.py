@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.model.forms import Images
+from toolkit.model.input_spec import Images
 from toolkit.training.data.held import HeldBatches, shuffled
 from toolkit.training.data.pixels import Normalise, Placed, send
 from toolkit.training.data.sample_set import Batch, Batches

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.config.build import check_target, look_here
 from toolkit.errors import UserError
-from toolkit.model.forms import Form
+from toolkit.model.input_spec import InputSpec
 
 Batch = tuple[Tensor, Tensor]
 
@@ -30,7 +30,7 @@ class SampleSet(Protocol):
     """Training and test samples with their answers: images and classes, or tokens and the next."""
 
     @property
-    def form(self) -> Form: ...
+    def form(self) -> InputSpec: ...
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
         """The batches of one epoch, shuffled and augmented by (seed, epoch); full ones only."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.model.forms import Sequences
+from toolkit.model.input_spec import Sequences
 from toolkit.training.data.held import HeldBatches, shuffled
 from toolkit.training.data.pixels import send
 from toolkit.training.data.sample_set import Batch, Batches

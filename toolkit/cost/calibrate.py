@@ -5,15 +5,15 @@ from dataclasses import replace
 from math import inf
 from statistics import median
 
-from toolkit.cost.costs import Costs, StageCost
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.simulate import simulate
+from toolkit.cost.stage_costs import Costs, StageCost
 from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
 from toolkit.schedule import Action, Schedule
 from toolkit.schedule.traffic import rounds
 
 
-def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
+def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
     """The costs with the median seconds of each stage's ops, and links with those of messages.
 
     Args:
@@ -61,7 +61,7 @@ def observed(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], H
     return tuple(timed), links
 
 
-def predict_observed(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
+def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
     """What the simulator makes of ops and messages that take as long as was measured.
 
     Its memory is of the kinds that were measured, so that the two can be compared.
@@ -71,7 +71,7 @@ def predict_observed(timeline: Timeline, schedule: Schedule, costs: Costs) -> Ti
         schedule: for as many stages as there are costs.
         costs: of the stages that were run.
     """
-    timed, links = observed(timeline, costs)
+    timed, links = calibrate(timeline, costs)
     prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)
     kinds = {change.kind for change in timeline.changes}
     changes = [change for change in prediction.changes if change.kind in kinds]

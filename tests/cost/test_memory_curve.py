@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.thorough import more
 from toolkit.cost import AXES, Hardware, MemoryCurve, memory_curve, profile
-from toolkit.cost.curve import _curve
+from toolkit.cost.memory_curve import _curve
 from toolkit.model import build, partition
 
 FLOAT = 4

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware, check_hardware
+from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
 from toolkit.model.precision import autocast, check_precision
@@ -179,12 +179,15 @@ class _Stopwatch(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         (args, kwargs), _ = cut_off((args, kwargs), changed=True)
-        begin = now(self.device)
+        begin = synchronized_time(self.device)
         with autocast(self.precision, self.device):
             output = getattr(self, n.op)(n.target, args, kwargs)
-        middle = now(self.device)
+        middle = synchronized_time(self.device)
         trained = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
         if trained:
             torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        self.seconds[n.name] = (middle - begin, now(self.device) - middle if trained else 0.0)
+        self.seconds[n.name] = (
+            middle - begin,
+            synchronized_time(self.device) - middle if trained else 0.0,
+        )
         return output

@@ -1,6 +1,7 @@
 """What each stage costs: arithmetic, time, activations, boundaries and parameters."""
 
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.cost.clock import now
 from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
@@ -19,7 +19,7 @@ from toolkit.model.partition import check_stages
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.recomputation import checkpointed
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
-from toolkit.model.working import working_bytes
+from toolkit.model.workspace_memory import working_bytes
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,13 @@ def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
     return (stage,) * n_stages
 
 
+def synchronized_time(device: torch.device) -> float:
+    """Return ``time.perf_counter()`` in seconds after all work queued on ``device`` has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # kernels run asynchronously: wait before reading the clock
+    return time.perf_counter()
+
+
 def profile(
     stages: Stages,
     example: Tensor | tuple[Tensor, ...],
@@ -251,13 +258,13 @@ def _measure(
     forwards, backwards = [], []
     for counted in [False] + [True] * repeats:
         received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs
-        begin = now(received[0].device)
+        begin = synchronized_time(received[0].device)
         with autocast(precision, received[0].device):
             outputs = twin(*received)
-        middle = now(received[0].device)
+        middle = synchronized_time(received[0].device)
         trained = [x for x in outputs if x.requires_grad]
         torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        end = now(received[0].device)
+        end = synchronized_time(received[0].device)
         if counted:
             forwards.append(middle - begin)
             backwards.append(end - middle)

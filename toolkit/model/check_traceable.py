@@ -13,7 +13,7 @@ _BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 
 
-def check_faithful(model: nn.Module, traced: fx.GraphModule) -> None:
+def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
     """Refuse hooks that would not run, and batch norms that would not run as they are meant.
 
     Args:

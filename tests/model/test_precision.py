@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolkit.model import mixed
+from toolkit.model import precision as mixed
 from toolkit.model.analysis import node_costs
-from toolkit.model.mixed import autocast_of_meta, registered
+from toolkit.model.precision import meta_autocast, registered
 from toolkit.model.trace import trace
 
 HALF, FLOAT = 2, 4
@@ -16,7 +16,7 @@ X = torch.empty(5, 3, device="meta")
 
 def cast(function, *values, on_cpu=False, dtype=torch.bfloat16):
     """The types of what ``function`` makes of meta tensors."""
-    with autocast_of_meta(dtype, on_cpu=on_cpu):
+    with meta_autocast(dtype, on_cpu=on_cpu):
         found = function(*values)
     return [x.dtype for x in (found if isinstance(found, tuple) else (found,))]
 

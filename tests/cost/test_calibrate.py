@@ -14,8 +14,8 @@ from toolkit.cost import (
     Span,
     StageCost,
     Timeline,
-    observed,
-    predict_observed,
+    calibrate,
+    predict_calibrated,
     recomputing,
     simulate,
     unit_costs,
@@ -51,7 +51,7 @@ def test_medians_of_each_stage():
     spans = [compute(f"0F{m}", seconds, 10.0 * m) for m, seconds in enumerate((1, 2, 30))]
     spans += [compute(f"0B{m}", seconds) for m, seconds in enumerate((4, 40, 5))]
     spans += [compute("1F0", 7), compute("1F1", 9), compute("1B10", 6)]
-    (first, second), _ = observed(timeline(*spans), (FIRST, SECOND))
+    (first, second), _ = calibrate(timeline(*spans), (FIRST, SECOND))
     assert first == replace(FIRST, forward_seconds=2, backward_seconds=5)
     assert second == replace(SECOND, forward_seconds=8, backward_seconds=6)
 
@@ -60,20 +60,20 @@ def test_a_backward_in_two_halves_is_both():
     spans = [compute("0F0", 1)]
     spans += [compute(f"0I{m}", seconds) for m, seconds in enumerate((2, 3, 4))]
     spans += [compute(f"0W{m}", seconds) for m, seconds in enumerate((10, 20, 60))]
-    (cost,), _ = observed(timeline(*spans), (FIRST,))
+    (cost,), _ = calibrate(timeline(*spans), (FIRST,))
     assert (cost.forward_seconds, cost.backward_seconds) == (1, 3 + 20)
 
 
 def test_stages_of_two_digits():
     spans = [compute(f"{j}{kind}0", j + 1) for j in range(12) for kind in "FB"]
-    costs, _ = observed(timeline(*spans), unit_costs(12))
+    costs, _ = calibrate(timeline(*spans), unit_costs(12))
     assert [cost.seconds(UNIT) for cost in costs] == [(j + 1, j + 1) for j in range(12)]
 
 
 def test_links_take_the_median_whatever_the_size():
     spans = [compute("0F0", 1), compute("0B0", 1)]
     spans += [link("send", 1.0), link("receive", 2.0), link("send", 9.0)]
-    _, links = observed(timeline(*spans), (FIRST,))
+    _, links = calibrate(timeline(*spans), (FIRST,))
     assert (links.link_latency, links.link_bandwidth) == (2, inf)
     assert links.message(0) == links.message(1e9) == 2
 
@@ -82,15 +82,15 @@ def test_updates_take_the_median_time_of_their_bytes():
     """Each moves five times its parameters: of 8 bytes here, of 12 there."""
     spans = [compute(f"{j}{kind}0", 1) for j in range(2) for kind in "FB"]
     spans += [update(0, 4.0), update(1, 6.0), update(1, 60.0)]
-    _, links = observed(timeline(*spans), (FIRST, SECOND))
+    _, links = calibrate(timeline(*spans), (FIRST, SECOND))
     assert links.memory_bandwidth == pytest.approx(10)
 
 
 def test_what_was_not_seen_takes_no_time():
-    _, links = observed(timeline(compute("0F0", 1), compute("0B0", 1)), (FIRST,))
+    _, links = calibrate(timeline(compute("0F0", 1), compute("0B0", 1)), (FIRST,))
     assert (links.link_latency, links.link_bandwidth, links.memory_bandwidth) == (0, inf, inf)
     spans = [compute("0F0", 1), compute("0B0", 1), update(0, 1.0)]
-    _, links = observed(timeline(*spans), (replace(FIRST, parameter_bytes=0.0),))
+    _, links = calibrate(timeline(*spans), (replace(FIRST, parameter_bytes=0.0),))
     assert links.memory_bandwidth == inf  # an update of nothing tells nothing
 
 
@@ -120,7 +120,7 @@ recomputed = pytest.mark.parametrize("checkpoint", ["none", [1]])
 @recomputed
 def test_what_was_put_in_comes_out(schedule, checkpoint):
     costs = recomputing((FIRST, SECOND), checkpoint)
-    found, links = observed(simulate(schedule.lower(3), costs, LATENT), costs)
+    found, links = calibrate(simulate(schedule.lower(3), costs, LATENT), costs)
     assert found == costs
     assert links.memory_bandwidth == pytest.approx(10)
     alone = schedule.n_ranks == 1
@@ -133,7 +133,7 @@ def test_it_predicts_the_run_that_it_was_seen_in(schedule, checkpoint):
     program, costs = schedule.lower(4), recomputing((FIRST, SECOND), checkpoint)
     seen = simulate(program, costs, LATENT)
     blank = [replace(c, forward_seconds=None, backward_seconds=None) for c in costs]
-    again = predict_observed(seen, schedule, blank)
+    again = predict_calibrated(seen, schedule, blank)
     assert again.name == f"{schedule.name}, predicted"
     assert again.step_time == pytest.approx(seen.step_time)
     assert again.step_ends == pytest.approx(seen.step_ends)
@@ -148,7 +148,7 @@ def test_it_predicts_the_memory_that_was_measured():
     kinds = {"weights", "activations", "gradients"}
     assert {change.kind for change in seen.changes} == kinds | {"stage inputs", "working"}
     measured = replace(seen, changes=[c for c in seen.changes if c.kind in kinds])
-    again = predict_observed(measured, schedule, costs)
+    again = predict_calibrated(measured, schedule, costs)
     assert {change.kind for change in again.changes} == kinds
     for kind in kinds:
         assert again.peak_memory(kind=kind) == seen.peak_memory(kind=kind)
@@ -177,7 +177,7 @@ def test_it_predicts_any_run_without_collectives(program, data):
     ]
     hardware = replace(UNIT, link_latency=data.draw(seconds))
     seen = simulate(program, costs, hardware)
-    found, links = observed(seen, costs)
+    found, links = calibrate(seen, costs)
     assert [cost.seconds(UNIT) for cost in found] == [
         pytest.approx(cost.seconds(UNIT)) for cost in costs
     ]
@@ -192,4 +192,4 @@ def test_it_predicts_collectives(schedule):
     program = schedule.lower(3)
     costs = unit_costs(4)
     seen = simulate(program, costs, replace(UNIT, link_latency=0.5))
-    assert simulate(program, *observed(seen, costs)).step_time == pytest.approx(seen.step_time)
+    assert simulate(program, *calibrate(seen, costs)).step_time == pytest.approx(seen.step_time)

@@ -13,11 +13,41 @@ from typing import Any
 
 from tabulate import tabulate
 
-from toolkit.measure import Measure
-from toolkit.units import MB
+from toolkit.metric import Metric
+
+MB = 1e6
+MIB, GIB = 2**20, 2**30
+
+Unit = tuple[float, str]
+TIMES: Sequence[Unit] = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+SIZES: Sequence[Unit] = ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
+RATES: Sequence[Unit] = ((1e9, "GB/s"), (MB, "MB/s"), (1e3, "kB/s"))
 
 Row = Mapping[str, Any]
 Cells = dict[str, Any]
+
+
+def unit_for(largest: float, units: Sequence[Unit], at_least: float = 2.0) -> Unit:
+    """The largest unit of which there are ``at_least`` so many, or the last."""
+    return next((unit for unit in units if largest >= at_least * unit[0]), units[-1])
+
+
+def duration(seconds: float) -> tuple[str, str]:
+    """Seconds as a number of three digits and a unit that suits it."""
+    unit, name = unit_for(seconds, TIMES, at_least=1.0)
+    return digits(seconds / unit), name
+
+
+def size(n_bytes: float) -> str:
+    """Bytes in MiB, from 1024 of them on in GiB; in one decimal where that tells more."""
+    unit, name = unit_for(n_bytes, SIZES[:2], at_least=1.0)
+    decimals = 0 if name == "MiB" and n_bytes >= 100 * unit else 1
+    return f"{n_bytes / unit:.{decimals}f} {name}"
+
+
+def digits(value: float) -> str:
+    """Three significant digits; of whole numbers, all."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def table(rows: Sequence[Row], form: str = "simple") -> str:
@@ -56,7 +86,7 @@ def plus_minus(value: float | None, width: float | None, sign: str = "", decimal
     return f"{value:{sign}z.{decimals}f}" + (f" ± {width:.{decimals}f}" if known else "")
 
 
-def compared(row: Row, by: Measure, first: str) -> Cells:
+def metric_cells(row: Row, by: Metric, first: str) -> Cells:
     """A rule's test accuracy or loss, and by how much it differs from that of ``first``.
 
     Args:
@@ -69,13 +99,13 @@ def compared(row: Row, by: Measure, first: str) -> Cells:
     }
 
 
-def staleness(row: Row) -> Cells:
+def staleness_cells(row: Row) -> Cells:
     """How many steps late a schedule's weights are."""
     late = f"{row['staleness_mean']:.2f} ({row['staleness_max']})"
     return {"mean staleness (largest)": late}
 
 
-def peaks(row: Row) -> Cells:
+def peak_cells(row: Row) -> Cells:
     """What a schedule holds and sends at most, all workers together."""
     return {
         "peak activations": f"{row['peak_activations']:g}",
@@ -83,13 +113,13 @@ def peaks(row: Row) -> Cells:
     }
 
 
-def reductions(by_workers: Mapping[int, float], largest: float) -> Cells:
+def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
     """How far the peak of shifted workers is below that of workers together."""
     shares = {f"N = {n}": f"{share:.1%}" for n, share in by_workers.items()}
     return shares | {"1 - mean/peak": f"{largest:.1%}"}
 
 
-def counted(row: Row) -> Cells:
+def counted_cells(row: Row) -> Cells:
     """A setting under a rule: its footprint as counted from programs."""
     return _footprint(row) | {
         "kept": f"{_fraction(row['parameters'])} P",
@@ -98,31 +128,31 @@ def counted(row: Row) -> Cells:
     }
 
 
-def measured(row: Row) -> Cells:
+def measured_cells(row: Row) -> Cells:
     """A setting under a rule: its footprint as measured on processes."""
     return _footprint(row, "_measured")
 
 
-def alike(row: Row, how: str) -> str:
+def agreement(row: Row, how: str) -> str:
     """Whether what ``row`` has by ``_formula``, or has ``_measured``, is all as counted."""
     names = [name for name in row if name + how in row]
     return "yes" if all(row[name] == row[name + how] for name in names) else "no"
 
 
-def pipeline(row: Row) -> Cells:
-    """One pipeline, as :func:`toolkit.cost.pipelines.assess` has it."""
+def pipeline_cells(row: Row) -> Cells:
+    """One pipeline, as :func:`toolkit.cost.pipeline_table.assess` has it."""
     return {
         "micro-batches": row["microbatches"],
         "method": row["method"],
         "activations (all)": f"{row['activations']:.4g} ({row['total_activations']:.4g}) A",
         "idle": f"{row['idle']:z.1%}",
         "weights": f"{_fraction(row['weights'])} P",
-        **staleness(row),
+        **staleness_cells(row),
         "flush": "yes" if row["flush"] else "no",
     }
 
 
-def rank(row: Row) -> Cells:
+def rank_cells(row: Row) -> Cells:
     """What a rank held at most, and sent and received in the steps that were recorded."""
     held = {
         f"{of} {name} (MB)": _megabytes(row[f"{of}_{name}"])

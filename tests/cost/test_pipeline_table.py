@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 
 from tests.schedule.test_v_shape import bubble, most
-from toolkit.cost.pipelines import METHODS, assess, pipelines
+from toolkit.cost.pipeline_table import METHODS, assess, pipelines
 
 LATE = ("PipeDream-2BW", "CDP-v1", "CDP-v2")
 

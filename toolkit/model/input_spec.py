@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.metric import ACCURACY, LOSS
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Images:
         samples: name of the samples, in the plural.
         answers: name of the answers to them, in the plural.
         n_classes: number of answers to choose from.
-        measure: the measure by which a model is judged.
+        metric: the metric by which a model is judged.
         arguments: arguments of a function that makes a model of this form.
         usual_argument: name that other models give to the number of classes.
     """
@@ -28,7 +28,7 @@ class Images:
     n_classes: int
     samples = "images"
     answers = "classes"
-    measure = ACCURACY
+    metric = ACCURACY
     usual_argument = "num_classes"
 
     @property
@@ -63,7 +63,7 @@ class Sequences:
     vocabulary: int
     samples = "sequences"
     answers = "tokens"
-    measure = LOSS
+    metric = LOSS
     usual_argument = "vocabulary"
 
     @property
@@ -88,7 +88,7 @@ class Sequences:
         return (n, self.length, self.vocabulary)
 
 
-Form = Images | Sequences
+InputSpec = Images | Sequences
 """Samples of one form, and the answers to them."""
 
 

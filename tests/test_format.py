@@ -3,10 +3,30 @@ from dataclasses import asdict
 
 import pytest
 
-from toolkit import tables
-from toolkit.measure import ACCURACY, LOSS
+from toolkit.format import (
+    GIB,
+    MIB,
+    RATES,
+    SIZES,
+    TIMES,
+    agreement,
+    counted_cells,
+    digits,
+    duration,
+    measured_cells,
+    metric_cells,
+    peak_cells,
+    pipeline_cells,
+    plus_minus,
+    rank_cells,
+    reduction_cells,
+    size,
+    staleness_cells,
+    table,
+    unit_for,
+)
+from toolkit.metric import ACCURACY, LOSS
 from toolkit.schedule.comparison import compare
-from toolkit.tables import alike, plus_minus, table
 
 
 def test_text_left_and_numbers_right():
@@ -56,11 +76,11 @@ def test_a_comparison_in_the_unit_and_decimals_of_its_measure():
         "accuracy": 97.5, "accuracy_sd": 0.25, "difference": -0.5, "difference_95": 1.0,
         "loss": 1.25, "loss_sd": math.nan, "loss_difference": 0.0, "loss_difference_95": math.nan,
     }  # fmt: skip
-    assert tables.compared(row, ACCURACY, "DP") == {
+    assert metric_cells(row, ACCURACY, "DP") == {
         "test accuracy (%)": "97.50 ± 0.25",
         "paired difference from DP": "-0.50 ± 1.00",
     }
-    assert tables.compared(row, LOSS, "GPipe") == {
+    assert metric_cells(row, LOSS, "GPipe") == {
         "test loss (nats)": "1.250",
         "paired difference from GPipe": "+0.000",
     }
@@ -68,12 +88,12 @@ def test_a_comparison_in_the_unit_and_decimals_of_its_measure():
 
 def test_what_a_schedule_holds_sends_and_reads():
     row = {"staleness_mean": 0.376, "staleness_max": 1, "peak_activations": 2.5, "traffic_max": 4.0}
-    assert tables.staleness(row) == {"mean staleness (largest)": "0.38 (1)"}
-    assert list(tables.peaks(row).values()) == ["2.5", "4"]
+    assert staleness_cells(row) == {"mean staleness (largest)": "0.38 (1)"}
+    assert list(peak_cells(row).values()) == ["2.5", "4"]
 
 
 def test_reductions():
-    found = tables.reductions({4: 0.4021, 32: 0.425}, 0.428)
+    found = reduction_cells({4: 0.4021, 32: 0.425}, 0.428)
     assert found == {"N = 4": "40.2%", "N = 32": "42.5%", "1 - mean/peak": "42.8%"}
 
 
@@ -82,23 +102,23 @@ def test_footprints_are_fractions_whether_they_come_as_such_or_from_a_file():
     row = compare(8)[7]
     exact = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
     read = {k: v if isinstance(v, str) else float(v) for k, v in exact.items()}
-    assert tables.counted(exact) == tables.counted(read)
-    assert tables.counted(read) == {
+    assert counted_cells(exact) == counted_cells(read)
+    assert counted_cells(read) == {
         "setting": "with model parallelism", "rule": "CDP-v1", "ranks": "36",
         "activations (all)": "1/8 (9/2) A", "weights": "3/8 P", "sent": "7/36 P",
         "messages": "14/9", "kept": "1/8 P", "in a slot": "1/8 P", "rounds": "1",
     }  # fmt: skip
     seen = {k: v for k, v in exact.items() if k in ("setting", "rule")}
     seen |= {f"{k}_measured": v for k, v in exact.items() if k not in seen}
-    assert tables.measured(seen) == {k: tables.counted(exact)[k] for k in tables.measured(seen)}
+    assert measured_cells(seen) == {k: counted_cells(exact)[k] for k in measured_cells(seen)}
 
 
 def test_one_number_that_differs_is_enough():
     row = {"rule": "DP", "ranks": 4.0, "ranks_measured": 4.0, "sent": 1.5, "sent_measured": 1.5}
-    assert alike(row, "_measured") == "yes"
-    assert alike(row | {"sent_measured": 1.25}, "_measured") == "no"
-    assert alike(row | {"sent_formula": 1.25}, "_measured") == "yes"
-    assert alike(row | {"sent_formula": 1.25}, "_formula") == "no"
+    assert agreement(row, "_measured") == "yes"
+    assert agreement(row | {"sent_measured": 1.25}, "_measured") == "no"
+    assert agreement(row | {"sent_formula": 1.25}, "_measured") == "yes"
+    assert agreement(row | {"sent_formula": 1.25}, "_formula") == "no"
 
 
 def test_a_pipeline():
@@ -106,7 +126,7 @@ def test_a_pipeline():
         "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
         "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
     }  # fmt: skip
-    assert tables.pipeline(row) == {
+    assert pipeline_cells(row) == {
         "micro-batches": 8, "method": "GPipe", "activations (all)": "8 (64) A", "idle": "46.7%",
         "weights": "1/4 P", "mean staleness (largest)": "0.00 (0)", "flush": "yes",
     }  # fmt: skip
@@ -117,7 +137,68 @@ def test_a_rank_in_megabytes():
         "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
         "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
     }  # fmt: skip
-    assert tables.rank(row) == {
+    assert rank_cells(row) == {
         "rank": 1, "peak activations (MB)": "4.863", "peak weights (MB)": "0.001",
         "messages sent": 12, "sent (MB)": "1.889", "messages received": 9, "received (MB)": "0.000",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (4000.0, "4000 s"),
+        (12.345, "12.3 s"),
+        (1.0, "1 s"),
+        (0.25, "250 ms"),
+        (0.9996, "1000 ms"),
+        (2.5e-3, "2.5 ms"),
+        (4e-6, "4 µs"),
+        (3e-9, "3 ns"),
+        (5e-10, "0.5 ns"),
+        (0.0, "0 ns"),
+    ],
+)
+def test_duration(seconds, shown):
+    assert " ".join(duration(seconds)) == shown
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "shown"),
+    [
+        (0, "0.0 MiB"),
+        (1.25 * MIB, "1.2 MiB"),
+        (100 * MIB, "100 MiB"),
+        (1023 * MIB, "1023 MiB"),
+        (GIB, "1.0 GiB"),
+        (80e9, "74.5 GiB"),
+    ],
+)
+def test_size(n_bytes, shown):
+    assert size(n_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("largest", "units", "name"),
+    [
+        (2.0, TIMES, "s"),
+        (1.9, TIMES, "ms"),
+        (1e-12, TIMES, "ns"),
+        (2 * GIB, SIZES, "GiB"),
+        (GIB, SIZES, "MiB"),
+        (0, SIZES, "KiB"),
+        (5e9, RATES, "GB/s"),
+        (5e6, RATES, "MB/s"),
+    ],
+)
+def test_an_axis_has_two_of_its_unit(largest, units, name):
+    assert unit_for(largest, units)[1] == name
+
+
+def test_digits():
+    assert [*map(digits, (0.12345, 1.5, 99.94, 123.4, 1500.0))] == [
+        "0.123",
+        "1.5",
+        "99.9",
+        "123",
+        "1500",
+    ]

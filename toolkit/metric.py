@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Measure:
+class Metric:
     """A number that tells how good a model is.
 
     Attributes:
-        metric: the name that it has among the metrics of an epoch.
+        key: name among the metrics of an epoch.
         name: what tables and figures call it.
         unit: in which they show it.
         unit_of_differences: in which they show differences of it.
@@ -19,7 +19,7 @@ class Measure:
             difference from the first rule, and of half the interval of that.
     """
 
-    metric: str
+    key: str
     name: str
     unit: str
     unit_of_differences: str
@@ -29,7 +29,7 @@ class Measure:
     columns: tuple[str, str, str, str]
 
 
-ACCURACY = Measure(
+ACCURACY = Metric(
     "top1",
     "accuracy",
     "%",
@@ -39,7 +39,7 @@ ACCURACY = Measure(
     factor=100,
     columns=("accuracy", "accuracy_sd", "difference", "difference_95"),
 )
-LOSS = Measure(
+LOSS = Metric(
     "test_loss",
     "loss",
     "nats",

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from toolkit.cost.costs import unit_costs
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
+from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError
 from toolkit.schedule import FRESHEST, Schedule, catalog
 from toolkit.schedule.footprint import footprint
