@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point
+from toolkit.cli import entry_point
 from toolkit.errors import UserError
 
 

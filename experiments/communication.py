@@ -16,8 +16,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point
-from toolkit.config.counts import check_counts
+from toolkit.cli import entry_point
+from toolkit.cli.validate import check_counts
 
 LEGEND = """\
 A: activations of one micro-batch over the whole model; P: parameters of the model

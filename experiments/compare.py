@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import STOPPED, Ended, entry_point, leads
-from toolkit.config.counts import check_counts
+from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.schedule import Schedule, labels
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
+    from toolkit.cli import build_schedule
     from toolkit.comparison.kept import asked_for, kept_or_why
     from toolkit.comparison.train import before, train_all
-    from toolkit.config import build_schedule
     from toolkit.tracking.provenance import gone_on_with
     from toolkit.training import StoppedError
     from toolkit.training.data import load
@@ -51,7 +51,7 @@ def main(config: DictConfig) -> Ended:
     runs, begun = before(config, next(iter(rules.values())), folder)
     notes = resumed(len(asked_for(config, runs)), len(runs))
     notes += different_batches(rules, config.batch)
-    if leads():
+    if is_rank_zero():
         for note in notes:
             print(f"note: {note}")
     samples = load(config.data)
@@ -59,17 +59,17 @@ def main(config: DictConfig) -> Ended:
     try:
         for run in train_all(config, samples, folder, runs, begun):
             runs.append(run)
-            if not leads():
+            if not is_rank_zero():
                 continue
             warned, why_not = why_not, kept_or_why(folder, runs)
             if why_not not in ("", warned):
                 print(f"warning: {why_not}; training goes on", file=sys.stderr)
     except StoppedError as stopped:
-        if leads():
+        if is_rank_zero():
             lost = "" if stopped.saved else "the run under way is not saved; "
             print(f"stopped by {stopped}; {lost}{gone_on_with(folder)}", file=sys.stderr)
         return Ended(STOPPED)
-    if not leads():
+    if not is_rank_zero():
         return Ended()
     notes += [why_not] if why_not else []
     seconds = time.perf_counter() - start

@@ -12,8 +12,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point
-from toolkit.config.counts import check_counts, counts
+from toolkit.cli import entry_point
+from toolkit.cli.validate import check_counts, counts
 from toolkit.format import size
 from toolkit.schedule.given import check_choice
 
@@ -22,7 +22,7 @@ from toolkit.schedule.given import check_choice
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.config import analysed_form, build_hardware, build_model, model_name
+    from toolkit.cli import analysed_form, build_hardware, build_model, model_name
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
     from toolkit.format import reduction_cells, table

@@ -14,8 +14,8 @@ from pathlib import Path
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point
-from toolkit.config.counts import check_counts, counts
+from toolkit.cli import entry_point
+from toolkit.cli.validate import check_counts, counts
 
 LEGEND = """\
 activations: the most that a rank holds, in brackets all together; A is all that one micro-batch

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.config import entry_point
-from toolkit.config.counts import check_counts
+from toolkit.cli import entry_point
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.format import GIB, MB
 
@@ -35,7 +35,7 @@ _FIRST = "schedule"  # what the schedule is called beside those in also
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.config import build_hardware, build_schedule, model_name
+    from toolkit.cli import build_hardware, build_schedule, model_name
     from toolkit.cost import simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
@@ -91,7 +91,7 @@ def profiled(config: DictConfig, device: "torch.device") -> "Callable[[int], Cos
     """From the number of stages to what those of the model cost, which is found out once."""
     import torch
 
-    from toolkit.config import analysed_form, build_model
+    from toolkit.cli import analysed_form, build_model
     from toolkit.cost import profile, recomputing
     from toolkit.model import partition
 

@@ -17,9 +17,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.config import STOPPED, Ended, entry_point, leads
-from toolkit.config.ranks import restarted
-from toolkit.config.status import fail
+from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero
+from toolkit.cli.ranks import restarted
+from toolkit.cli.status import fail
 
 if TYPE_CHECKING:
     from toolkit.runtime.meters.measurements import Measurements
@@ -50,7 +50,7 @@ def main(config: DictConfig) -> Ended:
         name=f"{job.schedule.name}, seed {config.seed}",
         group=sweep(),
         resume=bool(config.resume) or restarted(),
-        here=leads(),
+        here=is_rank_zero(),
     ) as tracker:
         ended, result = train(config, job, folder, tracker, start)
     if late := [note for note in tracker.notes if result and note not in result["notes"]]:
@@ -87,7 +87,7 @@ def train(
             return Ended(STOPPED), {}
     measured = outcome.job.measurements()
     objective = outcome.epochs[-1].top1
-    if not leads():
+    if not is_rank_zero():
         return Ended(objective=objective), {}
     notes = remarks(outcome)
     ranks = write_tables(outcome, measured, records, notes)
@@ -119,14 +119,14 @@ class Records:
         from toolkit.training.profiling import Profile
 
         track_schedule(tracker, job.schedule)
-        kept = {"resume": bool(config.resume) or restarted(), "here": leads()}
+        kept = {"resume": bool(config.resume) or restarted(), "here": is_rank_zero()}
         self.folder, self.tracker = folder, tracker
         self.measure = job.samples.form.metric
         self.curves = Curves(tracker, config.tracking.every)
         self.epochs = Ledger(folder / "epochs.csv", ["epoch"], **kept)
         self.delays = Ledger(folder / "delays.csv", ["step", "stage"], **kept)
-        self.profile = Profile(config.profile, folder / "profile.json", here=leads())
-        self._progress = Progress(config.epochs, shown=leads())
+        self.profile = Profile(config.profile, folder / "profile.json", here=is_rank_zero())
+        self._progress = Progress(config.epochs, shown=is_rank_zero())
         self._progress.run(f"{job.schedule.name}, seed {config.seed}")
         self._open = ExitStack()
 
@@ -153,7 +153,7 @@ class Records:
 
     def line(self, text: str) -> None:
         """Something to tell while it goes on."""
-        if leads():
+        if is_rank_zero():
             self._progress.line(text)
 
 

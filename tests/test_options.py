@@ -2,7 +2,7 @@
 
 import pytest
 
-from toolkit.config import schema
+from toolkit.cli import schema
 from toolkit.options import AROUND, INDIFFERENT, differing, flat, without
 
 

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from benchmarks import fuzz
-from toolkit.config.errors import explain
+from toolkit.cli.errors import explain
 from toolkit.training import Outcome, prepare, run_kept
 from toolkit.training.checkpoint import read, write
 from toolkit.training.checkpoints import Checkpoints

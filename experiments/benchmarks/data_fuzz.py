@@ -42,7 +42,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional
 
 from benchmarks import fuzz, mutations
-from toolkit.config.errors import explain
+from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
 from toolkit.training.data.views import CentralView, RandomView, View

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.files import write_csv
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.timing import alternate, ratios
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import Recipe, SingleProcess
 from toolkit.runtime.meters.operations import operations

@@ -26,7 +26,7 @@ from benchmarks.methods import ALL, COMPUTE, Task
 from benchmarks.network import Network
 from benchmarks.orders import Ranks
 from benchmarks.traffic import Array, Traffic
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 
 _TRAIN = Path(__file__).parents[1] / "train.py"

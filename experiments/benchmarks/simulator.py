@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch.distributed.pipelining import schedules as theirs
 from tqdm import tqdm
 
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.schedule import Schedule, catalog
 

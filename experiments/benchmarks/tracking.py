@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.timing import ratios
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess

@@ -6,8 +6,8 @@ from math import inf, nan
 import pytest
 from hydra.utils import instantiate
 
-from tests.config.test_presets import CONF
-from toolkit.config.help import choices
+from tests.cli.test_presets import CONF
+from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, simulate, unit_costs
 from toolkit.cost.hardware import presets
 from toolkit.model.analysis import Work

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from tests.experiments.command import EXPERIMENTS, refused, run
 from tests.experiments.test_results import assert_figures, rows
 from tests.thorough import thorough
-from toolkit.config import schema
+from toolkit.cli import schema
 from toolkit.runtime import JobFailedError
 
 _LACKS = sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("tc"))

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.config.test_presets import CONF, PRESETS, composed
+from tests.cli.test_presets import CONF, PRESETS, composed
 from tests.experiments.command import TINY
 from tests.experiments.test_results import complete
 from tests.thorough import thorough
 from tests.training.test_data import TEN, write_images
-from toolkit.config.help import choices
+from toolkit.cli.help import choices
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 

@@ -12,8 +12,8 @@ from hydra.errors import MissingConfigException
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
-from toolkit.config.errors import explain
-from toolkit.config.ranks import refuse
+from toolkit.cli.errors import explain
+from toolkit.cli.ranks import exit_with_error
 from toolkit.runtime import launch
 from toolkit.runtime.meters import predicted_vs_measured
 from toolkit.runtime.process_group.watch import EXIT_FAILED
@@ -146,7 +146,7 @@ def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, tol
     world = SimpleNamespace(watch=SimpleNamespace(give_up=given_up.append))
     monkeypatch.setenv("RANK", number)
     monkeypatch.setattr("toolkit.runtime.process_group.group.joined", lambda: world)
-    refuse("a mistake")
+    exit_with_error("a mistake")
     assert given_up == ["a mistake"]
     assert capsys.readouterr().err == told
 

@@ -10,10 +10,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import toolkit.schedule
-from tests.config.test_presets import CONF
-from toolkit.config import build_schedule, schema
-from toolkit.config.help import choices
-from toolkit.config.shorthands import check_given
+from tests.cli.test_presets import CONF
+from toolkit.cli import build_schedule, schema
+from toolkit.cli.help import choices
+from toolkit.cli.shorthands import check_given
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.analysis import analyse, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from tests.tracking.wandb_files import found
-from toolkit.config.schema import Tracking
+from toolkit.cli.schema import Tracking
 from toolkit.runtime.result import StepResult
 from toolkit.tracking import Curves, Tracker, session, track, tracked, tracker, wandb_run
 from toolkit.tracking.offline import complete, payloads

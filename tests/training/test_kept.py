@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from tests.experiments.command import TINY
 from tests.stages import cut
 from tests.thorough import THOROUGH, more, thorough
-from toolkit.config import schema
+from toolkit.cli import schema
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
 from toolkit.training import DivergedError, StoppedError, loop, prepare, run_kept

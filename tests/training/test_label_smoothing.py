@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.config.test_presets import composed
+from tests.cli.test_presets import composed
 from tests.experiments.command import TINY
 from toolkit.training import evaluate, prepare
 

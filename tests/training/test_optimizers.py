@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.config.test_presets import CONF, composed
-from toolkit.config.help import choices
+from tests.cli.test_presets import CONF, composed
+from toolkit.cli.help import choices
 from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import takes_names

@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from toolkit.cli.ranks import is_rank_zero, restarted
+from toolkit.cli.run import STOPPED
 from toolkit.comparison.kept import (
     Key,
     RuleRun,
@@ -19,8 +21,6 @@ from toolkit.comparison.kept import (
     run_options,
     seeds_of,
 )
-from toolkit.config.ranks import leads, restarted
-from toolkit.config.run import STOPPED
 from toolkit.schedule import Schedule
 from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
 from toolkit.tracking.session import check_tracking
@@ -50,7 +50,7 @@ def before(config: DictConfig, schedule: Schedule, folder: Path) -> tuple[list[R
     check_tracking(config.tracking)
     _, world = meet(config, schedule)
     found = None
-    if leads():
+    if is_rank_zero():
         runs = ended_before(folder, config) if config.resume or restarted() else []
         keep_options(folder, config, runs)
         if runs:  # of what was broken off in between nothing stays
@@ -83,7 +83,7 @@ def train_all(
         check_run(_options_of(config, name, config.seed), samples)
     alone = "timeout" not in config.runtime
     n_epochs = config.epochs * len(wanted)
-    with Progress(n_epochs, shown=leads()) as progress, Signals().heard() as signals:
+    with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
         for name, seed in wanted:
             # Ranks go on until all know of a signal.
             if number := signals.number if alone else signals.agreed:
@@ -116,8 +116,8 @@ def _trained(
     called = f"{name}, seed {config.seed}"
     job = prepare(config, samples)
     progress.run(f"{job.schedule.name}, seed {config.seed}")
-    own = fresh_unless_saved(folder, name, config.seed, here=leads())
-    delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=leads())
+    own = fresh_unless_saved(folder, name, config.seed, here=is_rank_zero())
+    delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
     by = samples.form.metric
     notes: list[str] = []
     with track(
@@ -130,7 +130,7 @@ def _trained(
         resume=True,
         alone=False,
         own=own,
-        here=leads(),
+        here=is_rank_zero(),
     ) as tracker:
         curves = Curves(tracker, config.tracking.every)
         track_schedule(tracker, job.schedule)

@@ -39,8 +39,8 @@ def train_rules(
     """
     import pandas as pd
 
+    from toolkit.cli import build_schedule
     from toolkit.comparison.kept import run_options, seeds_of
-    from toolkit.config import build_schedule
     from toolkit.schedule import labels
     from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare

@@ -3,10 +3,9 @@
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from toolkit.config import schema
-from toolkit.config.errors import explain
-from toolkit.config.shorthands import check_given, settle
-from toolkit.config.threads import use_threads
+from toolkit.cli import schema
+from toolkit.cli.errors import explain
+from toolkit.cli.shorthands import check_given, settle, use_threads
 from toolkit.errors import UserError, suggest
 from toolkit.files import ROOT, conf
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.shorthands import spell_out
+from toolkit.cli.shorthands import spell_out
 from toolkit.tracking.reading import read_yaml, text_or_none
 
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # as of the environment, which is nobody else's

@@ -8,7 +8,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.config.sweeps import left_in
+from toolkit.cli.sweeps import left_in
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import RESUMED_OTHERWISE

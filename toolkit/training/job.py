@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from toolkit.config.build import build_model, build_schedule, check_target
-from toolkit.config.counts import check_counts
+from toolkit.cli.build import build_model, build_schedule, check_target
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError, first_line
 from toolkit.model import partition
 from toolkit.runtime.distributed import Distributed

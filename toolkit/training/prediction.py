@@ -2,7 +2,7 @@
 
 from omegaconf import DictConfig
 
-from toolkit.config.build import build_model
+from toolkit.cli.build import build_model
 from toolkit.cost import Timeline, predict_calibrated, profile, recomputing
 from toolkit.model import partition
 from toolkit.model.input_spec import InputSpec

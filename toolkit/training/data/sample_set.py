@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
 
-from toolkit.config.build import check_target, look_here
+from toolkit.cli.build import check_target, look_here
 from toolkit.errors import UserError
 from toolkit.model.input_spec import InputSpec
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from toolkit.config.ranks import leads
+from toolkit.cli.ranks import is_rank_zero
 from toolkit.errors import UserError
 from toolkit.training.data.memory import InMemory, Labelled
 from toolkit.training.data.subset import first
@@ -93,7 +93,7 @@ def cifar10(
 
     if crop_padding < 0:
         raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
-    skip, skipped = skips(damaged), Skipped(tells=leads())  # each rank reads them all
+    skip, skipped = skips(damaged), Skipped(tells=is_rank_zero())  # each rank reads them all
     expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
     folder = _existing("cifar10", root, expected)
     wanted = {"n_train": n_train, "n_test": n_test}

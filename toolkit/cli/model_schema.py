@@ -5,7 +5,15 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from toolkit.config.options import option
+
+def option(default: Any, description: str) -> Any:
+    """A field with the line that ``--help`` prints for it."""
+    return field(default=default, metadata={"help": description})
+
+
+def option_list(default: list[Any], description: str) -> Any:
+    """:func:`option` for a list."""
+    return field(default_factory=lambda: list(default), metadata={"help": description})
 
 
 @dataclass

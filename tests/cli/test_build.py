@@ -5,12 +5,12 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
-from toolkit.config import analysed_form, build_model, model_name
+from toolkit.cli import analysed_form, build_model, model_name
 from toolkit.model import Images, Sequences
 
 NAMED = {"_target_": "toolkit.model.build", "name": "resnet8", "target": None, "arguments": {}}
 DECODER = {"_target_": "toolkit.model.gpt", "name": "gpt2", "target": None, "arguments": {}}
-HERE = "tests.config.test_build"
+HERE = "tests.cli.test_build"
 OWN = NAMED | {"target": f"{HERE}.anything"}
 
 

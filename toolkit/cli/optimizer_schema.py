@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from toolkit.config.options import option, option_list
+from toolkit.cli.model_schema import option, option_list
 
 
 @dataclass

@@ -5,8 +5,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS
-from toolkit.config import build_schedule, schema
-from toolkit.config.help import choices, groups
+from toolkit.cli import build_schedule, schema
+from toolkit.cli.help import choices, groups
 from toolkit.schedule import RandomDelay, catalog
 
 CONF = EXPERIMENTS.parent / "conf"

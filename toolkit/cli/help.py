@@ -8,8 +8,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config import schema
-from toolkit.config.flags import OWN_FOLDER
+from toolkit.cli import schema
+from toolkit.cli.hydra_args import OWN_FOLDER
 from toolkit.options import flat, without
 
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from toolkit.config.flags import key_of
-from toolkit.config.ranks import leads
-from toolkit.config.status import (
+from toolkit.cli.hydra_args import key_of
+from toolkit.cli.ranks import is_rank_zero
+from toolkit.cli.status import (
     FAILED,
     FINISHED,
     RUNNING,
@@ -41,7 +41,7 @@ class Sweep(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from toolkit.files import write_json
 
-        if not leads():
+        if not is_rank_zero():
             return
         Sweep.folder = folder = Path(config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)

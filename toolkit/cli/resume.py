@@ -10,10 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.config.flags import MULTIRUN, OWN_FOLDER, key_of, quoted, unquoted
-from toolkit.config.ranks import leads
-from toolkit.config.status import STATUS
-from toolkit.config.sweeps import sweep_options
+from toolkit.cli.hydra_args import MULTIRUN, OWN_FOLDER, key_of, quoted, unquoted
+from toolkit.cli.ranks import is_rank_zero
+from toolkit.cli.status import STATUS
+from toolkit.cli.sweeps import sweep_options
 from toolkit.errors import UserError
 
 _OVERRIDES = Path(".hydra") / "overrides.yaml"
@@ -100,7 +100,7 @@ def remembered(arguments: Sequence[str]) -> Callable[[], None]:
     A run that is refused is then what it was before.
     """
     given = {key_of(argument): argument.partition("=")[2] for argument in arguments}
-    if "hydra.run.dir" not in given or not leads():
+    if "hydra.run.dir" not in given or not is_rank_zero():
         return lambda: None
     folder = Path(unquoted(given["hydra.run.dir"]))
     paths = [path for path in (*folder.glob(".hydra/*.yaml"), folder / STATUS) if path.is_file()]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config.counts import check_counts
+from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.schedule import RandomDelay, Schedule
 

@@ -11,9 +11,9 @@ from PIL import Image
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
-from toolkit.config.resume import resumed
-from toolkit.config.status import Status, fail, read_status, write_status
-from toolkit.config.sweeps import (
+from toolkit.cli.resume import resumed
+from toolkit.cli.status import Status, fail, read_status, write_status
+from toolkit.cli.sweeps import (
     finished_before,
     summary,
     sweep_options,

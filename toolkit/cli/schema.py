@@ -12,7 +12,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from toolkit.config.benches import (
+from toolkit.cli.bench_schema import (
     CheckpointFuzzBench,
     DataFuzzBench,
     ExplorerBench,
@@ -24,8 +24,7 @@ from toolkit.config.benches import (
     SimulatorBench,
     TrackingBench,
 )
-from toolkit.config.options import option, option_list
-from toolkit.config.tasks import (
+from toolkit.cli.model_schema import (
     Cifar10,
     Digits,
     Gpt,
@@ -34,8 +33,10 @@ from toolkit.config.tasks import (
     Synthetic,
     Text,
     TokenFiles,
+    option,
+    option_list,
 )
-from toolkit.config.updates import (
+from toolkit.cli.optimizer_schema import (
     LAMB,
     LARS,
     SGD,

@@ -1,14 +1,16 @@
 """Options that stand for others."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.config.flags import key_of
-from toolkit.config.known import check_known
+from toolkit.cli.hydra_args import key_of
+from toolkit.cli.validate import check_known
 from toolkit.errors import UserError
 
+_THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
 _SIZES = (*_SAME, "stages")
 
@@ -95,3 +97,18 @@ def check_given(arguments: Sequence[str]) -> None:
             f"{' '.join(sizes)}: {file} has its own stages, micro-batches and ranks, so leave that"
             " out"
         )
+
+
+def use_threads(config: DictConfig) -> None:
+    """Have torch use as many as ``config`` gives it.
+
+    Raises:
+        ValueError: there cannot be as many.
+    """
+    threads, most = config.get("threads"), _THREADS_PER_CPU * (os.cpu_count() or 1)
+    if threads is not None:
+        if not 1 <= threads <= most:
+            raise UserError(f"threads is from 1 to {most} here: got {threads}")
+        import torch
+
+        torch.set_num_threads(threads)

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from tests.experiments.command import TINY, refused, run
-from toolkit.config.flags import quoted, unquoted
-from toolkit.config.resume import resumed
-from toolkit.config.status import alone_in
+from toolkit.cli.hydra_args import quoted, unquoted
+from toolkit.cli.resume import resumed
+from toolkit.cli.status import alone_in
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 

@@ -3,7 +3,7 @@
 A user's mistake is what Hydra refuses to compose, or a ValueError raised by the toolkit or the
 experiment itself. It ends the program with one message and status 2; anything else is a bug and
 keeps its traceback. HYDRA_FULL_ERROR=1 shows every traceback. In a sweep neither ends the other
-runs: see :mod:`toolkit.config.sweeps`.
+runs: see :mod:`toolkit.cli.sweeps`.
 """
 
 import os
@@ -15,16 +15,16 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from toolkit.config import ranks, schema, sweeps
-from toolkit.config.errors import explain
-from toolkit.config.flags import MULTIRUN, flags_first
-from toolkit.config.help import text
-from toolkit.config.interrupts import TerminatedError, handed_on
-from toolkit.config.resume import remembered, resumed
-from toolkit.config.run import FAILED, STOPPED, USAGE, Experiment, run
-from toolkit.config.shorthands import check_given
-from toolkit.config.streams import lossy
-from toolkit.config.sweeps import Sweep
+from toolkit.cli import ranks, schema, sweeps
+from toolkit.cli.errors import explain
+from toolkit.cli.help import text
+from toolkit.cli.hydra_args import MULTIRUN, flags_first
+from toolkit.cli.interrupts import TerminatedError, handed_on
+from toolkit.cli.resume import remembered, resumed
+from toolkit.cli.run import FAILED, STOPPED, USAGE, Experiment, run
+from toolkit.cli.shorthands import check_given
+from toolkit.cli.streams import lossy
+from toolkit.cli.sweeps import Sweep
 
 _INTERRUPTED, _TERMINATED = 130, 143
 _VERBOSE = "HYDRA_FULL_ERROR"
@@ -65,7 +65,7 @@ class _CommandLine:
         schema.register()
         os.environ[_VERBOSE] = "1"  # errors reach us instead of Hydra's printer
         Sweep.folder, Sweep.options = None, ()
-        if not ranks.leads():
+        if not ranks.is_rank_zero():
             sys.argv += ranks.elsewhere()
         try:
             if {"-h", "--help"} & set(self._arguments):
@@ -74,7 +74,7 @@ class _CommandLine:
                 return
             self._compose_and_run()
         except KeyboardInterrupt as how:
-            if ranks.leads():
+            if ranks.is_rank_zero():
                 print(f"interrupted{_of_sweep(self._name)[0]}", file=sys.stderr)
             alone = _TERMINATED if isinstance(how, TerminatedError) else _INTERRUPTED
             sys.exit(alone if Sweep.folder is None else STOPPED)
@@ -128,7 +128,7 @@ class _CommandLine:
         message = self._explained(error)
         if message is None:
             raise error
-        ranks.refuse(message)
+        ranks.exit_with_error(message)
         self._status = max(self._status, USAGE)
 
 

@@ -1,9 +1,9 @@
-"""The options of the benchmarks, typed; see :mod:`toolkit.config.schema`."""
+"""The options of the benchmarks, typed; see :mod:`toolkit.cli.schema`."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.config.options import option, option_list
+from toolkit.cli.model_schema import option, option_list
 
 
 @dataclass

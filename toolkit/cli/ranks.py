@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from toolkit.runtime.process_group.group import World
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process writes and speaks: unless it is another rank than the first."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
@@ -37,11 +37,11 @@ def elsewhere() -> list[str]:
     ]
 
 
-def refuse(message: str) -> None:
+def exit_with_error(message: str) -> None:
     """Print a user's mistake, once for all ranks. Does not return where they have met."""
     if (world := _world()) is not None:
         world.watch.give_up(message)
-    if leads():
+    if is_rank_zero():
         print(f"error: {message}", file=sys.stderr)
 
 

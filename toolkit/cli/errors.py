@@ -18,9 +18,9 @@ from hydra.errors import (
 )
 from omegaconf.errors import OmegaConfBaseException
 
-from toolkit.config import schema
-from toolkit.config.flags import key_of, quoted
-from toolkit.config.help import choices, folders, groups
+from toolkit.cli import schema
+from toolkit.cli.help import choices, folders, groups
+from toolkit.cli.hydra_args import key_of, quoted
 from toolkit.errors import UserError, first_line, last_line, suggest
 
 _NO_BEST = "no run has finished: give hydra.sweeper.n_trials=1 or more, and mend those that failed"

@@ -1,15 +1,15 @@
 """Configuration: typed options, their values in conf/, and the command line."""
 
-from toolkit.config.build import (
+from toolkit.cli.build import (
     analysed_form,
     build_hardware,
     build_model,
     build_schedule,
     model_name,
 )
-from toolkit.config.cli import entry_point
-from toolkit.config.ranks import leads
-from toolkit.config.run import STOPPED, Ended
+from toolkit.cli.command import entry_point
+from toolkit.cli.ranks import is_rank_zero
+from toolkit.cli.run import STOPPED, Ended
 
 __all__ = [
     "STOPPED",
@@ -19,6 +19,6 @@ __all__ = [
     "build_model",
     "build_schedule",
     "entry_point",
-    "leads",
+    "is_rank_zero",
     "model_name",
 ]

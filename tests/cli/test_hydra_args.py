@@ -1,7 +1,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from toolkit.config.flags import flags_first, quoted, unquoted
+from toolkit.cli.hydra_args import flags_first, quoted, unquoted
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.config import ranks, sweeps
-from toolkit.config import status as states
-from toolkit.config.interrupts import interrupted
-from toolkit.config.shorthands import settle
-from toolkit.config.status import Status, alone_in, write_status
-from toolkit.config.streams import lossy
-from toolkit.config.threads import use_threads
+from toolkit.cli import ranks, sweeps
+from toolkit.cli import status as states
+from toolkit.cli.interrupts import interrupted
+from toolkit.cli.shorthands import settle, use_threads
+from toolkit.cli.status import Status, alone_in, write_status
+from toolkit.cli.streams import lossy
 from toolkit.errors import UserError
 
 FAILED = 1
@@ -58,8 +57,8 @@ def _run(function: Experiment, config: DictConfig, explained: Explained) -> Ende
     The first rank sees to that: others, of a run that is resumed, have its folder, too.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with alone_in(folder) if ranks.leads() else nullcontext():
-        fresh = ranks.leads() and not config.get("resume") and not ranks.restarted()
+    with alone_in(folder) if ranks.is_rank_zero() else nullcontext():
+        fresh = ranks.is_rank_zero() and not config.get("resume") and not ranks.restarted()
         if fresh and (left := sweeps.left_in(folder)):
             way_on = f"resume={folder} goes on with it; " if "resume" in config else ""
             raise UserError(
@@ -73,7 +72,7 @@ def _told(function: Experiment, config: DictConfig, explained: Explained, folder
     options = list(HydraConfig.get().overrides.task)
 
     def tell(state: str, message: str | None = None, objective: float | None = None) -> None:
-        if ranks.leads():
+        if ranks.is_rank_zero():
             write_status(folder, Status(state, options, message, objective))
 
     tell(states.RUNNING)
@@ -112,9 +111,9 @@ def _run_of_sweep(function: Experiment, config: DictConfig, explained: Explained
         ended = _run(function, config, explained)
     except Exception as error:
         if (message := explained(error)) is not None:
-            ranks.refuse(message)
+            ranks.exit_with_error(message)
             return Ended(USAGE)
-        if ranks.leads():
+        if ranks.is_rank_zero():
             (folder / "error.txt").write_text(traceback.format_exc())
             print(f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr)
         else:

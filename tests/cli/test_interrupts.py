@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from toolkit.config import interrupts
-from toolkit.config.interrupts import TerminatedError, handed_on, interrupted
+from toolkit.cli import interrupts
+from toolkit.cli.interrupts import TerminatedError, handed_on, interrupted
 
 
 def test_a_signal_interrupts_and_is_given_back():

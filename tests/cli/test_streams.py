@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from toolkit.config.streams import Lossy, lossy
+from toolkit.cli.streams import Lossy, lossy
 
 FULL = "/dev/full"
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
@@ -45,7 +45,7 @@ def test_a_reader_that_has_gone():
 
 PROGRAM = """
 import os, sys
-from toolkit.config.streams import lossy
+from toolkit.cli.streams import lossy
 with lossy():
     print("lost"), print("lost", file=sys.stderr)
     assert not sys.stderr.isatty()
