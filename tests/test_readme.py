@@ -10,7 +10,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 PAGES = [
     page
-    for where in ("*.md", "conf/*.md", "experiments/results/*.md")
+    for where in ("*.md", "conf/*.md", "experiments/*.md", "experiments/results/*.md")
     for page in sorted(ROOT.glob(where))
 ]
 
