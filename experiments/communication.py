@@ -33,7 +33,7 @@ rounds: messages of a stage that wait for each other between two slots
 @entry_point("communication", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> int:
     from toolkit.format import agreement, counted_cells, measured_cells, table
-    from toolkit.schedule.comparison import compare
+    from toolkit.schedule.paper_table import compare
     from toolkit.tracking import describe_cpu, write_result
 
     start = time.perf_counter()

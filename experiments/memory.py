@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from toolkit.cli import entry_point
 from toolkit.cli.validate import check_counts, counts
+from toolkit.errors import check_choice
 from toolkit.format import size
-from toolkit.schedule.given import check_choice
 
 
 @entry_point("memory", Path(__file__).parents[1] / "conf")

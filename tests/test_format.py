@@ -26,7 +26,7 @@ from toolkit.format import (
     unit_for,
 )
 from toolkit.metric import ACCURACY, LOSS
-from toolkit.schedule.comparison import compare
+from toolkit.schedule.paper_table import compare
 
 
 def test_text_left_and_numbers_right():

@@ -1,7 +1,8 @@
 """Errors that are the user's to correct, and their wording."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from numbers import Integral
 
 
 class UserError(ValueError):
@@ -27,3 +28,34 @@ def suggest(choice: str, valid: Sequence[str]) -> str:
     """Advice for an unknown ``choice``: the nearest valid name, and all of them."""
     near = get_close_matches(choice, valid, n=1, cutoff=0.4)
     return "".join(f"did you mean {name}? " for name in near) + f"choose one of {', '.join(valid)}"
+
+
+def whole(value: object, what: str, least: int | None = None) -> int:
+    """``value`` as an int.
+
+    Args:
+        value: a whole number of any library; bools are refused.
+        what: its name in the error.
+        least: smallest value allowed.
+
+    Raises:
+        ValueError: the value is no whole number, or below ``least``.
+    """
+    if (
+        not isinstance(value, Integral)
+        or isinstance(value, bool)
+        or (least is not None and value < least)
+    ):
+        bound = "" if least is None else f", {least} or more"
+        raise UserError(f"{what} is a whole number{bound}: got {value!r}")
+    return int(value)
+
+
+def check_choice(what: str, value: object, choices: Collection[str]) -> None:
+    """Refuse a ``value`` that is none of the ``choices``; ``what`` is its name in the error.
+
+    Raises:
+        ValueError: the value is none of them.
+    """
+    if value not in choices:
+        raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")

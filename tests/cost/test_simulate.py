@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Hardware, StageCost, recomputing, simulate, unit_costs
 from toolkit.cost.timeline import INPUTS
-from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog, comparison
+from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog, paper_table
 from toolkit.schedule.footprint import footprint
 from toolkit.schedule.steady import steps_to_time
 
@@ -406,12 +406,12 @@ def test_weights_that_are_read_steps_later_are_sent_nevertheless(schedule):
     assert sum(timeline.bytes_a_step()) / schedule.n_ranks == pytest.approx(counted)
 
 
-@pytest.mark.parametrize("rule", comparison.RULES)
-@pytest.mark.parametrize("setting", comparison.SETTINGS)
+@pytest.mark.parametrize("rule", paper_table.RULES)
+@pytest.mark.parametrize("setting", paper_table.SETTINGS)
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_what_is_sent_in_a_step_is_the_footprints(n, setting, rule):
     """Gradients and weights of the paper's settings, as simulated and as counted."""
-    schedule = comparison.SETTINGS[setting](rule, n)
+    schedule = paper_table.SETTINGS[setting](rule, n)
     stages = [StageCost(1.0, 1.0, parameter_bytes=1.0)] * n
     timeline = simulate(schedule.lower(steps_to_time(schedule)), stages, UNIT)
     counted = footprint(schedule)

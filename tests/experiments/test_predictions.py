@@ -137,9 +137,9 @@ def test_communication(tmp_path):
 
 
 def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
-    from toolkit.schedule import comparison
+    from toolkit.schedule import paper_table
 
-    forms = comparison._FORMULAS
+    forms = paper_table._FORMULAS
     wrong = forms["ZeRO"]
     monkeypatch.setitem(
         forms, "ZeRO", lambda rule, n: wrong(rule, n) | {"ranks": wrong(rule, n)["ranks"] + 1}

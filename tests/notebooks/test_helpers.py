@@ -29,7 +29,7 @@ from toolkit.pilot import pilot
 from toolkit.runtime import JobFailedError
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
-from toolkit.schedule.comparison import compare
+from toolkit.schedule.paper_table import compare
 from toolkit.tracking.collect import learning_curves
 
 

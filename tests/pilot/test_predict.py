@@ -4,7 +4,7 @@ import pytest
 
 from toolkit.cost import Hardware, unit_costs
 from toolkit.pilot.predict import predict
-from toolkit.schedule.comparison import schedule_of
+from toolkit.schedule.paper_table import schedule_of
 
 
 def test_waiting_includes_latency():

@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.stage_costs import synchronized_time
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.model.analysis import NodeCost, cut_off, node_costs
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import in_training, kept_generators, refused, trace
-from toolkit.schedule.given import check_choice
 
 AXES = ("roofline", "flops", "bytes", "measured")
 

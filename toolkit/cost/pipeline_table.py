@@ -11,10 +11,9 @@ from fractions import Fraction
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
-from toolkit.errors import UserError
+from toolkit.errors import UserError, whole
 from toolkit.schedule import FRESHEST, Schedule, catalog
 from toolkit.schedule.footprint import footprint
-from toolkit.schedule.given import whole
 from toolkit.schedule.staleness import Delay
 from toolkit.schedule.steady import steps_to_time
 

@@ -4,7 +4,7 @@ Each rank has a compute lane, an optimizer and a full-duplex port, that work sid
 computes in the order of its program, each op as soon as the one before has ended and its inputs are
 there, predicts weights before the op that reads them, and updates a stage when its gradient is
 complete. A message starts when its content is ready, both ports have time for it, and both ranks
-are within :mod:`toolkit.schedule.lookahead` of it; earlier messages that are not ready do not hold
+are within `start_times.lookahead` of it; earlier messages that are not ready do not hold
 it up. Collectives take both ports of all their ranks, in the order of the program.
 
 Memory is of weights, activations, gradients, the optimizer's state where it is told, the inputs of
@@ -43,12 +43,11 @@ from toolkit.cost.timeline import (
 )
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Program
-from toolkit.schedule.collector import collector_paused
-from toolkit.schedule.lookahead import lookahead
+from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.replay import replay
+from toolkit.schedule.start_times import lookahead, turns
 from toolkit.schedule.steady import steady_steps
 from toolkit.schedule.traffic import traffic_of
-from toolkit.schedule.turns import turns
 
 
 def simulate(

@@ -15,12 +15,11 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError, first_line, whole
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.check_traceable import check_traceable
 from toolkit.model.trace import changing, part, refused, shapes_of, trace
-from toolkit.schedule.given import whole
 
 MEASURES = ("flops", "parameters", "activations")
 

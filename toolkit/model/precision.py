@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from toolkit.schedule.given import check_choice
+from toolkit.errors import check_choice
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", "tf32", *_AUTOCAST)

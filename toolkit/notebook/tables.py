@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from toolkit.cost import MemoryCurve
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
-    from toolkit.schedule.comparison import Row
+    from toolkit.schedule.paper_table import Row
 
 
 def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> "pd.DataFrame":
@@ -38,7 +38,7 @@ def counted_and_measured(
     A: activations of one micro-batch over the whole model. P: the model's parameters.
 
     Args:
-        rows: of :func:`toolkit.schedule.comparison.compare`.
+        rows: of :func:`toolkit.schedule.paper_table.compare`.
         measured: of as many workers, in the same order.
 
     Raises:

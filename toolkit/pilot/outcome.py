@@ -10,7 +10,7 @@ from toolkit.format import TIMES, digits, size, table, unit_for
 from toolkit.pilot.advice import Advice, advise
 from toolkit.pilot.findings import Findings
 from toolkit.pilot.predict import check_placement, predict
-from toolkit.schedule.comparison import schedule_of
+from toolkit.schedule.paper_table import schedule_of
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from math import inf
 
 from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.cost.hardware import check_hardware
+from toolkit.errors import check_choice
 from toolkit.schedule import Schedule
-from toolkit.schedule.given import check_choice
 from toolkit.schedule.steady import steps_to_time
 
 PLACEMENTS = ("per_microbatch", "per_stage", "one")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toolkit.cost import Hardware, StageCost, profile
 from toolkit.cost.hardware import check_hardware
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice, whole
 from toolkit.model import Stages, partition
 from toolkit.pilot import measure
 from toolkit.pilot.data import Data, read
@@ -23,8 +23,7 @@ from toolkit.pilot.predict import check_placement, predict
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
-from toolkit.schedule.comparison import RULES, schedule_of
-from toolkit.schedule.given import check_choice, whole
+from toolkit.schedule.paper_table import RULES, schedule_of
 from toolkit.tracking import describe
 from toolkit.training.data import Batch
 from toolkit.training.loss import cross_entropy

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from toolkit.schedule import Action, Buffer, Instruction
-from toolkit.schedule.needs import needs
+from toolkit.schedule.dependencies import needs
 
 
 def in_background(i: Instruction) -> bool:

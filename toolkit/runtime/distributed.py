@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import hierarchy
@@ -31,7 +31,6 @@ from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Action, Program, Schedule
-from toolkit.schedule.given import check_choice
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 

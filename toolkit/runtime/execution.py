@@ -21,7 +21,7 @@ from toolkit.runtime.stagger import Stagger
 from toolkit.runtime.streams import Streams
 from toolkit.runtime.waiter import Waiter
 from toolkit.schedule import Action, Buffer, Instruction, Program
-from toolkit.schedule.lookahead import lookahead
+from toolkit.schedule.start_times import lookahead
 
 
 class Execution:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.process_group.group import World
@@ -20,7 +20,6 @@ from toolkit.runtime.state import check_state, form_of, joined
 from toolkit.runtime.tree import map_tensors
 from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
 from toolkit.schedule import Schedule
-from toolkit.schedule.given import whole
 
 Steps = Generator[StepResult, None, None]
 

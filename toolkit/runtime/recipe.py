@@ -10,11 +10,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.model.recomputation import check_checkpoint, checkpointed, recomputes
 from toolkit.schedule import Schedule
-from toolkit.schedule.given import check_choice
 from toolkit.schedule.staleness import freshest
 
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")

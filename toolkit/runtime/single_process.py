@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.runtime.checks import scalar
 from toolkit.runtime.grouped import Grouped, Loss
@@ -19,7 +19,6 @@ from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
-from toolkit.schedule.given import check_choice
 
 ORDERS = ("grouped", "scheduled")
 

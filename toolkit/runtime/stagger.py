@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from toolkit.runtime.process_group.group import World
 from toolkit.schedule import Action, Instruction, Program
-from toolkit.schedule.turns import turns
+from toolkit.schedule.start_times import turns
 
 
 class Stagger:

@@ -1,12 +1,12 @@
 """The named methods: each is one choice of timing, placement, weights and state."""
 
-from toolkit.errors import UserError
-from toolkit.schedule import orders, timing, v_shape
-from toolkit.schedule.chains import IN_ORDER, ROTATED
-from toolkit.schedule.given import check_forwards, whole
+from toolkit.errors import UserError, whole
+from toolkit.schedule import pipeline_orders, timing, v_schedules
 from toolkit.schedule.random_delay import RandomDelay
+from toolkit.schedule.reduction_order import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
+from toolkit.schedule.validate import check_forwards
 
 _PREDICTED = " predicted"
 
@@ -113,12 +113,12 @@ def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     """All forwards, then all backwards. Source: arXiv 1811.06965."""
-    return _pipeline("GPipe", orders.gpipe(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("GPipe", pipeline_orders.gpipe(*_sizes(n_stages, n_microbatches)))
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     """One forward, one backward, with a flush at each step. Source: arXiv 2006.09503."""
-    return _pipeline("1F1B", orders.one_f_one_b(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("1F1B", pipeline_orders.one_f_one_b(*_sizes(n_stages, n_microbatches)))
 
 
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
@@ -128,29 +128,29 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
     """
     s, m = _sizes(n_stages, n_microbatches)
     ranks = whole(n_ranks, "the number of ranks", 1)
-    return _pipeline("interleaved 1F1B", orders.interleaved_1f1b(s, m, ranks))
+    return _pipeline("interleaved 1F1B", pipeline_orders.interleaved_1f1b(s, m, ranks))
 
 
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B with split backwards, ZB-H1. Source: arXiv 2401.10241."""
-    return _pipeline("ZB-H1", orders.zero_bubble(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("ZB-H1", pipeline_orders.zero_bubble(*_sizes(n_stages, n_microbatches)))
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
     """Rank r of p has stages r and 2p-1-r; the activations of 1F1B, and no bubble from 2p-1
     micro-batches on. Source: arXiv 2401.10241.
     """
-    return _pipeline("ZB-V", v_shape.zb_v(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("ZB-V", v_schedules.zb_v(*_sizes(n_stages, n_microbatches)))
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Schedule:
     """As ZB-V, with half the activations of 1F1B and half its bubble. Source: arXiv 2405.15362."""
-    return _pipeline("V-Half", v_shape.v_half(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("V-Half", v_schedules.v_half(*_sizes(n_stages, n_microbatches)))
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Schedule:
     """As ZB-V, with a third of the activations of 1F1B. Source: arXiv 2405.15362."""
-    return _pipeline("V-Min", v_shape.v_min(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("V-Min", v_schedules.v_min(*_sizes(n_stages, n_microbatches)))
 
 
 def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
@@ -173,7 +173,7 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
     return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
 
 
-def _pipeline(name: str, rank_orders: orders.Orders) -> Schedule:
+def _pipeline(name: str, rank_orders: pipeline_orders.Orders) -> Schedule:
     return Schedule.from_rank_orders(rank_orders, name=name)
 
 

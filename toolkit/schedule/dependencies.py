@@ -1,8 +1,9 @@
-"""What an op must wait for within its training step."""
+"""What an op, or an instruction of a lowered program, must wait for."""
 
-from collections.abc import Collection, Container, Iterator
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 
-from toolkit.errors import UserError
+from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.op import Kind, Op
 
 
@@ -21,34 +22,107 @@ def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
             yield split if split in ops else Op(Kind.BACKWARD, j + 1, m)
 
 
-def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> None:
-    """Every stage has a forward and a whole backward for every micro-batch.
+def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:
+    """For each of the instructions of ``rank`` the positions of those that it waits for, ascending.
 
-    Raises:
-        ValueError: one has not; or an index has been left out, as where a larger one is mistyped.
+    A sum of gradients is used when everything before its use has been added; a received part is
+    added when it is used. A weight version is freed after its last use, and comes again only after
+    that.
     """
-    for what, attribute in (("stage", "stage"), ("micro-batch", "microbatch")):
-        present = {getattr(op, attribute) for op in ops}
-        absent = next(k for k in range(len(present) + 1) if k not in present)
-        beyond = [op for op in ops if getattr(op, attribute) > absent]
-        if beyond:
-            op = min(beyond)
-            raise UserError(
-                f"{op} is of {what} {getattr(op, attribute)}, and no op is of {what} {absent}:"
-                f" they count from 0, and none is left out; mend {op}, or add what is missing"
-            )
-    for j in range(n_stages):
-        for m in range(n_microbatches):
-            kinds = {kind for kind in Kind if Op(kind, j, m) in ops}
-            if kinds not in _COMPLETE:
-                found = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
-                raise UserError(
-                    f"stage {j} of micro-batch {m} needs a forward and either a backward or both"
-                    f" of its halves: found {found}"
-                )
+    return _Needs(rank).of(instructions)
 
 
-_COMPLETE = (
-    {Kind.FORWARD, Kind.BACKWARD},
-    {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
-)
+class _Needs:
+    """Who has made, and who uses, each buffer of the rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.made: dict[tuple, int] = {}  # weights and boundaries
+        self.freed: dict[tuple, int] = {}  # weights
+        self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
+        self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
+        self.kept: dict[tuple, list[int]] = {}  # ops of a stage on a micro-batch
+
+    def of(self, instructions: Sequence[Instruction]) -> list[tuple[int, ...]]:
+        return [tuple(sorted(self._waits_for(p, i))) for p, i in enumerate(instructions)]
+
+    def _waits_for(self, position: int, i: Instruction) -> set[int]:
+        if i.action.computes:
+            return self._computes(position, i)
+        if i.action == Action.UPDATE:
+            return self._updates(position, i)
+        if i.action == Action.PREDICT:
+            return self._predicts(position, i)
+        if i.action == Action.FREE:
+            return self._frees(position, i)
+        return self._communicates(position, i)
+
+    def _computes(self, position: int, i: Instruction) -> set[int]:
+        key = (i.stage, i.microbatch, i.step)
+        found = self._uses_weights(position, i.weights)
+        if i.action == Action.FORWARD:
+            found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
+            self.made[(Buffer.ACTIVATION, *key)] = position
+            self.kept[key] = []
+        else:
+            if i.action != Action.BACKWARD_WEIGHT:
+                later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+                found |= self._takes(later)
+                self.made[(Buffer.ACTIVATION_GRADIENT, *key)] = position
+            found |= set(self.kept.get(key, ()))
+        if key in self.kept:
+            self.kept[key].append(position)
+        if i.action != Action.BACKWARD_INPUT:  # a forward adds the statistics of norms
+            self.parts[i.stage, i.step].append(position)
+        return found
+
+    def _updates(self, position: int, i: Instruction) -> set[int]:
+        found = set(self.parts.pop((i.stage, i.step), ()))
+        if i.step is not None:  # it begins with the version before
+            base = (i.stage, i.step)
+            found |= self._takes(base, keep=True)
+            self.uses[base].append(position)
+        self.made[i.stage, i.version] = position
+        return found
+
+    def _predicts(self, position: int, i: Instruction) -> set[int]:
+        self.made[i.weights] = position
+        late, before = i.predicted_from
+        return self._uses_weights(position, late) | self._uses_weights(position, before)
+
+    def _frees(self, position: int, i: Instruction) -> set[int]:
+        if i.buffer == Buffer.ACTIVATION:
+            return set(self.kept.pop((i.stage, i.microbatch, i.step), ()))
+        key = i.weights
+        self.freed[key] = position
+        return set(self.uses.pop(key, ())) | self._takes(key)
+
+    def _communicates(self, position: int, i: Instruction) -> set[int]:
+        if i.buffer == Buffer.WEIGHTS:
+            if not i.leaves(self.rank):
+                return self._uses_weights(position, i.weights)
+            key = i.weights
+            self.made[key] = position
+            return {self.freed[key]} if key in self.freed else set()
+        if i.buffer == Buffer.GRADIENT:
+            if i.action == Action.RECV:
+                self.parts[i.stage, i.step].append(position)
+                return set()
+            found = set(self.parts.pop((i.stage, i.step), ()))
+            if i.leaves(self.rank):
+                self.parts[i.stage, i.step].append(position)
+            return found
+        boundary = (i.buffer, i.stage, i.microbatch, i.step)
+        if i.action == Action.SEND:
+            return self._takes(boundary)
+        self.made[boundary] = position
+        return set()
+
+    def _uses_weights(self, position: int, key: tuple) -> set[int]:
+        self.uses[key].append(position)
+        return self._takes(key, keep=True)
+
+    def _takes(self, key: tuple, *, keep: bool = False) -> set[int]:
+        """Who has made a buffer; nobody, if it was there before the program."""
+        maker = self.made.get(key) if keep else self.made.pop(key, None)
+        return set() if maker is None else {maker}

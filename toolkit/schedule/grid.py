@@ -6,7 +6,7 @@ A rank that runs several ops at once (a single device) takes one row for each mi
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.schedule.given import whole
+from toolkit.errors import whole
 from toolkit.schedule.op import Op
 
 if TYPE_CHECKING:

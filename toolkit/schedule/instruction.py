@@ -1,5 +1,8 @@
 """The words of a lowered program: what one rank does at one moment."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -157,3 +160,19 @@ class Instruction(NamedTuple):
             word = {Action.SEND: "to", Action.RECV: "from"}.get(self.action, "among")
             words.append(f"{word} rank {', '.join(map(str, self.peers))}")
         return " ".join(words)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection within: for code that makes no cycles, and is slowed by the search.
+
+    A program of a million instructions is a million tuples, which the collector would look
+    through again and again while it grows.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

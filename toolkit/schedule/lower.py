@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.schedule.collector import collector_paused
-from toolkit.schedule.given import whole
-from toolkit.schedule.instruction import Action, Buffer, Instruction
+from toolkit.errors import whole
+from toolkit.schedule.instruction import Action, Buffer, Instruction, collector_paused
 from toolkit.schedule.op import Kind
 from toolkit.schedule.program import Program
 

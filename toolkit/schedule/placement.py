@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import gcd
 
-from toolkit.errors import UserError
-from toolkit.schedule.given import check_choice, whole
+from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.timing import Timing
 

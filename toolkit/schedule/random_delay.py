@@ -13,8 +13,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from math import inf, prod
 
-from toolkit.errors import UserError
-from toolkit.schedule.given import check_choice, whole
+from toolkit.errors import UserError, check_choice, whole
 
 Draws = tuple[tuple[int, ...], ...]
 

@@ -6,20 +6,24 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice, whole
+from toolkit.schedule import csv_format as _text
 from toolkit.schedule import grid as _grid
-from toolkit.schedule import orders as _orders
-from toolkit.schedule import text as _text
-from toolkit.schedule.chains import CHAINS, IN_ORDER, check_chains, ring_of
-from toolkit.schedule.dependencies import check_complete
-from toolkit.schedule.fits import check_dependencies, check_ranks, check_staleness
-from toolkit.schedule.given import check_choice, check_forwards, whole
+from toolkit.schedule import pipeline_orders as _orders
 from toolkit.schedule.lower import lower
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned, Placement, place
 from toolkit.schedule.random_delay import RandomDelay, draws
+from toolkit.schedule.reduction_order import CHAINS, IN_ORDER, check_chains, ring_of
 from toolkit.schedule.staleness import Delay, Staleness, plain, requested
 from toolkit.schedule.timing import Timing
+from toolkit.schedule.validate import (
+    check_complete,
+    check_dependencies,
+    check_forwards,
+    check_ranks,
+    check_staleness,
+)
 
 if TYPE_CHECKING:
     from toolkit.schedule.program import Program
@@ -47,7 +51,7 @@ class Schedule:
             then sends as many bytes and makes as many updates as any other; but sums wait longer,
             gradients are held longer, and traffic is no longer even over the step. It takes
             replicated state, a rank for each micro-batch, and a delay that leaves weights time to
-            go round. See :mod:`toolkit.schedule.chains`.
+            go round. See :mod:`toolkit.schedule.reduction_order`.
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
             the worker sums their gradients before they travel. Worker w of M/k runs micro-batches
             w, w + M/k, w + 2M/k, ...
@@ -366,3 +370,15 @@ def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
     n_microbatches = max(op.microbatch for op in seen) + 1
     check_complete(seen, n_stages, n_microbatches)
     return tuple(tuple(ranks[j, m] for m in range(n_microbatches)) for j in range(n_stages))
+
+
+def labels(names: Mapping[str, str]) -> dict[str, str]:
+    """What each schedule is called: its name, and its key, too, where schedules share a name.
+
+    Args:
+        names: of schedules, by keys that set them apart, such as the rules of a comparison.
+    """
+    called = list(names.values())
+    return {
+        key: name if called.count(name) == 1 else f"{name} ({key})" for key, name in names.items()
+    }

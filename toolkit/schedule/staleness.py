@@ -16,8 +16,7 @@ rule CDP-v2 of arXiv 2403.08837, section 3.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from toolkit.errors import UserError
-from toolkit.schedule.given import whole
+from toolkit.errors import UserError, whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.timing import Timing

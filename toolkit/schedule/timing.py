@@ -25,8 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 
-from toolkit.errors import UserError
-from toolkit.schedule.given import whole
+from toolkit.errors import UserError, whole
 from toolkit.schedule.op import Kind, Op
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
-from toolkit.schedule.collector import collector_paused
-from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey
+from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey, collector_paused
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.replay import DeadlockError, replay
 

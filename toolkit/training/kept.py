@@ -7,11 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError, check_choice, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
-from toolkit.schedule.given import check_choice
 from toolkit.training.changes import FREE, changed_options, rate_follows_epochs
 from toolkit.training.checkpoints import Checkpoints, check_keep, from_rank_0
 from toolkit.training.data import SampleSet

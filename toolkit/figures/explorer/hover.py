@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from toolkit.schedule import Action, Buffer, Instruction, Kind, Op, Program
-from toolkit.schedule.dependencies import dependencies
-from toolkit.schedule.needs import needs
+from toolkit.schedule.dependencies import dependencies, needs
 
 _Key = tuple[int, int]  # rank, position among the rank's instructions
 

@@ -15,7 +15,7 @@ from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes, c
 from toolkit.figures.explorer.column import FIELD, Column, in_columns
 from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.schedule import Schedule
-from toolkit.schedule.collector import collector_paused
+from toolkit.schedule.instruction import collector_paused
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

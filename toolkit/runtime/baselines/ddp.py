@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.synchronous import Synchronous
@@ -17,7 +17,6 @@ from toolkit.runtime.process_group.group import World
 from toolkit.runtime.recipe import PLAIN, Recipe
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
-from toolkit.schedule.given import check_choice
 
 # Its newer name; the older one is deprecated there.
 _BUFFERS = "forward_sync_buffers"

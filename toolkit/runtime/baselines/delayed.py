@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.runtime.baselines.baseline import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import check_fit
@@ -22,7 +22,6 @@ from toolkit.runtime.stage import StageRunner, Values, leaves, take_gradients
 from toolkit.runtime.state import load_model, loaded
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
 from toolkit.schedule import Schedule
-from toolkit.schedule.given import check_choice
 
 
 class DelayedAllReduce(Baseline):

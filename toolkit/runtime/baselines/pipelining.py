@@ -27,7 +27,7 @@ from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum
-from toolkit.schedule import Op, Schedule, orders
+from toolkit.schedule import Op, Schedule, pipeline_orders
 
 _MESSAGES = "messages of torch's pipeline"
 
@@ -230,15 +230,19 @@ def _torch_schedule(schedule: Schedule) -> MakeRunner:
     """torch's schedule of the same orders."""
     s, m, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
     equal_rounds = m % max(1, m // n_ranks) == 0
-    known: list[tuple[orders.Orders, MakeRunner]] = []
+    known: list[tuple[pipeline_orders.Orders, MakeRunner]] = []
     if n_ranks == s:
-        known.append((orders.gpipe(s, m), lambda own, n, f: ScheduleGPipe(own[0], n, f)))
+        known.append((pipeline_orders.gpipe(s, m), lambda own, n, f: ScheduleGPipe(own[0], n, f)))
         if m >= s:
-            known.append((orders.one_f_one_b(s, m), lambda own, n, f: Schedule1F1B(own[0], n, f)))
+            known.append(
+                (pipeline_orders.one_f_one_b(s, m), lambda own, n, f: Schedule1F1B(own[0], n, f))
+            )
         if equal_rounds:
-            known.append((orders.zero_bubble(s, m), lambda *of: ScheduleInterleavedZeroBubble(*of)))
+            known.append(
+                (pipeline_orders.zero_bubble(s, m), lambda *of: ScheduleInterleavedZeroBubble(*of))
+            )
     elif s % n_ranks == 0 and equal_rounds:
-        order = orders.interleaved_1f1b(s, m, n_ranks)
+        order = pipeline_orders.interleaved_1f1b(s, m, n_ranks)
         known.append((order, lambda *of: ScheduleInterleaved1F1B(*of)))
     if schedule.max_staleness == 0 and schedule.state == "replicated":
         own = rank_orders(schedule)

@@ -14,8 +14,8 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.group import join
 from toolkit.runtime.process_group.worker import report
 from toolkit.schedule import Buffer, Program
-from toolkit.schedule.comparison import RULES, SETTINGS
 from toolkit.schedule.footprint import belongs_to, footprint
+from toolkit.schedule.paper_table import RULES, SETTINGS
 from toolkit.schedule.steady import settled_steps, steady_slots
 from toolkit.schedule.traffic import traffic_of
 

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.process_group import watch as watching
 from toolkit.runtime.process_group.shared_status import booted
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import enter_device, finish_stream
-from toolkit.schedule.given import check_choice
 
 BACKENDS = ("auto", "nccl", "gloo")
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

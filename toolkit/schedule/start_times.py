@@ -1,8 +1,11 @@
-"""How long before its place in the program a message may go."""
+"""When ranks and messages start, relative to their place in the schedule."""
 
 from typing import TYPE_CHECKING
 
+from toolkit.schedule.instruction import Action
+
 if TYPE_CHECKING:
+    from toolkit.schedule.program import Program
     from toolkit.schedule.schedule import Schedule
 
 _PREFETCHED = 2  # slots
@@ -17,3 +20,13 @@ def lookahead(schedule: "Schedule") -> int:
     """
     slots = _PREFETCHED if schedule.state == "sharded" else 4 * schedule.n_stages
     return slots * schedule.timing.ticks_per_slot
+
+
+def turns(program: "Program") -> dict[int, int]:
+    """The tick of the first forward of each rank that begins with the model's first stage."""
+    found = {}
+    for rank, instructions in enumerate(program.ranks):
+        first = next((i for i in instructions if i.action == Action.FORWARD), None)
+        if first is not None and first.stage == 0:
+            found[rank] = first.tick
+    return found

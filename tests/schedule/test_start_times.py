@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.schedule import catalog
-from toolkit.schedule.lookahead import lookahead
+from toolkit.schedule.start_times import lookahead
 
 
 @pytest.mark.parametrize(

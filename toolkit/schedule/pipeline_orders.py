@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from toolkit.errors import UserError
-from toolkit.schedule.dependencies import check_complete, dependencies
+from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.staleness import Delay, in_steps
 from toolkit.schedule.timing import Timing
+from toolkit.schedule.validate import check_complete
 
 Orders = Sequence[Sequence[Op]]
 _ANY: Mapping[Op, int] = MappingProxyType({})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from toolkit.cost import UNIT, simulate, unit_costs
-from toolkit.schedule import Kind, Op, Schedule, catalog, orders
+from toolkit.schedule import Kind, Op, Schedule, catalog, pipeline_orders
 from toolkit.schedule.dependencies import dependencies
 
 SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
@@ -53,24 +53,24 @@ def torchs_rounds(schedule_class, n_ranks, per_rank, n_microbatches):
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_gpipe_is_torchs(p, m):
     golden = torchs("ScheduleGPipe", "_get_pipeline_order", p, _num_stages=p, _n_microbatches=m)
-    assert text(orders.gpipe(p, m)) == golden
+    assert text(pipeline_orders.gpipe(p, m)) == golden
 
 
 @pytest.mark.parametrize("per_rank", [2, 3])
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m % max(1, m // p) == 0])
 def test_interleaved_1f1b_is_torchs(p, m, per_rank):
     golden = torchs_rounds("ScheduleInterleaved1F1B", p, per_rank, m)
-    assert text(orders.interleaved_1f1b(p * per_rank, m, p)) == golden
+    assert text(pipeline_orders.interleaved_1f1b(p * per_rank, m, p)) == golden
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_zero_bubble_is_torchs_for_one_stage_a_rank(p, m):
     golden = torchs_rounds("ScheduleInterleavedZeroBubble", p, 1, m)
-    assert text(orders.zero_bubble(p, m)) == golden
+    assert text(pipeline_orders.zero_bubble(p, m)) == golden
 
 
 def test_1f1b_of_four_stages():
-    assert text(orders.one_f_one_b(4, 6)) == [
+    assert text(pipeline_orders.one_f_one_b(4, 6)) == [
         "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5",
         "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
         "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2B5",
@@ -87,7 +87,7 @@ def test_the_grid_of_1f1b():
     ]
 
 
-@pytest.mark.parametrize("make", [orders.one_f_one_b, orders.zero_bubble])
+@pytest.mark.parametrize("make", [pipeline_orders.one_f_one_b, pipeline_orders.zero_bubble])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_1f1b_starts_no_more_than_it_can_finish(make, p, m):
     """Rank r has at most p-r micro-batches whose backward has not begun."""
@@ -99,14 +99,16 @@ def test_1f1b_starts_no_more_than_it_can_finish(make, p, m):
         assert most == min(m, p - rank)
 
 
-@pytest.mark.parametrize("make", [orders.gpipe, orders.one_f_one_b, orders.zero_bubble])
+@pytest.mark.parametrize(
+    "make", [pipeline_orders.gpipe, pipeline_orders.one_f_one_b, pipeline_orders.zero_bubble]
+)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_each_part_of_a_micro_batch_follows_the_one_before(make, p, m):
     for rank, order in enumerate(make(p, m)):
         for microbatch in range(m):
             kinds = [op.kind for op in order if op == Op(op.kind, rank, microbatch)]
             assert kinds == sorted(kinds)
-            assert len(kinds) == (3 if make is orders.zero_bubble else 2)
+            assert len(kinds) == (3 if make is pipeline_orders.zero_bubble else 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.schedule.meetings import COLLECTIVES, METHODS, occasion, other_ends
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime.dataflow import in_background
 from toolkit.schedule import Action, Buffer, Instruction, catalog
-from toolkit.schedule.needs import needs
+from toolkit.schedule.dependencies import needs
 from toolkit.schedule.replay import replay
 
 

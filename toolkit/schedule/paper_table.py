@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
+from toolkit.errors import whole
 from toolkit.schedule import catalog
 from toolkit.schedule.footprint import Footprint, footprint
-from toolkit.schedule.given import whole
 from toolkit.schedule.schedule import Schedule
 
 RULES = ("DP", "CDP-v1", "CDP-v2")

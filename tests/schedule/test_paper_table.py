@@ -6,9 +6,9 @@ from fractions import Fraction
 import pytest
 
 from tests.thorough import more
-from toolkit.schedule import comparison
-from toolkit.schedule.comparison import RULES, SETTINGS, Row, compare
+from toolkit.schedule import paper_table
 from toolkit.schedule.footprint import footprint
+from toolkit.schedule.paper_table import RULES, SETTINGS, Row, compare
 
 
 @pytest.mark.parametrize("n", more((2, 3, 4, 5, 8), range(2, 17)))
@@ -22,7 +22,7 @@ def test_every_program_keeps_to_its_closed_form(n):
 @pytest.mark.parametrize("rule", RULES)
 def test_sixteen_workers(setting, rule):
     schedule = SETTINGS[setting](rule, 16)
-    formula = comparison._FORMULAS[setting](rule, 16)
+    formula = paper_table._FORMULAS[setting](rule, 16)
     assert Row(setting, rule, schedule, formula, footprint(schedule)).differences == {}
 
 

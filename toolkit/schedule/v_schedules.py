@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.orders import Orders
+from toolkit.schedule.pipeline_orders import Orders
 
 _INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of a backward each
 

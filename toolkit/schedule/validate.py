@@ -1,5 +1,6 @@
 """Whether the choices of a schedule fit together: its timing, its placement and its delays."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
@@ -9,6 +10,9 @@ from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.placement import Assigned
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.staleness import FRESHEST, freshest
+
+MOST = 2**20
+"""Forwards of a training step: schedules of more take minutes to make, and gigabytes."""
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
@@ -107,3 +111,49 @@ def _first_come_first_served(schedule: "Schedule", stage: int) -> bool:
     return all(
         times == sorted(times) and times[-1] <= times[0] + timing.period for times in (enter, leave)
     )
+
+
+def check_forwards(n_stages: int, n_microbatches: int) -> None:
+    """Refuse a training step of more than :data:`MOST` forwards.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if n_stages * n_microbatches > MOST:
+        raise UserError(
+            f"a schedule has at most {MOST} forwards, one of each stage for each micro-batch: got"
+            f" {n_stages} stages and {n_microbatches} micro-batches; lower either"
+        )
+
+
+def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> None:
+    """Every stage has a forward and a whole backward for every micro-batch.
+
+    Raises:
+        ValueError: one has not; or an index has been left out, as where a larger one is mistyped.
+    """
+    for what, attribute in (("stage", "stage"), ("micro-batch", "microbatch")):
+        present = {getattr(op, attribute) for op in ops}
+        absent = next(k for k in range(len(present) + 1) if k not in present)
+        beyond = [op for op in ops if getattr(op, attribute) > absent]
+        if beyond:
+            op = min(beyond)
+            raise UserError(
+                f"{op} is of {what} {getattr(op, attribute)}, and no op is of {what} {absent}:"
+                f" they count from 0, and none is left out; mend {op}, or add what is missing"
+            )
+    for j in range(n_stages):
+        for m in range(n_microbatches):
+            kinds = {kind for kind in Kind if Op(kind, j, m) in ops}
+            if kinds not in _COMPLETE:
+                found = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
+                raise UserError(
+                    f"stage {j} of micro-batch {m} needs a forward and either a backward or both"
+                    f" of its halves: found {found}"
+                )
+
+
+_COMPLETE = (
+    {Kind.FORWARD, Kind.BACKWARD},
+    {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT},
+)

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.errors import UserError
-from toolkit.schedule.given import whole
+from toolkit.errors import UserError, whole
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.orders import as_early_as_possible
+from toolkit.schedule.pipeline_orders import as_early_as_possible
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule

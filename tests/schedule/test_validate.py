@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
+from toolkit.errors import whole
 from toolkit.schedule import RandomDelay, Schedule, catalog
-from toolkit.schedule.comparison import compare
-from toolkit.schedule.given import whole
+from toolkit.schedule.paper_table import compare
 
 FOUR, TWO, ONE = np.int64(4), np.uint8(2), np.int16(1)
 
