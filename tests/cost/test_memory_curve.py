@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.thorough import more
-from toolkit.cost import AXES, Hardware, MemoryCurve, memory_curve, profile
+from toolkit.cost import AXES, Hardware, memory_curve, profile
 from toolkit.cost.memory_curve import _curve
+from toolkit.errors import UserError
 from toolkit.model import build, partition
 
 FLOAT = 4
@@ -62,15 +63,6 @@ def test_two_layers_by_hand():
     assert curve.largest_reduction == 0.5
 
 
-def test_the_example_need_not_be_on_the_meta_device():
-    real, meta = (
-        memory_curve(two_layers(), torch.zeros(5, 3, device=device), "bytes")
-        for device in ("cpu", "meta")
-    )
-    assert np.array_equal(real.edges, meta.edges)
-    assert np.array_equal(real.levels, meta.levels)
-
-
 @pytest.mark.parametrize(("axis", "hardware"), [("flops", ARITHMETIC), ("bytes", MEMORY)])
 def test_the_roofline_of_one_sided_machines(axis, hardware):
     example = images(2, 32)
@@ -85,14 +77,10 @@ def test_the_backward_mirrors_the_forward(axis):
     curve = memory_curve(build("resnet8", 10, 32), images(2, 32), axis, A100)
     up = [level for k, level in enumerate(curve.levels) if k == 0 or level != curve.levels[k - 1]]
     assert up == up[::-1]
+    (whole,) = profile(partition(build("resnet8", 10, 32), 1, images(2, 32)), images(2, 32))
+    assert curve.peak == whole.activation_bytes
     peak = int(np.argmax(curve.levels))
     assert np.all(np.diff(curve.levels[: peak + 1]) >= 0)
-
-
-def test_the_peak_is_all_activations():
-    model, example = build("resnet8", 10, 32), images(2, 32)
-    (whole,) = profile(partition(model, 1, example), example)
-    assert memory_curve(model, example, "bytes").peak == whole.activation_bytes
 
 
 @given(curves(), st.data())
@@ -131,12 +119,7 @@ def test_the_mean_of_the_total(curve, n):
     assert mean == pytest.approx(n * curve.mean)
     assert curve.reduction(n) <= curve.largest_reduction + 1e-9
     assert curve.reduction(1) == 0
-
-
-@given(curves(most=3))
-@settings(deadline=None)
-def test_many_workers_come_close_to_the_largest_reduction(curve):
-    """The total of n workers is off its mean by less than one worker's changes."""
+    # the total of 64 workers is off its mean by less than one worker's changes
     swings = np.abs(np.diff(curve.levels, append=curve.levels[0])).sum()
     assert curve.reduction(64) >= curve.largest_reduction - swings / (64 * curve.peak) - 1e-9
 
@@ -167,8 +150,9 @@ def test_the_papers_figure(name, axis, expected):
 
 
 def test_the_measured_axis():
-    torch.manual_seed(0)
-    model, example = build("resnet8", 10, 16).eval(), torch.randn(2, 3, 16, 16)
+    model = nn.Sequential(build("resnet8", 10, 16), nn.Dropout(0.5)).eval()
+    example = torch.randn(2, 3, 16, 16)
+    generator = torch.get_rng_state()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     curve = memory_curve(model, example, "measured")
     assert curve.peak == memory_curve(model, example, "bytes").peak
@@ -176,45 +160,25 @@ def test_the_measured_axis():
     assert 0 < curve.reduction(8) <= curve.largest_reduction + 1e-9
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not model.training
+    assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_measuring_keeps_the_users_generator():
-    """Though the model drops at random."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
-    before = torch.get_rng_state()
-    memory_curve(model, torch.zeros(5, 3), "measured")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
-    ("axis", "message"),
+    ("layers", "options", "value"),
     [
-        ("seconds", f"unknown axis 'seconds': choose one of {', '.join(AXES)}"),
-        ("roofline", r"give one, such as hardware=Hardware.preset\(\"a100_nvlink\"\), or choose"),
-        ("measured", "give an example on a real device"),
+        ([nn.Linear(3, 4), nn.ReLU()], {"axis": "seconds"}, f"'seconds'.*{', '.join(AXES)}"),
+        ([nn.Linear(3, 4), nn.ReLU()], {"axis": "roofline"}, "hardware"),
+        ([nn.Linear(3, 4), nn.ReLU()], {"axis": "measured"}, "measured"),
+        ([nn.Linear(3, 4), nn.ReLU()], {"precision": "int8"}, "'int8'"),
+        ([nn.ReLU()], {"axis": "flops"}, "flops"),
+        ([nn.Linear(3, 4)], {"axis": "bytes"}, "bytes"),
+        ([nn.Linear(3, 4), nn.Tanh()], {"axis": "flops"}, "flops"),  # what is kept takes none
     ],
 )
-def test_refused(axis, message):
-    with pytest.raises(ValueError, match=message):
-        memory_curve(two_layers(), torch.empty(5, 3, device="meta"), axis)
-
-
-@pytest.mark.parametrize(
-    ("model", "axis", "message"),
-    [
-        (nn.ReLU(), "flops", "no operation of this model takes flops: choose another axis"),
-        (nn.Linear(3, 4), "bytes", "keeps nothing for its backward"),
-        (
-            nn.Sequential(nn.Linear(3, 4), nn.Tanh()),
-            "flops",
-            "what this model keeps is of operations that take no flops: choose another axis",
-        ),
-    ],
-)
-def test_models_without_a_curve_are_refused(model, axis, message):
-    with pytest.raises(ValueError, match=message):
-        memory_curve(nn.Sequential(model), torch.empty(5, 3, device="meta"), axis)
+def test_rejects_what_has_no_curve(layers, options, value):
+    with pytest.raises(UserError, match=value):
+        memory_curve(nn.Sequential(*layers), torch.empty(5, 3, device="meta"), **options)
 
 
 def test_in_16_bits_by_hand():
@@ -233,14 +197,3 @@ def test_products_of_16_bits_are_faster():
         for precision in ("tf32", "fp16")
     )
     assert slow.edges[-1] == 4 * fast.edges[-1]
-
-
-def test_unknown_precisions_are_refused():
-    with pytest.raises(ValueError, match="unknown precision 'int8'"):
-        memory_curve(two_layers(), torch.zeros(5, 3), precision="int8")
-
-
-def test_a_curve_of_one_level_cannot_be_improved():
-    flat = MemoryCurve(np.array([0.0, 2.0]), np.array([3.0]))
-    assert flat.largest_reduction == 0
-    assert flat.reduction(4) == 0

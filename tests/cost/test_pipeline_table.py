@@ -1,12 +1,12 @@
 """Pipelines side by side keep to their closed forms, and say what cannot be made."""
 
-import re
 from fractions import Fraction
 
 import pytest
 
 from tests.schedule.test_v_shape import bubble, most
 from toolkit.cost.pipeline_table import METHODS, assess, pipelines
+from toolkit.errors import UserError
 
 LATE = ("PipeDream-2BW", "CDP-v1", "CDP-v2")
 
@@ -85,37 +85,21 @@ def test_weights_and_staleness(sized):
 @pytest.mark.parametrize(
     ("sizes", "left_out"),
     [
-        ((2, 4), {}),
-        (
-            (4, 3),
-            {
-                "PipeDream-2BW": "takes a micro-batch a stage or more: got 3 for 4",
-                "CDP-v1": "3 cannot be dealt out to 4; make them a multiple of the ranks",
-                "CDP-v2": "3 cannot be dealt out to 4; make them a multiple of the ranks",
-            },
-        ),
-        (
-            (2, 5),
-            {
-                "interleaved 1F1B": "5 cannot be divided so; make them a multiple of 2",
-                "CDP-v1": "5 cannot be dealt out to 2; make them a multiple of the ranks",
-                "CDP-v2": "5 cannot be dealt out to 2; make them a multiple of the ranks",
-            },
-        ),
+        ((2, 4), set()),
+        ((4, 3), {"PipeDream-2BW", "CDP-v1", "CDP-v2"}),
+        ((2, 5), {"interleaved 1F1B", "CDP-v1", "CDP-v2"}),
     ],
-    ids=lambda value: str(value) if isinstance(value, tuple) else "",
 )
 def test_what_cannot_be_made_is_left_out(sizes, left_out):
     made, reasons = pipelines(*sizes)
-    assert reasons.keys() == left_out.keys()
-    assert made.keys() == METHODS.keys() - left_out.keys()
-    for method, expected in left_out.items():
-        assert reasons[method].endswith(expected)
-        assert "\n" not in reasons[method]
+    assert reasons.keys() == left_out
+    assert made.keys() == METHODS.keys() - left_out
+    for reason in reasons.values():
+        assert str(sizes[1]) in reason
+        assert "\n" not in reason
 
 
-@pytest.mark.parametrize(("sizes", "what"), [((0, 4), "ranks"), ((2, 0), "micro-batches")])
-def test_no_ranks_or_micro_batches_are_refused(sizes, what):
-    message = re.escape(f"the number of {what} is a whole number, 1 or more: got 0")
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "ranks"), ((2, 0), "micro-batches")])
+def test_rejects_no_ranks_or_micro_batches(sizes, name):
+    with pytest.raises(UserError, match=f"{name}.*0"):
         pipelines(*sizes)

@@ -9,6 +9,7 @@ from torch import nn
 from torchvision.models import VisionTransformer
 
 from toolkit.cost import Hardware, StageCost, profile, recomputing, simulate, unit_costs
+from toolkit.errors import UserError
 from toolkit.model import build, partition
 from toolkit.model.analysis import Work
 from toolkit.model.precision import PRECISIONS, autocast
@@ -16,6 +17,7 @@ from toolkit.runtime.stage import StageRunner
 from toolkit.schedule import catalog
 
 FLOAT = 4
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MACHINE = Hardware("hand", flops=2.0, memory_bandwidth=5.0, link_bandwidth=1.0)
 
 
@@ -116,13 +118,14 @@ def test_a_linear_by_hand():
     assert (first.parameter_bytes, second.parameter_bytes) == (16 * FLOAT, 10 * FLOAT)
     assert (first.activation_bytes, second.activation_bytes) == (5 * 4 * FLOAT, 0)
     assert (first.forward_seconds, first.backward_seconds) == (None, None)
-
-
-def test_kernels_are_in_order():
-    first, _ = profile(linears(), torch.empty(5, 3, device="meta"))
-    linear, relu = first.kernels
-    assert linear == Work(2 * 5 * 3 * 4, (5 * 3 + 16 + 5 * 4) * FLOAT)
-    assert relu == Work(0, 2 * 5 * 4 * FLOAT)
+    assert first.kernels == (
+        Work(2 * 5 * 3 * 4, (5 * 3 + 16 + 5 * 4) * FLOAT),
+        Work(0, 2 * 5 * 4 * FLOAT),
+    )
+    stages = linears()
+    stages.model.bfloat16()[0].requires_grad_(False)
+    first, _ = profile(stages, torch.empty(5, 3, device="meta", dtype=torch.bfloat16))
+    assert (first.input_bytes, first.output_bytes, first.parameter_bytes) == (30, 40, 0)
 
 
 def test_stages_that_recompute_keep_their_inputs():
@@ -139,29 +142,10 @@ def test_stages_that_recompute_keep_their_inputs():
     assert recomputing(plain, "none") == plain
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "message"),
-    [
-        ([0, 2], "checkpoint names stage 2 and there are 2: choose from 0 to 1"),
-        ("some", r"unknown checkpoint 'some': give none, all or a list of stages, such as \[0,1\]"),
-        (1, "unknown checkpoint 1: give none, all or a list"),
-    ],
-)
-def test_stages_that_cannot_recompute(checkpoint, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("checkpoint", "value"), [([0, 2], "2"), ("some", "'some'"), (1, "1")])
+def test_stages_that_cannot_recompute(checkpoint, value):
+    with pytest.raises(UserError, match=value):
         recomputing(unit_costs(2), checkpoint)
-
-
-def test_unknown_precisions_are_refused():
-    with pytest.raises(ValueError, match="unknown precision 'int8': choose one of fp32, tf32, bf"):
-        profile(linears(), torch.zeros(5, 3), precision="int8")
-
-
-def test_parameters_that_are_not_trained_cost_no_gradient():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    model[0].requires_grad_(False)
-    stages = partition(model, 2, torch.zeros(5, 3), by="parameters")
-    assert [c.parameter_bytes for c in profile(stages, torch.zeros(5, 3).to("meta"))] == [0, 40]
 
 
 def test_statistics_of_batch_norms():
@@ -175,26 +159,14 @@ def test_statistics_of_batch_norms():
         nn.BatchNorm1d(3, track_running_stats=False),
         nn.LayerNorm(3),
     )
-    stages = partition(model, 3, torch.zeros(5, 4), by=["1", "4"])
-    first, second, last = profile(stages, torch.empty(5, 4, device="meta"))
-    assert first.statistics_bytes == 2 * 4 * FLOAT
-    assert second.statistics_bytes == 2 * (6 + 6) * FLOAT
-    assert last.statistics_bytes == 0
-
-
-def test_a_norm_in_evaluation_mode_has_no_statistics_to_add_up():
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 6), nn.BatchNorm1d(6))
-    model[0].eval()
-    (cost,) = profile(partition(model, 1, torch.zeros(5, 4)), torch.empty(5, 4, device="meta"))
-    assert cost.statistics_bytes == 2 * 6 * FLOAT
-
-
-def test_statistics_are_kept_and_travel_with_the_gradients():
-    """One micro-batch's beside its activations; those of a sum beside the gradients."""
-    cost = StageCost(1, 1, activation_bytes=10, parameter_bytes=200, statistics_bytes=3)
-    assert (cost.kept_bytes, cost.gradient_bytes) == (13, 203)
-    plain = replace(cost, statistics_bytes=0)
-    assert (plain.kept_bytes, plain.gradient_bytes) == (10, 200)
+    for first, frozen in ((2 * 4 * FLOAT, False), (0, True)):
+        model[0].train(not frozen)
+        stages = partition(model, 3, torch.zeros(5, 4), by=["1", "4"])
+        costs = profile(stages, torch.empty(5, 4, device="meta"))
+        assert [c.statistics_bytes for c in costs] == [first, 2 * (6 + 6) * FLOAT, 0]
+        for c in costs:  # kept with the activations, and sent with the gradients
+            assert c.kept_bytes == c.activation_bytes + c.statistics_bytes
+            assert c.gradient_bytes == c.parameter_bytes + c.statistics_bytes
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])
@@ -211,28 +183,6 @@ def test_sums_are_of_the_bytes_that_a_run_adds_up(n_stages):
         weights = sum(x.nbytes for x in runner.newest().values())
         assert cost.statistics_bytes == statistics
         assert cost.gradient_bytes == weights + statistics
-
-
-def test_the_dtype_of_the_model_counts():
-    example = torch.empty(5, 3, device="meta", dtype=torch.bfloat16)
-    stages = linears()
-    stages.model.to(torch.bfloat16)
-    first, _ = profile(stages, example)
-    assert (first.input_bytes, first.output_bytes, first.parameter_bytes) == (30, 40, 32)
-
-
-def test_several_inputs():
-    class Sum(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x, y):
-            return self.second(self.first(x) + y)
-
-    example = torch.empty(5, 3, device="meta"), torch.empty(5, 4, device="meta")
-    costs = profile(partition(Sum(), 2, example, by=["second"]), example)
-    assert [cost.input_bytes for cost in costs] == [5 * 7 * FLOAT, 5 * 4 * FLOAT]
 
 
 @pytest.mark.parametrize("n_stages", [2, 3, 5])
@@ -268,26 +218,23 @@ def test_integers_that_cross_a_cut_are_sent_and_have_no_gradient():
     assert timeline.bytes_sent() == (second.input_bytes, second.input_gradient_bytes)
 
 
-def test_a_real_device_differs_in_seconds_only():
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_a_real_device_differs_in_seconds_only(device):
     torch.manual_seed(0)
-    example = torch.randn(2, 3, 8, 8)
-    stages = partition(network(), 3, example)
+    example = torch.randn(2, 3, 8, 8, device=device)
+    stages = partition(network().to(device), 3, example)
     before = {name: value.clone() for name, value in stages.model.state_dict().items()}
+    generator = torch.get_rng_state()  # the model draws
     real, meta = profile(stages, example, repeats=1), profile(stages, example.to("meta"))
+    assert torch.equal(torch.get_rng_state(), generator)
     assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in real)
     for name, value in stages.model.state_dict().items():
         assert torch.equal(value, before[name]), f"profiling changed {name}"
-    timeless = {"forward_seconds": None, "backward_seconds": None}
-    assert tuple(replace(cost, **timeless) for cost in real) == meta
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_differs_in_seconds_only():
-    example = torch.randn(2, 3, 8, 8, device="cuda")
-    stages = partition(network().cuda(), 3, example)
-    real, meta = profile(stages, example, repeats=1), profile(stages, example.to("meta"))
-    assert all(cost.forward_seconds > 0 and cost.backward_seconds > 0 for cost in real)
+    if device == "cpu":
+        timeless = {"forward_seconds": None, "backward_seconds": None}
+        assert tuple(replace(cost, **timeless) for cost in real) == meta
     assert [cost.activation_bytes for cost in real] == [cost.activation_bytes for cost in meta]
 
 
@@ -313,37 +260,19 @@ def test_seconds_are_measured_or_by_the_roofline_of_each_kernel():
     assert kernels.seconds(MACHINE) == (1 + 2, 4)
 
 
-def test_unit_costs():
-    costs = unit_costs(3, backward=2.0)
-    assert len(costs) == 3
-    for cost in costs:
-        assert cost.seconds(MACHINE) == (1.0, 2.0)
-        assert cost.activation_bytes == cost.input_bytes == cost.output_bytes == 1
-        assert cost.parameter_bytes == 1
-    assert unit_costs(1)[0].backward_seconds == 1
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_users_generator_stays(device):
-    """Though the model drops at random."""
-    stages = partition(network(), 2, torch.zeros(2, 3, 9, 9))
-    before = torch.get_rng_state()
-    profile(stages, torch.zeros(2, 3, 9, 9, device=device), repeats=1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
-    ("stages", "shape", "message"),
+    ("stages", "shape", "options", "value"),
     [
-        (nn.Linear(3, 2), (5, 3), r"partition\(model, n_stages, example\) returns: got a Linear"),
-        (linears(), (5, 7), r"Sequential cannot train on an example of shape \[5, 7\]: "),
-        (linears(), (), r"Sequential cannot train on an example of shape \[\]: "),
+        (nn.Linear(3, 2), (5, 3), {}, "Linear"),
+        (linears(), (5, 7), {}, r"\[5, 7\]"),
+        (linears(), (), {}, r"\[\]"),
+        (linears(), (5, 3), {"precision": "int8"}, "'int8'"),
     ],
 )
-def test_refuses_what_it_cannot_run(stages, shape, message, device):
-    with pytest.raises(ValueError, match=message) as error:
-        profile(stages, torch.zeros(shape, device=device))
+def test_rejects_what_it_cannot_run(stages, shape, options, value, device):
+    with pytest.raises(UserError, match=value) as error:
+        profile(stages, torch.zeros(shape, device=device), **options)
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -354,20 +283,10 @@ NUMBERS = [f.name for f in fields(StageCost) if "kernels" not in f.name]
 @pytest.mark.parametrize("name", NUMBERS)
 def test_senseless_numbers_are_refused(name, value):
     numbers = {"flops": 1.0, "backward_flops": 1.0} | {name: value}
-    with pytest.raises(ValueError, match=f"^{name} of a stage is finite, 0 or more: got {value}"):
+    with pytest.raises(UserError, match=f"{name}.*{value}"):
         StageCost(**numbers)
-
-
-@pytest.mark.parametrize("half", ["forward_seconds", "backward_seconds"])
-def test_half_a_measurement_is_refused(half):
-    with pytest.raises(ValueError, match="told together, or neither: got"):
-        StageCost(1.0, 1.0, **{half: 5.0})
-
-
-@pytest.mark.parametrize("value", [-1.0, nan])
-def test_senseless_unit_costs_are_refused(value):
-    with pytest.raises(ValueError, match="finite, 0 or more"):
-        unit_costs(2, backward=value)
+    with pytest.raises(UserError, match=r"5\.0"):  # both seconds or none
+        StageCost(1.0, 1.0, forward_seconds=5.0)
 
 
 class Skips(nn.Module):

@@ -1,4 +1,4 @@
-"""Costs and links as a measured timeline shows them, to predict another run of the same kind."""
+"""Estimate costs and links from a measured timeline, to predict a similar run."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -14,21 +14,20 @@ from toolkit.schedule.traffic import rounds
 
 
 def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
-    """The costs with the median seconds of each stage's ops, and links with those of messages.
+    """Return costs with each stage's median seconds, and hardware with the median message time.
 
     Args:
         timeline: measured.
-        costs: of the stages that were run.
+        costs: of the stages that ran.
 
     Returns:
-        costs with seconds; and hardware whose messages take the median time, whatever their size,
-        and whose memory is as fast as the updates show.
+        costs with seconds; hardware whose messages take the median time whatever their size,
+        with the memory bandwidth of the measured updates.
     """
     seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
         if span.lane == COMPUTE:
-            kind = span.computed
-            seconds[span.stage, kind].append(span.end - span.start)
+            seconds[span.stage, span.computed].append(span.end - span.start)
     timed = []
     for stage, cost in enumerate(costs):
         halves = [median(seconds[stage, kind]) for kind in "IW" if seconds[stage, kind]]
@@ -42,7 +41,9 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
         if span.lane in (SEND, RECEIVE):
             meetings[span.name, span.stage, span.step, span.microbatch, span.start].append(span)
     messages = [
-        (span.end - span.start) / (_rounds(span.name, len(met)) if span.peer is None else 1)
+        # a collective is several messages that wait for each other
+        (span.end - span.start)
+        / (max(1, rounds(_COLLECTIVES[span.name], len(met))) if span.peer is None else 1)
         for met in meetings.values()
         for span in met
     ]
@@ -52,7 +53,7 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
         if s.lane == UPDATE and costs[s.stage].update_bytes()
     ]
     links = Hardware(
-        name="as observed",
+        name="calibrated",
         flops=inf,
         memory_bandwidth=1 / median(updates) if updates and median(updates) else inf,
         link_bandwidth=inf,
@@ -62,14 +63,14 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
 
 
 def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:
-    """What the simulator makes of ops and messages that take as long as was measured.
+    """Simulate ``schedule`` with the op and message times of a measured timeline.
 
-    Its memory is of the kinds that were measured, so that the two can be compared.
+    The prediction keeps only the kinds of memory that were measured, so that both can be compared.
 
     Args:
         timeline: measured, of ``schedule`` from its first step.
-        schedule: for as many stages as there are costs.
-        costs: of the stages that were run.
+        schedule: with one stage per entry of ``costs``.
+        costs: of the stages that ran.
     """
     timed, links = calibrate(timeline, costs)
     prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)
@@ -79,8 +80,3 @@ def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> 
 
 
 _COLLECTIVES = {action.label: action for action in Action if action.communicates}
-
-
-def _rounds(name: str, n_ranks: int) -> int:
-    """Messages of a collective that wait for each other."""
-    return max(1, rounds(_COLLECTIVES[name], n_ranks))

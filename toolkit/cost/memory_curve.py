@@ -1,4 +1,4 @@
-"""The memory of one micro-batch over its forward and backward, and of several of them shifted."""
+"""Memory of one micro-batch over its forward and backward, and of several in staggered order."""
 
 import copy
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class MemoryCurve:
     """Activation bytes of one micro-batch, constant between ``edges``.
 
     Attributes:
-        edges: times, from 0 to the period; their unit is the axis's.
-        levels: bytes kept between one edge and the next.
+        edges: ``[k + 1]`` times from 0 to the period, in the axis's unit.
+        levels: ``[k]`` bytes kept between consecutive edges.
     """
 
     edges: NDArray[np.float64]
@@ -36,42 +36,42 @@ class MemoryCurve:
 
     @property
     def peak(self) -> float:
-        """The most bytes kept at once."""
+        """Most bytes kept at once."""
         return float(self.levels.max())
 
     @property
     def mean(self) -> float:
-        """Bytes kept on average over the period."""
+        """Mean bytes kept over the period."""
         return float(np.average(self.levels, weights=np.diff(self.edges)))
 
     @property
     def largest_reduction(self) -> float:
-        """1 - mean/peak: the reduction that no number of shifted workers exceeds."""
+        """1 - mean/peak: the bound of :meth:`reduction` for many workers."""
         return 1 - self.mean / self.peak
 
     def at(self, times: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Bytes kept at ``times``, one period repeated for ever."""
+        """Return the bytes kept at ``times`` of the periodic curve."""
         within = np.mod(times, self.edges[-1])
         after = np.searchsorted(self.edges, within, side="right") - 1
         return self.levels[np.clip(after, 0, len(self.levels) - 1)]
 
     def shifted(self, n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The total of ``n`` workers, each 1/n of a period after the one before.
+        """Return the total of ``n`` workers, each 1/n of a period after the previous one.
 
         Returns:
-            times within one period at which the total changes, and the total from then on.
+            times within one period at which the total changes, and the total from each on.
         """
         period = self.edges[-1]
         shifts = np.arange(n) * period / n
         times = np.unique(np.mod(self.edges[:-1, None] + shifts, period))
-        noise = 1e-9 * period  # edges that meet are parted by rounding
+        noise = 1e-9 * period  # rounding separates edges that coincide
         times = times[(np.diff(times, prepend=-period) > noise) & (period - times > noise)]
         middles = (times + np.append(times[1:], period)) / 2
         total = sum((self.at(middles - shift) for shift in shifts), np.zeros_like(middles))
         return times, total
 
     def reduction(self, n: int) -> float:
-        """The share by which ``n`` shifted workers' peak is below that of ``n`` together."""
+        """Return 1 - peak of ``n`` staggered workers / peak of ``n`` simultaneous ones."""
         return 1 - float(self.shifted(n)[1].max()) / (n * self.peak)
 
 
@@ -82,23 +82,22 @@ def memory_curve(
     hardware: Hardware | None = None,
     precision: str = "fp32",
 ) -> MemoryCurve:
-    """Activations kept by each operation of ``model``, over the time that the operations take.
+    """Return the activations kept by ``model`` over the time that its operations take.
 
     Args:
         model: any module that torch.fx can trace.
-        example: a micro-batch; only shapes count, unless the axis is measured.
-        axis: measure of an operation's time: its ``flops``, its ``bytes``, the ``roofline`` of the
-            hardware, or as ``measured`` on the device of ``example`` and ``model``; random
-            generators are kept.
+        example: a micro-batch, ``[b, ...]``; only shapes matter unless ``axis`` is ``measured``.
+        axis: time of an op: ``flops``, ``bytes``, the hardware's ``roofline``, or ``measured``
+            on the device of ``example`` and ``model`` (random generators keep their state).
         hardware: for the roofline.
-        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; the copies of weights
-            that autocast makes for the backward count as activations.
+        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; autocast's copies of
+            weights count as activations.
 
     Raises:
-        ValueError: unknown axis or precision, a roofline without hardware, a model that cannot be
-            traced, or one that keeps nothing for its backward or takes no time.
+        UserError: unknown axis or precision, a roofline without hardware, or a model that cannot be
+            traced, keeps no activations or takes no time on this axis.
 
-    Source: the memory figure of arXiv 2403.08837, section 5.
+    Source: arXiv 2403.08837, section 5, memory figure.
     """
     check_choice("axis", axis, AXES)
     check_precision(precision)
@@ -108,7 +107,7 @@ def memory_curve(
         costs = [*node_costs(traced, inputs, precision=precision).items()]
     if axis == "measured":
         if inputs[0].device.type == "meta":
-            raise UserError("the measured axis runs the model: give an example on a real device")
+            raise UserError("axis=measured runs the model: give an example on a real device")
         with refused(model, inputs), kept_generators(inputs):
             seconds = _measured(traced, inputs, precision)
         forward = [seconds[name][0] for name, _ in costs]
@@ -117,14 +116,11 @@ def memory_curve(
         forward = [_duration(node, False, axis, hardware) for _, node in costs]
         backward = [_duration(node, True, axis, hardware) for _, node in costs]
     kept = np.cumsum([node.activations for _, node in costs])
-    if not any(forward + backward):
-        raise UserError(f"no operation of this model takes {axis}: choose another axis")
-    if not kept[-1]:
-        raise UserError("this model keeps nothing for its backward: give it a layer more")
-    curve = _curve([*forward, *reversed(backward)], [*kept, *reversed(kept)])
-    if not curve.peak:
+    durations = [*forward, *reversed(backward)]
+    if not any(durations) or not (curve := _curve(durations, [*kept, *reversed(kept)])).peak:
         raise UserError(
-            f"what this model keeps is of operations that take no {axis}: choose another axis"
+            f"{type(model).__name__} keeps no activations over axis={axis}: choose another axis or"
+            " add a layer"
         )
     return curve
 
@@ -143,8 +139,8 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
         return work.bytes
     if hardware is None:
         raise UserError(
-            "the roofline is that of a hardware: give one, such as"
-            ' hardware=Hardware.preset("a100_nvlink"), or choose axis="flops"'
+            'axis="roofline" needs hardware, for example Hardware.preset("a100_nvlink"); or choose'
+            ' axis="flops"'
         )
     check_hardware(hardware)
     return hardware.roofline(work)
@@ -153,7 +149,7 @@ def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | No
 def _measured(
     traced: fx.GraphModule, inputs: tuple[Tensor, ...], precision: str, repeats: int = 3
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of each node's forward and backward, run alone on the device of ``inputs``."""
+    """Return each node's median forward and backward seconds on the device of ``inputs``."""
     runs = []
     for counted in [False] + [True] * repeats:
         stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device, precision)
@@ -167,7 +163,7 @@ def _measured(
 
 
 class _Stopwatch(fx.Interpreter):
-    """Times each node, forward and backward, on inputs cut off from the nodes before."""
+    """Time each node, forward and backward, on inputs detached from earlier nodes."""
 
     def __init__(self, traced: fx.GraphModule, device: torch.device, precision: str) -> None:
         super().__init__(traced, garbage_collect_values=True)

@@ -1,7 +1,7 @@
-"""The catalogue's pipelines side by side: the same ranks, an equal share of one model each.
+"""Compare the catalogue's pipelines on equal ranks and equal stages.
 
-A backward takes twice as long as its forward, its halves as long as that each, and messages and
-updates take no time: what is left is the schedule's own.
+A backward takes twice its forward, each half of it as long as the forward; messages and updates
+take no time.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,18 @@ Make = Callable[[int, int], Schedule]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a method asks of its ranks, in the steady state.
+    """Steady-state cost of a pipeline method.
 
     Attributes:
-        method: its name, whatever the sizes.
-        microbatches: of a training step.
+        method: name, independent of the sizes.
+        microbatches: per training step.
         ranks: devices.
-        activations: the most that one rank holds, in micro-batches: 1 is all that one keeps over
-            the whole model.
-        total_activations: the most that all ranks hold together, likewise.
-        idle: the share of the ranks' time in which they do not compute.
-        weights: the most that one rank holds at once, all versions, in models; an update writes a
-            stage's new version beside the old, for that moment.
-        staleness_mean: steps by which weights are late, over stages and micro-batches.
-        staleness_max: the largest.
+        activations: peak of one rank; 1 is what one micro-batch keeps over the whole model.
+        total_activations: peak of all ranks together, in the same unit.
+        idle: share of the ranks' time without compute.
+        weights: peak of one rank over all versions, in models; updates hold a stage twice.
+        staleness_mean: mean steps of delay over stages and micro-batches.
+        staleness_max: largest delay.
     """
 
     method: str
@@ -55,14 +53,14 @@ class Pipeline:
 
 
 def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
-    """Every pipeline of the catalogue on ``n_ranks``, by name; and why others are left out.
+    """Return the catalogue's pipelines by name, and the reason each other one is left out.
 
     Args:
-        n_ranks: ranks, p: with p stages, or with two a rank where the method has them.
-        n_microbatches: of a training step.
+        n_ranks: ranks p; methods use p stages, or 2p where a rank has two.
+        n_microbatches: per training step.
 
     Raises:
-        ValueError: a number that is not whole, or below 1.
+        UserError: a number is not an integer, or below 1.
     """
     p = whole(n_ranks, "the number of ranks", 1)
     m = whole(n_microbatches, "the number of micro-batches", 1)
@@ -77,7 +75,7 @@ def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], d
 
 
 def assess(method: str, schedule: Schedule) -> Pipeline:
-    """Count and simulate one of :func:`pipelines`."""
+    """Count and simulate a schedule of :func:`pipelines`."""
     counted = footprint(schedule)
     program = schedule.lower(steps_to_time(schedule)).verify()
     timeline = simulate(program, unit_costs(schedule.n_stages, backward=2.0), UNIT)
@@ -94,16 +92,12 @@ def assess(method: str, schedule: Schedule) -> Pipeline:
     )
 
 
-def _two_stages_a_rank(make: Make) -> Make:
-    return lambda p, m: make(2 * p, m)
-
-
 def _cyclic(delay: Delay) -> Make:
     def make(p: int, m: int) -> Schedule:
         if m % p:
             raise UserError(
-                f"CDP's workers run the same number of micro-batches: {m} cannot be dealt out to"
-                f" {p}; make them a multiple of the ranks"
+                f"CDP gives each rank the same number of micro-batches: got {m} for {p} ranks;"
+                " choose a multiple"
             )
         return catalog.cyclic(p, delay, "per_stage", accumulate=m // p)
 
@@ -115,11 +109,11 @@ METHODS: dict[str, Make] = {
     "1F1B": catalog.one_f_one_b,
     "interleaved 1F1B": lambda p, m: catalog.interleaved_1f1b(2 * p, m, p),
     "ZB-H1": catalog.zero_bubble,
-    "ZB-V": _two_stages_a_rank(catalog.zb_v),
-    "V-Half": _two_stages_a_rank(catalog.v_half),
-    "V-Min": _two_stages_a_rank(catalog.v_min),
+    "ZB-V": lambda p, m: catalog.zb_v(2 * p, m),
+    "V-Half": lambda p, m: catalog.v_half(2 * p, m),
+    "V-Min": lambda p, m: catalog.v_min(2 * p, m),
     "PipeDream-2BW": catalog.pipedream_2bw,
     "CDP-v1": _cyclic(1),
     "CDP-v2": _cyclic(FRESHEST),
 }
-"""How each method is made for p ranks and m micro-batches."""
+"""Factory of each method for p ranks and m micro-batches."""

@@ -1,8 +1,8 @@
-"""When a port is busy, and when several of them have time for a message."""
+"""Reserve time on ports that carry one message at a time."""
 
 from bisect import bisect_right
 
-_KEPT = 256  # stretches of time that are remembered; before them a port counts as busy
+_KEPT = 256  # busy intervals remembered; time before them counts as busy
 
 
 class Port:
@@ -14,7 +14,7 @@ class Port:
         self._since = 0.0
 
     def free_from(self, time: float, seconds: float) -> float:
-        """The earliest moment, ``time`` or later, from which it is free for so long."""
+        """Return the earliest time, ``time`` or later, with ``seconds`` free."""
         time = max(time, self._since)
         if not self._ends or time >= self._ends[-1]:
             return time
@@ -25,7 +25,7 @@ class Port:
         return time
 
     def take(self, start: float, end: float) -> None:
-        """It is busy from ``start`` to ``end``, where it was free."""
+        """Mark ``start`` to ``end`` as busy; it must be free."""
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._ends.insert(at, end)
@@ -35,20 +35,17 @@ class Port:
 
 
 def reserve(ports: list[Port], ready: float, seconds: float) -> float:
-    """The earliest moment, ``ready`` or later, from which all are free for so long: now taken.
+    """Take the earliest interval from ``ready`` on that is free on all ports; return its start.
 
-    What takes no time needs no port.
+    Messages of 0 seconds need no port.
     """
     if seconds == 0:
         return ready
-    start = ready
-    while True:
-        free = start
+    start, before = ready, None
+    while start != before:
+        before = start
         for port in ports:
-            free = port.free_from(free, seconds)
-        if free == start:
-            break
-        start = free
+            start = port.free_from(start, seconds)
     for port in ports:
         port.take(start, start + seconds)
     return start

@@ -1,23 +1,19 @@
 """Predict when every instruction of a program runs, from stage costs and hardware.
 
-Each rank has a compute lane, an optimizer and a full-duplex port, that work side by side. A rank
-computes in the order of its program, each op as soon as the one before has ended and its inputs are
-there, predicts weights before the op that reads them, and updates a stage when its gradient is
-complete. A message starts when its content is ready, both ports have time for it, and both ranks
-are within `start_times.lookahead` of it; earlier messages that are not ready do not hold
-it up. Collectives take both ports of all their ranks, in the order of the program.
+Time: each rank has a compute lane, an optimizer and a full-duplex port that work in parallel. Ops
+run in program order, each when the previous op has ended and its inputs have arrived. A weight
+prediction runs before the op that reads it; a stage updates when its gradient is complete. A
+message starts when its content is ready, both ports are free and both ranks are within the
+schedule's lookahead; a message that is not ready does not block later ones. A collective takes both
+ports of all its ranks, in program order. Only a rank that begins with stage 0 waits for a clock, so
+that workers keep their stagger.
 
-Memory is of weights, activations, gradients, the optimizer's state where it is told, the inputs of
-stages, from when they are made or arrive to the backward, and working memory: what an op needs
-while it runs, and what waits between stages and is none of these. What the first half of a backward
-leaves to the second is not counted. A stage that recomputes has its activations while a backward of
-it runs, which takes longer by its forward; all of it is the first half, if it is split.
+Memory: weights, activations, gradients, optimizer state if given, stage inputs from arrival to
+backward, and workspace of running ops and of values between stages. What BACKWARD_INPUT leaves for
+BACKWARD_WEIGHT is not counted. A recomputing stage holds its activations during its backward (its
+first half, if split), which takes longer by one forward.
 
-Only a rank's first forward, if it is of stage 0, waits for a clock: it starts at the same fraction
-of the period, in seconds, as in the schedule in slots. Everything else starts as soon as its inputs
-are ready.
-
-One event an instruction, in the order of :mod:`toolkit.schedule.replay`: linear in their number.
+Cost: one event per instruction, in replay order: linear in the number of instructions.
 """
 
 from bisect import bisect_left
@@ -25,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.port import Port, reserve
-from toolkit.cost.stage_costs import Costs, StageCost
+from toolkit.cost.stage_costs import Costs
 from toolkit.cost.timeline import (
     ACTIVATIONS,
     COMPUTE,
@@ -53,19 +49,17 @@ from toolkit.schedule.traffic import traffic_of
 def simulate(
     program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float] = ()
 ) -> Timeline:
-    """The predicted timeline of ``program``.
+    """Return the predicted timeline of ``program``.
 
     Args:
         program: a verified program.
-        costs: one entry a stage.
-        hardware: seconds of kernels that were not measured, and of messages.
-        optimizer_bytes: bytes of the optimizer's state, by stage; ranks that update a stage keep
-            that state, and each update reads and writes it. Unless given, it takes no memory, and
-            the time of a momentum.
+        costs: one entry per stage.
+        hardware: seconds of messages, and of kernels that were not measured.
+        optimizer_bytes: optimizer state in bytes, by stage, held by the ranks that update it and
+            read and written by each update. Empty: no memory, and the time of one momentum.
 
     Raises:
-        ValueError: it is no program, or no hardware; costs are none, or there are not as many, or
-            as many optimizers' states, as stages; or fewer speeds or memories than ranks.
+        UserError: wrong types, or entries that do not match the program's stages and ranks.
     """
     _check(program, costs, hardware, optimizer_bytes)
     simulation = _Simulation(program, costs, hardware, optimizer_bytes)
@@ -79,38 +73,29 @@ def simulate(
 def _check(
     program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
 ) -> None:
-    """Refuse what is of another kind, or of other sizes than the program."""
     if not isinstance(program, Program):
         raise UserError(
-            "what is simulated is a program: give schedule.lower(n_steps).verify(), not a"
-            f" {type(program).__name__}"
+            f"simulate takes a Program: got a {type(program).__name__}; lower the schedule with"
+            " schedule.lower(n_steps).verify()"
         )
     check_hardware(hardware)
-    if wrong := [cost for cost in costs if not isinstance(cost, StageCost)]:
-        raise UserError(
-            f"costs are toolkit.cost.StageCost, as profile(stages, example) gives them: got"
-            f" {wrong[0]!r}"
-        )
-    if len(costs) != program.schedule.n_stages:
-        raise UserError(
-            f"the schedule has {program.schedule.n_stages} stages and there are costs of"
-            f" {len(costs)}: profile the model cut into {program.schedule.n_stages}"
-        )
+    if len(costs) != (n := program.schedule.n_stages):
+        raise UserError(f"costs need one entry for each of the {n} stages: got {len(costs)}")
     for name in ("speeds", "memories"):
         if 0 < len(given := getattr(hardware, name)) < len(program.ranks):
             raise UserError(
-                f"the schedule has {len(program.ranks)} ranks and {hardware.name} has {name} of"
-                f" {len(given)}: give one a rank, or none"
+                f"hardware.{name} needs an entry for each of the {len(program.ranks)} ranks, or"
+                f" none: got {len(given)}"
             )
-    if optimizer_bytes and len(optimizer_bytes) != len(costs):
+    if optimizer_bytes and len(optimizer_bytes) != n:
         raise UserError(
-            f"optimizer_bytes has an entry a stage, {len(costs)}, or none: got"
+            f"optimizer_bytes needs one entry for each of the {n} stages, or none: got"
             f" {len(optimizer_bytes)}"
         )
 
 
 class _Simulation:
-    """The clocks of all ranks, and when each buffer is ready where."""
+    """Clocks of all ranks, and when and where each buffer is ready."""
 
     def __init__(
         self,
@@ -122,30 +107,31 @@ class _Simulation:
         self.program, self.costs, self.hardware = program, costs, hardware
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
         updates = zip(costs, states, strict=True)
-        self.moved = [cost.update_bytes(state) for cost, state in updates]  # by an update
+        self.moved = [cost.update_bytes(state) for cost, state in updates]  # bytes per update
         self.working = [cost.working_bytes for cost in costs]
         n_ranks = len(program.ranks)
-        self.computed = [0.0] * n_ranks  # when the compute lane is free
+        self.computed = [0.0] * n_ranks  # time at which the compute lane is free
         self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
         self.ahead = lookahead(program.schedule)
-        self.updated = [0.0] * n_ranks  # when the optimizer is free
+        self.updated = [0.0] * n_ranks  # time at which the optimizer is free
         self.sending = [Port() for _ in range(n_ranks)]
         self.receiving = [Port() for _ in range(n_ranks)]
-        self.met = [0.0] * n_ranks  # when the last collective began
+        self.met = [0.0] * n_ranks  # start of the last collective
         self.seconds = [self._seconds(stage) for stage in range(len(costs))]
         self._stagger()
         self.boundaries: dict[tuple, float] = {}
-        self.inputs: dict[tuple, float] = {}  # bytes of those that stages keep
+        self.inputs: dict[tuple, float] = {}  # bytes of the inputs that stages keep
         self.weights: dict[tuple, float] = {}
         self.sums: dict[tuple, float] = {}
-        self.begun: dict[tuple, float] = {}  # sums, by whichever contribution is the first
+        self.begun: dict[tuple, float] = {}  # first contribution of each sum
         self.in_use_until: dict[tuple, float] = {}  # weights and activations
         self.arrival = 0.0
         self.spans: list[Span] = []
         self.changes: list[Change] = []
         self.steps: dict[int, float] = {}
-        if optimizer_bytes:
-            self._hold_optimizers(optimizer_bytes)
+        for rank in range(n_ranks if optimizer_bytes else 0):
+            for stage in program.updated(rank):
+                self.changes.append(Change(0.0, rank, OPTIMIZER, optimizer_bytes[stage]))
         self.names: dict[tuple, str] = {op: str(op) for op in program.schedule.timing.starts}
         self.handlers = {action: self._compute for action in Action if action.computes} | {
             Action.UPDATE: self._update,
@@ -163,11 +149,6 @@ class _Simulation:
                 for version in schedule.versions(j, program.first_step):
                     self._hold_weights(0.0, rank, j, version)
 
-    def _hold_optimizers(self, n_bytes: Sequence[float]) -> None:
-        for rank in range(len(self.program.ranks)):
-            for stage in self.program.updated(rank):
-                self.changes.append(Change(0.0, rank, OPTIMIZER, n_bytes[stage]))
-
     def timeline(self) -> Timeline:
         ends = tuple(self.steps[step] for step in sorted(self.steps))
         schedule, n_ranks = self.program.schedule, len(self.program.ranks)
@@ -175,7 +156,7 @@ class _Simulation:
         return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady)
 
     def _stagger(self) -> None:
-        """Hold each rank that begins with the model's first stage until its turn."""
+        """Delay each rank that begins with stage 0 to its start in the schedule."""
         timing = self.program.schedule.timing
         busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
         for op in timing.starts:
@@ -206,7 +187,7 @@ class _Simulation:
                 before = (Buffer.ACTIVATION, stage - 1, i.microbatch, i.step)
                 made = self.boundaries.pop(before)
                 start = max(start, made)
-                if (rank, *key) not in self.inputs:  # they were made on this rank
+                if (rank, *key) not in self.inputs:  # produced on this rank
                     self._hold_inputs(made, (rank, *key), self.costs[stage].extra_input_bytes)
         elif action != Action.BACKWARD_WEIGHT and stage < len(self.costs) - 1:
             after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
@@ -240,13 +221,13 @@ class _Simulation:
             self._add_to_sum(rank, stage, i.step, end)
 
     def _work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
-        """The rank needs memory for a while."""
+        """Hold workspace from ``start`` to ``end``."""
         if n_bytes > 0 and end > start:
             self.changes.append(Change(start, rank, WORKING, n_bytes))
             self.changes.append(Change(end, rank, WORKING, -n_bytes))
 
     def _hold_inputs(self, when: float, key: tuple, n_bytes: float) -> None:
-        """Of the rank, stage, micro-batch and step of ``key``."""
+        """Hold the inputs of ``key`` = (rank, stage, microbatch, step)."""
         self.inputs[key] = n_bytes
         self.changes.append(Change(when, key[0], INPUTS, n_bytes))
 
@@ -255,13 +236,12 @@ class _Simulation:
         self.begun[key] = min(self.begun.get(key, when), when)
         self.sums[key] = max(self.sums.get(key, 0.0), when)
 
-    def _drop_sum(self, rank: int, i: Instruction, when: float) -> float:
-        """When the rank's sum was ready; it is gone at ``when`` or then, if that is later."""
+    def _drop_sum(self, rank: int, i: Instruction, when: float) -> None:
+        """Free the rank's gradient sum at ``when``, or when it is ready if that is later."""
         key = (rank, i.stage, i.step)
         ready, held = self.sums.pop(key), self.costs[i.stage].gradient_bytes
         self.changes.append(Change(self.begun.pop(key, ready), rank, GRADIENTS, held))
         self.changes.append(Change(max(when, ready), rank, GRADIENTS, -held))
-        return ready
 
     def _update(self, rank: int, i: Instruction) -> None:
         step = i.step or 0
@@ -270,7 +250,7 @@ class _Simulation:
         seconds = self.moved[i.stage] / self.hardware.memory_bandwidth / self.hardware.speed(rank)
         self.updated[rank] = end = start + seconds
         self._drop_sum(rank, i, end)
-        # Beside those that it renews.
+        # The new version is a separate tensor: late readers still use the old one.
         self._hold_weights(start, rank, i.stage, i.version, ready=end)
         self._use(key, end)
         self.steps[step] = max(self.steps.get(step, 0.0), end)
@@ -279,7 +259,7 @@ class _Simulation:
             self.spans.append(Span(rank, UPDATE, start, end, *what, slot=self.program.slot(i)))
 
     def _predict(self, rank: int, i: Instruction) -> None:
-        """Reads two versions and writes one, before the ops go on."""
+        """Read two weight versions and write one, before the next op."""
         ready = (self.weights[rank, *weights] for weights in i.predicted_from)
         start = max(self.computed[rank], *ready)
         moved = 3 * self.costs[i.stage].parameter_bytes
@@ -295,17 +275,17 @@ class _Simulation:
     def _hold_weights(
         self, when: float, rank: int, stage: int, *which: int | None, ready: float | None = None
     ) -> None:
-        """Memory from ``when`` on of weights that can be read then, or once they are ``ready``."""
+        """Hold weights from ``when`` on; they can be read from ``ready`` on."""
         self.weights[rank, stage, *which] = when if ready is None else ready
         held = self.costs[stage].parameter_bytes
         self.changes.append(Change(when, rank, WEIGHTS, held))
 
     def _use(self, key: tuple, until: float) -> None:
-        """An op, an update or a message reads weights or activations until then."""
+        """Extend the use of weights or activations to ``until``."""
         self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), until)
 
     def _content(self, rank: int, i: Instruction) -> tuple[float, float]:
-        """When what is sent is ready, and its bytes."""
+        """Return when a message's content is ready, and its bytes."""
         cost = self.costs[i.stage]
         if i.buffer == Buffer.WEIGHTS:
             return self.weights[rank, i.stage, i.version], cost.parameter_bytes
@@ -316,7 +296,7 @@ class _Simulation:
         return ready, sends
 
     def _open(self, i: Instruction, ranks: Iterable[int]) -> float:
-        """When ``ranks`` have come so far in their ops that a message may go."""
+        """Return when ``ranks`` are within the lookahead of a message."""
         opened = 0.0
         for rank in ranks:
             ticks, ends = self.ops[rank]

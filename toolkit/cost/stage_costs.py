@@ -1,4 +1,4 @@
-"""What each stage costs: arithmetic, time, activations, boundaries and parameters."""
+"""Costs of each stage: arithmetic, seconds, activations, boundaries and parameters."""
 
 import copy
 import time
@@ -24,30 +24,29 @@ from toolkit.model.workspace_memory import working_bytes
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage on one micro-batch. Bytes are of the types that it computes with.
+    """Cost of one stage on one micro-batch. Bytes are those of the data types in use.
 
     Attributes:
-        flops: floating-point operations of the forward, by torch's own counter.
+        flops: floating-point operations of the forward, by torch's counter.
         backward_flops: floating-point operations of the backward.
-        activation_bytes: bytes that the forward keeps for the backward: shared storage once,
-            neither parameters nor the stage's inputs.
-        input_bytes: bytes of the tensors that the stage receives, and keeps until its backward.
-        output_bytes: bytes of the tensors that the stage passes on.
-        parameter_bytes: bytes of its trainable parameters.
-        statistics_bytes: bytes of the running statistics of its batch norms, which every
-            micro-batch in flight keeps and which travel with the gradients.
-        extra_input_bytes: bytes of its inputs that the previous stage does not already keep; if
-            both stages are on one rank, these are all the extra memory that the inputs cost.
-        integer_input_bytes: bytes of its integer inputs, which have no gradient to send back.
-        forward_seconds: measured seconds of the forward; None: the hardware's roofline tells them.
-        backward_seconds: measured seconds of the backward; None as for the forward.
+        activation_bytes: saved for the backward; shared storage counts once, parameters and stage
+            inputs do not count.
+        input_bytes: tensors that the stage receives and keeps until its backward.
+        output_bytes: tensors that the stage sends on.
+        parameter_bytes: trainable parameters.
+        statistics_bytes: running statistics of batch norms; each micro-batch in flight keeps
+            them, and they travel with the gradients.
+        extra_input_bytes: inputs that the previous stage does not keep already: all that they
+            cost if both stages share a rank.
+        integer_input_bytes: integer inputs, which have no gradient to send back.
+        forward_seconds: measured seconds of the forward; None: use the hardware's roofline.
+        backward_seconds: measured seconds of the backward; None if ``forward_seconds`` is.
         kernels: work of each operation's forward, in order.
-        backward_kernels: work of each operation's backward, in order of the forward.
-        forward_working_bytes: the most that the forward needs while it runs, beside what it keeps.
-        backward_working_bytes: likewise of the backward, the gradients that it is given and makes
-            among it.
-        recomputes: whether each backward computes the forward again, and the activations are only
-            there meanwhile.
+        backward_kernels: work of each operation's backward, in forward order.
+        forward_working_bytes: peak workspace of a forward besides what it keeps.
+        backward_working_bytes: peak workspace of a backward, including the gradients it takes and
+            makes.
+        recomputes: whether a backward runs the forward again instead of keeping activations.
     """
 
     flops: float
@@ -70,23 +69,23 @@ class StageCost:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, float | int) and not (isfinite(value) and value >= 0):
-                raise UserError(f"{name} of a stage is finite, 0 or more: got {value}")
+                raise UserError(f"StageCost.{name} must be finite and at least 0: got {value}")
         if (self.forward_seconds is None) != (self.backward_seconds is None):
             raise UserError(
-                "forward_seconds and backward_seconds are told together, or neither: got"
+                "give both forward_seconds and backward_seconds, or neither: got"
                 f" {self.forward_seconds} and {self.backward_seconds}"
             )
 
     @property
     def kept_bytes(self) -> float:
-        """What a micro-batch in flight keeps."""
+        """Bytes that a micro-batch in flight keeps."""
         return self.statistics_bytes + (0 if self.recomputes else self.activation_bytes)
 
     @property
     def working_bytes(self) -> tuple[float, float]:
-        """What a forward and a backward need while they run, beside the activations.
+        """Workspace bytes of a forward and of a backward.
 
-        That of a forward which keeps none is not counted: the backward needs more.
+        A recomputing stage needs both in its backward.
         """
         if self.recomputes:
             return 0.0, max(self.forward_working_bytes, self.backward_working_bytes)
@@ -94,25 +93,25 @@ class StageCost:
 
     @property
     def gradient_bytes(self) -> float:
-        """A sum of gradients, and of statistics with it."""
+        """Bytes of a gradient sum and the statistics that travel with it."""
         return self.parameter_bytes + self.statistics_bytes
 
     @property
     def input_gradient_bytes(self) -> float:
-        """What its backward sends to the stage before."""
+        """Bytes that the backward sends to the previous stage."""
         return self.input_bytes - self.integer_input_bytes
 
     def update_bytes(self, optimizer_bytes: float | None = None) -> float:
-        """What an update moves: weights, gradient and optimizer's state in, weights and state out.
+        """Bytes an update moves: reads weights, gradient and state, writes weights and state.
 
         Args:
-            optimizer_bytes: of the state; a momentum's unless given.
+            optimizer_bytes: optimizer state; None: one momentum buffer.
         """
         state = self.parameter_bytes if optimizer_bytes is None else optimizer_bytes
         return 3 * self.parameter_bytes + 2 * state
 
     def seconds(self, hardware: Hardware) -> tuple[float, float]:
-        """Forward and backward: as measured, else by the roofline of ``hardware``."""
+        """Return forward and backward seconds: measured, else by the roofline."""
         if self.forward_seconds is not None and self.backward_seconds is not None:
             return self.forward_seconds, self.backward_seconds
         if not self.kernels and not self.backward_kernels:
@@ -128,7 +127,7 @@ Values = tuple[Tensor, ...]
 
 
 def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
-    """Every forward one second, every backward ``backward``, every buffer one byte."""
+    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte."""
     stage = StageCost(
         flops=1.0,
         backward_flops=backward,
@@ -155,21 +154,21 @@ def profile(
     repeats: int = 5,
     precision: str = "fp32",
 ) -> tuple[StageCost, ...]:
-    """The costs of ``stages`` on a micro-batch like ``example``; random generators are kept.
+    """Return the costs of ``stages`` on a micro-batch like ``example``.
 
-    Activations are those of autograd; what a library keeps for itself, as oneDNN does of an LSTM
-    on a CPU, is not among them.
+    Activations are those of autograd; private workspaces of libraries (oneDNN's LSTM on a CPU) are
+    not counted. Random generators keep their state.
 
     Args:
-        stages: the model, partitioned.
-        example: a micro-batch. On a real device, where the model is too, seconds are measured; on
-            the meta device nothing is computed or allocated, and hardware tells the seconds.
-        repeats: timed runs of each stage, of which the median counts.
-        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; the copies of weights
-            that autocast makes for the backward count as activations.
+        stages: a partitioned model.
+        example: a micro-batch, ``[b, ...]`` each. On a real device seconds are measured; on
+            the meta device nothing is computed or allocated, and the roofline gives the seconds.
+        repeats: timed runs per stage; the median counts.
+        precision: ``fp32`` or ``tf32``, or by autocast ``bf16`` or ``fp16``; autocast's copies of
+            weights count as activations.
 
     Raises:
-        ValueError: these are no stages, or they cannot train on the example; unknown precision.
+        UserError: ``stages`` is not a Stages, cannot train on the example, or unknown precision.
     """
     check_stages(stages)
     check_precision(precision)
@@ -179,16 +178,16 @@ def profile(
 
 
 def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCost, ...]:
-    """``costs``, of which some stages compute their forward again instead of keeping activations.
+    """Return ``costs`` with some stages recomputing their forward.
 
-    What such a stage passes on is kept by the next one, as its inputs.
+    The next stage then keeps such a stage's output, as its input.
 
     Args:
-        costs: one entry a stage.
+        costs: one entry per stage.
         checkpoint: ``none``, ``all`` or a list of stages.
 
     Raises:
-        ValueError: it names something else.
+        UserError: ``checkpoint`` is something else.
     """
     chosen = checkpointed(checkpoint, len(costs))
     return tuple(
@@ -220,7 +219,7 @@ def _profile(stages: Stages, inputs: Values, repeats: int, precision: str) -> tu
 def _analyse(
     stage: fx.GraphModule, inputs: Values, device: torch.device, precision: str
 ) -> tuple[StageCost, Values, int]:
-    """The stage's cost on ``device`` without its seconds; what it passes on, and does not keep."""
+    """Return a stage's cost without seconds, its outputs, and the bytes it sends unkept."""
     nodes = node_costs(stage, inputs, device, precision)
     output = next(iter(reversed(stage.graph.nodes))).args[0]
     outputs = tuple(nodes[node.name].output for node in output)
@@ -253,8 +252,8 @@ def _analyse(
 def _measure(
     stage: fx.GraphModule, inputs: Values, repeats: int, precision: str
 ) -> tuple[float, float, Values]:
-    """Median seconds of a forward and of a backward, and what the stage passes on."""
-    twin = in_training(copy.deepcopy(stage))  # its batch norms may advance
+    """Return median seconds of a forward and a backward, and the stage's outputs."""
+    twin = in_training(copy.deepcopy(stage))  # a copy: running statistics change
     forwards, backwards = [], []
     for counted in [False] + [True] * repeats:
         received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs

@@ -1,4 +1,4 @@
-"""What happened when, on which rank: predicted by the simulator or measured by a runtime."""
+"""Spans and memory of training steps: predicted by the simulator or measured by a runtime."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
 LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
-COMPUTED = (*(kind.letter for kind in Kind), "p")  # ops as their names have them, and predictions
+COMPUTED = (*(kind.letter for kind in Kind), "p")  # op letters, and p for weight prediction
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
 INPUTS, OPTIMIZER, WORKING = "stage inputs", "optimizer", "working"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS, WORKING)
 
 
-_MOMENT = 1e-12  # of the time: what sums of seconds that should be equal differ by
+_MOMENT = 1e-12  # relative rounding of equal sums of seconds
 
 
 class Span(NamedTuple):
     """``rank`` is busy on ``lane`` from ``start`` to ``end``, in seconds.
 
-    ``step`` is the training step that it is of; of weights that are sent, the one that begins with
-    them. ``peer`` is the other end of a message, None for computing and collectives; ``bytes`` what
-    a message moves through the rank's port; ``slot`` the one in which the schedule has it.
+    ``step`` is the training step; for sent weights, the step that first uses them. ``peer`` is the
+    other end of a message, None for compute and collectives. ``bytes`` pass through the rank's
+    port; ``slot`` is the schedule's.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 
     @property
     def computed(self) -> str:
-        """On the compute lane: which of ``COMPUTED``, by its name."""
+        """The entry of ``COMPUTED`` that a compute span's name contains."""
         return self.name.lstrip("0123456789")[:1]
 
 
@@ -60,16 +60,16 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans, and changes of memory, of some training steps.
+    """Spans and memory changes of some training steps.
 
     Attributes:
-        name: what figures call it.
-        n_ranks: ranks, from 0.
+        name: label in figures.
+        n_ranks: number of ranks.
         spans: busy times of every rank and lane.
-        changes: of the memory of every rank.
-        step_ends: when the last update of each training step had ended, in seconds.
-        steady: the training steps of the steady state, counted from the timeline's first. Rates
-            are of these; if there are none, of all steps but the first.
+        changes: memory changes of every rank.
+        step_ends: ``[n_steps]`` seconds at which each training step's last update ended.
+        steady: steady-state steps, counted from the timeline's first. Rates use these; if empty,
+            all steps but the first.
     """
 
     name: str
@@ -87,21 +87,20 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last rank has finished, in seconds."""
+        """Seconds at which the last rank has finished."""
         return max(span.end for span in self.spans)
 
     @property
     def step_time(self) -> float:
-        """Seconds from step to step in the steady state; of a single step, all of it."""
+        """Seconds per step in the steady state; of a single step, its duration."""
         begin, end, steps = self._timed()
         return (end - begin) / len(steps)
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time in which they do not compute, while training goes on.
+        """Share of all ranks' time without compute, over the steps of :attr:`step_time`.
 
-        It is of the same training steps as :attr:`step_time`; of a single step, from its start to
-        its end. Measured over few overlapping steps it is rough, and may be below 0.
+        Measured over few overlapping steps it is inexact, and may be below 0.
         """
         _, _, steps = self._timed()
         of = self._steps_from_0()
@@ -110,7 +109,7 @@ class Timeline:
         return 1 - busy / len(steps) / (self.n_ranks * span)
 
     def _timed(self) -> tuple[float, float, range]:
-        """Begin and end, in seconds, of the training steps of which rates are; and which."""
+        """Return begin and end in seconds of the steps that rates use, and those steps."""
         ends = self.step_ends
         if self.steady:
             return ends[self.steady[0] - 1], ends[self.steady[-1]], self.steady
@@ -119,20 +118,20 @@ class Timeline:
         return 0.0, ends[0], range(1)
 
     def _steps_from_0(self) -> Callable[[Span], int]:
-        """Of a span its training step, counted from the first here; -1 if it is of none."""
+        """Return a function from a span to its step counted from 0; -1 without a step."""
         computed = (span.step for span in self.spans if span.lane == COMPUTE)
         first = min((step for step in computed if step is not None), default=0)
         return lambda span: -1 if span.step is None else span.step - first
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
-        """(time, bytes from then on), of one rank or all, of one kind or all."""
+        """Return (time, bytes from then on) of one rank or all, of one kind or all."""
         of_ranks = self.changes if rank is None else self._changes_of[rank]
         changes = sorted(
             (change.time, change.bytes) for change in of_ranks if kind in (None, change.kind)
         )
         curve: list[tuple[float, float]] = []
         held = begun = 0.0
-        for when, change in changes:  # at one moment what is freed and what is made cancel
+        for when, change in changes:  # simultaneous changes count together
             held += change
             if curve and when - begun <= _MOMENT * when:
                 curve[-1] = (when, held)
@@ -150,11 +149,11 @@ class Timeline:
         return found
 
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
-        """The most bytes held at once."""
+        """Return the most bytes held at once."""
         return max((held for _, held in self.memory(rank, kind)), default=0.0)
 
     def at_peak(self, rank: int) -> dict[str, float]:
-        """Bytes of each kind that a rank holds when it holds the most."""
+        """Return bytes by kind at the moment at which ``rank`` holds the most."""
         when, _ = max(self.memory(rank), key=lambda point: point[1], default=(0.0, 0.0))
         held = dict.fromkeys(KINDS, 0.0)
         for change in self._changes_of[rank]:
@@ -163,7 +162,7 @@ class Timeline:
         return held
 
     def bytes_sent(self) -> tuple[float, ...]:
-        """Bytes that each rank sent, collectives included."""
+        """Return the bytes that each rank sent, collectives included."""
         sent = [0.0] * self.n_ranks
         for span in self.spans:
             if span.lane == SEND:
@@ -171,31 +170,25 @@ class Timeline:
         return tuple(sent)
 
     def bytes_a_step(self) -> tuple[float, ...]:
-        """Bytes that each rank sends in a training step of the steady state.
+        """Return the bytes that each rank sends per steady-state step, whenever it sends them.
 
-        A message counts for its step, whenever it is sent. If no step is known to be steady, the
-        mean over all steps is returned.
+        If no step is known to be steady, return the mean over all steps.
         """
-        if not self.steady:
-            return tuple(n_bytes / len(self.step_ends) for n_bytes in self.bytes_sent())
-        of = self._steps_from_0()
+        steps = self._steps_from_0()
         sent = [0.0] * self.n_ranks
         for span in self.spans:
-            if span.lane == SEND and of(span) in self.steady:
+            if span.lane == SEND and (not self.steady or steps(span) in self.steady):
                 sent[span.rank] += span.bytes
-        return tuple(n_bytes / len(self.steady) for n_bytes in sent)
+        return tuple(n_bytes / len(self.steady or self.step_ends) for n_bytes in sent)
 
     def to_frame(self) -> "pd.DataFrame":
-        """The spans as a pandas DataFrame, one row each."""
+        """Return the spans as a pandas DataFrame, one row each."""
         import pandas as pd
 
         return pd.DataFrame(self.spans, columns=Span._fields)
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write a trace that Perfetto and chrome://tracing open: a process a rank, a row a lane.
-
-        A row more names the slots, where the spans know theirs.
-        """
+        """Write a Perfetto or chrome://tracing trace: a process per rank, a row per lane."""
         events: list[dict] = []
         slots = self._slots()
         for rank in range(self.n_ranks):
@@ -211,13 +204,12 @@ class Timeline:
             events.append(event | {"cat": span.lane, "args": args})
         for rank in range(self.n_ranks):
             for when, held in self.memory(rank):
-                args = {"bytes": held}
-                event = {"ph": "C", "name": "memory", "pid": rank, "ts": when * 1e6, "args": args}
-                events.append(event)
+                counter = {"ph": "C", "name": "memory", "pid": rank, "ts": when * 1e6}
+                events.append(counter | {"args": {"bytes": held}})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _slots(self) -> list[dict[int, tuple[float, float]]]:
-        """By rank, of each slot: the start of its first op and the end of its last."""
+        """Return, by rank and slot, the start of the first op and the end of the last."""
         found: list[dict[int, tuple[float, float]]] = [{} for _ in range(self.n_ranks)]
         for span in self.spans:
             if span.lane == COMPUTE and span.slot is not None:
