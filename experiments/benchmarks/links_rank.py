@@ -215,10 +215,10 @@ class Ranks:
         timer.start()
         answers, rank = [], 0
         try:
-            for rank, process in enumerate(self._processes):
+            for rank, process in enumerate(self._processes):  # noqa: B007
                 assert process.stdin is not None
                 process.stdin.write(json.dumps({"do": do} | how) + "\n")
-            for rank, process in enumerate(self._processes):
+            for rank, process in enumerate(self._processes):  # noqa: B007
                 assert process.stdout is not None
                 answers.append(json.loads(process.stdout.readline()))
             return answers
@@ -241,6 +241,11 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with suppress(OSError):
+                process.stdin.close()
+            process.stdout.close()
 
 
 class Rank:
