@@ -210,8 +210,8 @@ class Ranks:
             JobFailedError: a rank has ended, or does not answer in time.
         """
         # Reading blocks, so that a time-out ends the ranks, and with them the reading.
-        killed = threading.Event()
-        timer = threading.Timer(self._timeout, lambda: (killed.set(), self._kill()))
+        start = time.monotonic()
+        timer = threading.Timer(self._timeout, self._kill)
         timer.start()
         answers, rank = [], 0
         try:
@@ -223,7 +223,8 @@ class Ranks:
                 answers.append(json.loads(process.stdout.readline()))
             return answers
         except (OSError, ValueError) as error:
-            late = f" within {self._timeout:g} s (bench.timeout)" if killed.is_set() else ""
+            expired = time.monotonic() - start >= self._timeout
+            late = f" within {self._timeout:g} s (bench.timeout)" if expired else ""
             raise JobFailedError(
                 f"{do}: rank {rank} has not answered{late}: {self._reason()}; see {self._log}"
             ) from error
