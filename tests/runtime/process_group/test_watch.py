@@ -172,10 +172,10 @@ def test_all_ranks_may_end_in_the_normal_way(tmp_path):
 @pytest.mark.parametrize("step", [None, 0, 7])
 def test_a_last_word_is_read_as_it_was_said(what, step):
     word = SharedStatus.make()
-    word.say(what, step)
+    word.write(what, step)
     assert word.read() == (str(what), step)
     word.status = RankStatus.DONE
-    word.say(what, step)
+    word.write(what, step)
     assert (word.status, word.read()) == (RankStatus.DONE, (str(what), step))
 
 
@@ -183,7 +183,7 @@ def test_the_last_word_of_a_process_outlives_it():
     code = (
         "import sys; from toolkit.runtime.process_group.shared_status import SharedStatus;"
         "word = SharedStatus.make();"
-        "word.say('BACKWARD', 3); print(word.fd, flush=True); sys.stdin.read()"
+        "word.write('BACKWARD', 3); print(word.fd, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -233,7 +233,7 @@ def test_an_error_where_no_rank_is_waited_for_is_the_users():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize("what", more(["announce"], ["announce", "Watch._is_lost"]))
+@pytest.mark.parametrize("what", more(["announce"], ["announce", "Watch._store_is_lost"]))
 def test_nothing_that_goes_wrong_in_the_watch_leaves_a_rank_waiting(what):
     """As when nobody reads standard error any more."""
     program = f"""
@@ -249,17 +249,6 @@ here.give_up("no reason")
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert finished.returncode == EXIT_FAILED, finished.stderr
-
-
-def test_a_word_that_is_being_written_is_none():
-    word = SharedStatus.make()
-    word.say("a text that is longer than an instruction", 7)
-    whole = word.read()
-    word._memory[16:24] = b"\xff" * 8  # the length, by which an instruction begins
-    assert whole == ("a text that is longer than an instruction", 7)
-    assert word.read() == ("an instruction", None)
-    word.say(RECEIVE, 7)
-    assert word.read() == (str(RECEIVE), 7)
 
 
 def test_stop_gives_the_signals_back():
@@ -310,10 +299,10 @@ def test_a_failure_is_told_once():
     here = watch()
     told: list[str] = []
     here.on_failure = told.append
-    here._told = "rank 1 has died"
-    here._tell_failure()
-    here._told = "another rank has said why"
-    here._tell_failure()
+    here._message = "rank 1 has died"
+    here._report_failure()
+    here._message = "another rank has said why"
+    here._report_failure()
     assert told == ["rank 1 has died"]
 
 

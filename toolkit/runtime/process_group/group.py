@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.process_group import watch as watching
-from toolkit.runtime.process_group.shared_status import booted
+from toolkit.runtime.process_group.shared_status import boot
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import enter_device, finish_stream
 
@@ -158,7 +158,7 @@ class World:
         Within a machine the ranks share the counter; between machines it is as exact as their
         leaving a gather together.
         """
-        mine = (booted(), time.perf_counter())
+        mine = (boot(), time.perf_counter())
         first, *_ = self.gather(mine)
         return first[1] if first[0] == mine[0] else time.perf_counter()
 

@@ -1,4 +1,4 @@
-"""Where a rank is, in memory that outlives it: for the other ranks of its machine."""
+"""A rank's position, in memory that outlives it and that other ranks of the machine read."""
 
 import contextlib
 import fcntl
@@ -11,17 +11,14 @@ import weakref
 from pathlib import Path
 
 from toolkit.runtime.process_group.diagnosis import RankStatus
-from toolkit.schedule import Action, Buffer, Instruction
 
-_SIZE = 4096
-_FATE = struct.Struct("<q")  # at 0; from 8 on: step, length of a text or -1, then it or ...
-_TEXT = struct.Struct("<2q")
-_INSTRUCTION = struct.Struct("<9q")  # ... an instruction with at most one peer
-_TEXT_AT = 8 + _TEXT.size
+_STATUS = struct.Struct("<q")
+_POSITION = struct.Struct("<q2000s")  # step or -1, and a text padded with zeros
+_SIZE = _STATUS.size + _POSITION.size
 
 
 class Process:
-    """A process of this machine; one that has its number later is another one."""
+    """A process of this machine. Its start time tells it from a later one with its number."""
 
     def __init__(self, pid: int, started: str | None = None) -> None:
         self.pid = pid
@@ -29,7 +26,7 @@ class Process:
 
     @property
     def gone(self) -> bool:
-        if not Path("/proc/self/stat").exists():
+        if not Path("/proc/self/stat").exists():  # as on macOS
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, 0)
                 return False
@@ -48,7 +45,7 @@ class Process:
 
 
 class SharedStatus:
-    """The position of a rank, written before every instruction: so it has to be quick."""
+    """A rank's status and position. Each instruction writes it, so that must be quick."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -67,7 +64,7 @@ class SharedStatus:
 
     @classmethod
     def of(cls, pid: int, fd: int) -> "SharedStatus | None":
-        """That of another process, where it can be had."""
+        """Open that of another process; None if it is not readable."""
         try:
             return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR))
         except (OSError, ValueError):
@@ -75,53 +72,25 @@ class SharedStatus:
 
     @property
     def status(self) -> RankStatus:
-        return RankStatus(*_FATE.unpack_from(self._memory))
+        return RankStatus(*_STATUS.unpack_from(self._memory))
 
     @status.setter
     def status(self, status: RankStatus) -> None:
-        _FATE.pack_into(self._memory, 0, status)
+        _STATUS.pack_into(self._memory, 0, status)
 
-    def say(self, what: object, step: int | None) -> None:
-        """Be at ``what``."""
+    def write(self, what: object, step: int | None) -> None:
+        """Write the position."""
+        # One call, so that a rank that is killed leaves the old position or the new one.
         known = -1 if step is None else step
-        if type(what) is Instruction and len(what.peers) < 2:
-            _, action, stage, microbatch, of_step, version, buffer, peers = what
-            _INSTRUCTION.pack_into(
-                self._memory,
-                8,
-                known,
-                -1,
-                action,
-                stage,
-                -1 if microbatch is None else microbatch,
-                -1 if of_step is None else of_step,
-                -1 if version is None else version,
-                -1 if buffer is None else buffer,
-                peers[0] if peers else -1,
-            )
-        else:
-            text = str(what).encode()[: _SIZE - _TEXT_AT]
-            _TEXT.pack_into(self._memory, 8, known, len(text))
-            self._memory[_TEXT_AT : _TEXT_AT + len(text)] = text
+        _POSITION.pack_into(self._memory, _STATUS.size, known, str(what).encode())
 
     def read(self) -> tuple[str, int | None]:
-        """What was last said, and the step. It may be being written."""
-        step, length = _TEXT.unpack_from(self._memory, 8)
-        if length >= 0:
-            what = self._memory[_TEXT_AT : _TEXT_AT + length].decode(errors="replace")
-        else:
-            _, _, action, stage, *others, buffer, peer = _INSTRUCTION.unpack_from(self._memory, 8)
-            microbatch, of_step, version = (None if field == -1 else field for field in others)
-            try:
-                does, of = Action(action), None if buffer == -1 else Buffer(buffer)
-            except ValueError:
-                return "an instruction", None
-            peers = () if peer == -1 else (peer,)
-            what = str(Instruction(0, does, stage, microbatch, of_step, version, of, peers))
-        return what, None if step == -1 else step
+        """Return the position's text, and the step."""
+        step, text = _POSITION.unpack_from(self._memory, _STATUS.size)
+        return text.rstrip(b"\0").decode(errors="replace"), None if step == -1 else step
 
-    def take(self) -> bool:
-        """Whether this process is the first that takes it. Whoever has it keeps it."""
+    def lock(self) -> bool:
+        """Return whether this process is the first to lock it, for good."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -130,23 +99,22 @@ class SharedStatus:
 
 
 def machine() -> str:
-    """A name that only the processes have that see the same process numbers."""
-    parts = [booted()]
+    """Return a name that only processes share that see the same process numbers."""
     with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts)
+        return f"{boot()}/{os.readlink('/proc/self/ns/pid')}"
+    return boot()
 
 
-def booted() -> str:
-    """A name of this start of this machine, whose processes share a clock."""
-    parts = [os.uname().nodename]
+def boot() -> str:
+    """Return a name of this machine since its start; its processes share a clock."""
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    return "/".join(parts)
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{os.uname().nodename}/{boot_id}"
+    return os.uname().nodename
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """The state of a process, and when it started; empty if there is none."""
+    """Return the state and start time of a process; empty if there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
