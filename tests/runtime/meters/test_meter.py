@@ -36,36 +36,30 @@ def leaf(*shape):
 # Activations
 
 
-@pytest.mark.parametrize("inputs_want_gradients", [False, True])
-def test_weights_inputs_and_buffers_do_not_count(inputs_want_gradients):
-    """Of tanh(x w) b there is one tensor more than these: the hyperbolic tangent."""
-    found, x, w, b = meter(), torch.ones(2, 3), leaf(3, 5), torch.ones(5)
-    x.requires_grad_(inputs_want_gradients)
-    y = forward(found, lambda x, w, b: torch.tanh(x @ w) * b, x, weights=[w], buffers=[b])
-    assert found.activations.bytes == 2 * 5 * FLOAT
+def scaled_tanh(x, w, b):
+    return torch.tanh(x @ w) * b
+
+
+def shared(x):
+    y = x.exp()
+    return (y * y).sum() + (y.view(2, 3) * y[:3]).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "weights", "buffers", "kept"),
+    [
+        # Of tanh(x w) b only the hyperbolic tangent counts: the rest is given.
+        (scaled_tanh, [torch.ones(2, 3)], [leaf(3, 5)], [torch.ones(5)], 10),
+        (scaled_tanh, [leaf(2, 3)], [leaf(3, 5)], [torch.ones(5)], 10),
+        (lambda x, w: x.view(4, 3) @ w.t(), [torch.ones(2, 6)], [leaf(5, 3)], [], 0),  # views
+        (shared, [leaf(6)], [], [], 6),  # by itself, twice in a product, and in views
+    ],
+)
+def test_what_autograd_keeps_counts_once(function, inputs, weights, buffers, kept):
+    found = meter()
+    y = forward(found, function, *inputs, weights=weights, buffers=buffers)
+    assert found.activations.bytes == kept * FLOAT
     y.sum().backward()
-    assert found.activations.bytes == 0
-
-
-def test_views_of_weights_and_inputs_do_not_count():
-    found, x, w = meter(), torch.ones(2, 6), leaf(5, 3)
-    y = forward(found, lambda x, w: x.view(4, 3) @ w.t(), x, weights=[w])
-    assert found.activations.bytes == 0
-    y.sum().backward()
-    assert torch.equal(w.grad, torch.full((5, 3), 4.0))
-
-
-def test_shared_storage_counts_once():
-    """The exponential is kept by itself, by both sides of a product, and by a product of views."""
-    found, x = meter(), leaf(6)
-
-    def function(x):
-        y = x.exp()
-        return (y * y).sum() + (y.view(2, 3) * y[:3]).sum()
-
-    z = forward(found, function, x)
-    assert found.activations.bytes == 6 * FLOAT
-    z.backward()
     assert found.activations.bytes == 0
 
 

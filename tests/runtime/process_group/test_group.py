@@ -12,6 +12,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from tests.thorough import thorough
+from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.runtime.process_group import group as world
 from toolkit.runtime.process_group.group import Place, World
@@ -36,32 +37,27 @@ def told(gpus, seen, local_rank):
     return world._gpu(world._device("auto", Place(local_rank, 4, local_rank)))
 
 
-def test_ranks_that_see_one_gpu_each_have_it_for_themselves(gpus):
-    """As Slurm's tasks do with gpus_per_task=1: each calls its own GPU 0."""
-    found = [told(gpus, [f"gpu {rank}"], rank) for rank in range(4)]
-    assert found == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
-    assert world._backend("auto", found) == "nccl"
-    assert world._backend("nccl", found) == "nccl"
-    assert world._backend("gloo", found) == "gloo"
-
-
-def test_ranks_that_see_all_gpus_take_turns(gpus):
-    four = [f"gpu {k}" for k in range(4)]
-    assert [told(gpus, four, rank) for rank in range(4)] == four
-
-
 @pytest.mark.parametrize(
-    ("seen", "n_gpus"), [(["gpu 0"], 1), (["gpu 0", "gpu 1", "gpu 2"], 3), ([], 0)]
+    ("seen", "n_gpus"),
+    [
+        (lambda rank: [f"gpu {rank}"], 4),  # as Slurm's tasks see with gpus_per_task=1
+        (lambda rank: [f"gpu {k}" for k in range(4)], 4),
+        (lambda rank: ["gpu 0", "gpu 1", "gpu 2"], 3),
+        (lambda rank: ["gpu 0"], 1),
+        (lambda rank: ["gpu 0"] if rank else [], 1),
+        (lambda rank: [], 0),
+    ],
 )
-def test_shared_gpus_are_not_for_nccl(gpus, seen, n_gpus):
-    found = [told(gpus, seen, rank) for rank in range(4)]
-    assert world._backend("auto", found) == "gloo"
-    with pytest.raises(ValueError, match=f"takes a GPU a rank, and 4 ranks have {n_gpus}: use"):
-        world._backend("nccl", found)
-
-
-def test_one_rank_without_a_gpu_is_enough_for_gloo():
-    assert world._backend("auto", ["gpu 0", ""]) == "gloo"
+def test_nccl_takes_a_gpu_a_rank(gpus, seen, n_gpus):
+    found = [told(gpus, seen(rank), rank) for rank in range(4)]
+    assert world._backend("gloo", found) == "gloo"
+    if n_gpus == 4:
+        assert found == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
+        assert world._backend("auto", found) == world._backend("nccl", found) == "nccl"
+    else:
+        assert world._backend("auto", found) == "gloo"
+        with pytest.raises(UserError, match=f"backend=nccl .* {n_gpus}"):
+            world._backend("nccl", found)
 
 
 def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
@@ -108,17 +104,14 @@ def joined(monkeypatch, gpus, backend, **environment):
     return world.join(backend=backend), asked
 
 
-def test_objects_do_not_go_through_the_gpus_memory(monkeypatch, gpus):
-    """Every rank makes a group of gloo for them as it joins."""
-    here, asked = joined(monkeypatch, gpus, "auto")
+@pytest.mark.parametrize(
+    ("backend", "made", "gathered"),
+    [("auto", ["nccl", ("group", "gloo")], "group of gloo"), ("gloo", ["gloo"], None)],
+)
+def test_objects_do_not_go_through_the_gpus_memory(monkeypatch, gpus, backend, made, gathered):
+    here, asked = joined(monkeypatch, gpus, backend)
     here.gather("anything")
-    assert asked == [here.device, "nccl", ("group", "gloo"), "group of gloo"]
-
-
-def test_with_gloo_there_is_one_group(monkeypatch, gpus):
-    here, asked = joined(monkeypatch, gpus, "gloo")
-    here.gather("anything")
-    assert asked == [here.device, "gloo", None]
+    assert asked == [here.device, *made, gathered]
 
 
 @pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"])
@@ -168,12 +161,10 @@ def meetings(monkeypatch):
 
     monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: ("made", (*ranks,)))
     monkeypatch.setattr("torch.distributed.all_reduce", meet_all)
-    monkeypatch.setattr(
-        "torch.distributed.send", lambda number, peer, group: meet_all(number, group)
-    )
-    monkeypatch.setattr(
-        "torch.distributed.recv", lambda number, peer, group: meet_all(number, group)
-    )
+    for call in ("send", "recv"):
+        monkeypatch.setattr(
+            f"torch.distributed.{call}", lambda number, peer, group: meet_all(number, group)
+        )
     return SimpleNamespace(met=met, here=here)
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from toolkit.errors import UserError
 from toolkit.runtime.process_group import group as world
 from toolkit.runtime.process_group.launch import RankError, launch
 from toolkit.runtime.process_group.shared_status import Process
@@ -41,7 +42,7 @@ def ran():
         here = world.join()
         for number in range(3):
             report((number, torch.tensor(here.rank)))
-        with pytest.raises(ValueError, match=rf"^rank {here.rank}: what is reported, a lock, can"):
+        with pytest.raises(ValueError, match=f"rank {here.rank}: .* lock"):
             report(threading.Lock())
         print("to the output\nand more")
         print("an error", file=sys.stderr)
@@ -111,7 +112,7 @@ def test_a_mistake_is_raised_as_it_is_rather_than_what_follows_from_it(tmp_path)
         ready.touch()
         raise JobFailedError("rank 1 does not answer")
 
-    with pytest.raises(ValueError, match=r"^batch=7 cannot be divided by 2: make it 8\n") as caught:
+    with pytest.raises(ValueError, match="batch=7") as caught:
         launch(function, 2, 1, on_report=hear)
     assert isinstance(caught.value.__cause__, RankError)
     assert "in function\n" in str(caught.value.__cause__)
@@ -123,38 +124,33 @@ def test_another_exception_comes_with_its_traceback():
     def fail():
         return 1 + "1"
 
-    with pytest.raises(RankError, match=r"^rank 0: TypeError: unsupported operand") as caught:
+    with pytest.raises(RankError, match="rank 0: TypeError") as caught:
         launch(fail, 1)
     text = str(caught.value)
     assert "Traceback (most recent call last):" in text
     assert "in fail\n" in text
-    assert "child.py" not in text
-
-
-def test_an_exception_without_a_traceback_is_told_once():
-    with pytest.raises(RankError, match=r"^rank 0: TypeError: unhashable type: 'list'$"):
-        launch(hash, 1, [])
+    assert "worker.py" not in text
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "why"),
+    ("error", "match", "arguments", "options"),
     [
-        ((), {}, "missing a required argument: 'first'"),
-        ((1, 2), {}, "too many positional arguments"),
-        ((1,), {"timeot": 5}, "got an unexpected keyword argument 'timeot'"),
+        (RankError, "rank 0: TypeError: .*'list'", (hash, 1, []), {}),
+        (UserError, "first", (lambda first: first, 2), {}),
+        (UserError, "too many", (lambda first: first, 2, 1, 2), {}),
+        (UserError, "timeot", (lambda first: first, 2, 1), {"timeot": 5}),
+        (UserError, "NoneType", (None, 2), {}),
+        (UserError, "got 0", (print, 0), {}),
+        (UserError, "got 1.5", (print, 1.5), {}),
+        (UserError, "cannot pickle", (print, 2, threading.Lock()), {}),
+        (UserError, "timeout .* got 0", (print, 2), {"timeout": 0}),
+        (JobFailedError, "rank 0 .* 3 ", (lambda: os._exit(3), 1), {}),
+        (JobFailedError, "rank 0, 1 .* 0.01 s", (print, 2), {"timeout": 0.01}),
     ],
 )
-def test_arguments_that_the_function_does_not_take_are_refused(args, kwargs, why):
-    def train(first):
-        return first
-
-    with pytest.raises(ValueError, match=rf"^train\(first\) cannot be called so: {why}; launch"):
-        launch(train, 2, *args, **kwargs)
-
-
-def test_a_rank_that_ends_without_a_word_is_named():
-    with pytest.raises(JobFailedError, match=r"^rank 0 ended with status 3 and no result$"):
-        launch(lambda: os._exit(3), 1)
+def test_what_cannot_be_launched_is_named(error, match, arguments, options):
+    with pytest.raises(error, match=match):
+        launch(*arguments, **options)
 
 
 def test_the_watch_has_the_word_on_a_rank_that_has_died():
@@ -176,7 +172,7 @@ def test_a_mistake_that_one_rank_knows_of_ends_all():
             here.watch.give_up("batch=7 cannot be divided by 2")
         here.gather(None)
 
-    with pytest.raises(JobFailedError, match=r"^batch=7 cannot be divided by 2$"):
+    with pytest.raises(JobFailedError, match="batch=7"):
         launch(function, 2)
 
 
@@ -222,27 +218,3 @@ def test_the_end_of_the_parent_leaves_no_process(tmp_path):
         ranks = [Process(int(parent.stdout.readline())) for _ in range(2)]
         parent.kill()
     assert eventually(lambda: all(rank.gone for rank in ranks))
-
-
-def test_ranks_that_do_not_come_up_are_named():
-    with pytest.raises(JobFailedError, match=r"^rank 0, 1 has not come up within 0.01 s: start"):
-        launch(print, 2, timeout=0.01)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((None, 2), "function is what each rank calls: .* not a NoneType"),
-        ((print, 0), "at least 1: got 0"),
-        ((print, 1.5), "at least 1: got 1.5"),
-        ((print, 2, threading.Lock()), "go to the ranks pickled, and cannot be: cannot pickle"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        launch(*arguments)
-
-
-def test_a_time_out_is_above_zero():
-    with pytest.raises(ValueError, match="above 0: got 0"):
-        launch(print, 2, timeout=0)

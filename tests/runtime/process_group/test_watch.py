@@ -90,57 +90,57 @@ class Job:
         return [process.returncode for process in self.started]
 
 
-PLACE = (
-    r"in step 300 at BACKWARD stage 1 microbatch 0 step 300; rank \d waited for it in step 30\d at"
-)
+PLACE = r"in step 300 at BACKWARD stage 1 microbatch 0 step 300; rank \d .* in step 30\d at "
+LEFT = EXIT_FAILED
 
 
 def test_a_killed_rank_ends_the_job_of_torchrun(tmp_path):
     job = Job(tmp_path, "kill").torchrun()
     message = job.end()
-    assert re.match(rf"rank 1 has died \(its process is gone\), {PLACE} ", message), message
-    told = dict(re.findall(r"^told (\d) (.*)", job.path.read_text(), re.MULTILINE))
-    assert told.keys() == {"0", "2"}  # and so a run's folder is
-    assert sorted(told.values()) == ["another rank has said why the ranks end", message]
+    assert re.match(rf"rank 1 has died .*{PLACE}", message), message
+    reported = dict(re.findall(r"^told (\d) (.*)", job.path.read_text(), re.MULTILINE))
+    assert reported.keys() == {"0", "2"}
+    assert message in reported.values()
 
 
 @thorough
 def test_a_stopped_rank_ends_the_job_of_torchrun(tmp_path):
     message = Job(tmp_path, "stop").torchrun().end()
-    why = r"for 3 s it has not answered \(its process is stopped\)"
-    assert re.match(rf"rank 1 has stalled: {why}, {PLACE} ", message), message
+    assert re.match(rf"rank 1 has stalled: for 3 s .*{PLACE}", message), message
 
 
 @thorough
-def test_a_rank_in_an_endless_loop_ends_the_job(tmp_path):
-    job = Job(tmp_path, "loop").ranks()
+@pytest.mark.parametrize(
+    ("fault", "options", "named", "places", "statuses"),
+    [
+        ("loop", {}, "rank 1 has stalled: ", PLACE, ([LEFT, -9, LEFT], [LEFT] * 3)),
+        (
+            "disconnect",
+            {},
+            r"the connection between rank \d and rank \d is lost",
+            r"(in step 30\d at (SEND|RECV|BACKWARD) stage \d.*){2}",
+            ([LEFT] * 3,),
+        ),
+        (
+            "kill",  # the rank that holds the store
+            {"faulty": 0},
+            "rank 0 has died ",
+            "in step 300 at BACKWARD stage 0",
+            ([-9, LEFT, LEFT],),
+        ),
+    ],
+)
+def test_a_fault_ends_the_job_without_torchrun(tmp_path, fault, options, named, places, statuses):
+    job = Job(tmp_path, fault, **options).ranks(port=free_port() if options else None)
     message = job.end()
-    why = r"for \d s it has not got on \(its process is running\)"
-    assert re.match(rf"rank 1 has stalled: {why}, {PLACE} ", message), message
-    assert job.statuses in ([EXIT_FAILED, status, EXIT_FAILED] for status in (-9, EXIT_FAILED))
-
-
-@thorough
-def test_a_lost_connection_of_living_ranks_ends_the_job(tmp_path):
-    job = Job(tmp_path, "disconnect").ranks()
-    message = job.end()
-    assert re.match(r"the connection between rank \d and rank \d is lost", message), message
-    assert len(re.findall(r"in step 30\d at (SEND|RECV|BACKWARD) stage \d", message)) == 2, message
-    assert job.statuses == [EXIT_FAILED] * 3
-
-
-@thorough
-def test_the_death_of_the_rank_that_holds_the_store_ends_the_job(tmp_path):
-    job = Job(tmp_path, "kill", faulty=0).ranks(port=free_port())
-    message = job.end()
-    assert re.match(r"rank 0 has died .* in step 300 at BACKWARD stage 0", message), message
-    assert job.statuses == [-9, EXIT_FAILED, EXIT_FAILED]
+    assert re.match(f"{named}.*{places}", message), message
+    assert job.statuses in statuses
 
 
 @thorough
 def test_a_rank_that_does_not_come_is_named(tmp_path):
     job = Job(tmp_path, "none").ranks([0, 2])
-    assert re.match(r"rank 1 has not come to localhost:\d+ within 3 s: ", job.end())
+    assert re.match(r"rank 1 .* localhost:\d+ within 3 s", job.end())
     assert job.statuses == [EXIT_FAILED, EXIT_FAILED]
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
 def test_a_port_where_nobody_listens_is_named(tmp_path):
     port = free_port()
     message = Job(tmp_path, "none").ranks([1], port=port).end()
-    assert message.startswith(f"rank 1 cannot meet the others at localhost:{port} within 3 s: ")
+    assert re.match(f"rank 1 .* localhost:{port} within 3 s", message)
 
 
 @thorough
@@ -159,27 +159,17 @@ def test_all_ranks_may_end_in_the_normal_way(tmp_path):
     assert job.path.read_text().count("finished with 1 thread") == 2
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        RECEIVE,
-        Instruction(12, Action.BACKWARD, 1, 3, 7, 5),
-        Instruction(12, Action.UPDATE, 0, None, 0, 1),
-        RECEIVE._replace(action=Action.ALL_REDUCE, peers=(0, 1, 2)),
-        "a sum over all ranks",
-    ],
-)
+@pytest.mark.parametrize("what", [RECEIVE, "a sum over all ranks"])
 @pytest.mark.parametrize("step", [None, 0, 7])
-def test_a_last_word_is_read_as_it_was_said(what, step):
-    word = SharedStatus.make()
-    word.write(what, step)
-    assert word.read() == (str(what), step)
-    word.status = RankStatus.DONE
-    word.write(what, step)
-    assert (word.status, word.read()) == (RankStatus.DONE, (str(what), step))
+def test_a_position_is_read_as_it_was_written(what, step):
+    shared = SharedStatus.make()
+    shared.write("a text that is longer than all others: " + 3000 * "x", 3)
+    shared.write(what, step)
+    shared.status = RankStatus.DONE
+    assert (shared.status, shared.read()) == (RankStatus.DONE, (str(what), step))
 
 
-def test_the_last_word_of_a_process_outlives_it():
+def test_a_position_outlives_its_process():
     code = (
         "import sys; from toolkit.runtime.process_group.shared_status import SharedStatus;"
         "word = SharedStatus.make();"
@@ -219,7 +209,7 @@ def test_a_wait_keeps_the_step_and_ends():
 
 def test_an_error_of_the_backend_is_told_where_nobody_watches():
     here = watch()
-    told = pytest.raises(JobFailedError, match="rank 0 cannot go on, a sum: reset")
+    told = pytest.raises(JobFailedError, match="a sum: reset")
     with told, here.waiting("a sum", [1]):
         raise RuntimeError("[/gloo/pair.cc:5] reset")
 
@@ -251,23 +241,17 @@ here.give_up("no reason")
     assert finished.returncode == EXIT_FAILED, finished.stderr
 
 
-def test_stop_gives_the_signals_back():
-    before = signal.getsignal(signal.SIGTERM)
-    here = watch()
-    here.start()
-    assert signal.getsignal(signal.SIGTERM) != before
-    here.stop()
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert signal.set_wakeup_fd(-1) == -1
-
-
-def test_a_handler_of_the_users_stays():
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_stop_gives_the_signals_back(handler):
+    """A user's handler of SIGTERM stays while the watch runs, too."""
+    before = signal.signal(signal.SIGTERM, handler)
     here = watch()
     try:
         here.start()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert (signal.getsignal(signal.SIGTERM) == handler) == (handler == signal.SIG_IGN)
         here.stop()
+        assert signal.getsignal(signal.SIGTERM) == handler
+        assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(signal.SIGTERM, before)
 
