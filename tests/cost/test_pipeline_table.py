@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from tests.schedule.test_v_shape import bubble, most
+from tests.schedule.test_v_schedules import bubble, most
 from toolkit.cost.pipeline_table import METHODS, assess, pipelines
 from toolkit.errors import UserError
 

@@ -1,6 +1,5 @@
 """Every method of the catalogue is put through both conformance suites."""
 
-import inspect
 from functools import wraps
 
 import pytest
@@ -8,11 +7,7 @@ import pytest
 from tests.runtime import conform, test_single_process
 from toolkit.schedule import catalog
 
-METHODS = {
-    name: make
-    for name, make in inspect.getmembers(catalog, inspect.isfunction)
-    if make.__module__ == catalog.__name__ and not name.startswith("_")
-}
+METHODS = catalog.FACTORIES
 LISTS = {
     "one process": test_single_process._schedules,
     "many processes": lambda: [s for size in (1, 2, 3, 4) for s in conform.schedules(size)],

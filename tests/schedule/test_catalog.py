@@ -1,9 +1,11 @@
 """The named methods, and the sizes they refuse."""
 
 from functools import partial
+from inspect import signature
 
 import pytest
 
+from toolkit.errors import UserError
 from toolkit.schedule import RandomDelay, catalog, timing
 
 
@@ -101,3 +103,22 @@ def test_refuses_what_cannot_be_accumulated(make, size):
 def test_refuses_what_is_no_size_for_both(make, size):
     with pytest.raises(ValueError, match="is a whole number, 1 or more"):
         make(size)
+
+
+@pytest.mark.parametrize("method", catalog.METHODS.values(), ids=list(catalog.METHODS))
+def test_each_method_of_the_registry_is_built_by_name(method):
+    own = method(4, n_stages=4) if "n" in signature(method.factory).parameters else method(4, 4)
+    sizes = dict.fromkeys(("n", "n_stages", "n_microbatches"), 4)
+    taken = {k: v for k, v in sizes.items() if k in signature(method.factory).parameters}
+    assert own.name == method.label
+    assert catalog.build(method.name, **taken) == own
+    assert catalog.build(method.factory.__name__, **method.options, **taken) == own
+
+
+def test_a_schedule_of_plain_values():
+    delay = {"least": 1, "most": 2}
+    assert catalog.build("cdp_v2", n=2, delay=delay) == catalog.cyclic(
+        2, RandomDelay(least=1, most=2)
+    )
+    with pytest.raises(UserError, match="cdp_v1"):
+        catalog.build("cdp_v3", n=2)

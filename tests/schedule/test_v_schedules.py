@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
-from tests.schedule.test_orders import torchs
+from tests.schedule.test_pipeline_orders import torchs
 from toolkit.schedule import Kind, Op, Schedule, catalog
 
 MAKES = {"ZB-V": catalog.zb_v, "V-Half": catalog.v_half, "V-Min": catalog.v_min}

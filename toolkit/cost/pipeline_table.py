@@ -4,7 +4,6 @@ A backward takes twice its forward, each half of it as long as the forward; mess
 take no time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,12 +11,9 @@ from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError, whole
-from toolkit.schedule import FRESHEST, Schedule, catalog
+from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.footprint import footprint
-from toolkit.schedule.staleness import Delay
 from toolkit.schedule.steady import steps_to_time
-
-Make = Callable[[int, int], Schedule]
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,11 @@ def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], d
     m = whole(n_microbatches, "the number of micro-batches", 1)
     made: dict[str, Schedule] = {}
     left_out: dict[str, str] = {}
-    for method, make in METHODS.items():
+    for label, method in METHODS.items():
         try:
-            made[method] = make(p, m)
+            made[label] = _pipeline(method, p, m)
         except ValueError as error:
-            left_out[method] = str(error)
+            left_out[label] = str(error)
     return made, left_out
 
 
@@ -92,28 +88,23 @@ def assess(method: str, schedule: Schedule) -> Pipeline:
     )
 
 
-def _cyclic(delay: Delay) -> Make:
-    def make(p: int, m: int) -> Schedule:
-        if m % p:
-            raise UserError(
-                f"CDP gives each rank the same number of micro-batches: got {m} for {p} ranks;"
-                " choose a multiple"
-            )
-        return catalog.cyclic(p, delay, "per_stage", accumulate=m // p)
+def _pipeline(method: catalog.Method, p: int, m: int) -> Schedule:
+    """A method on ``p`` ranks with ``m`` micro-batches."""
+    if method.kind == "pipeline":
+        ranks = {"n_ranks": p} if "n_ranks" in method.options else {}
+        return method(p * method.stages_per_rank, m, **ranks)
+    if m % p:
+        raise UserError(
+            f"CDP gives each rank the same number of micro-batches: got {m} for {p} ranks;"
+            " choose a multiple"
+        )
+    return method(p, placement="per_stage", accumulate=m // p)
 
-    return make
 
-
-METHODS: dict[str, Make] = {
-    "GPipe": catalog.gpipe,
-    "1F1B": catalog.one_f_one_b,
-    "interleaved 1F1B": lambda p, m: catalog.interleaved_1f1b(2 * p, m, p),
-    "ZB-H1": catalog.zero_bubble,
-    "ZB-V": lambda p, m: catalog.zb_v(2 * p, m),
-    "V-Half": lambda p, m: catalog.v_half(2 * p, m),
-    "V-Min": lambda p, m: catalog.v_min(2 * p, m),
-    "PipeDream-2BW": catalog.pipedream_2bw,
-    "CDP-v1": _cyclic(1),
-    "CDP-v2": _cyclic(FRESHEST),
+METHODS: dict[str, catalog.Method] = {
+    method.label: method
+    for kind in ("pipeline", "cyclic")
+    for method in catalog.METHODS.values()
+    if method.kind == kind and "state" not in method.options
 }
-"""Factory of each method for p ranks and m micro-batches."""
+"""The methods of the table: every pipeline, and CDP with a rank for each stage."""

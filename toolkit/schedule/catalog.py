@@ -1,6 +1,14 @@
-"""The named methods: each is one choice of timing, placement, weights and state."""
+"""The catalogue of methods: each is one choice of timing, placement, weights and state.
 
-from toolkit.errors import UserError, whole
+To add a method, write its function, add its line to :data:`METHODS`, and add its conf file.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from toolkit.errors import UserError, suggest, whole
 from toolkit.schedule import pipeline_orders, timing, v_schedules
 from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.reduction_order import IN_ORDER, ROTATED
@@ -212,3 +220,97 @@ def _accumulated(
     k = whole(accumulate, "accumulate, the micro-batches of a worker,", 1)
     check_forwards(s, k * workers)
     return s, workers, k, k * workers
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named point of the catalogue; calling it builds its schedule.
+
+    Attributes:
+        name: its name in ``conf/schedule`` and on the command line.
+        label: its name in tables.
+        factory: function of the sizes and options that builds the schedule.
+        kind: family, by which tables and suites select methods.
+        source: paper.
+        options: values of the factory's options that make it this method.
+        stages_per_rank: stages that a rank of a pipeline runs.
+    """
+
+    name: str
+    label: str
+    factory: Callable[..., Schedule]
+    kind: Literal["data_parallel", "cyclic", "pipeline"]
+    source: str = ""
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    stages_per_rank: int = 1
+
+    def __call__(self, *sizes: int, **options: Any) -> Schedule:
+        """The schedule of these sizes, as the factory takes them."""
+        return self.factory(*sizes, **{**self.options, **options})
+
+
+_CDP, _2BW, _V = "arXiv 2403.08837", "arXiv 2006.09503", "arXiv 2405.15362"
+_ZERO, _ZB = "arXiv 1910.02054", "arXiv 2401.10241"
+_SHARDED = {"state": "sharded"}
+
+METHODS: Mapping[str, Method] = {
+    method.name: method
+    for method in (
+        Method("dp", "DP", data_parallel, "data_parallel"),
+        Method("cdp_v1", "CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1}),
+        Method("cdp_v2", "CDP-v2", cyclic, "cyclic", _CDP),
+        Method("published", "CDP-v2 as published", published, "data_parallel", _CDP),
+        Method(
+            "gradient_accumulation", "gradient accumulation", gradient_accumulation, "data_parallel"
+        ),
+        Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
+        Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _2BW),
+        Method(
+            "interleaved_1f1b",
+            "interleaved 1F1B",
+            interleaved_1f1b,
+            "pipeline",
+            "arXiv 2104.04473",
+            {"n_ranks": 2},
+            stages_per_rank=2,
+        ),
+        Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZB),
+        Method("zb_v", "ZB-V", zb_v, "pipeline", _ZB, stages_per_rank=2),
+        Method("v_half", "V-Half", v_half, "pipeline", _V, stages_per_rank=2),
+        Method("v_min", "V-Min", v_min, "pipeline", _V, stages_per_rank=2),
+        Method("pipedream_2bw", "PipeDream-2BW", pipedream_2bw, "pipeline", _2BW),
+        Method("zero_dp", "ZeRO-DP", data_parallel, "data_parallel", _ZERO, _SHARDED),
+        Method("zero_cdp_v1", "ZeRO-CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1, **_SHARDED}),
+        Method("zero_cdp_v2", "ZeRO-CDP-v2", cyclic, "cyclic", _CDP, _SHARDED),
+    )
+}
+"""The one registry: conf, the explorer, tables and the conformance suites read it."""
+
+FACTORIES: Mapping[str, Callable[..., Schedule]] = {
+    method.factory.__name__: method.factory for method in METHODS.values()
+}
+"""The functions of this module that build schedules, by name."""
+
+
+def build(name: str, **options: Any) -> Schedule:
+    """Build a schedule from plain values.
+
+    Args:
+        name: of a method (``cdp_v1``) or of a factory (``cyclic``).
+        options: sizes and options of the factory; a mapping as ``delay`` is a :class:`RandomDelay`.
+
+    Raises:
+        UserError: there is no such method, or its factory refuses the options.
+        TypeError: the factory has no such option.
+    """
+    make = METHODS.get(name) or FACTORIES.get(name)
+    if make is None:
+        raise UserError(f"unknown schedule {name!r}: {suggest(name, (*METHODS, *FACTORIES))}")
+    return make(**{**options, **plain_delay(options)})
+
+
+def plain_delay(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The option ``delay`` of plain values, as schedules take it; empty if there is none."""
+    if isinstance(options.get("delay"), Mapping):
+        return {"delay": RandomDelay(**options["delay"])}
+    return {"delay": options["delay"]} if "delay" in options else {}

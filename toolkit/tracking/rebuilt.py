@@ -1,13 +1,12 @@
 """Schedules of runs, rebuilt from the options that these had."""
 
 from collections.abc import Mapping
-from inspect import isfunction
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError, first_line
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import Schedule, catalog
 
 _CATALOG = "toolkit.schedule.catalog."
 _NOT_OF_METHODS = ("_target_", "file", "period")
@@ -25,25 +24,22 @@ def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
     """
     target = options.get("_target_")
     name = target.removeprefix(_CATALOG) if isinstance(target, str) else ""
-    make = vars(catalog).get(name)
-    if not (isfunction(make) and make.__module__ == catalog.__name__ and name[0] != "_"):
+    if name not in catalog.FACTORIES:
         raise UserError(f"{target!r} is not a schedule of the catalogue")
     sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
     n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if "${" in str(options) or n_ops > _MOST_OPS:
         raise UserError("its options are not those of a schedule that has run")
     arguments = {key: value for key, value in options.items() if key not in _NOT_OF_METHODS}
-    late = arguments.pop("delay", None)
+    if arguments.get("delay", 0) is None:
+        del arguments["delay"]
     try:
-        if isinstance(late, dict):
-            late = RandomDelay(**late)
-        if late is not None:
-            arguments["delay"] = late
         if file := options.get("file"):
-            free = {k: arguments[k] for k in ("state", "predict", "delay") if k in arguments}
+            free = {k: arguments[k] for k in ("state", "predict") if k in arguments}
+            free |= catalog.plain_delay(arguments)
             path = Path(file)
             return Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
-        return make(**arguments)
+        return catalog.build(name, **arguments)
     except (OSError, TypeError, OverflowError) as error:
         raise UserError(first_line(error)) from error
 

@@ -7,14 +7,14 @@ and as overrides of the experiments' configuration.
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from shlex import quote
-from types import MappingProxyType
 from typing import Any
 
 from toolkit.errors import UserError, suggest
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import RandomDelay, Schedule
+from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.staleness import Delay, plain
 
 OWN = "your own"
@@ -22,50 +22,15 @@ LARGEST = 32  # stages or micro-batches that are drawn
 ORDERS_FILE = "rank_orders.csv"
 
 
-@dataclass(frozen=True)
-class Method:
-    """A function of the catalogue, and the values that a choice of conf/schedule gives it."""
-
-    make: str
-    preset: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What can be chosen beside the sizes, with its value unless chosen."""
-        return {**_defaults(self.make), **self.preset}
-
-
-def _method(make: str, **preset: Any) -> Method:
-    return Method(make, MappingProxyType(preset))
-
-
-METHODS: Mapping[str, Method] = {
-    "dp": _method("data_parallel"),
-    "cdp_v1": _method("cyclic", delay=1),
-    "cdp_v2": _method("cyclic"),
-    "published": _method("published"),
-    "gradient_accumulation": _method("gradient_accumulation"),
-    "gpipe": _method("gpipe"),
-    "one_f_one_b": _method("one_f_one_b"),
-    "interleaved_1f1b": _method("interleaved_1f1b", n_ranks=2),
-    "zero_bubble": _method("zero_bubble"),
-    "zb_v": _method("zb_v"),
-    "v_half": _method("v_half"),
-    "v_min": _method("v_min"),
-    "pipedream_2bw": _method("pipedream_2bw"),
-    "zero_dp": _method("data_parallel", state="sharded"),
-    "zero_cdp_v1": _method("cyclic", delay=1, state="sharded"),
-    "zero_cdp_v2": _method("cyclic", state="sharded"),
-}
 SCHEDULES = (*METHODS, OWN)
 _OPTIONS = ("delay", "predict", "placement", "state", "n_ranks", "accumulate")
 _OWN_OPTIONS: dict[str, Any] = {"delay": 0, "predict": False, "state": "replicated"}
 
 
 @cache
-def _defaults(make: str) -> Mapping[str, Any]:
-    """The function's own values of the options offered; None where it has none."""
-    parameters = inspect.signature(getattr(catalog, make)).parameters
+def _defaults(schedule: str) -> Mapping[str, Any]:
+    """The factory's own values of the options offered; None where it has none."""
+    parameters = inspect.signature(METHODS[schedule].factory).parameters
     return {
         name: None if p.default is p.empty else p.default
         for name, p in parameters.items()
@@ -83,7 +48,7 @@ def options_of(schedule: str) -> dict[str, Any]:
         return dict(_OWN_OPTIONS)
     if schedule not in METHODS:
         raise UserError(f"unknown schedule {schedule!r}: {suggest(str(schedule), SCHEDULES)}")
-    return METHODS[schedule].options
+    return {**_defaults(schedule), **METHODS[schedule].options}
 
 
 @dataclass(frozen=True)
@@ -164,16 +129,17 @@ class Choice:
         if self.schedule == OWN:
             return "Schedule.from_rank_orders", [list(self.orders)], self.given
         method = METHODS[self.schedule]
-        usual = _defaults(method.make)
+        usual = _defaults(self.schedule)
         wanted = {**method.options, **self.given}
         options = {name: value for name, value in wanted.items() if value != usual[name]}
-        parameters = inspect.signature(getattr(catalog, method.make)).parameters
+        make = f"catalog.{method.factory.__name__}"
+        parameters = inspect.signature(method.factory).parameters
         if "n" not in parameters:
-            return f"catalog.{method.make}", [self.stages, self.microbatches], options
+            return make, [self.stages, self.microbatches], options
         preset = parameters["n_stages"].default
         if self.stages != (self.microbatches if preset is None else preset):
             options["n_stages"] = self.stages
-        return f"catalog.{method.make}", [self.microbatches], options
+        return make, [self.microbatches], options
 
 
 def choice_of(schedule: Schedule) -> Choice | None:
@@ -186,8 +152,8 @@ def choice_of(schedule: Schedule) -> Choice | None:
 def _candidates(schedule: Schedule) -> Iterator[Choice]:
     sizes = schedule.n_stages, schedule.n_workers
     named = {name: getattr(schedule, name) for name in _OPTIONS if hasattr(schedule, name)}
-    for name, method in METHODS.items():
-        options: dict[str, Any] = {k: v for k, v in named.items() if k in method.options}
+    for name in METHODS:
+        options: dict[str, Any] = {k: v for k, v in named.items() if k in options_of(name)}
         if "n_ranks" in options:
             options["n_ranks"] = schedule.n_ranks
         yield Choice(name, *sizes, **options)
@@ -221,7 +187,7 @@ def _build(choice: Choice) -> Schedule:
         return built
     check_sizes(choice.stages, choice.microbatches, choice.accumulate)
     _, sizes, options = choice._call()
-    schedule: Schedule = getattr(catalog, METHODS[choice.schedule].make)(*sizes, **options)
+    schedule: Schedule = METHODS[choice.schedule].factory(*sizes, **options)
     return schedule
 
 
