@@ -117,8 +117,7 @@ def test_each_method_of_the_registry_is_built_by_name(method):
 
 def test_a_schedule_of_plain_values():
     delay = {"least": 1, "most": 2}
-    assert catalog.build("cdp_v2", n=2, delay=delay) == catalog.cyclic(
-        2, RandomDelay(least=1, most=2)
-    )
+    late = catalog.cyclic(2, RandomDelay(least=1, most=2))
+    assert catalog.build("cdp_v2", n=2, delay=delay) == late
     with pytest.raises(UserError, match="cdp_v1"):
         catalog.build("cdp_v3", n=2)

@@ -35,8 +35,8 @@ def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
         del arguments["delay"]
     try:
         if file := options.get("file"):
-            free = {k: arguments[k] for k in ("state", "predict") if k in arguments}
-            free |= catalog.plain_delay(arguments)
+            free: dict[str, Any] = catalog.plain_delay(arguments)
+            free |= {k: arguments[k] for k in ("state", "predict") if k in arguments}
             path = Path(file)
             return Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
         return catalog.build(name, **arguments)
