@@ -24,7 +24,7 @@ from toolkit.cli.status import fail
 if TYPE_CHECKING:
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.training import Epoch, Step
-    from toolkit.training.kept import Outcome
+    from toolkit.training.run_with_checkpoints import Outcome
 
 
 @entry_point("train", Path(__file__).parents[1] / "conf")
@@ -33,8 +33,8 @@ def main(config: DictConfig) -> Ended:
     from toolkit.tracking import describe, track
     from toolkit.training import prepare
     from toolkit.training.checkpoints import from_rank_0
-    from toolkit.training.kept import check_keeping
     from toolkit.training.profiling import check_profile
+    from toolkit.training.run_with_checkpoints import check_keeping
 
     start = time.perf_counter()
     check_profile(config.profile)
@@ -65,13 +65,13 @@ def train(
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
     from toolkit.files import noted, write_json
     from toolkit.tracking.provenance import gone_on_with
-    from toolkit.training import StoppedError, run_kept
+    from toolkit.training import StoppedError, run_with_checkpoints
 
     with Records(config, job, folder, tracker) as records:
         # Ranks that were started again go on, if there is where from.
         again = None if restarted() else False
         try:
-            outcome = run_kept(
+            outcome = run_with_checkpoints(
                 job,
                 folder,
                 resume=True if config.resume else again,

@@ -28,4 +28,4 @@ def analysed_once(monkeypatch):
     """Runs share the analysis of models of one form."""
     from tests.stages import cut
 
-    monkeypatch.setattr("toolkit.training.job.partition", cut)
+    monkeypatch.setattr("toolkit.training.training_run.partition", cut)

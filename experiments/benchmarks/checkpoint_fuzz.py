@@ -30,10 +30,10 @@ from torch import Tensor
 
 from benchmarks import fuzz
 from toolkit.cli.errors import explain
-from toolkit.training import Outcome, prepare, run_kept
+from toolkit.training import Outcome, prepare, run_with_checkpoints
 from toolkit.training.checkpoint import read, write
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.sharded import read_parts, write_sharded
+from toolkit.training.rank_checkpoint import read_parts, write_sharded
 
 PASSED = ("refused", "previous", "equal")
 FAILED = ("traceback", "hang", "silent")
@@ -98,7 +98,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 def _whole(options: list[str], folder: Path) -> Whole:
     config = hydra.compose("train", [*_TINY, *options])
     OmegaConf.resolve(config)
-    outcome = run_kept(prepare(config), folder)
+    outcome = run_with_checkpoints(prepare(config), folder)
     return Whole(config, folder, _weights(outcome), _scores(outcome))
 
 
@@ -129,7 +129,7 @@ def _one_round(done: Round, whole: Whole, folder: Path, chance: Random, limit: f
         write(last, state)
     try:
         with _no_longer_than(limit):
-            outcome = run_kept(prepare(whole.config), folder, resume=True)
+            outcome = run_with_checkpoints(prepare(whole.config), folder, resume=True)
     except TimeoutError:
         done.outcome = "hang"
         return

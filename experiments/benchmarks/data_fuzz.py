@@ -45,7 +45,7 @@ from benchmarks import fuzz, mutations
 from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
-from toolkit.training.data.views import CentralView, RandomView, View
+from toolkit.training.data.transforms import CentralView, RandomView, View
 
 SETS = ("batches", "cifar", "folder")
 KINDS = (*mutations.FILES, *mutations.FOLDERS)

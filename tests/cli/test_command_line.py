@@ -259,7 +259,7 @@ def test_others_refuse(tmp_path, name, arguments, expected):
 
 def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
     """Only what the toolkit itself refuses is the user's mistake."""
-    monkeypatch.setattr("toolkit.training.job.partition", lambda *_: int("x"))
+    monkeypatch.setattr("toolkit.training.training_run.partition", lambda *_: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         run("train", *TINY, f"hydra.run.dir={tmp_path}")
 

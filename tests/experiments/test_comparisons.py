@@ -16,7 +16,7 @@ from toolkit.comparison import kept as in_folder
 from toolkit.comparison.kept import RuleRun, keep_options, keep_runs
 from toolkit.notebook import settings
 from toolkit.tracking.runs import read_runs
-from toolkit.training import DivergedError, Epoch, job, loop
+from toolkit.training import DivergedError, Epoch, loop, training_run
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -28,7 +28,7 @@ def stopped_in_run(k, monkeypatch):
     def prepared(*arguments):
         if next(runs) == k:
             os.kill(os.getpid(), signal.SIGTERM)
-        return job.prepare(*arguments)
+        return training_run.prepare(*arguments)
 
     monkeypatch.setattr("toolkit.comparison.train.prepare", prepared)
 
@@ -119,7 +119,7 @@ def test_a_comparison_outlives_runs_that_diverge(tmp_path, monkeypatch):
             raise DivergedError("the training loss is nan", found)
         return found
 
-    monkeypatch.setattr(job, "fit", fit)
+    monkeypatch.setattr(training_run, "fit", fit)
     options = (*TINY, "~rules.cdp_v2", "epochs=3", "seeds=3")
     found = complete("compare", tmp_path, *options)
     (note,) = found["notes"]
@@ -172,7 +172,7 @@ def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
     seen, alive = [], []
 
     def counted(*arguments):
-        prepared = job.prepare(*arguments)
+        prepared = training_run.prepare(*arguments)
         alive.append(sum(parameter() is not None for parameter in seen))
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from toolkit.training.data.memory import InMemory, Labelled
-from toolkit.training.data.pixels import Normalise, Placed
+from toolkit.training.data.in_memory import InMemory, Labelled
+from toolkit.training.data.normalize import Normalise, Placed
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from toolkit.training.data import cifar10, digits, image_folder, synthetic, text, token_files
-from toolkit.training.data.memory import InMemory, Labelled
+from toolkit.training.data.in_memory import InMemory, Labelled
 
 CPU = torch.device("cpu")
 CLASSES = ("cat", "dog", "eel")

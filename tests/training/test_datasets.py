@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from tests.training.test_kept import configured, weights
+from tests.training.test_run_with_checkpoints import configured, weights
 from toolkit.model import Images
-from toolkit.training import prepare, run_kept
+from toolkit.training import prepare, run_with_checkpoints
 from toolkit.training.data import Datasets, datasets
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -64,10 +64,14 @@ def test_the_test_is_whole_and_shared_out():
 
 def test_a_resumed_run_sees_the_same_samples(tmp_path):
     samples = Datasets(Noisy(32), Noisy(8), 10)
-    whole = run_kept(prepare(configured("epochs=2", "lr=constant"), samples), tmp_path / "whole")
+    whole = run_with_checkpoints(
+        prepare(configured("epochs=2", "lr=constant"), samples), tmp_path / "whole"
+    )
     expected = weights(whole)
-    run_kept(prepare(configured("epochs=1", "lr=constant"), samples), tmp_path / "again")
-    again = run_kept(
+    run_with_checkpoints(
+        prepare(configured("epochs=1", "lr=constant"), samples), tmp_path / "again"
+    )
+    again = run_with_checkpoints(
         prepare(configured("epochs=2", "lr=constant"), samples), tmp_path / "again", resume=True
     )
     found = weights(again)

@@ -14,8 +14,8 @@ from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import catalog
-from toolkit.training.job import _optimizer
 from toolkit.training.optimizers import lamb, lars
+from toolkit.training.training_run import _optimizer
 
 F64 = torch.float64
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.training.test_data import CPU, write_ten
-from toolkit.training.data import cifar10, files, sets
-from toolkit.training.data.memory import Labelled
+from toolkit.training.data import cifar10, sets
+from toolkit.training.data import image_files as files
+from toolkit.training.data.in_memory import Labelled
 from toolkit.training.data.subset import first
 
 LABELS = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
@@ -97,7 +98,9 @@ def test_refuses_more_than_cifar10_has(root, option, n):
 def test_a_part_of_the_published_cifar10_is_of_all_classes(tmp_path, monkeypatch):
     (tmp_path / "cifar-10-batches-py").mkdir()
     images = Labelled(torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40) // 4)
-    monkeypatch.setattr("toolkit.training.data.batch_files.read_batches", lambda *_, train: images)
+    monkeypatch.setattr(
+        "toolkit.training.data.cifar_batches.read_batches", lambda *_, train: images
+    )
     found = sets.cifar10(str(tmp_path), n_test=10)
     ((_, labels),) = found.test(10, CPU)
     assert sorted(labels.tolist()) == [*range(10)]

@@ -1,6 +1,6 @@
 """SIGTERM where nobody else hears it: a run that is not training, and a sweep's own process.
 
-A run that trains hears signals by itself (:class:`toolkit.training.keeper.Signals`), and a rank's
+A training run handles signals itself (`toolkit.training.checkpoint_callback.Signals`), and a rank's
 watch does; what a batch system sends means theirs.
 """
 

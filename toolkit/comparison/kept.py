@@ -22,7 +22,7 @@ from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, noted, write_csv, write_text
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY
 from toolkit.tracking.reading import read_csv
-from toolkit.training.changes import changed_options
+from toolkit.training.config_diff import changed_options
 from toolkit.training.loop import Epoch
 
 # Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.

@@ -24,11 +24,11 @@ from toolkit.comparison.kept import (
 from toolkit.schedule import Schedule
 from toolkit.tracking import Curves, Ledger, Progress, describe, keys, track, track_schedule
 from toolkit.tracking.session import check_tracking
-from toolkit.training import DivergedError, Step, StoppedError, prepare, run_kept
+from toolkit.training import DivergedError, Step, StoppedError, prepare, run_with_checkpoints
+from toolkit.training.checkpoint_callback import Signals
 from toolkit.training.data import SampleSet
-from toolkit.training.job import meet
-from toolkit.training.keeper import Signals
-from toolkit.training.kept import check_run
+from toolkit.training.run_with_checkpoints import check_run
+from toolkit.training.training_run import join_ranks
 
 # A loss that is high, but a number, is a result like any other.
 _UNGUARDED: dict[Any, Any] = {"guard": "stop", "guard_factor": inf}
@@ -48,7 +48,7 @@ def before(config: DictConfig, schedule: Schedule, folder: Path) -> tuple[list[R
         ValueError: options that cannot be, or with which runs in ``folder`` were not trained.
     """
     check_tracking(config.tracking)
-    _, world = meet(config, schedule)
+    _, world = join_ranks(config, schedule)
     found = None
     if is_rank_zero():
         runs = ended_before(folder, config) if config.resume or restarted() else []
@@ -141,7 +141,7 @@ def _trained(
             delays.put([asdict(delay) for delay in step.result.delays])
 
         try:
-            outcome = run_kept(
+            outcome = run_with_checkpoints(
                 job,
                 own,
                 resume=None,

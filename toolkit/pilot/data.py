@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.training.data import Batch
-from toolkit.training.data.held import shuffled
+from toolkit.training.data.batches import shuffled
 from toolkit.training.loop import evaluated_at_once
 
 _MOST = 2048  # images of a data set of the user's own that are read

@@ -1,21 +1,21 @@
 """Training: image sets, learning rates, the loop, and a run from its configuration."""
 
-from toolkit.training.job import Job, pick_device, prepare
-from toolkit.training.keeper import StoppedError
-from toolkit.training.kept import Outcome, run_kept
+from toolkit.training.checkpoint_callback import StoppedError
 from toolkit.training.loop import DivergedError, Epoch, Evaluation, Step, evaluate, fit
+from toolkit.training.run_with_checkpoints import Outcome, run_with_checkpoints
+from toolkit.training.training_run import TrainingRun, pick_device, prepare
 
 __all__ = [
     "DivergedError",
     "Epoch",
     "Evaluation",
-    "Job",
     "Outcome",
     "Step",
     "StoppedError",
+    "TrainingRun",
     "evaluate",
     "fit",
     "pick_device",
     "prepare",
-    "run_kept",
+    "run_with_checkpoints",
 ]

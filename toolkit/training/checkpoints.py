@@ -56,7 +56,7 @@ class Checkpoints:
         path = self.folder / f"step_{step:09d}.ckpt"
         leads = runtime.rank == 0
         if self.sharded:
-            from toolkit.training.sharded import write_sharded
+            from toolkit.training.rank_checkpoint import write_sharded
 
             part = {"runtime": runtime.part(), **(rest if leads else {})}
             write_sharded(path, part, runtime.world)
@@ -103,7 +103,7 @@ class Checkpoints:
         for path, sharded in reversed(from_rank_0(runtime, there)):
             try:
                 if sharded:
-                    from toolkit.training.sharded import read_sharded
+                    from toolkit.training.rank_checkpoint import read_sharded
 
                     return read_sharded(path, runtime.own, runtime.world), damaged
                 return _read_on_rank_0(path, runtime), damaged

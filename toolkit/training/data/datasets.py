@@ -9,8 +9,8 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model.input_spec import Images, InputSpec
-from toolkit.training.data.held import HeldBatches, shuffled
-from toolkit.training.data.pixels import send
+from toolkit.training.data.batches import HeldBatches, shuffled
+from toolkit.training.data.normalize import send
 from toolkit.training.data.sample_set import Batch, Batches
 
 _SEEDS = 2**31
@@ -77,7 +77,7 @@ def _told(sample: Any) -> str:
 
 @dataclass(frozen=True)
 class _Dataset:
-    """A :class:`toolkit.training.data.held.Source`."""
+    """A :class:`toolkit.training.data.batches.Source`."""
 
     samples: Any
 

@@ -12,9 +12,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import functional
 
 from toolkit.errors import UserError, first_line
-from toolkit.training.data.files import check_file, naming
+from toolkit.training.data.image_files import check_file, naming
 from toolkit.training.data.readers import Key
-from toolkit.training.data.views import Cut, View
+from toolkit.training.data.transforms import Cut, View
 
 
 class Encoded(NamedTuple):

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from toolkit.cli.ranks import is_rank_zero
 from toolkit.errors import UserError
-from toolkit.training.data.memory import InMemory, Labelled
+from toolkit.training.data.in_memory import InMemory, Labelled
 from toolkit.training.data.subset import first
 
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
 
-    from toolkit.training.data.damaged import Skipped
-    from toolkit.training.data.folder import Folder
+    from toolkit.training.data.corrupt_images import Skipped
+    from toolkit.training.data.image_loader import Folder
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -88,8 +88,8 @@ def cifar10(
         ValueError: the folder is missing or holds something else, or fewer images; or an option
             has no such value.
     """
-    from toolkit.training.data.batch_files import FOLDER, read_batches
-    from toolkit.training.data.damaged import Skipped, skips
+    from toolkit.training.data.cifar_batches import FOLDER, read_batches
+    from toolkit.training.data.corrupt_images import Skipped, skips
 
     if crop_padding < 0:
         raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
@@ -104,7 +104,7 @@ def cifar10(
             for images, (name, n) in zip(found, wanted.items(), strict=True)
         )
     else:
-        from toolkit.training.data.files import open_split
+        from toolkit.training.data.image_files import open_split
 
         _check_splits(folder, expected, "train", "test")
         split = open_split(folder / "train", folder / "test")
@@ -159,7 +159,7 @@ def image_folder(
         raise UserError("data.validation is the name of a folder, such as val: got nothing")
     folder = _existing("image_folder", root, expected)
     _check_splits(folder, expected, "train", validation)
-    from toolkit.training.data.folder import Folder
+    from toolkit.training.data.image_loader import Folder
 
     train, test = folder / "train", folder / validation
     return Folder(train, test, image_size, num_workers, prefetch_factor, decode, damaged)
@@ -168,7 +168,7 @@ def image_folder(
 def _existing(name: str, root: str | None, expected: str) -> Path:
     if root is None:
         raise UserError(f"data={name} reads a folder: set data.root to one that holds {expected}")
-    from toolkit.training.data.files import problem_of
+    from toolkit.training.data.image_files import problem_of
 
     folder = Path(os.path.expanduser(root))
     if (problem := problem_of(folder)) is not None:
@@ -177,7 +177,7 @@ def _existing(name: str, root: str | None, expected: str) -> Path:
 
 
 def _check_splits(root: Path, expected: str, *splits: str) -> None:
-    from toolkit.training.data.files import contents, problem_of
+    from toolkit.training.data.image_files import contents, problem_of
 
     for name in splits:
         if (problem := problem_of(root / name)) is not None:
@@ -198,8 +198,8 @@ def _decoded(
     from torchvision.transforms import v2
     from tqdm import tqdm
 
-    from toolkit.training.data import files
-    from toolkit.training.data.damaged import first_readable
+    from toolkit.training.data import image_files as files
+    from toolkit.training.data.corrupt_images import first_readable
 
     to_bytes = v2.PILToTensor()
     images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)

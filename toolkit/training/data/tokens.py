@@ -12,8 +12,8 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model.input_spec import Sequences
-from toolkit.training.data.held import HeldBatches, shuffled
-from toolkit.training.data.pixels import send
+from toolkit.training.data.batches import HeldBatches, shuffled
+from toolkit.training.data.normalize import send
 from toolkit.training.data.sample_set import Batch, Batches
 
 BYTES = 256

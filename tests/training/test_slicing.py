@@ -12,9 +12,9 @@ from tests.training.test_data import CLASSES, CPU, write_images
 from toolkit.runtime.source import Divisible
 from toolkit.training import evaluate
 from toolkit.training.data import Tokens, image_folder, synthetic
-from toolkit.training.data import folder as folder_module
-from toolkit.training.data.memory import InMemory, Labelled
-from toolkit.training.data.parts import all_rows, rows_of
+from toolkit.training.data import image_loader as folder_module
+from toolkit.training.data.in_memory import InMemory, Labelled
+from toolkit.training.data.slicing import all_rows, rows_of
 
 SIZE = 6  # of a batch: parts of 1, 2, 3 and 6 images
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.training.data.files import check_file
-from toolkit.training.data.memory import Labelled
+from toolkit.training.data.image_files import check_file
+from toolkit.training.data.in_memory import Labelled
 
 FOLDER = "cifar-10-batches-py"
 _SHAPE = (3, 32, 32)

@@ -8,8 +8,8 @@ import pytest
 
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.training import DivergedError
-from toolkit.training import keeper as module
-from toolkit.training.keeper import Keeper, Often, Signals, StoppedError
+from toolkit.training import checkpoint_callback as module
+from toolkit.training.checkpoint_callback import Keeper, Often, Signals, StoppedError
 from toolkit.training.loop import Epoch, Position
 
 

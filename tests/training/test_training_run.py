@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from tests.training.test_kept import configured, stopped, weights
+from tests.training.test_run_with_checkpoints import configured, stopped, weights
 from toolkit.runtime.updater import Updater
-from toolkit.training import prepare, run_kept
+from toolkit.training import prepare, run_with_checkpoints
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -55,7 +55,7 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
     for options in ([], changed):
         job = prepare(configured(f"optimizer={optimizer}", *options))
         folder = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}{len(found)}"))
-        outcome = run_kept(job, folder, resume=True)
+        outcome = run_with_checkpoints(job, folder, resume=True)
         groups = [g for u in job.runtime._updaters for g in u.optimizer.param_groups]
         for option in options:
             name, _, value = option.removeprefix("optimizer.").partition("=")
@@ -70,6 +70,8 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
 @pytest.mark.parametrize("changed", ["batch=8", "data.n_train=32", "microbatches=4"])
 def test_an_epoch_of_another_length_is_refused(tmp_path, changed):
     """Also after its last step: rates go by epochs."""
-    run_kept(prepare(configured("epochs=1", "schedule=dp")), tmp_path)
+    run_with_checkpoints(prepare(configured("epochs=1", "schedule=dp")), tmp_path)
     with pytest.raises(ValueError, match=r"saved after 8 steps, in epoch 1 after step 0"):
-        run_kept(prepare(configured("epochs=2", "schedule=dp", changed)), tmp_path, resume=True)
+        run_with_checkpoints(
+            prepare(configured("epochs=2", "schedule=dp", changed)), tmp_path, resume=True
+        )

@@ -7,16 +7,16 @@ import torch
 from PIL import Image
 
 from tests.training.test_data import CLASSES, CPU, write_images, write_ten
-from tests.training.test_folder import batches, write_jpegs
-from toolkit.training.data import cifar10, folder, image_folder
-from toolkit.training.data.damaged import Skipped, first_readable
-from toolkit.training.data.files import ClassFolders, DamagedImageError
+from tests.training.test_image_folder import batches, write_jpegs
+from toolkit.training.data import cifar10, image_folder, image_loader
+from toolkit.training.data.corrupt_images import Skipped, first_readable
+from toolkit.training.data.image_files import ClassFolders, DamagedImageError
 
 
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch):
     """A CPU decodes as a GPU does, as far as this package can tell."""
-    monkeypatch.setattr(folder, "check_gpu", lambda device: None)
+    monkeypatch.setattr(image_loader, "check_gpu", lambda device: None)
 
 
 def cut(path, kept):

@@ -11,12 +11,12 @@ from toolkit.errors import UserError, check_choice, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
-from toolkit.training.changes import FREE, changed_options, rate_follows_epochs
+from toolkit.training.checkpoint_callback import GUARDS, Keeper, Often, Signals
 from toolkit.training.checkpoints import Checkpoints, check_keep, from_rank_0
+from toolkit.training.config_diff import FREE, changed_options, rate_follows_epochs
 from toolkit.training.data import SampleSet
-from toolkit.training.job import Job, prepare
-from toolkit.training.keeper import GUARDS, Keeper, Often, Signals
 from toolkit.training.loop import DivergedError, Epoch, Position, Step
+from toolkit.training.training_run import TrainingRun, prepare
 
 _ROLLBACKS = 3
 _FIRST_STRETCH = 8  # steps; those that are measured are not cut up
@@ -36,12 +36,12 @@ class Outcome:
 
     epochs: list[Epoch]
     notes: list[str]
-    job: Job
+    job: TrainingRun
     resumed_at: int = 0
 
 
-def run_kept(
-    job: Job,
+def run_with_checkpoints(
+    job: TrainingRun,
     folder: Path,
     *,
     resume: bool | None = False,
@@ -126,7 +126,7 @@ def check_run(config: DictConfig, samples: SampleSet) -> None:
     check_keeping(prepare(config, samples))
 
 
-def check_keeping(job: Job) -> Schedule | None:
+def check_keeping(job: TrainingRun) -> Schedule | None:
     """Refuse options by which ``job`` cannot be saved or watched.
 
     Returns:
@@ -150,7 +150,7 @@ def _often(options: DictConfig) -> Often:
 
 
 def _keeper(
-    job: Job,
+    job: TrainingRun,
     checkpoints: Checkpoints,
     often: Often,
     signals: Signals,
@@ -188,12 +188,12 @@ def _no_way_back(error: DivergedError, safe: Schedule | None, n_rollbacks: int) 
 
 
 def _rolled_back(
-    job: Job,
+    job: TrainingRun,
     checkpoints: Checkpoints,
     safe: Schedule,
     n_rollbacks: int,
     note: Callable[[str], None],
-) -> tuple[Job, Position]:
+) -> tuple[TrainingRun, Position]:
     """``job`` by a safe schedule, a checkpoint further back with every rollback."""
     again = prepare(job.config, job.samples, safe)
     return again, _stand(again, checkpoints, _read(again, checkpoints, n_rollbacks, note))
@@ -226,7 +226,7 @@ def without_delay(schedule: Schedule) -> Schedule:
     return found
 
 
-def _safe(job: Job) -> Schedule:
+def _safe(job: TrainingRun) -> Schedule:
     """The schedule by which ``job`` goes on once it has diverged.
 
     Raises:
@@ -242,8 +242,8 @@ def _safe(job: Job) -> Schedule:
 
 
 def _restored(
-    job: Job, checkpoints: Checkpoints, note: Callable[[str], None]
-) -> tuple[Job, Position, bool]:
+    job: TrainingRun, checkpoints: Checkpoints, note: Callable[[str], None]
+) -> tuple[TrainingRun, Position, bool]:
     """``job`` where its latest checkpoint was taken, and whether it had been rolled back by then.
 
     If so it is another job, which goes on without delay.
@@ -260,7 +260,7 @@ def _restored(
     return job, position, rolled_back
 
 
-def _check_ahead(job: Job, position: Position, changed: str) -> None:
+def _check_ahead(job: TrainingRun, position: Position, changed: str) -> None:
     """Refuse options that would only change what a run that has ended says that it was."""
     done, wanted = position.epoch, job.config.epochs
     if done > wanted:
@@ -273,7 +273,7 @@ def _check_ahead(job: Job, position: Position, changed: str) -> None:
 
 
 def _read(
-    job: Job, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
+    job: TrainingRun, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
 ) -> Mapping[str, Any]:
     """The latest checkpoint that is whole, but for ``skip`` of them. Every rank calls it."""
     state, damaged = checkpoints.load(job.runtime, skip)
@@ -294,7 +294,7 @@ def _orders(config: DictConfig) -> str | None:
     return Path(file).read_text() if file else None
 
 
-def _stand(job: Job, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
+def _stand(job: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
     """Have ``job`` stand where ``state`` was taken."""
     try:
         job.runtime.load_state_dict(state["runtime"])

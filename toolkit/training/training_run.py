@@ -32,7 +32,7 @@ from toolkit.training.loss import cross_entropy
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingRun:
     """Everything that a run needs, built and checked, before the first step.
 
     Attributes:
@@ -155,7 +155,7 @@ class Rates(LambdaLR):
 
 def prepare(
     config: DictConfig, samples: SampleSet | None = None, schedule: Schedule | None = None
-) -> Job:
+) -> TrainingRun:
     """Build what ``config`` describes: equal seeds give equal weights and batches.
 
     Args:
@@ -171,7 +171,7 @@ def prepare(
     check_counts(config, "stages", "microbatches", "batch", "epochs")
     schedule = build_schedule(config.schedule) if schedule is None else schedule
     config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
-    options, world = meet(config, schedule)
+    options, world = join_ranks(config, schedule)
     device = world.device if world else pick_device(config.device)
     samples = load(config.data) if samples is None else samples
     form = samples.form
@@ -223,10 +223,12 @@ def prepare(
         **({"world": world} if world else {}),
         **_diagnostics(config),
     )
-    return Job(config, schedule, samples, runtime, device, lambda step: full_rate * factor(step))
+    return TrainingRun(
+        config, schedule, samples, runtime, device, lambda step: full_rate * factor(step)
+    )
 
 
-def meet(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
+def join_ranks(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
     """The runtime's own options; and the ranks, where it takes a process for each.
 
     Raises:

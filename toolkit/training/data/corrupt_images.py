@@ -14,7 +14,7 @@ from torchvision.datasets import ImageFolder
 from tqdm import tqdm
 
 from toolkit.errors import UserError
-from toolkit.training.data.files import DamagedImageError
+from toolkit.training.data.image_files import DamagedImageError
 
 Read = TypeVar("Read")
 

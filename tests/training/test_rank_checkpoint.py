@@ -20,7 +20,7 @@ from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import catalog
 from toolkit.training.checkpoint import DamagedCheckpointError
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.sharded import _Unpickler, read_sharded, write_sharded
+from toolkit.training.rank_checkpoint import _Unpickler, read_sharded, write_sharded
 
 CASE = CASES["fsdp-plain-2"]
 SCHEDULE = catalog.cyclic(2, 1, state="sharded", n_stages=3)

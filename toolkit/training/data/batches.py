@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.training.data.parts import Rows, Wanted, all_rows, rows_of
 from toolkit.training.data.sample_set import Batch, Batches
+from toolkit.training.data.slicing import Rows, Wanted, all_rows, rows_of
 
 
 class Source(Protocol):

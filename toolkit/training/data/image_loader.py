@@ -15,15 +15,15 @@ from torchvision.datasets import ImageFolder
 
 from toolkit.errors import UserError
 from toolkit.model.input_spec import Images
-from toolkit.training.data.damaged import Read, Skipped, first_readable, skips
+from toolkit.training.data.batches import shuffled
+from toolkit.training.data.corrupt_images import Read, Skipped, first_readable, skips
 from toolkit.training.data.decoding import Encoded, check_gpu, decode, read_encoded
-from toolkit.training.data.files import DamagedImageError, open_split
-from toolkit.training.data.held import shuffled
-from toolkit.training.data.parts import Wanted, rows_of
-from toolkit.training.data.pixels import Normalise, send
+from toolkit.training.data.image_files import DamagedImageError, open_split
+from toolkit.training.data.normalize import Normalise, send
 from toolkit.training.data.readers import Key, Readers, n_workers
 from toolkit.training.data.sample_set import Batch, Batches
-from toolkit.training.data.views import CentralView, RandomView, View
+from toolkit.training.data.slicing import Wanted, rows_of
+from toolkit.training.data.transforms import CentralView, RandomView, View
 
 _NORMALISE = Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
 _DECODERS = ("cpu", "gpu")

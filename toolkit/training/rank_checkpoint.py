@@ -26,7 +26,7 @@ from toolkit.runtime.process_group.group import World
 from toolkit.runtime.state import joined
 from toolkit.runtime.tree import map_places, merged
 from toolkit.training.checkpoint import DamagedCheckpointError, replace_folder, serialised
-from toolkit.training.sums import check_sums, sums, write_sums
+from toolkit.training.checksums import check_sums, sums, write_sums
 
 _PLACE = "the tensor of"
 _REST = "rest/"

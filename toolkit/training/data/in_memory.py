@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from toolkit.model.input_spec import Images
-from toolkit.training.data.held import HeldBatches, shuffled
-from toolkit.training.data.pixels import Normalise, Placed, send
+from toolkit.training.data.batches import HeldBatches, shuffled
+from toolkit.training.data.normalize import Normalise, Placed, send
 from toolkit.training.data.sample_set import Batch, Batches
 
 

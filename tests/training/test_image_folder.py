@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from tests.training.test_data import CLASSES, CPU
-from toolkit.training.data import decoding, folder, image_folder
+from toolkit.training.data import decoding, image_folder, image_loader
 from toolkit.training.data.readers import Readers, n_workers
-from toolkit.training.data.views import CentralView, RandomView
+from toolkit.training.data.transforms import CentralView, RandomView
 
 MEAN, STD = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
@@ -44,7 +44,7 @@ def root(tmp_path_factory):
 @pytest.fixture
 def any_device(monkeypatch):
     """A CPU decodes as a GPU does, as far as this package can tell."""
-    monkeypatch.setattr(folder, "check_gpu", lambda device: None)
+    monkeypatch.setattr(image_loader, "check_gpu", lambda device: None)
 
 
 def batches(images, device=CPU, **order):
@@ -146,7 +146,7 @@ def test_a_run_that_ends_ends_its_readers():
     program = "\n".join(
         [
             "import torch",
-            "from tests.training.test_folder import Who",
+            "from tests.training.test_image_folder import Who",
             "from toolkit.training.data.readers import Readers",
             "batches = Readers(Who(), 2, 2).read(0, [torch.tensor([1])] * 100, pinned=False)",
             "held = next(batches)",
@@ -254,9 +254,11 @@ def test_a_process_hands_over_a_batch_as_one_file(root):
     images = image_folder(root, 8, decode="gpu")._train.images
     read = [(decoding.read_encoded(images, (0, k), CentralView(8)), ["x"]) for k in range(5)]
     assert {image.data.dim() for image, _ in read} == {1, 3}  # bytes, and pixels
-    flat, shapes, rest = folder._packed(read)
+    flat, shapes, rest = image_loader._packed(read)
     assert all(image.data.numel() == 0 for image, _ in rest)
-    for (found, paths), (image, _) in zip(folder._unpacked(flat, shapes, rest), read, strict=True):
+    for (found, paths), (image, _) in zip(
+        image_loader._unpacked(flat, shapes, rest), read, strict=True
+    ):
         assert torch.equal(found.data, image.data)
         assert (found[1:], paths) == (image[1:], ["x"])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from omegaconf import MISSING, OmegaConf
 
-from toolkit.training.changes import changed_options, rate_follows_epochs
+from toolkit.training.config_diff import changed_options, rate_follows_epochs
 
 
 def test_options_that_one_side_lacks_are_told():
