@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from benchmarks.timing import alternate, ratios
 from toolkit.cli.validate import check_counts
 from toolkit.model import build, partition
-from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.meters.operations import operations
-from toolkit.runtime.recipe import allow_tf32
+from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic
 
@@ -46,15 +46,15 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     inputs = torch.randn(n_images, 3, config.image_size, config.image_size, device=device)
     targets = torch.randint(10, (n_images,), device=device)
 
-    recipe = Recipe(
+    options = StepOptions(
         precision=config.precision, channels_last=config.channels_last, compile=config.compile
     )
-    allow_tf32(recipe.precision == "tf32")
-    plain = _Plain(copy.deepcopy(model), recipe, device)
+    allow_tf32(options.precision == "tf32")
+    plain = _Plain(copy.deepcopy(model), options, device)
 
     def runtime(schedule: Schedule) -> SingleProcess:
         stages = partition(copy.deepcopy(model), config.stages, inputs[: config.batch])
-        return SingleProcess(stages, schedule, _sgd, F.cross_entropy, "grouped", recipe=recipe)
+        return SingleProcess(stages, schedule, _sgd, F.cross_entropy, "grouped", options=options)
 
     cyclic = runtime(catalog.cyclic(config.microbatches, n_stages=config.stages))
     parallel = runtime(catalog.data_parallel(config.microbatches, n_stages=config.stages))
@@ -94,23 +94,23 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 class _Plain:
     """A model under plain PyTorch, as one would write it."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, options: StepOptions, device: torch.device) -> None:
         model = model.train()
-        if recipe.channels_last:
+        if options.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.optimizer = _sgd(model.parameters())
         self.model = (
-            model if recipe.compile == "none" else torch.compile(model, mode=recipe.compile)
+            model if options.compile == "none" else torch.compile(model, mode=options.compile)
         )
-        self.recipe, self.device = recipe, device
+        self.options, self.device = options, device
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a training step."""
-        if self.recipe.channels_last:
+        if self.options.channels_last:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        self.recipe.begin_step()
+        self.options.begin_step()
         self.optimizer.zero_grad()
-        with self.recipe.autocast(self.device):
+        with self.options.autocast(self.device):
             loss = F.cross_entropy(self.model(inputs), targets)
         loss.backward()
         self.optimizer.step()

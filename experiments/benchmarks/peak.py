@@ -24,8 +24,8 @@ from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
 from toolkit.format import GIB
 from toolkit.model import build, partition
-from toolkit.runtime import Recipe, SingleProcess
-from toolkit.runtime.recipe import allow_tf32
+from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
 
 _STEPS = 3
@@ -43,22 +43,22 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
             " counted by experiments/communication.py measured=true"
         )
     check_counts(config, "batch", "image_size", of="bench.")
-    recipe = Recipe(config.precision, checkpoint=config.checkpoint)
-    allow_tf32(recipe.precision == "tf32")
+    options = StepOptions(config.precision, checkpoint=config.checkpoint)
+    allow_tf32(options.precision == "tf32")
     rows = []
     settings = [*product(config.models, config.workers)]
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
         images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
-        again = recipe.checkpoint != "none"
-        by_curve = None if again else curve_peaks(name, n, images, recipe.precision)
+        again = options.checkpoint != "none"
+        by_curve = None if again else curve_peaks(name, n, images, options.precision)
         for schedule in (
             catalog.data_parallel(n, "one"),
             catalog.cyclic(n, 1, "one"),
             catalog.cyclic(n, "freshest", "one"),
         ):
-            measured, asked_for = held(name, schedule, images, recipe, config.partition)
-            predicted = foreseen(name, schedule, images, recipe, config.partition)
+            measured, asked_for = held(name, schedule, images, options, config.partition)
+            predicted = foreseen(name, schedule, images, options, config.partition)
             rows.append(
                 {
                     "model": name,
@@ -89,7 +89,7 @@ def curve_peaks(name: str, n: int, images: Tensor, precision: str) -> tuple[floa
 
 
 def held(
-    name: str, schedule: Schedule, images: Tensor, recipe: Recipe, by: str = "flops"
+    name: str, schedule: Schedule, images: Tensor, options: StepOptions, by: str = "flops"
 ) -> tuple[float, float]:
     """Bytes that the allocator's peak is above what stays between training steps.
 
@@ -104,7 +104,7 @@ def held(
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         F.cross_entropy,
         "scheduled",
-        recipe=recipe,
+        options=options,
     )
     inputs = images.repeat(schedule.n_microbatches, 1, 1, 1)
     targets = torch.zeros(len(inputs), dtype=torch.long, device=images.device)
@@ -123,14 +123,14 @@ def held(
 
 
 def foreseen(
-    name: str, schedule: Schedule, images: Tensor, recipe: Recipe, by: str = "flops"
+    name: str, schedule: Schedule, images: Tensor, options: StepOptions, by: str = "flops"
 ) -> float:
     """Bytes that the program holds at most above the weights that stay between training steps."""
     with torch.device("meta"):
         model = build(name, _CLASSES, images.shape[-1])
     example = images.to("meta")
     stages = partition(model, schedule.n_stages, example, by)
-    costs = recomputing(profile(stages, example, precision=recipe.precision), recipe.checkpoint)
+    costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
     timeline = simulate(schedule.lower(_STEPS, 1), costs, UNIT)
     (_, at_rest), *_ = timeline.memory(kind=WEIGHTS)
     return timeline.peak_memory() - at_rest

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tests.experiments.command import EXPERIMENTS
-from toolkit.runtime import Recipe
+from toolkit.runtime import StepOptions
 
 
 def test_cuda_graphs_know_where_its_steps_begin(monkeypatch):
@@ -15,6 +15,6 @@ def test_cuda_graphs_know_where_its_steps_begin(monkeypatch):
     monkeypatch.setattr("torch.compile", lambda model, mode: model)
     monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: begun.append("step"))
     for compile in ("reduce-overhead", "default"):
-        plain = _Plain(nn.Linear(3, 2), Recipe(compile=compile), torch.device("cpu"))
+        plain = _Plain(nn.Linear(3, 2), StepOptions(compile=compile), torch.device("cpu"))
         plain.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
     assert begun == ["step"]

@@ -12,8 +12,8 @@ from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import build, partition
 from toolkit.model.workspace_memory import Live
-from toolkit.runtime import Recipe, SingleProcess
-from toolkit.runtime.recipe import PLAIN
+from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime.step_options import PLAIN
 from toolkit.schedule import catalog
 
 USUAL = [catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")]
@@ -40,12 +40,12 @@ def test_all_together_keep_what_each_keeps(peak):
     assert 0.45 * together < shifted - of_an_op < 0.8 * together
 
 
-@pytest.mark.parametrize("recipe", [Recipe("bf16"), Recipe(checkpoint="all")])
-def test_the_recipe_is_foreseen(peak, recipe):
+@pytest.mark.parametrize("options", [StepOptions("bf16"), StepOptions(checkpoint="all")])
+def test_the_recipe_is_foreseen(peak, options):
     images = torch.empty(8, 3, 64, 64, device="meta")
     plain, less = (
         peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, which)
-        for which in (PLAIN, recipe)
+        for which in (PLAIN, options)
     )
     assert less < 0.7 * plain
 
@@ -68,7 +68,7 @@ def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
     assert found == pytest.approx(timeline.peak_memory() - at_rest)
 
 
-@pytest.mark.parametrize("recipe", [PLAIN, Recipe(checkpoint="all")], ids=["plain", "again"])
+@pytest.mark.parametrize("options", [PLAIN, StepOptions(checkpoint="all")], ids=["plain", "again"])
 @pytest.mark.parametrize(
     "schedule",
     more(
@@ -85,7 +85,7 @@ def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
     ids=lambda schedule: schedule.name,
 )
 @pytest.mark.parametrize("size", [4, 32])
-def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, recipe):
+def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, options):
     """But for cuDNN, and the blocks of CUDA's allocator: these are left to a GPU."""
     images = torch.empty(size, 3, 64, 64, device="meta")
     with torch.device("meta"):
@@ -96,7 +96,7 @@ def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, recipe):
         lambda p: torch.optim.SGD(p, 0.01),
         F.cross_entropy,
         "scheduled",
-        recipe=recipe,
+        options=options,
     )
     n = schedule.n_microbatches
     batch = images.repeat(n, 1, 1, 1), torch.zeros(n * size, dtype=torch.long, device="meta")
@@ -106,16 +106,16 @@ def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, recipe):
         at_rest, found.most = found.bytes, 0
         for result in runtime.run([batch] * 2):
             del result
-    expected = peak.foreseen("resnet18", schedule, images, recipe)
+    expected = peak.foreseen("resnet18", schedule, images, options)
     assert found.most - at_rest == pytest.approx(expected, rel=0.005)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("recipe", [PLAIN, Recipe("bf16"), Recipe(checkpoint="all")])
-def test_the_allocator_agrees(peak, recipe):
+@pytest.mark.parametrize("options", [PLAIN, StepOptions("bf16"), StepOptions(checkpoint="all")])
+def test_the_allocator_agrees(peak, options):
     images = torch.randn(32, 3, 64, 64, device="cuda")
     for schedule in (catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")):
-        _, asked_for = peak.held("resnet18", schedule, images, recipe)
-        expected = peak.foreseen("resnet18", schedule, images, recipe)
+        _, asked_for = peak.held("resnet18", schedule, images, options)
+        expected = peak.foreseen("resnet18", schedule, images, options)
         assert asked_for == pytest.approx(expected, rel=0.1)

@@ -8,7 +8,7 @@ import torch
 
 from toolkit.pilot import measure
 from toolkit.pilot.data import Data
-from toolkit.runtime.result import StepResult
+from toolkit.runtime.microbatches import StepResult
 from toolkit.schedule import catalog
 
 

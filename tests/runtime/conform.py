@@ -15,8 +15,8 @@ from tests.thorough import THOROUGH
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import partition
-from toolkit.runtime import Distributed, Recipe, SingleProcess, distributed, join
-from toolkit.runtime.links import Links
+from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
+from toolkit.runtime.messages import Messages
 from toolkit.schedule import RandomDelay, Schedule, catalog
 
 STEPS = 6
@@ -204,8 +204,8 @@ def odd_jobs() -> dict[str, Any]:
 
 
 def recipes():
-    """Techniques that a rank meets otherwise than a single process does: name, schedule, recipe."""
-    all_at_once = Recipe(clip=0.05, checkpoint="all", ema=0.9, channels_last=True)
+    """Options whose code differs between a rank and a single process: name, schedule, options."""
+    all_at_once = StepOptions(clip=0.05, checkpoint="all", ema=0.9, channels_last=True)
     for schedule in (
         catalog.data_parallel(2),
         catalog.cyclic(2, 1, "per_stage"),
@@ -220,20 +220,20 @@ def with_recipes(world) -> dict[str, Any]:
     from toolkit.runtime.baselines import DDP, DelayedAllReduce  # seconds that others need not wait
 
     found: dict[str, Any] = {}
-    for name, schedule, recipe in recipes():
+    for name, schedule, options in recipes():
         make = DelayedAllReduce if name == "delayed" else Distributed
         stages = models.cut(models.residual(), schedule)
-        runtime = make(stages, schedule, sgd, F.cross_entropy, world=world, recipe=recipe)
+        runtime = make(stages, schedule, sgd, F.cross_entropy, world=world, options=options)
         list(runtime.run(models.make_batches(2)))
         found[name] = copy.deepcopy(runtime.module().state_dict()), runtime.averages()
     batches = [(x.float(), y) for x, y in models.make_batches(2)]
 
-    def in_single(make, schedule, precision, **options):
+    def in_single(make, schedule, precision, **others):
         stages = models.cut(models.residual(), schedule)
         stages.model.float()
-        recipe = Recipe(precision=precision)
-        options |= {"world": world, "recipe": recipe}
-        return make(stages, schedule, sgd, F.cross_entropy, **options)
+        options = StepOptions(precision=precision)
+        others |= {"world": world, "options": options}
+        return make(stages, schedule, sgd, F.cross_entropy, **others)
 
     for precision in ("fp32", "bf16"):
         pipeline = in_single(Distributed, catalog.gpipe(2, 2), precision, record=5)
@@ -253,15 +253,15 @@ def _refused(world) -> list[str]:
     from toolkit.runtime.baselines import DDP, FSDP, TorchPipelining
 
     messages = []
-    for make, schedule, recipe in (
-        (DDP, catalog.data_parallel(2), Recipe(clip=1.0)),
-        (FSDP, catalog.data_parallel(2), Recipe(ema=0.9)),
-        (DDP, catalog.data_parallel(2), Recipe(precision="fp16")),
-        (TorchPipelining, catalog.gpipe(2, 2), Recipe(precision="bf16")),
+    for make, schedule, options in (
+        (DDP, catalog.data_parallel(2), StepOptions(clip=1.0)),
+        (FSDP, catalog.data_parallel(2), StepOptions(ema=0.9)),
+        (DDP, catalog.data_parallel(2), StepOptions(precision="fp16")),
+        (TorchPipelining, catalog.gpipe(2, 2), StepOptions(precision="bf16")),
     ):
         stages = models.cut(models.residual(), schedule)
         try:
-            make(stages, schedule, sgd, F.cross_entropy, world=world, recipe=recipe)
+            make(stages, schedule, sgd, F.cross_entropy, world=world, options=options)
         except ValueError as error:
             messages.append(str(error))
     return messages
@@ -278,9 +278,9 @@ def _rehearsed(world) -> tuple[list[str], dict]:
     stages = models.cut_awkward(models.awkward(), schedule)
     with (
         mock.patch.object(world, "backend", "nccl"),
-        mock.patch.object(distributed, "rehearse", noted("rehearsal", distributed.rehearse)),
-        mock.patch.object(Links, "receive", noted("receive", Links.receive)),
-        mock.patch.object(Links, "send", noted("send", Links.send)),
+        mock.patch.object(distributed, "warm_up", noted("rehearsal", distributed.warm_up)),
+        mock.patch.object(Messages, "receive", noted("receive", Messages.receive)),
+        mock.patch.object(Messages, "send", noted("send", Messages.send)),
     ):
         runtime = Distributed(
             stages, schedule, adamw, F.cross_entropy, lr_scheduler=_decay, seed=3, world=world
@@ -362,9 +362,9 @@ def _not_saved(world) -> str | None:
     """Why torch.save refuses a model, or its averages, with weights of two types in a stage."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), Doubles(4, 3, dtype=torch.float64))
     stages = partition(model, 2, torch.zeros(2, 6), ["1"])
-    recipe = Recipe(ema=0.9)
+    options = StepOptions(ema=0.9)
     runtime = Distributed(
-        stages, catalog.gpipe(2, 2), sgd, F.cross_entropy, world=world, recipe=recipe
+        stages, catalog.gpipe(2, 2), sgd, F.cross_entropy, world=world, options=options
     )
     runtime.step(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long))
     found = runtime.module().state_dict(), runtime.averages()

@@ -13,7 +13,7 @@ from tests.schedule.meetings import COLLECTIVES, METHODS, occasion, other_ends
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.updater import Sum
+from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer
 
 
@@ -97,7 +97,7 @@ class InAnyOrder(Scheduled):
             if i.action == Action.BROADCAST and not is_root:
                 here.take(i, parts[0])
             elif i.action == Action.ALL_REDUCE or (i.action == Action.REDUCE and is_root):
-                total = Sum()
+                total = GradientSum()
                 for part in parts:
                     total.add(part.tensors)
                 here.take(i, total)

@@ -20,7 +20,7 @@ from tests.runtime.models import assert_same, differ, learning_rates
 from tests.stages import cut
 from tests.thorough import more
 from toolkit.model import partition
-from toolkit.runtime import Recipe, SingleProcess, by_name, join
+from toolkit.runtime import SingleProcess, StepOptions, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.baseline import is_data_parallel
 from toolkit.runtime.baselines.chain import Chain
@@ -168,7 +168,7 @@ def _cases():
     views = {"bucket_mb": 1e-4, "bucket_view": True}
     cases["fsdp-zero2-2"] = Case(FSDP, catalog.data_parallel(2, n_stages=3), whole)
     for make in (DDP, FSDP):
-        options = {"recipe": Recipe(channels_last=True)}
+        options = {"options": StepOptions(channels_last=True)}
         name = f"{make.runtime}-channels-last-2"
         cases[name] = Case(make, catalog.data_parallel(2, n_stages=3), options)
         muon = partial(optimizers.muon, lr=0.01, adamw=["stem", "head"])

@@ -196,14 +196,14 @@ def test_sums_in_tiers_are_the_same(trained, per_machine):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule", "recipe"),
+    ("name", "schedule", "options"),
     list(conform.recipes()),
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_recipes(odd_jobs, name, schedule, recipe):
+def test_recipes(odd_jobs, name, schedule, options):
     state, averages = odd_jobs[0]["recipes"][name]
     stages = models.cut(models.residual(), schedule)
-    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, recipe=recipe)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, options=options)
     list(runtime.run(models.make_batches(2)))
     assert_same(state, runtime.module().state_dict())
     assert_same(averages, runtime.averages())

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.runtime.conform import sgd
 from tests.runtime.models import assert_same
 from toolkit.model import partition
-from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.grouped import _regroup
 from toolkit.runtime.meters.operations import operations
 from toolkit.runtime.stage import StageRunner, leaves, predicted
@@ -95,8 +95,8 @@ def test_attention_drops_alike_in_every_order(order, checkpoint):
         torch.manual_seed(0)
         schedule = catalog.cyclic(2)
         stages = partition(Attends().double(), 2, torch.zeros(3, 6, dtype=torch.float64))
-        recipe = Recipe(checkpoint=checkpoint)
-        runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, order, recipe=recipe)
+        options = StepOptions(checkpoint=checkpoint)
+        runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, order, options=options)
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             inputs = torch.randn(6, 6, dtype=torch.float64, generator=generator)

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.runtime.result import StepResult
+from toolkit.runtime.microbatches import StepResult
 from toolkit.tracking import Progress, progress
 from toolkit.training import Step
 

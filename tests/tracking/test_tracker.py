@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from tests.tracking.wandb_files import found
 from toolkit.cli.schema import Tracking
-from toolkit.runtime.result import StepResult
+from toolkit.runtime.microbatches import StepResult
 from toolkit.tracking import Curves, Tracker, session, track, tracked, tracker, wandb_run
 from toolkit.tracking.offline import complete, payloads
 from toolkit.training import Epoch, Step

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.thorough import more
-from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoints import Checkpoints
 
 
@@ -48,7 +48,9 @@ def save(checkpoints, step, **options):
 
 def same(found, step):
     expected = {"runtime": Saved(step).state_dict(), "position": [step, 1.5], "name": "run"}
-    assert map_tensors(torch.Tensor.tolist, found) == map_tensors(torch.Tensor.tolist, expected)
+    assert tree_map_only(torch.Tensor, torch.Tensor.tolist, found) == tree_map_only(
+        torch.Tensor, torch.Tensor.tolist, expected
+    )
 
 
 @pytest.fixture(params=[False, True], ids=["file", "sharded"])

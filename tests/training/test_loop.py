@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.model import Images, Sequences, build, partition
-from toolkit.runtime import Recipe, SingleProcess
+from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import catalog
 from toolkit.training import evaluate, fit, loop
 from toolkit.training.data import synthetic
@@ -193,7 +193,7 @@ def test_tests_compute_in_the_precision_of_training():
     model.weight.data = torch.tensor([[1.0, 0.0], [0.0, 1 + 2**-12]])
     batches = [(torch.ones(1, 2), torch.tensor([0]))]
     in_full = evaluate(model, batches)
-    in_16_bits = evaluate(model, batches, recipe=Recipe(precision="bf16"))
+    in_16_bits = evaluate(model, batches, options=StepOptions(precision="bf16"))
     assert in_full.top1 == 0
     assert in_16_bits.top1 == 1  # both scores are 1, and the first of them counts
     assert in_16_bits.loss == pytest.approx(log(2), rel=1e-6)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.schedule.strategies import quick
 from tests.training.test_data import CLASSES, CPU, write_images
-from toolkit.runtime.source import Divisible
+from toolkit.runtime.microbatches import Divisible
 from toolkit.training import evaluate
 from toolkit.training.data import Tokens, image_folder, synthetic
 from toolkit.training.data import image_loader as folder_module

@@ -19,8 +19,8 @@ from toolkit.model import Stages
 from toolkit.pilot.data import Data
 from toolkit.pilot.findings import TrainingFindings
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.feed import Feed
 from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.microbatches import MicrobatchQueue
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import MakeOptimizer
@@ -51,7 +51,7 @@ def held(
     runners = dict(enumerate(StageRunner(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
     versions = {j: {0: runner.newest()} for j, runner in runners.items()}
     share = (batch[0],), batch[1]
-    feed = Feed(repeat(share), 0, lambda _: range(schedule.n_microbatches))
+    feed = MicrobatchQueue(repeat(share), 0, lambda _: range(schedule.n_microbatches))
     meter = Meter(0, device, 0.0)
     watching = meter.activations.watch
     program = schedule.lower(_STEPS).verify()

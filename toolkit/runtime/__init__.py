@@ -1,13 +1,13 @@
 """Runtimes: they execute a schedule's program, in one process or in many."""
 
 from toolkit.runtime.distributed import Distributed
+from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World, join, leave
 from toolkit.runtime.process_group.launch import RankError, launch
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.process_group.worker import report
-from toolkit.runtime.recipe import Recipe
-from toolkit.runtime.result import StepResult
 from toolkit.runtime.single_process import ORDERS, SingleProcess
+from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import by_name
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Distributed",
     "JobFailedError",
     "RankError",
-    "Recipe",
     "SingleProcess",
+    "StepOptions",
     "StepResult",
     "World",
     "by_name",

@@ -8,7 +8,7 @@ from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import check_stages
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.recipe import PLAIN, Recipe
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_fit(
-    stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, recipe: Recipe = PLAIN
+    stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, options: StepOptions = PLAIN
 ) -> None:
     """Refuse what is not of its kind, stages that the schedule is not for or that are frozen, and
     an optimizer that is made already."""
@@ -26,9 +26,10 @@ def check_fit(
         raise UserError(
             f"schedule is one of toolkit.schedule, such as catalog.cyclic(4): got {_kind(schedule)}"
         )
-    if not isinstance(recipe, Recipe):
+    if not isinstance(options, StepOptions):
         raise UserError(
-            f"recipe is a toolkit.runtime.Recipe, such as Recipe(clip=1.0): got {_kind(recipe)}"
+            "options must be a toolkit.runtime.StepOptions, such as StepOptions(clip=1.0):"
+            f" got {_kind(options)}"
         )
     if len(stages) != schedule.n_stages:
         raise UserError(

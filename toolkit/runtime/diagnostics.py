@@ -59,7 +59,7 @@ def compare_gradients(
     """
     found = []
     for runner, known in zip(runners, versions, strict=True):
-        j, scale, newest = runner.index, runner.recipe.scale, _flat(known[step], runner.masters)
+        j, scale, newest = runner.index, runner.options.scale, _flat(known[step], runner.masters)
         used, new = (_flat(total[j], runner.masters) / scale for total in (delayed, fresh))
         late = [step - schedule.version(j, m, step) for m in range(schedule.n_microbatches)]
         lengths = used.norm() * new.norm()

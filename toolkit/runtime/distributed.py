@@ -11,25 +11,24 @@ from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import hierarchy
+from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.checks import checked_world, scalar
-from toolkit.runtime.execution import Execution
-from toolkit.runtime.feed import Feed
+from toolkit.runtime.executor import Executor
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.holdings import Holdings
-from toolkit.runtime.interface import Runtime, Steps
-from toolkit.runtime.layout import COMPRESSIONS, Layouts, find_layouts
-from toolkit.runtime.links import Links, largest_chunk
+from toolkit.runtime.message_layout import COMPRESSIONS, Layouts, find_layouts
+from toolkit.runtime.messages import Messages, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.rehearsal import rehearse
-from toolkit.runtime.source import Shape, Source
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.stagger import Stagger
+from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.state import part_of
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
+from toolkit.runtime.warmup import warm_up
+from toolkit.runtime.weight_store import WeightStore
 from toolkit.schedule import Action, Program, Schedule
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
@@ -51,7 +50,7 @@ class Distributed(Runtime):
         loss: mean loss of a micro-batch, from outputs and targets.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        recipe: how stages compute and update.
+        options: how stages compute and update.
         world: the ranks; those of this job unless given.
         record: first training steps of which messages, memory and time are measured (see
             :meth:`measurements`).
@@ -89,7 +88,7 @@ class Distributed(Runtime):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
         world: World | None = None,
         record: int = 0,
         overlap: bool = True,
@@ -98,18 +97,18 @@ class Distributed(Runtime):
         pacing: bool = False,
         per_machine: int = 0,
     ) -> None:
-        super().__init__(stages, schedule, optimizer, recipe)
-        recipe.check(schedule, whole_step=False)
+        super().__init__(stages, schedule, optimizer, options)
+        options.check(schedule, whole_step=False)
         check_choice("compression", compression, COMPRESSIONS)
         if chunk_mb is not None and not 0 < chunk_mb < inf:
             raise UserError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
         if per_machine < 0:
             raise UserError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
         self.world = checked_world(world, stages, schedule)
-        self._recipe = recipe
-        self._loss = recipe.computed(scalar(loss))
+        self._options = options
+        self._loss = options.computed(scalar(loss))
         self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed, recipe)
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, options)
             for j, stage in enumerate(stages)
         ]
         self._updaters = self._runners
@@ -120,44 +119,44 @@ class Distributed(Runtime):
         self._overlap = overlap
         self._paced = pacing
         self._per_machine = per_machine
-        self._holdings = Holdings(self.world, stages, self.schedule, self._runners)
+        self._weight_store = WeightStore(self.world, stages, self.schedule, self._runners)
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
         )
         self._to_record = record
         self.n_recorded = 0
 
-    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         assert n_steps is not None, "it looks ahead"
         source.alike = True
         return self._train(source, n_steps, self._find_layouts(source.shape))
 
-    def _train(self, source: Source, n_steps: int, layouts: Layouts) -> Steps:
+    def _train(self, source: BatchReader, n_steps: int, layouts: Layouts) -> Steps:
         schedule, begin = self.schedule, self.steps_done
-        feed = Feed(source, begin, self._reads)
+        feed = MicrobatchQueue(source, begin, self._reads)
         window = max(1, _WINDOW // len(schedule.timing.starts))
-        links = Links(
+        messages = Messages(
             self.world,
             layouts,
             self._chunk_bytes,
             paced=self._paced,
             per_machine=self._per_machine,
         )
-        with links:
+        with messages:
             while (left := begin + n_steps - self.steps_done) > 0:
                 length = min(window, left, self._to_record or left)
                 program = schedule.lower(length, self.steps_done).verify()
-                yield from self._run(program, feed, links)
+                yield from self._run(program, feed, messages)
                 self.steps_done += length
         feed.skip_to(self.steps_done)
 
     def _module(self) -> nn.Module:
         """Until the next :meth:`run` it takes the memory of the whole model."""
-        self._holdings.collect()
+        self._weight_store.collect()
         return self.stages.model
 
     def _averages(self) -> Weights:
-        return self._holdings.averages()
+        return self._weight_store.averages()
 
     def measurements(self) -> Measurements:
         """What all ranks have measured. Every rank calls it.
@@ -174,10 +173,10 @@ class Distributed(Runtime):
 
     @property
     def own(self) -> list[int]:
-        return self._holdings.updated
+        return self._weight_store.updated
 
     def _part(self) -> dict[str, Any]:
-        known = self._holdings.versions
+        known = self._weight_store.versions
         own = [j for j in self.own if self.schedule.owners[j] == self.rank]
         leads = self.rank == 0
         return part_of(self.steps_done, self.stages, self._runners, known, own, leads=leads)
@@ -187,37 +186,37 @@ class Distributed(Runtime):
         super().load_state_dict(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._holdings.load(state)
+        self._weight_store.load(state)
         for j in self.own:
             self._runners[j].load(state["stages"][j])
 
-    def _run(self, program: Program, feed: Feed, links: Links) -> Steps:
+    def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
         self.world.make_groups(*_who_meets(program, self._per_machine))
-        held = self._holdings.share(links, program.first_step)
-        turn = Stagger(program, self.world)
+        held = self._weight_store.share(messages, program.first_step)
+        turn = StartOffset(program, self.world)
         meter = self._meter if self._to_record else None
         rank = self._make_rank(program, feed, meter)
         rank.weights = held
         if meter is not None:
             meter.begin(rank)
-        with Execution(rank, links, program, turn, meter, overlap=self._overlap) as execution:
-            for position in execution.in_order:
-                execution.perform(position)
-                if position in execution.ends:
-                    yield feed.result(execution.ends[position])
-            execution.finish()
+        with Executor(rank, messages, program, turn, meter, overlap=self._overlap) as executor:
+            for position in executor.in_order:
+                executor.perform(position)
+                if position in executor.ends:
+                    yield feed.result(executor.ends[position])
+            executor.finish()
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
             self._to_record -= program.n_steps
         self.world.watch.at("between programs")
 
-    def _make_rank(self, program: Program, feed: Feed, meter: Meter | None) -> Rank:
+    def _make_rank(self, program: Program, feed: MicrobatchQueue, meter: Meter | None) -> Rank:
         runners = dict(enumerate(self._runners))
-        updaters = {j: self._runners[j] for j in self._holdings.updated}
+        updaters = {j: self._runners[j] for j in self._weight_store.updated}
         watching = {} if meter is None else {"watching": meter.activations.watch}
         return Rank(
-            program, runners, updaters, self._holdings.versions, self._loss, feed, **watching
+            program, runners, updaters, self._weight_store.versions, self._loss, feed, **watching
         )
 
     def _reads(self, step: int) -> list[int]:
@@ -234,14 +233,14 @@ class Distributed(Runtime):
         seen = next(found for found in self.world.gather(shape) if found is not None)
         if seen not in self._layouts:
             inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
-            with self._recipe.autocast(self.world.device):
+            with self._options.autocast(self.world.device):
                 self._layouts[seen] = find_layouts(
                     self._skeletons, inputs, self._compressed, self.world.device
                 )
             if self.world.backend == "nccl":
                 self.world.watch.at("the first run of its stages")
                 where = self.world.device, self._computed, self.own
-                rehearse(self._runners, self._layouts[seen], inputs, *where)
+                warm_up(self._runners, self._layouts[seen], inputs, *where)
         return self._layouts[seen]
 
     @property

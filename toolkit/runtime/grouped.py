@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from toolkit.runtime.diagnostics import StageDelay, compare_gradients
-from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Source, take
+from toolkit.runtime.microbatches import BatchReader, StepResult, take
 from toolkit.runtime.stage import StageRunner, Values, leaves, predicted, take_gradients
-from toolkit.runtime.updater import Norm, Sum, Weights, norms
+from toolkit.runtime.updater import GradientNorm, GradientSum, Weights, norms
 from toolkit.schedule import Schedule
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -40,11 +39,15 @@ class Grouped:
         self.runners = runners
         self.schedule = schedule
         self.loss = loss
-        self.recipe = runners[0].recipe
+        self.options = runners[0].options
         self.diagnostics = diagnostics
 
     def run(
-        self, source: Source, versions: list[dict[int, Weights]], step: int, n_steps: int | None
+        self,
+        source: BatchReader,
+        versions: list[dict[int, Weights]],
+        step: int,
+        n_steps: int | None,
     ) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
@@ -52,7 +55,7 @@ class Grouped:
         """
         for t, share in enumerate(take(source, n_steps), start=step):
             assert share is not None  # all is read
-            self.recipe.begin_step()
+            self.options.begin_step()
             delays: tuple[StageDelay, ...] = ()
             if self.diagnostics and t % self.diagnostics == 0:
                 delays = self._look(t, versions, *share)
@@ -76,7 +79,7 @@ class Grouped:
         inputs: Values,
         targets: Tensor,
         version: Callable[[int, int, int], int],
-    ) -> tuple[StepResult, list[Sum]]:
+    ) -> tuple[StepResult, list[GradientSum]]:
         """What training step ``step`` sums for each stage; nothing is updated.
 
         Args:
@@ -104,17 +107,17 @@ class Grouped:
         ((outputs,),) = _regroup(batches, groups, [tuple(range(n_microbatches))])
         parts = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
         losses = torch.stack([self.loss(output, target) for output, target in parts])
-        (losses.mean() * self.recipe.scale).backward()
+        (losses.mean() * self.options.scale).backward()
         totals = []
         for runner, own in zip(self.runners, read, strict=True):
-            total = Sum()
+            total = GradientSum()
             for weights in own.values():
                 total.add(take_gradients(weights))
             total.add(runner.take_statistics())
             totals.append(total)
         everyone = tuple(range(n_microbatches))
         outputs = outputs.detach()
-        if self.recipe.in_cuda_graphs:
+        if self.options.in_cuda_graphs:
             outputs = outputs.clone()  # the next step takes its memory
         return StepResult(step, everyone, losses.detach(), outputs), totals
 
@@ -134,10 +137,10 @@ class Grouped:
     def _update(
         self,
         runner: StageRunner,
-        total: Sum,
+        total: GradientSum,
         versions: dict[int, Weights],
         step: int,
-        norm: Norm | None,
+        norm: GradientNorm | None,
     ) -> None:
         oldest = self.schedule.oldest_version(runner.index, step + 1)
         oldest = min(oldest, step) if self.diagnostics else oldest  # which look at the last

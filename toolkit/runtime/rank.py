@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.model.analysis import differentiable
-from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.halves import Stretch, first_half
+from toolkit.runtime.microbatches import MicrobatchQueue
+from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
     StageRunner,
     Values,
@@ -26,11 +26,11 @@ from toolkit.runtime.stage import (
     take_gradient,
     take_gradients,
 )
-from toolkit.runtime.updater import Sum, Weights
+from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
 Gradients = tuple[Tensor | None, ...]
-Payload = Weights | Sum | Gradients
+Payload = Weights | GradientSum | Gradients
 """A weight version, a sum of gradients, or what crosses a boundary, by the kind of buffer."""
 
 Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None]]
@@ -41,7 +41,7 @@ def _unwatched(weights: Weights, inputs: Values, buffers: list[Tensor]) -> nullc
 
 
 @dataclass
-class Kept:
+class SavedForward:
     """What a forward leaves for its backward.
 
     Attributes:
@@ -56,7 +56,7 @@ class Kept:
     inputs: Values
     outputs: Sequence[GradientEdge | None]
     gradients: Gradients = ()
-    second_half: Sequence[Stretch] = ()
+    second_half: Sequence[BackwardSegment] = ()
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the backward begins, and with what, which it uses up."""
@@ -97,7 +97,7 @@ class Rank:
         updaters: Mapping[int, StageRunner],
         versions: Mapping[int, dict[int, Weights]],
         loss: Loss,
-        feed: Feed,
+        feed: MicrobatchQueue,
         watching: Watching = _unwatched,
     ) -> None:
         self.schedule = schedule = program.schedule
@@ -107,9 +107,9 @@ class Rank:
         self.loss, self.feed = loss, feed
         self.watching = watching
         self.weights: dict[tuple, Weights] = {}
-        self.kept: dict[tuple, Kept] = {}
+        self.kept: dict[tuple, SavedForward] = {}
         self.boundaries: dict[tuple, Gradients] = {}
-        self.sums: defaultdict[tuple, Sum] = defaultdict(Sum)
+        self.sums: defaultdict[tuple, GradientSum] = defaultdict(GradientSum)
 
     def execute(self, i: Instruction) -> None:
         """Carry out an instruction that concerns no other rank."""
@@ -125,7 +125,7 @@ class Rank:
 
     def take(self, i: Instruction, payload: Payload) -> None:
         """Take over what ``i`` received from another rank; a sum of gradients is added."""
-        if isinstance(payload, Sum):
+        if isinstance(payload, GradientSum):
             self.sums[i.stage, i.step].add(payload.tensors)
         elif isinstance(payload, dict):
             self.weights[i.stage, i.version] = payload
@@ -147,16 +147,16 @@ class Rank:
         if i.stage == self.last_stage:
             loss = self.loss(outputs[0], self.feed.targets(step, m))
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
-            outputs = (loss / self.schedule.n_microbatches * runner.recipe.scale,)
+            outputs = (loss / self.schedule.n_microbatches * runner.options.scale,)
         else:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
-        self.kept[i.stage, m, step] = kept = Kept(weights, inputs, edges)
+        self.kept[i.stage, m, step] = kept = SavedForward(weights, inputs, edges)
         if i.stage == self.last_stage:
             kept.gradients = (torch.ones_like(outputs[0]),)
 
-    def _take_output_gradients(self, i: Instruction) -> Kept:
+    def _take_output_gradients(self, i: Instruction) -> SavedForward:
         kept = self.kept[i.stage, i.microbatch, i.step]
         if i.stage < self.last_stage:
             later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)

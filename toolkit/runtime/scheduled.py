@@ -7,13 +7,11 @@ placement runs without starting processes.
 import copy
 from collections.abc import Iterator, Sequence
 
-from toolkit.runtime.feed import Feed
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank
-from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Source
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.updater import Sum, Weights
+from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
 
@@ -30,7 +28,11 @@ class Scheduled:
         self.updaters = {(schedule.owners[j], j): runner for j, runner in enumerate(runners)}
 
     def run(
-        self, source: Source, versions: list[dict[int, Weights]], step: int, n_steps: int | None
+        self,
+        source: BatchReader,
+        versions: list[dict[int, Weights]],
+        step: int,
+        n_steps: int | None,
     ) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
@@ -38,14 +40,14 @@ class Scheduled:
         """
         assert n_steps is not None, "it looks ahead"
         everything = range(self.schedule.n_microbatches)
-        feed = Feed(source, step, lambda _: everything)
+        feed = MicrobatchQueue(source, step, lambda _: everything)
         end = step + n_steps
         for begin in range(step, end, _WINDOW):
             program = self.schedule.lower(min(_WINDOW, end - begin), begin)
             yield from self.execute(program, versions, feed)
 
     def execute(
-        self, program: Program, versions: list[dict[int, Weights]], feed: Feed
+        self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
     ) -> Iterator[StepResult]:
         """Carry out ``program``."""
         run = _Run(self._ranks(program, versions, feed))
@@ -57,7 +59,7 @@ class Scheduled:
                 yield feed.result(i.step)
 
     def _ranks(
-        self, program: Program, versions: list[dict[int, Weights]], feed: Feed
+        self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
     ) -> list[Rank]:
         """Every rank, with the weights that it holds before the program."""
         owners = self.schedule.owners
@@ -105,10 +107,10 @@ class _Run:
         if rank != i.peers[0]:
             return
         total = self.ranks[rank].give(i)
-        assert isinstance(total, Sum)
+        assert isinstance(total, GradientSum)
         for peer in i.peers[1:]:
             part = self.ranks[peer].give(i)
-            assert isinstance(part, Sum)
+            assert isinstance(part, GradientSum)
             total.add(part.tensors)
         if i.action == Action.ALL_REDUCE:
             for peer in i.peers[1:]:  # a copy each: optimizers may change gradients in place

@@ -8,15 +8,14 @@ from torch import nn
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
+from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.checks import scalar
 from toolkit.runtime.grouped import Grouped, Loss
-from toolkit.runtime.interface import Runtime, Steps
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
+from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.source import Source
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
 
@@ -45,12 +44,12 @@ class SingleProcess(Runtime):
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule, which
             advances with each update of the stage.
         seed: seed of the model's random draws in training, such as dropout.
-        recipe: how stages compute and update.
+        options: how stages compute and update.
         diagnostics: training steps between two looks at what the delay does to the gradients,
             in order "grouped" (see :class:`~toolkit.runtime.diagnostics.StageDelay`); 0: none.
 
     Raises:
-        ValueError: stages, schedule and recipe do not fit, or an unknown order.
+        ValueError: stages, schedule and options do not fit, or an unknown order.
 
     Source: the update rules (DP), (CDP-v1) and (CDP-v2) of arXiv 2403.08837, section 3.
     """
@@ -65,7 +64,7 @@ class SingleProcess(Runtime):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
         diagnostics: int = 0,
     ) -> None:
         check_choice("order", order, ORDERS)
@@ -74,18 +73,18 @@ class SingleProcess(Runtime):
                 "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
                 f" {diagnostics} with order={order}"
             )
-        super().__init__(stages, schedule, optimizer, recipe)
-        recipe.check(schedule, whole_step=order == "grouped")
+        super().__init__(stages, schedule, optimizer, options)
+        options.check(schedule, whole_step=order == "grouped")
         self._overlaps = order == "scheduled"
         self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed, recipe)
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, options)
             for j, stage in enumerate(stages)
         ]
         self._updaters = self._runners
         self._versions: list[dict[int, Weights]] = [
             {0: runner.newest()} for runner in self._runners
         ]
-        computed = recipe.computed(scalar(loss))
+        computed = options.computed(scalar(loss))
         given = self._runners, schedule, computed
         self._make_engine: Callable[[], Grouped | Scheduled] = (
             partial(Grouped, *given, diagnostics)
@@ -97,7 +96,7 @@ class SingleProcess(Runtime):
     def _module(self) -> nn.Module:
         return self.stages.model
 
-    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         for runner in self._runners:
             runner.take_statistics()  # of a step that ended by an error
         steps = self._engine.run(source, self._versions, self.steps_done, n_steps)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.model.trace import in_training, one_by_one
-from toolkit.runtime.norm import Again, Group, replace_norms
-from toolkit.runtime.recipe import PLAIN, Recipe
+from toolkit.runtime.microbatch_norm import Again, Group, replace_norms
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
 
 Values = tuple[Tensor, ...]
@@ -30,7 +30,7 @@ class StageRunner(Updater):
         index: which stage it is.
         seed: with step, stage and micro-batch it seeds what the stage draws at random (dropout),
             so that no runtime, order or grouping changes the draws.
-        recipe: how it computes and updates.
+        options: how it computes and updates.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class StageRunner(Updater):
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
         seed: int,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
     ) -> None:
-        super().__init__(stage, make_optimizer, make_scheduler, recipe)
+        super().__init__(stage, make_optimizer, make_scheduler, options)
         self.index = index
         self.seed = seed
-        if recipe.channels_last:
+        if options.channels_last:
             for master in self.masters.values():
                 master.data = channels_last(master.data)
         self.group = Group()
@@ -56,8 +56,8 @@ class StageRunner(Updater):
         self._call: Callable[[Weights, Values], Values] = partial(
             torch.func.functional_call, self.compute
         )
-        if recipe.compile != "none":
-            self._call = compiled(self._call, recipe.compile)
+        if options.compile != "none":
+            self._call = compiled(self._call, options.compile)
 
     @property
     def splits(self) -> bool:
@@ -66,12 +66,12 @@ class StageRunner(Updater):
         Of a compiled stage torch computes all gradients or none, and one that computes its forward
         again would do so for each half.
         """
-        return self.recipe.compile == "none" and not self.recipe.checkpoints(self.index)
+        return self.options.compile == "none" and not self.options.checkpoints(self.index)
 
     def replica(self) -> "StageRunner":
         """A copy with parameters and optimizer state of its own."""
         stage = copy.deepcopy(self.stage)
-        twin = StageRunner(stage, self.index, *self.makers, self.seed, self.recipe)
+        twin = StageRunner(stage, self.index, *self.makers, self.seed, self.options)
         twin.load(self.state())
         return twin
 
@@ -79,10 +79,10 @@ class StageRunner(Updater):
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
         """Run micro-batches that read the same weights as one batch."""
-        if self.recipe.channels_last and self.index == 0:
+        if self.options.channels_last and self.index == 0:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
         run = partial(self._run, weights, microbatches=microbatches, step=step)
-        if not self.recipe.checkpoints(self.index):
+        if not self.options.checkpoints(self.index):
             return run(*inputs)
         outputs: Values = checkpoint(
             run,
@@ -96,7 +96,7 @@ class StageRunner(Updater):
     def _run(
         self, weights: Weights, *inputs: Tensor, microbatches: Sequence[int], step: int
     ) -> Values:
-        with self.recipe.autocast(inputs[0].device):
+        with self.options.autocast(inputs[0].device):
             return self._compute(weights, inputs, microbatches, step)
 
     def _compute(

@@ -1,6 +1,6 @@
 """The state of a training run, the same for every runtime that follows the update rule."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -9,8 +9,6 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.form import difference
-from toolkit.runtime.tree import merged
 from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import Schedule
 
@@ -200,3 +198,65 @@ def _fault_of_stage(
     elif steps_done > 0:
         return f"{where}.average has no weights"
     return difference(found, expected, where)
+
+
+def difference(found: Any, expected: Any, where: str) -> str | None:
+    """Where ``found`` is formed otherwise than ``expected``; None if nowhere.
+
+    Mappings have the same keys, sequences the same length, tensors the same shape and type of
+    numbers, other values the same type; a whole number may stand for a float.
+
+    Args:
+        where: what ``found`` is called.
+    """
+    if isinstance(expected, Tensor):
+        if not isinstance(found, Tensor) or _kind(found) != _kind(expected):
+            return f"{where} is {_kind(found)}, not {_kind(expected)}"
+        return None
+    if isinstance(expected, dict):
+        if not isinstance(found, dict):
+            return f"{where} is {_kind(found)}, not a mapping"
+        if lacking := [key for key in expected if key not in found]:
+            return f"{where} lacks {lacking[0]}"
+        if more := [key for key in found if key not in expected]:
+            return f"{where} has {more[0]}, which is unknown"
+        parts = ((found[key], expected[key], f"{where}.{key}") for key in expected)
+    elif isinstance(expected, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(expected):
+            return f"{where} is not of {len(expected)} values"
+        pairs = zip(found, expected, strict=True)
+        parts = ((*pair, f"{where}[{k}]") for k, pair in enumerate(pairs))
+    else:
+        same = type(found) is type(expected) or (type(found), type(expected)) == (int, float)
+        return None if same else f"{where} is {_kind(found)}, not {_kind(expected)}"
+    return next(filter(None, (difference(*part) for part in parts)), None)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+Path = tuple[Any, ...]
+"""The keys and indices that lead to a place in a tree."""
+
+
+def map_places(change: Callable[[Path, Tensor], Any], tree: Any, path: Path = ()) -> Any:
+    """``tree`` with what ``change`` makes of its tensors, and of where they are."""
+    if isinstance(tree, Tensor):
+        return change(path, tree)
+    if isinstance(tree, dict):
+        return {key: map_places(change, value, (*path, key)) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_places(change, value, (*path, k)) for k, value in enumerate(tree))
+    return tree
+
+
+def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The places of both; where both have a value, that of ``second``."""
+    found = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = merged(found[key], value) if both else value
+    return found

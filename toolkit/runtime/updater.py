@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.runtime.average import Average
-from toolkit.runtime.norm import advance_running_statistics
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.ema import MovingAverage
+from toolkit.runtime.microbatch_norm import advance_running_statistics
+from toolkit.runtime.step_options import PLAIN, StepOptions
 
 Weights = dict[str, Tensor]
 """One version of a stage's trainable parameters, by name. Never changed in place once shared."""
@@ -52,7 +52,7 @@ def takes_names(make: Callable[..., Optimizer]) -> bool:
     return getattr(make, "takes_names", False)
 
 
-class Sum:
+class GradientSum:
     """Gradients of a stage's weights and statistics of its norms, summed over micro-batches.
 
     It takes the tensors that it is given as its own.
@@ -69,7 +69,7 @@ class Sum:
         self.tensors = tensors | self.tensors
 
 
-class Norm(NamedTuple):
+class GradientNorm(NamedTuple):
     """That of a gradient, squared, shape ``[]``; and whether an update can be made by it."""
 
     squared: Tensor
@@ -81,7 +81,7 @@ class Updater:
 
     Args:
         stage: the stage; its parameters are the newest weights and are updated in place.
-        recipe: how it updates.
+        options: how it updates.
 
     Raises:
         ValueError: an optimizer or a schedule whose step has to be told more than gradients.
@@ -89,7 +89,7 @@ class Updater:
     Attributes:
         masters: the trained parameters, by name.
         optimizer: none where all is frozen.
-        average: of its weights, where the recipe wants one.
+        average: of its weights, where the options wants one.
         n_skipped: updates left out because their gradient was not finite.
         unused: weights that have had no gradient in any update.
     """
@@ -99,13 +99,13 @@ class Updater:
         stage: nn.Module,
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
     ) -> None:
         self.stage = stage
-        self.recipe = recipe
+        self.options = options
         self.makers = (make_optimizer, make_scheduler)
         self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
-        self.average = None if recipe.ema is None else Average(recipe.ema)
+        self.average = None if options.ema is None else MovingAverage(options.ema)
         self.n_skipped = 0
         self.unused = [*self.masters]
         self.optimizer, self.scheduler = self._made(self.masters)
@@ -144,7 +144,7 @@ class Updater:
         if self.average is not None and state["average"] is not None:
             devices = {master.device for master in self.masters.values()}
             place = partial(torch.Tensor.to, device=next(iter(devices), None), copy=True)
-            self.average.load_state_dict(map_tensors(place, state["average"]))
+            self.average.load_state_dict(tree_map_only(Tensor, place, state["average"]))
         self.n_skipped, self.unused = state["n_skipped"], [*state["unused"]]
 
     def form(self, *, updated: bool, unused: Collection[str]) -> dict[str, Any]:
@@ -167,24 +167,24 @@ class Updater:
         """The newest version. It shares memory with the parameters until the next update."""
         return {name: master.data for name, master in self.masters.items()}
 
-    def squared_norm(self, total: Sum) -> Tensor:
+    def squared_norm(self, total: GradientSum) -> Tensor:
         """Of the gradient in ``total``, which has some; shape ``[]``."""
         found = [total.tensors[name] for name in self.masters if name in total.tensors]
-        return torch.stack(torch._foreach_norm(found)).square().sum() / self.recipe.scale**2
+        return torch.stack(torch._foreach_norm(found)).square().sum() / self.options.scale**2
 
     def update(
         self,
-        total: Sum,
+        total: GradientSum,
         n_microbatches: int,
         *,
         keep_old: bool,
-        norm: Norm | None = None,
+        norm: GradientNorm | None = None,
     ) -> None:
         """One optimizer step on the newest weights; then the learning rate of the next.
 
         Args:
             total: the sum over all micro-batches of the gradients of (scale * loss /
-                n_microbatches), of the recipe's scale, and of the norms' statistics.
+                n_microbatches), of the options's scale, and of the norms' statistics.
             n_microbatches: how many there are.
             keep_old: whether someone still reads the version before. If so the new one gets
                 memory of its own.
@@ -240,7 +240,7 @@ class Updater:
             self.scheduler.step()
 
     @torch.no_grad()
-    def _prepare_gradient(self, total: Sum, norm: Norm | None) -> bool:
+    def _prepare_gradient(self, total: GradientSum, norm: GradientNorm | None) -> bool:
         """Take the loss's scale out of the gradient, and clip it; False if it is not finite."""
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
         (norm,) = norms([self], [total]) if norm is None else (norm,)
@@ -248,31 +248,31 @@ class Updater:
             return True
         if not norm.finite:
             return False
-        factor = torch.full_like(norm.squared, 1 / self.recipe.scale)
-        if self.recipe.clip is not None:
-            factor *= (self.recipe.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
+        factor = torch.full_like(norm.squared, 1 / self.options.scale)
+        if self.options.clip is not None:
+            factor *= (self.options.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(grads, factor)
         return True
 
 
-def norms(updaters: Sequence[Updater], totals: Sequence[Sum]) -> list[Norm | None]:
-    """Those of the gradients in ``totals``, one for each of ``updaters``, which share a recipe.
+def norms(updaters: Sequence[Updater], totals: Sequence[GradientSum]) -> list[GradientNorm | None]:
+    """Those of the gradients in ``totals``, one for each of ``updaters``, which share a options.
 
     Of the whole model where that is clipped as one. None where there is no gradient, or nobody asks
     for its norm. They are found on the device before any is looked at, which waits for it.
     """
-    recipe = updaters[0].recipe
+    options = updaters[0].options
     squares = {
         k: updater.squared_norm(total)
         for k, (updater, total) in enumerate(zip(updaters, totals, strict=True))
-        if recipe.needs_norm and total.tensors.keys() & updater.masters.keys()
+        if options.needs_norm and total.tensors.keys() & updater.masters.keys()
     }
-    if recipe.clip is not None and recipe.clip_by == "model" and squares:
+    if options.clip is not None and options.clip_by == "model" and squares:
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
     finite = [True] * len(squares)
-    if recipe.scale != 1 and squares:
+    if options.scale != 1 and squares:
         finite = torch.stack([*squares.values()]).isfinite().tolist()
-    found = {k: Norm(squares[k], sound) for k, sound in zip(squares, finite, strict=True)}
+    found = {k: GradientNorm(squares[k], sound) for k, sound in zip(squares, finite, strict=True)}
     return [found.get(k) for k in range(len(updaters))]
 
 

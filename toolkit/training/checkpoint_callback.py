@@ -11,12 +11,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.metric import Metric
-from toolkit.runtime.interface import Runtime
+from toolkit.runtime.base import Runtime
 from toolkit.runtime.process_group.watch import ECHO
-from toolkit.runtime.tree import map_tensors
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.loop import DivergedError, Epoch, Position, Stretches, is_best
@@ -204,7 +204,9 @@ class Keeper(Stretches):
             return
         path = self.checkpoints.folder.parent / "model.pt"
         try:
-            write_bytes(path, serialised(map_tensors(torch.Tensor.cpu, model.state_dict())))
+            write_bytes(
+                path, serialised(tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict()))
+            )
         except OSError as error:
             self._not_written(f"{_WEIGHTS}, {path}", error)
 

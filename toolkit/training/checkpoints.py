@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.runtime.interface import Runtime
+from toolkit.runtime.base import Runtime
 from toolkit.runtime.state import joined
 from toolkit.training.checkpoint import DamagedCheckpointError, read, replace_folder, write
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.metric import LOSS, Metric
 from toolkit.model import InputSpec
-from toolkit.runtime.form import difference
-from toolkit.runtime.interface import Runtime
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
+from toolkit.runtime.base import Runtime
+from toolkit.runtime.microbatches import StepResult
+from toolkit.runtime.state import difference
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.training.data import Batches, SampleSet
 from toolkit.training.loss import cross_entropy
 
@@ -192,7 +192,7 @@ def fit(
     on_step: Callable[[Step], None] = lambda step: None,
     position: Position | None = None,
     stretches: Stretches | None = None,
-    recipe: Recipe = PLAIN,
+    options: StepOptions = PLAIN,
 ) -> list[Epoch]:
     """Train for ``epochs`` and evaluate after each.
 
@@ -207,7 +207,7 @@ def fit(
         on_step: function that is called after each step.
         position: place at which to go on; the runtime has the state of that place.
         stretches: places at which to pause.
-        recipe: the runtime's recipe; the tests compute in its precision.
+        options: the runtime's options; the tests compute in its precision.
 
     Raises:
         DivergedError: the loss is no longer finite.
@@ -230,11 +230,11 @@ def fit(
         n_tested = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
         model = runtime.module()
-        test = evaluate(model, share, runtime.total, recipe=recipe)
+        test = evaluate(model, share, runtime.total, options=options)
         stretches.check_test(test.loss, position)
         ema = None
         if averages := runtime.averages():
-            ema = evaluate(model, share, runtime.total, averages, recipe)
+            ema = evaluate(model, share, runtime.total, averages, options)
         done = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
@@ -314,7 +314,7 @@ def evaluate(
     batches: Batches,
     total: Callable[[Tensor], Tensor] = _alone,
     weights: Mapping[str, Tensor] | None = None,
-    recipe: Recipe = PLAIN,
+    options: StepOptions = PLAIN,
 ) -> Evaluation:
     """Test ``model`` on ``batches``; its mode is afterwards what it was.
 
@@ -323,14 +323,14 @@ def evaluate(
         batches: test samples.
         total: function that sums over all ranks, if each tests a share.
         weights: weights by name, in the place of the model's own.
-        recipe: a recipe, in whose precision the model computes.
+        options: a options, in whose precision the model computes.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
     sums: list[Tensor] = []  # of each batch: losses, first, among the first five; on its device
     n_answers = 0
     for inputs, targets in batches:
-        with recipe.autocast(inputs.device):
+        with options.autocast(inputs.device):
             outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         first = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]

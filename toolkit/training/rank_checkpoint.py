@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from toolkit.errors import first_line
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.state import joined
-from toolkit.runtime.tree import map_places, merged
+from toolkit.runtime.state import joined, map_places, merged
 from toolkit.training.checkpoint import DamagedCheckpointError, replace_folder, serialised
 from toolkit.training.checksums import check_sums, sums, write_sums
 
@@ -51,7 +50,7 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
 
     Args:
         path: of the folder; all ranks see the same.
-        part: ``runtime``, this rank's :meth:`~toolkit.runtime.interface.Runtime.part`; and what
+        part: ``runtime``, this rank's :meth:`~toolkit.runtime.base.Runtime.part`; and what
             else this rank has to keep.
         world: the ranks; None where there is one.
 

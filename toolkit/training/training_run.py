@@ -19,11 +19,11 @@ from toolkit.cli.build import build_model, build_schedule, check_target
 from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError, first_line
 from toolkit.model import partition
+from toolkit.runtime.base import Runtime
 from toolkit.runtime.distributed import Distributed
-from toolkit.runtime.interface import Runtime
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.group import World, join
-from toolkit.runtime.recipe import Recipe, allow_tf32
+from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule
 from toolkit.training.data import SampleSet, load
@@ -81,7 +81,7 @@ class TrainingRun:
             on_step=on_step,
             position=position,
             stretches=stretches,
-            recipe=_recipe(self.config),
+            options=_step_options(self.config),
         )
 
     def run_to_end(
@@ -100,7 +100,7 @@ class TrainingRun:
 
     def left_out(self) -> list[str]:
         """Sentences on updates that were not made. Every rank calls it, after the last step."""
-        if _recipe(self.config).scale == 1:
+        if _step_options(self.config).scale == 1:
             return []
         of = self.runtime.steps_done
         return [
@@ -209,8 +209,8 @@ def prepare(
         found: float = rates.factor(step, steps_per_epoch, config.epochs, batch_size)
         return found
 
-    recipe = _recipe(config)
-    allow_tf32(recipe.precision == "tf32")
+    step_options = _step_options(config)
+    allow_tf32(step_options.precision == "tf32")
     torch.backends.cudnn.benchmark = config.cudnn_benchmark
     runtime = instantiate(options, _partial_=True)(
         stages,
@@ -219,7 +219,7 @@ def prepare(
         loss=_loss(config.label_smoothing),
         lr_scheduler=lambda optimizer: Rates(optimizer, factor, [*config.optimizer]),
         seed=config.seed,
-        recipe=recipe,
+        options=step_options,
         **({"world": world} if world else {}),
         **_diagnostics(config),
     )
@@ -256,11 +256,11 @@ def _loss(label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(cross_entropy, label_smoothing=label_smoothing)
 
 
-def _recipe(config: DictConfig) -> Recipe:
-    options = {field.name: config[field.name] for field in fields(Recipe)}
+def _step_options(config: DictConfig) -> StepOptions:
+    options = {field.name: config[field.name] for field in fields(StepOptions)}
     if OmegaConf.is_list(options["checkpoint"]):
         options["checkpoint"] = tuple(options["checkpoint"])
-    return Recipe(**options)
+    return StepOptions(**options)
 
 
 def _diagnostics(config: DictConfig) -> dict[str, int]:

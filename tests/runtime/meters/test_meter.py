@@ -11,7 +11,7 @@ from tests.runtime import conform, models
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.rank import Rank
-from toolkit.runtime.updater import Sum
+from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def test_a_run_leaves_nothing(monkeypatch, schedule):
 def test_events():
     """What an instruction was, when, what it moved, and what the rank holds after it."""
     found = meter()
-    total = Sum()
+    total = GradientSum()
     rank = SimpleNamespace(weights={}, sums={})
     steps = [
         Instruction(0, Action.RECV, 0, version=0, buffer=Buffer.WEIGHTS, peers=(1,)),

@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.model import Stages
+from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.checks import checked_world, scalar
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Runtime, Steps
+from toolkit.runtime.microbatches import BatchReader, StepResult, take
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Source, take
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import part_of
 from toolkit.runtime.updater import MakeOptimizer, Weights
@@ -78,7 +77,7 @@ class Baseline(Runtime):
         Where it waits for others, the watch is told so.
         """
 
-    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         for share in take(source, n_steps):
             assert share is not None  # every rank reads something
             step = self.steps_done

@@ -14,7 +14,7 @@ from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.synchronous import Synchronous
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.recipe import PLAIN, Recipe
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
 from toolkit.schedule import Schedule
 
@@ -38,7 +38,7 @@ class DDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        recipe: its precision and memory format; all else is refused.
+        options: its precision and memory format; all else is refused.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
@@ -59,7 +59,7 @@ class DDP(Synchronous):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
         world: World | None = None,
         compression: str = "none",
         bucket_mb: float = 25.0,
@@ -70,20 +70,20 @@ class DDP(Synchronous):
             raise UserError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
         self._hook = _HOOKS[compression]
         self._buckets = (bucket_mb, bucket_view)
-        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, recipe, world)
+        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, options, world)
 
     def _wrap(self, model: Chain) -> nn.Module:
-        if self._recipe.channels_last:
+        if self._options.channels_last:
             model.to(memory_format=torch.channels_last)
         bucket_mb, bucket_view = self._buckets
         # Buffers are not broadcast: they would change in place between forward and backward.
-        options: dict[str, Any] = {_BUFFERS: False}
+        ddp_options: dict[str, Any] = {_BUFFERS: False}
         wrapped = DistributedDataParallel(
             model,
             process_group=self.world.group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=bucket_view,
-            **options,
+            **ddp_options,
         )
         if self._hook is not None:
             wrapped.register_comm_hook(self.world.group, self._hook)

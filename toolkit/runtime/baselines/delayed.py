@@ -9,18 +9,17 @@ from torch import Tensor, nn
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
+from toolkit.runtime.base import Steps
 from toolkit.runtime.baselines.baseline import Baseline, called, is_data_parallel
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
-from toolkit.runtime.interface import Steps
-from toolkit.runtime.layout import COMPRESSIONS, Layout, compressed
+from toolkit.runtime.message_layout import COMPRESSIONS, Layout, compressed
+from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Source
 from toolkit.runtime.stage import StageRunner, Values, leaves, take_gradients
 from toolkit.runtime.state import load_model, loaded
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum, Weights
+from toolkit.runtime.step_options import PLAIN, StepOptions
+from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler, Weights
 from toolkit.schedule import Schedule
 
 
@@ -39,7 +38,7 @@ class DelayedAllReduce(Baseline):
         schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        recipe: how stages compute and update.
+        options: how stages compute and update.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:
@@ -55,19 +54,19 @@ class DelayedAllReduce(Baseline):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
         world: World | None = None,
         compression: str = "none",
     ) -> None:
         check_choice("compression", compression, COMPRESSIONS)
-        check_fit(stages, schedule, optimizer, recipe)
+        check_fit(stages, schedule, optimizer, options)
         self.check_schedule(schedule)
-        recipe.check(schedule, whole_step=False)
-        super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
-        self._scale = recipe.scale
+        options.check(schedule, whole_step=False)
+        super().__init__(stages, schedule, optimizer, options.computed(loss), world)
+        self._scale = options.scale
         self._wire = COMPRESSIONS[compression]
         self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed, recipe)
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, options)
             for j, stage in enumerate(stages)
         ]
         self._updaters = self._runners
@@ -107,7 +106,7 @@ class DelayedAllReduce(Baseline):
         self._update(keep_old=True)
         return super()._averages()
 
-    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         """The last update comes in at the end."""
         yield from super()._steps(source, n_steps)
         self._update(keep_old=True)
@@ -139,7 +138,7 @@ class DelayedAllReduce(Baseline):
         if self._under_way is None:
             return
         for runner, messages in zip(self._runners, self._under_way, strict=True):
-            total = Sum()
+            total = GradientSum()
             for message in messages:
                 total.add(message.received())
             runner.update(total, self.n_ranks, keep_old=keep_old)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
@@ -17,12 +18,11 @@ from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.release import Released
 from toolkit.runtime.baselines.synchronous import Synchronous
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import joined
-from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Schedule
 
@@ -37,7 +37,7 @@ class FSDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``, its state sharded or not.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        recipe: its precision and memory format; all else is refused. FSDP cuts only contiguous
+        options: its precision and memory format; all else is refused. FSDP cuts only contiguous
             weights, so ``channels_last`` is of the images alone.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
             backward (ZeRO-2).
@@ -59,16 +59,16 @@ class FSDP(Synchronous):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
         world: World | None = None,
         reshard: bool = True,
         cpu_offload: bool = False,
     ) -> None:
-        self._options = (reshard, cpu_offload)
-        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, recipe, world)
+        self._sharding = (reshard, cpu_offload)
+        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, options, world)
 
     def _wrap(self, model: Chain) -> nn.Module:
-        reshard, cpu_offload = self._options
+        reshard, cpu_offload = self._sharding
         device = self.world.device
         if device.type == "cuda" and self.world.backend == "gloo":
             raise UserError(
@@ -119,7 +119,7 @@ class FSDP(Synchronous):
 
     def state_dict(self) -> dict[str, Any]:
         with self.world.watch.waiting("the shares of all ranks", self._everyone):
-            return joined([map_tensors(_whole, self.part())])
+            return joined([tree_map_only(Tensor, _whole, self.part())])
 
     @torch.no_grad()
     def _load(self, state: Mapping[str, Any]) -> None:

@@ -21,12 +21,12 @@ from toolkit.runtime.baselines.baseline import Baseline, called
 from toolkit.runtime.baselines.release import Released
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Sum
+from toolkit.runtime.step_options import PLAIN, StepOptions
+from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler
 from toolkit.schedule import Op, Schedule, pipeline_orders
 
 _MESSAGES = "messages of torch's pipeline"
@@ -47,7 +47,7 @@ class TorchPipelining(Baseline):
             any other whose ranks run their ops in the same order.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        recipe: its precision, fp32 or tf32; all else is refused.
+        options: its precision, fp32 or tf32; all else is refused.
 
     Raises:
         ValueError: torch has no such schedule, or cannot send what crosses the stages.
@@ -62,15 +62,15 @@ class TorchPipelining(Baseline):
         *,
         lr_scheduler: MakeScheduler | None = None,
         seed: int = 0,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
         world: World | None = None,
     ) -> None:
-        check_fit(stages, schedule, optimizer, recipe)
-        recipe.check_only("torch_pipelining", "precision")
-        if recipe.autocasts:
+        check_fit(stages, schedule, optimizer, options)
+        options.check_only("torch_pipelining", "precision")
+        if options.autocasts:
             raise UserError(
-                f"runtime=torch_pipelining takes no precision={recipe.precision}: use fp32 or tf32,"
-                " or runtime=distributed"
+                f"runtime=torch_pipelining takes no precision={options.precision}: use fp32 or"
+                " tf32, or runtime=distributed"
             )
         self._make_runner = _torch_schedule(schedule)
         _check_boundaries(stages)
@@ -146,7 +146,7 @@ class TorchPipelining(Baseline):
             )
         for runner in self._runners:
             found = {name: master.grad for name, master in runner.masters.items()}
-            total = Sum()
+            total = GradientSum()
             total.add({name: grad for name, grad in found.items() if grad is not None})
             total.add(runner.take_statistics())
             runner.update(total, n, keep_old=False)

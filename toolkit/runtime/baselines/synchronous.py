@@ -14,11 +14,11 @@ from toolkit.runtime.baselines.baseline import Baseline, called, is_data_paralle
 from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
+from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.recipe import Recipe
-from toolkit.runtime.result import StepResult
 from toolkit.runtime.stage import Values, channels_last
 from toolkit.runtime.state import load_model
+from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Schedule
 
@@ -50,19 +50,19 @@ class Synchronous(Baseline):
         loss: Loss,
         lr_scheduler: MakeScheduler | None,
         seed: int,
-        recipe: Recipe,
+        options: StepOptions,
         world: World | None,
     ) -> None:
-        check_fit(stages, schedule, optimizer, recipe)
+        check_fit(stages, schedule, optimizer, options)
         self.check_schedule(schedule)
-        recipe.check_only(self.runtime, "precision", "loss_scale", "channels_last")
-        if recipe.precision == "fp16":
+        options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
+        if options.precision == "fp16":
             raise UserError(
                 f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
             )
         self._chain = Chain(stages, seed)
-        self._recipe = recipe
-        super().__init__(stages, schedule, optimizer, recipe.computed(loss), world)
+        self._options = options
+        super().__init__(stages, schedule, optimizer, options.computed(loss), world)
         self._wrapped = self._wrap(self._chain)
         self._updaters = [Updater(s, optimizer, lr_scheduler) for s in self._chain.stages]
 
@@ -89,9 +89,9 @@ class Synchronous(Baseline):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._chain.at(step, self.rank)
-        if self._recipe.channels_last:
+        if self._options.channels_last:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
-        with self._in_forward(), self._recipe.autocast(self.world.device):
+        with self._in_forward(), self._options.autocast(self.world.device):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):

@@ -68,7 +68,7 @@ class HeldBatches:
                 yield self.source.take(chosen[rows], drawn[:, rows], self.device)
 
     def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
-        """See :class:`toolkit.runtime.source.Divisible`."""
+        """See :class:`toolkit.runtime.microbatches.Divisible`."""
         return iter(replace(self, rows=rows_of(self.batch_size, n_parts, wanted)))
 
 

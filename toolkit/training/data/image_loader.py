@@ -241,7 +241,7 @@ class _Loaded:
         return replace(self, chosen=self.chosen[first:last])
 
     def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
-        """See :class:`toolkit.runtime.source.Divisible`."""
+        """See :class:`toolkit.runtime.microbatches.Divisible`."""
         rows = rows_of(self.batch_size, n_parts, wanted)
         parts = [indices[rows(k, len(indices))] for k, indices in enumerate(self.chosen)]
         return iter(replace(self, chosen=[part for part in parts if len(part)]))

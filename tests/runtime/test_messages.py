@@ -9,9 +9,9 @@ from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
-from toolkit.runtime.layout import Layout, Layouts
-from toolkit.runtime.links import Links, largest_chunk, tags
-from toolkit.runtime.updater import Sum
+from toolkit.runtime.message_layout import Layout, Layouts
+from toolkit.runtime.messages import Messages, largest_chunk, tags
+from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction
 
 # Tags
@@ -87,11 +87,11 @@ def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
         begun.set()
         done.append(chunk.nbytes)
 
-    monkeypatch.setattr("toolkit.runtime.links.finish_stream", finish_stream)
+    monkeypatch.setattr("toolkit.runtime.messages.finish_stream", finish_stream)
     monkeypatch.setattr("torch.distributed.isend", isend)
     world = SimpleNamespace(rank=0, message_device=flat.device, channel=lambda *ranks: None)
     packing = SimpleNamespace(pack=lambda i, payload, device: flat)
-    with Links(world, packing, 2, paced=True) as links:
+    with Messages(world, packing, 2, paced=True) as links:
         links.send(message(Action.SEND, 0, Buffer.WEIGHTS, 1), {})
         begun.wait(20)
     assert done[:2] == [flat.device, 2]
@@ -134,7 +134,7 @@ def exchange():
         for paced in (False, True)
         for chunk_bytes in CHUNKS
     }
-    with Links(world, layouts(), 8, paced=False) as links:
+    with Messages(world, layouts(), 8, paced=False) as links:
         collectives = {
             (action.name, root): _collective(links, action, root)
             for action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
@@ -147,7 +147,7 @@ def _all_to_all(world, peer, chunk_bytes, paced):
     """Every stage's weights at once; half of the receives are there first, in another order."""
     stages = range(len(SIZES))
     sent, coming = [], {}
-    with Links(world, layouts(), chunk_bytes, paced=paced) as links:
+    with Messages(world, layouts(), chunk_bytes, paced=paced) as links:
         if paced:
             links.pacer.rate = 1e5
 
@@ -180,10 +180,10 @@ def _collective(links, action, root):
         transfer = links.collective(i, {"w": values(rank, 5)} if rank == root else None)
     else:
         i = message(action, 0, Buffer.GRADIENT, *peers)
-        total = Sum()
+        total = GradientSum()
         total.add(summands(rank))
         transfer = links.collective(i, total)
-    empty = Sum() if action != Action.BROADCAST else {"w": values(rank, 0)}
+    empty = GradientSum() if action != Action.BROADCAST else {"w": values(rank, 0)}
     nothing = links.collective(i._replace(stage=1 if action != Action.BROADCAST else 0), empty)
     transfer.wait()
     nothing.wait()

@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 import torch
 
 from toolkit.model.analysis import differentiable
-from toolkit.runtime.layout import Layout, Layouts
+from toolkit.runtime.message_layout import Layout, Layouts
 from toolkit.runtime.stage import StageRunner, Values, leaves
 
 
-def rehearse(
+def warm_up(
     runners: Sequence[StageRunner],
     layouts: Layouts,
     inputs: Values,

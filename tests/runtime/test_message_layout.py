@@ -14,11 +14,11 @@ from tests.schedule.strategies import quick
 from toolkit.model import partition
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.layout import Layout, Layouts, Part, find_layouts, weights_layout
-from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime.message_layout import Layout, Layouts, Part, find_layouts, weights_layout
+from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.updater import Sum
+from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
 CPU = torch.device("cpu")
@@ -336,10 +336,10 @@ def test_payloads():
     assert isinstance(weights, dict)
     assert torch.equal(weights["weight"], VALUES)
     i = message(Buffer.GRADIENT, 0)
-    total = Sum()
+    total = GradientSum()
     total.add({"weight": VALUES.clone()})
     found = LAYOUTS.unpack(i, LAYOUTS.pack(i, total, CPU))
-    assert isinstance(found, Sum)
+    assert isinstance(found, GradientSum)
     assert torch.equal(found.tensors["weight"], VALUES)
 
 
@@ -464,7 +464,7 @@ CASES["awkward"] = (models.cut_awkward, models.awkward, models.id_batches)
 
 
 def tensors_of(payload):
-    if isinstance(payload, Sum):
+    if isinstance(payload, GradientSum):
         return payload.tensors
     if isinstance(payload, tuple):
         return {k: x for k, x in enumerate(payload) if x is not None}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Average:
+class MovingAverage:
     """Follows the weights of one stage, and the statistics by which its norms are tested.
 
     Args:

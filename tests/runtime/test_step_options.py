@@ -23,11 +23,11 @@ from tests.runtime.models import (
     residual,
 )
 from tests.thorough import thorough
-from toolkit.runtime import Recipe, SingleProcess
-from toolkit.runtime.average import Average
-from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime.ema import MovingAverage
+from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.updater import Sum, Updater, norms
+from toolkit.runtime.updater import GradientSum, Updater, norms
 from toolkit.schedule import Schedule, catalog
 
 SCHEDULES = [
@@ -41,38 +41,38 @@ SCHEDULES = [
     catalog.pipedream_2bw(2, 2),
 ]
 RECIPES = {
-    "clip": Recipe(clip=0.05),
-    "checkpoint": Recipe(checkpoint="all"),
-    "checkpoint one": Recipe(checkpoint=[1]),
-    "ema": Recipe(ema=0.9, channels_last=True),
-    "all": Recipe(clip=0.05, checkpoint="all", ema=0.9, channels_last=True),
+    "clip": StepOptions(clip=0.05),
+    "checkpoint": StepOptions(checkpoint="all"),
+    "checkpoint one": StepOptions(checkpoint=[1]),
+    "ema": StepOptions(ema=0.9, channels_last=True),
+    "all": StepOptions(clip=0.05, checkpoint="all", ema=0.9, channels_last=True),
 }
 PREDICTED = replace(catalog.cyclic(3), predict=True)
-MODEL_CLIP = Recipe(clip=0.05, clip_by="model")
+MODEL_CLIP = StepOptions(clip=0.05, clip_by="model")
 
 
-def make(schedule, recipe, order="grouped", model=None, optimizer=conform.sgd, **options):
+def make(schedule, options, order="grouped", model=None, optimizer=conform.sgd, **others):
     stages = cut(model or residual(), schedule)
     return SingleProcess(
-        stages, schedule, optimizer, F.cross_entropy, order, recipe=recipe, **options
+        stages, schedule, optimizer, F.cross_entropy, order, options=options, **others
     )
 
 
-def trained(schedule, recipe, order="grouped", **options):
+def trained(schedule, options, order="grouped", **others):
     """Weights, buffers and averages after five steps."""
-    runtime = make(schedule, recipe, order, **options)
+    runtime = make(schedule, options, order, **others)
     list(runtime.run(make_batches(schedule.n_microbatches)))
     return runtime.module().state_dict(), runtime.averages()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_every_order_trains_alike(schedule, recipe):
-    expected, averages = trained(schedule, recipe)
-    found, found_averages = trained(schedule, recipe, "scheduled")
+@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
+def test_every_order_trains_alike(schedule, options):
+    expected, averages = trained(schedule, options)
+    found, found_averages = trained(schedule, options, "scheduled")
     assert_same(found, expected)
     assert_same(found_averages, averages)
-    assert bool(averages) == (recipe.ema is not None)
+    assert bool(averages) == (options.ema is not None)
 
 
 @pytest.mark.parametrize("schedule", [catalog.cyclic(3), PREDICTED], ids=name_of)
@@ -88,7 +88,7 @@ def test_a_step_neither_mixes_devices_nor_waits_for_one(schedule, order):
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
 def test_checkpoints_change_nothing(schedule, order):
     """Not the weights, nor the running statistics, though each forward runs twice."""
-    plain, _ = trained(schedule, Recipe(), order)
+    plain, _ = trained(schedule, StepOptions(), order)
     for name in ("checkpoint", "checkpoint one"):
         found, _ = trained(schedule, RECIPES[name], order)
         assert_same(found, plain)
@@ -98,15 +98,15 @@ def test_checkpoints_change_nothing(schedule, order):
 def test_dropout_is_drawn_again_alike(order):
     schedule = catalog.cyclic(2)
 
-    def run(recipe):
+    def run(options):
         stages = models.cut_awkward(models.awkward(), schedule)
         runtime = SingleProcess(
-            stages, schedule, conform.adamw, F.cross_entropy, order, recipe=recipe
+            stages, schedule, conform.adamw, F.cross_entropy, order, options=options
         )
         list(runtime.run(models.id_batches(2)))
         return runtime.module().state_dict()
 
-    assert_same(run(RECIPES["checkpoint"]), run(Recipe()))
+    assert_same(run(RECIPES["checkpoint"]), run(StepOptions()))
 
 
 @contextmanager
@@ -123,9 +123,9 @@ def counting():
 
 
 def test_checkpoints_keep_less():
-    def kept(recipe):
+    def kept(options):
         schedule = catalog.data_parallel(2)
-        runtime = make(schedule, recipe)
+        runtime = make(schedule, options)
         ((inputs, _),) = make_batches(2, steps=1)
         runner = runtime._runners[0]
         with counting() as found:
@@ -133,7 +133,7 @@ def test_checkpoints_keep_less():
             runner.forward(weights, (inputs,), (0, 1), 0)
         return found[0]
 
-    assert kept(Recipe(checkpoint=[0])) < kept(Recipe(checkpoint=[1])) / 4
+    assert kept(StepOptions(checkpoint=[0])) < kept(StepOptions(checkpoint=[1])) / 4
 
 
 class Multiplying(TorchDispatchMode):
@@ -151,7 +151,7 @@ class Multiplying(TorchDispatchMode):
 @pytest.mark.parametrize("name", [None, "checkpoint", "checkpoint one"])
 def test_a_split_backward_takes_no_more_operations_than_a_whole_one(name):
     def operations(schedule):
-        runtime = make(schedule, RECIPES[name] if name else Recipe(), "scheduled")
+        runtime = make(schedule, RECIPES[name] if name else StepOptions(), "scheduled")
         with Multiplying() as found:
             list(runtime.run(make_batches(schedule.n_microbatches)))
         return found.count
@@ -185,14 +185,14 @@ def clip_stages(model, stages):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "clip"), [(RECIPES["clip"], clip_stages), (MODEL_CLIP, clip_model)]
+    ("options", "clip"), [(RECIPES["clip"], clip_stages), (MODEL_CLIP, clip_model)]
 )
-def test_clips_as_torch_does(recipe, clip):
+def test_clips_as_torch_does(options, clip):
     schedule = catalog.data_parallel(3)
     expected = plainly(schedule, cut(residual(), schedule), residual(), clip)
-    found, _ = trained(schedule, recipe)
+    found, _ = trained(schedule, options)
     assert_same({name: found[name] for name in expected}, expected)
-    assert differ(found, trained(schedule, Recipe())[0])
+    assert differ(found, trained(schedule, StepOptions())[0])
 
 
 @pytest.mark.parametrize("delay", [1, 2, [[1, 1, 0], [1, 1, 0], [1, 0, 0]]])
@@ -218,7 +218,7 @@ def test_the_average_follows_weights_and_running_statistics():
 
 
 def test_the_average_comes_to_its_decay():
-    average = Average(0.5)
+    average = MovingAverage(0.5)
     for k in range(40):
         average.begin({"w": torch.zeros(())})
         average.update({"w": torch.tensor(1.0 if k == 20 else 0.0)})
@@ -262,8 +262,8 @@ def test_autocasts_as_plain_torch_does(precision, dtype, scale):
     schedule = catalog.cyclic(1, 1, n_stages=4)
     stages = cut(copy.deepcopy(model).double(), schedule)
     stages.model.float()
-    recipe = Recipe(precision=precision, loss_scale=scale)
-    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, recipe=recipe)
+    options = StepOptions(precision=precision, loss_scale=scale)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, options=options)
     runtime.step(inputs, targets)
     with torch.autocast("cpu", dtype):
         loss = F.cross_entropy(model(inputs), targets)
@@ -285,9 +285,9 @@ def test_16_bits_in_every_order(schedule):
     def run(order):
         stages = cut(residual(), schedule)
         stages.model.float()
-        recipe = Recipe(precision="bf16", checkpoint="all")
+        options = StepOptions(precision="bf16", checkpoint="all")
         runtime = SingleProcess(
-            stages, schedule, conform.sgd, F.cross_entropy, order, recipe=recipe
+            stages, schedule, conform.sgd, F.cross_entropy, order, options=options
         )
         list(runtime.run(batches))
         return runtime.module().state_dict()
@@ -309,7 +309,7 @@ def test_an_infinite_gradient_is_left_out():
         schedule,
         conform.sgd,
         F.cross_entropy,
-        recipe=Recipe(precision="fp16", loss_scale=1e30),
+        options=StepOptions(precision="fp16", loss_scale=1e30),
         lr_scheduler=conform._decay,
     )
     for _ in range(3):
@@ -335,19 +335,19 @@ class Reading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "n_reads"),
+    ("options", "n_reads"),
     [
-        (Recipe(precision="fp16", loss_scale=8.0), 1),
-        (Recipe(precision="fp16", loss_scale=8.0, clip=0.1), 1),
-        (Recipe(precision="fp16", loss_scale=8.0, clip=0.1, clip_by="model"), 1),
-        (Recipe(clip=0.1), 0),
-        (Recipe(), 0),
+        (StepOptions(precision="fp16", loss_scale=8.0), 1),
+        (StepOptions(precision="fp16", loss_scale=8.0, clip=0.1), 1),
+        (StepOptions(precision="fp16", loss_scale=8.0, clip=0.1, clip_by="model"), 1),
+        (StepOptions(clip=0.1), 0),
+        (StepOptions(), 0),
     ],
 )
-def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, recipe, n_reads):
+def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, options, n_reads):
     """For all stages; who asks has to wait for the GPU."""
     schedule = catalog.cyclic(3, 1)
-    runtime = make(schedule, recipe)
+    runtime = make(schedule, options)
     tolist = torch.Tensor.tolist
     lists = []
     monkeypatch.setattr("torch.Tensor.tolist", lambda x: lists.append(x) or tolist(x))
@@ -359,7 +359,7 @@ def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, recipe, n_re
 
 
 @pytest.mark.parametrize(
-    ("options", "squared", "finite"),
+    ("others", "squared", "finite"),
     [
         ({"clip": 1.0}, [9.0, math.inf, None], [True, True, None]),
         ({"precision": "fp16", "loss_scale": 2.0}, [2.25, math.inf, None], [True, False, None]),
@@ -371,14 +371,14 @@ def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, recipe, n_re
         ({}, [None, None, None], [None, None, None]),
     ],
 )
-def test_norms_of_all_stages(options, squared, finite):
+def test_norms_of_all_stages(others, squared, finite):
     """Each by itself, or of them all; a stage without a gradient has none."""
-    recipe = Recipe(**options)
+    options = StepOptions(**others)
     updaters, totals = [], []
     for value in (3.0, math.inf, None):
         layer = nn.Linear(1, 1, bias=False)
-        updaters.append(Updater(layer, conform.sgd, None, recipe))
-        totals.append(Sum())
+        updaters.append(Updater(layer, conform.sgd, None, options))
+        totals.append(GradientSum())
         if value is not None:
             totals[-1].add({"weight": torch.full((1, 1), value)})
     found = norms(updaters, totals)
@@ -393,10 +393,10 @@ def test_compiled_stages_train_alike(monkeypatch, norm):
     """And torch, which gives up on code that it has compiled a few times, compiles every stage."""
     schedule = catalog.cyclic(4)
     calls = _without_code(monkeypatch)
-    expected, _ = trained(schedule, Recipe())
+    expected, _ = trained(schedule, StepOptions())
     monkeypatch.setattr(MicrobatchNorm, "_in_turn", getattr(MicrobatchNorm, norm))  # as on a GPU
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        found, _ = trained(schedule, Recipe(compile="default"))
+        found, _ = trained(schedule, StepOptions(compile="default"))
     assert_same(found, expected)
     assert calls == schedule.n_stages * [("default", False)]
 
@@ -416,8 +416,8 @@ def test_a_stage_is_compiled_for_every_number_of_microbatches(monkeypatch):
     sizes = range(1, torch._dynamo.config.recompile_limit + 4)
     stage = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
     plain, found = (
-        StageRunner(copy.deepcopy(stage), 0, conform.sgd, None, 0, recipe)
-        for recipe in (Recipe(), Recipe(compile="default"))
+        StageRunner(copy.deepcopy(stage), 0, conform.sgd, None, 0, options)
+        for options in (StepOptions(), StepOptions(compile="default"))
     )
     for size in [*sizes, *sizes]:
         batch = (torch.randn(3 * size, 2, dtype=torch.float64),)
@@ -433,8 +433,8 @@ def test_compiled_stages_whose_backward_is_split_train_alike(monkeypatch):
     orders = "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1I1 1W1"
     schedule = Schedule.from_rank_orders(orders)
     _without_code(monkeypatch)
-    expected, _ = trained(schedule, Recipe(), "scheduled")
-    runtime = make(schedule, Recipe(compile="default"), "scheduled")
+    expected, _ = trained(schedule, StepOptions(), "scheduled")
+    runtime = make(schedule, StepOptions(compile="default"), "scheduled")
     list(runtime.run(make_batches(schedule.n_microbatches)))
     assert_same(runtime.module().state_dict(), expected)
     assert not any(runner.splits for runner in runtime._runners)  # torch would compute all of both
@@ -459,9 +459,9 @@ def test_cuda_graphs_are_for_whole_steps(monkeypatch, mode):
     _without_code(monkeypatch)
     stages = models.cut(models.residual(), catalog.cyclic(2))
     arguments = (stages, catalog.cyclic(2), conform.sgd, F.cross_entropy)
-    SingleProcess(*arguments, recipe=Recipe(compile=mode))
+    SingleProcess(*arguments, options=StepOptions(compile=mode))
     with pytest.raises(ValueError, match=f"compile={mode} runs all forwards of a step"):
-        SingleProcess(*arguments, "scheduled", recipe=Recipe(compile=mode))
+        SingleProcess(*arguments, "scheduled", options=StepOptions(compile=mode))
 
 
 class Graphs:
@@ -477,7 +477,7 @@ class Graphs:
         monkeypatch.setattr("torch.compile", self._compile)
         monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", self._begin)
 
-    def _compile(self, call, **options):
+    def _compile(self, call, **others):
         def run(weights, inputs):
             outputs = call(weights, inputs)
             self._made += [lambda tensor=tensor: tensor for tensor in outputs]
@@ -495,9 +495,9 @@ class Graphs:
         self._made.clear()
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "all"}, {"ema": 0.9, "clip": 0.05}])
+@pytest.mark.parametrize("others", [{}, {"checkpoint": "all"}, {"ema": 0.9, "clip": 0.05}])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, options, frozen):
+def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, others, frozen):
     """Each step begins once, looks at the delay included."""
     schedule, batches = catalog.cyclic(3), make_batches(3)
 
@@ -506,8 +506,8 @@ def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, options, frozen):
         if frozen:
             for parameter in cut(model, schedule)[0].parameters():
                 parameter.requires_grad_(False)
-        recipe = Recipe(compile=compile, **options)
-        runtime = make(schedule, recipe, model=model, diagnostics=2)
+        options = StepOptions(compile=compile, **others)
+        runtime = make(schedule, options, model=model, diagnostics=2)
         return runtime, list(runtime.run(batches))
 
     expected, expected_results = run("none")
@@ -540,14 +540,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_refuses_what_there_is_not(options, message):
+@pytest.mark.parametrize(("others", "message"), WRONG)
+def test_refuses_what_there_is_not(others, message):
     with pytest.raises(ValueError, match=message):
-        Recipe(**options)
+        StepOptions(**others)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "order", "recipe", "message"),
+    ("schedule", "order", "options", "message"),
     [
         (
             catalog.cyclic(3),
@@ -565,19 +565,19 @@ def test_refuses_what_there_is_not(options, message):
         (
             catalog.cyclic(3),
             "grouped",
-            Recipe(checkpoint=[3]),
+            StepOptions(checkpoint=[3]),
             "stage 3 and there are 3: choose from 0 to 2",
         ),
     ],
 )
-def test_refuses_what_the_schedule_cannot_do(schedule, order, recipe, message):
+def test_refuses_what_the_schedule_cannot_do(schedule, order, options, message):
     with pytest.raises(ValueError, match=message):
-        make(schedule, recipe, order)
+        make(schedule, options, order)
 
 
 def test_an_average_that_was_taken_over_is_a_copy():
-    schedule, recipe = catalog.data_parallel(3), Recipe(ema=0.9)
-    batches, first, second = make_batches(3), make(schedule, recipe), make(schedule, recipe)
+    schedule, options = catalog.data_parallel(3), StepOptions(ema=0.9)
+    batches, first, second = make_batches(3), make(schedule, options), make(schedule, options)
     list(first.run(batches[:2]))
     state = first.state_dict()
     second.load_state_dict(state)
@@ -591,8 +591,8 @@ def test_goes_on_where_all_updates_were_left_out():
         schedule = catalog.cyclic(2, 1)
         stages = cut(residual(), schedule)
         stages.model.float()
-        recipe = Recipe(precision="fp16", loss_scale=1e30)
-        return SingleProcess(stages, schedule, conform.adamw, F.cross_entropy, recipe=recipe)
+        options = StepOptions(precision="fp16", loss_scale=1e30)
+        return SingleProcess(stages, schedule, conform.adamw, F.cross_entropy, options=options)
 
     first, again = new(), new()
     first.step(*images())

@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
+from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.result import StepResult
-from toolkit.runtime.source import Batch, Source
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import check_state, form_of, joined
-from toolkit.runtime.tree import map_tensors
+from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
 from toolkit.schedule import Schedule
 
@@ -31,14 +30,14 @@ class Runtime(ABC):
         stages: the model, partitioned.
         schedule: a schedule of as many stages.
         optimizer: function from the list of a stage's parameters to its optimizer.
-        recipe: how stages compute and update.
+        options: how stages compute and update.
 
     Attributes:
         world: the processes that train together; None where there is one.
         steps_done: training steps until now.
 
     Raises:
-        ValueError: stages, schedule, optimizer and recipe do not fit.
+        ValueError: stages, schedule, optimizer and options do not fit.
     """
 
     world: World | None = None
@@ -50,9 +49,9 @@ class Runtime(ABC):
         stages: Stages,
         schedule: Schedule,
         optimizer: MakeOptimizer,
-        recipe: Recipe = PLAIN,
+        options: StepOptions = PLAIN,
     ) -> None:
-        check_fit(stages, schedule, optimizer, recipe)
+        check_fit(stages, schedule, optimizer, options)
         self.stages = stages
         self.schedule = schedule
         self.steps_done = 0
@@ -106,7 +105,7 @@ class Runtime(ABC):
         Args:
             batches: ``(inputs, targets)`` as in :meth:`step`; those of a run of ``Distributed``
                 are all of the same size. Of batches that are
-                :class:`~toolkit.runtime.source.Divisible` a rank loads only what it reads.
+                :class:`~toolkit.runtime.microbatches.Divisible` a rank loads only what it reads.
             n_steps: how many of them to take; all unless given.
 
         Raises:
@@ -134,7 +133,7 @@ class Runtime(ABC):
             self._unfinished = None
 
     @abstractmethod
-    def _steps(self, source: Source, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         """Train on ``n_steps`` of the batches, or all. Where steps overlap the number is known."""
 
     def _check_ended(self) -> None:
@@ -148,10 +147,10 @@ class Runtime(ABC):
         """The micro-batches that this rank reads at ``step``, ascending: all, unless it says."""
         return range(self.schedule.n_microbatches)
 
-    def _source(self, batches: Iterable[Batch]) -> Source:
+    def _source(self, batches: Iterable[Batch]) -> BatchReader:
         """What this rank reads of ``batches``, the first of which is of the next step."""
         n = self.schedule.n_microbatches
-        return Source(batches, n, self._reads, self.steps_done, self._device)
+        return BatchReader(batches, n, self._reads, self.steps_done, self._device)
 
     def module(self) -> nn.Module:
         """The whole model with the newest weights, on every rank. Every rank calls it.
@@ -209,7 +208,7 @@ class Runtime(ABC):
         part = self.part()
         if self.world is None:
             return joined([copy.deepcopy(part)])
-        return joined(self.world.gather(map_tensors(Tensor.cpu, part)))
+        return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.

@@ -8,7 +8,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from toolkit.model import build, gpt, partition
-from toolkit.runtime.halves import first_half
+from toolkit.runtime.split_backward import first_half
 
 
 def leaf(*shape):

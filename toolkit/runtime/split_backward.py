@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 @dataclass
-class Stretch:
+class BackwardSegment:
     """A part of a backward: from ``edges``, with their ``gradients``, to some ``weights``."""
 
     edges: Sequence[GradientEdge]
@@ -38,7 +38,7 @@ def first_half(
     gradients: Sequence[Tensor],
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
-) -> tuple[tuple[Tensor | None, ...], list[Stretch]]:
+) -> tuple[tuple[Tensor | None, ...], list[BackwardSegment]]:
     """Find the gradients of ``inputs``.
 
     Weights that join the way at several places are left their gradients at once, for from one of
@@ -56,7 +56,7 @@ def first_half(
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not wanted or not outputs:
-        return (None,) * len(inputs), [Stretch(outputs, weights, gradients)]
+        return (None,) * len(inputs), [BackwardSegment(outputs, weights, gradients)]
     second_half = _find_stretches(outputs, wanted, weights)
     later = {id(weight) for stretch in second_half for weight in stretch.weights}
     at_once = [weight for weight in weights if id(weight) not in later]
@@ -82,7 +82,7 @@ def first_half(
 
 def _find_stretches(
     outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> list[Stretch]:
+) -> list[BackwardSegment]:
     """From each joint to the weights that join there and nowhere else; without gradients yet."""
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
@@ -106,7 +106,7 @@ def _find_stretches(
     for node, reached in joining.items():
         if once := [n for n in reached if times[n] == 1 and n not in beside]:
             edges = [GradientEdge(node, number) for number in sorted(entered[node])]
-            stretches.append(Stretch(edges, [leaves[n] for n in once]))
+            stretches.append(BackwardSegment(edges, [leaves[n] for n in once]))
     return stretches
 
 

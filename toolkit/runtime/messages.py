@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.format import MB
 from toolkit.runtime import hierarchy
-from toolkit.runtime.layout import Layouts
+from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.pacing import Pacer
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.rank import Payload
@@ -58,7 +58,7 @@ class Transfer:
                     work.wait(_FOR_EVER)
 
 
-class Links:
+class Messages:
     """Begins the messages of a rank.
 
     Args:
@@ -88,7 +88,7 @@ class Links:
         self._chunk_bytes = chunk_bytes
         self._per_machine = per_machine
 
-    def __enter__(self) -> "Links":
+    def __enter__(self) -> "Messages":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -8,28 +8,64 @@ for messages to end. A receive is begun early, so that its message need not wait
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import NoReturn
 
 import torch
 
 from toolkit.runtime.dataflow import Dataflow, in_background
-from toolkit.runtime.links import Links, Transfer, tags
+from toolkit.runtime.messages import Messages, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
-from toolkit.runtime.stagger import Stagger
+from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.streams import Streams
-from toolkit.runtime.waiter import Waiter
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.start_times import lookahead
 
 
-class Execution:
+class Waiter:
+    """Deals with transfers one after another.
+
+    Args:
+        do: waits for a transfer, of which it is told the number, and does what follows.
+        failed: told the number of one that has failed, and why. The waiter ends.
+    """
+
+    def __init__(
+        self,
+        do: Callable[[int, Transfer], None],
+        failed: Callable[[int, BaseException], None],
+    ) -> None:
+        self._do, self._failed = do, failed
+        self._coming: SimpleQueue[tuple[int, Transfer] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="waiter", daemon=True)
+        self._thread.start()
+
+    def put(self, number: int, transfer: Transfer) -> None:
+        self._coming.put((number, transfer))
+
+    def close(self) -> None:
+        """End after what has been put."""
+        self._coming.put(None)
+
+    def _run(self) -> None:
+        while (item := self._coming.get()) is not None:
+            number, transfer = item
+            try:
+                self._do(number, transfer)
+            except BaseException as error:
+                self._failed(number, error)
+                return
+            del item, transfer  # or the message would live until the next one
+
+
+class Executor:
     """Carries out the instructions of one rank. A context: at its end the threads end.
 
     Args:
         rank: its memory.
-        links: to the others.
+        messages: to the others.
         program: verified.
         turn: when the rank starts.
         meter: writes down what is done; none, where nothing is measured.
@@ -43,22 +79,22 @@ class Execution:
     def __init__(
         self,
         rank: Rank,
-        links: Links,
+        messages: Messages,
         program: Program,
-        turn: Stagger,
+        turn: StartOffset,
         meter: Meter | None,
         *,
         overlap: bool,
     ) -> None:
-        self._rank, self._links, self._turn, self._meter = rank, links, turn, meter
-        self._world, self._watch = links.world, links.world.watch
+        self._rank, self._messages, self._turn, self._meter = rank, messages, turn, meter
+        self._world, self._watch = messages.world, messages.world.watch
         self._order = program.ranks[self._world.rank]
         self._tags = tags(self._order)
-        if links.pacer is not None:
+        if messages.pacer is not None:
             sends = (i for i in self._order if i.action == Action.SEND)
-            links.pacer.begin(sum(map(links.n_bytes, sends)) / program.n_steps)
+            messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
         self.ends = _last_ops(self._order)
-        self._flow = Dataflow(self._order, self._world.rank, ordered=links.ordered)
+        self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered)
         self._overlap = overlap
         self._ahead = lookahead(program.schedule)
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
@@ -74,7 +110,7 @@ class Execution:
         self._waiters: dict[tuple, Waiter] = {}
         self._thread = threading.Thread(target=self._go_on, name="messages", daemon=True)
 
-    def __enter__(self) -> "Execution":
+    def __enter__(self) -> "Executor":
         self._thread.start()
         return self
 
@@ -119,8 +155,8 @@ class Execution:
         if (mark := self._streams.mark()) is not None:
             self._marks[position] = mark
         self._end(position)
-        if self._links.pacer is not None and position in self.ends:
-            self._links.pacer.end_step()
+        if self._messages.pacer is not None and position in self.ends:
+            self._messages.pacer.end_step()
 
     def finish(self) -> None:
         """Wait until everything has been done, received and sent."""
@@ -201,7 +237,7 @@ class Execution:
         used: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         with self._streams.beside(self._marks.get(p) for p in self._flow.needs[position]):
             if i.action == Action.RECV:
-                self._begin_message(position, self._links.receive(i, self._tags[position]))
+                self._begin_message(position, self._messages.receive(i, self._tags[position]))
                 return
             self._add_received(i)
             if i.action == Action.SEND:
@@ -209,7 +245,7 @@ class Execution:
                 self._measured(i, lambda i: self._send(position, payload))
             elif i.action.communicates:
                 given = self._rank.give(i) if i.gives(self._world.rank) else None
-                self._begin_message(position, self._links.collective(i, given))
+                self._begin_message(position, self._messages.collective(i, given))
                 return
             else:
                 self._measured(i, self._compute)
@@ -223,7 +259,7 @@ class Execution:
 
     def _send(self, position: int, payload: Payload) -> int:
         i = self._order[position]
-        transfer = self._links.send(i, payload, self._tags[position])
+        transfer = self._messages.send(i, payload, self._tags[position])
         with self._work:
             self._unsent.add(position)
         self._waiter(("send", *i.peers), self._sent).put(position, transfer)
@@ -256,7 +292,7 @@ class Execution:
         with self._streams.beside():
             transfer.wait()
             if i.leaves(self._world.rank):
-                self._store(position, self._links.received(i, transfer))
+                self._store(position, self._messages.received(i, transfer))
         if self._meter is not None:
             self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
         self._end(position)

@@ -5,10 +5,10 @@ import torch
 
 from tests.runtime import conform, models
 from toolkit.model.analysis import meta_copy
-from toolkit.runtime.layout import find_layouts
-from toolkit.runtime.recipe import PLAIN, Recipe
-from toolkit.runtime.rehearsal import rehearse
+from toolkit.runtime.message_layout import find_layouts
 from toolkit.runtime.stage import StageRunner
+from toolkit.runtime.step_options import PLAIN, StepOptions
+from toolkit.runtime.warmup import warm_up
 from toolkit.schedule import catalog
 
 CPU = torch.device("cpu")
@@ -28,10 +28,10 @@ def updates(monkeypatch):
     return found
 
 
-def made(model, example, recipe=PLAIN):
+def made(model, example, options=PLAIN):
     schedule = catalog.cyclic(N_STAGES)
     stages = (models.cut_awkward if model is models.awkward else models.cut)(model(), schedule)
-    runners = [StageRunner(s, j, conform.adamw, None, 0, recipe) for j, s in enumerate(stages)]
+    runners = [StageRunner(s, j, conform.adamw, None, 0, options) for j, s in enumerate(stages)]
     inputs = (example.to("meta"),)
     return runners, find_layouts([meta_copy(runner.compute) for runner in runners], inputs), inputs
 
@@ -44,12 +44,12 @@ def held(runner):
     ("model", "make_batches"),
     [(models.residual, models.make_batches), (models.awkward, models.id_batches)],
 )
-@pytest.mark.parametrize("recipe", [PLAIN, Recipe(checkpoint="all", channels_last=True)])
+@pytest.mark.parametrize("options", [PLAIN, StepOptions(checkpoint="all", channels_last=True)])
 @pytest.mark.parametrize("computed", [range(N_STAGES), [0, 2], [1, 2], [3]], ids=str)
 def test_every_stage_runs_both_ways_and_nothing_is_left(
-    monkeypatch, updates, model, make_batches, recipe, computed
+    monkeypatch, updates, model, make_batches, options, computed
 ):
-    runners, layouts, inputs = made(model, make_batches(1)[0][0], recipe)
+    runners, layouts, inputs = made(model, make_batches(1)[0][0], options)
     own = computed[-1:]
     for j, runner in enumerate(runners):
         if j not in own:  # as where another rank updates it
@@ -69,7 +69,7 @@ def test_every_stage_runs_both_ways_and_nothing_is_left(
         "backward",
         lambda ends, *a: (ran.append(f"{len(ends)}B"), backward(ends, *a)),
     )
-    rehearse(runners, layouts, inputs, CPU, computed, own)
+    warm_up(runners, layouts, inputs, CPU, computed, own)
     assert [name for name in ran if name.endswith("F")] == [f"{j}F" for j in computed]
     assert len(ran) == 2 * len(computed)
     assert updates == [n for n in [len(runners[own[0]].masters)] if n]

@@ -1,4 +1,4 @@
-"""Execution: how messages travel changes no result; compression, errors, and what is left alive."""
+"""Executor: how messages travel changes no result; compression, errors, and what is left alive."""
 
 import gc
 import itertools
@@ -16,8 +16,8 @@ from tests.runtime.models import name_of
 from toolkit.model import partition
 from toolkit.runtime import Distributed, join, launch, report
 from toolkit.runtime.dataflow import Dataflow
-from toolkit.runtime.execution import Execution
-from toolkit.runtime.links import Transfer
+from toolkit.runtime.executor import Executor
+from toolkit.runtime.messages import Transfer
 from toolkit.runtime.rank import Rank
 from toolkit.schedule import STATES, Action, catalog
 
@@ -172,7 +172,7 @@ def _ranks_alive(world):
 def _ahead(world, state):
     """By how many slots at most messages may begin before their place."""
     ticks, opened = [], []
-    perform, open_until = Execution.perform, Dataflow.open_until
+    perform, open_until = Executor.perform, Dataflow.open_until
 
     def performing(self, position):
         ticks.append(self._order[position].tick)
@@ -182,11 +182,11 @@ def _ahead(world, state):
         opened.append(tick - ticks[-1])
         open_until(self, tick)
 
-    Execution.perform, Dataflow.open_until = performing, opening
+    Executor.perform, Dataflow.open_until = performing, opening
     try:
         list(_small_runtime(world, catalog.cyclic(2, 1, state=state)).run(small_batches(3)))
     finally:
-        Execution.perform, Dataflow.open_until = perform, open_until
+        Executor.perform, Dataflow.open_until = perform, open_until
     return max(opened)
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.model.analysis import differentiable
-from toolkit.runtime.norm import MicrobatchNorm
+from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.rank import Gradients, Payload
 from toolkit.runtime.stage import Values
-from toolkit.runtime.updater import Sum
+from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
 
 _CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ class Layouts:
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """What instruction ``i`` sends, as bytes on ``device``."""
-        if isinstance(payload, Sum):
+        if isinstance(payload, GradientSum):
             tensors: Mapping = payload.tensors
         elif isinstance(payload, tuple):
             tensors = dict(enumerate(payload))
@@ -163,7 +163,7 @@ class Layouts:
         if i.buffer == Buffer.WEIGHTS:
             return tensors
         if i.buffer == Buffer.GRADIENT:
-            total = Sum()
+            total = GradientSum()
             total.add(tensors)
             return total
         passed_on = i.buffer == Buffer.ACTIVATION

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.stages import cut
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.operations import operations
-from toolkit.runtime.norm import Group, MicrobatchNorm
+from toolkit.runtime.microbatch_norm import Group, MicrobatchNorm
 from toolkit.schedule import catalog
 
 N = 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.models import name_of
 from tests.schedule.strategies import programs, quick
-from toolkit.runtime.stagger import Stagger, turns
+from toolkit.runtime.start_offset import StartOffset, turns
 from toolkit.schedule import Action, catalog
 
 
@@ -64,7 +64,7 @@ class World:
 def staggers(program):
     store = Store()
     worlds = [World(rank, store) for rank in range(len(program.ranks))]
-    return store, worlds, [Stagger(program, world) for world in worlds]
+    return store, worlds, [StartOffset(program, world) for world in worlds]
 
 
 def first_forward(program, rank):
@@ -165,7 +165,7 @@ def test_one_program_after_another_has_turns_of_its_own():
     store = Store()
     worlds = [World(rank, store) for rank in range(2)]
     for name in ("world/1", "world/2"):
-        leader, second = (Stagger(program, world) for world in worlds)
+        leader, second = (StartOffset(program, world) for world in worlds)
         with pytest.raises(NotYetError, match=rf"^turn/{name}/1$"):
             second.before(first_forward(program, 1))
         leader.finish()

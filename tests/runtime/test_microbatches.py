@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
-from toolkit.runtime.feed import Feed
-from toolkit.runtime.source import Source, moved
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, moved
 
 CPU = torch.device("cpu")
 ROWS = torch.zeros(6)
@@ -44,13 +43,13 @@ class Parts:
 
 
 def feed_of(batches, wanted, n_microbatches=3, first_step=0, device=CPU):
-    source = Source(batches, n_microbatches, wanted, first_step, device)
-    return source, Feed(source, first_step, wanted)
+    source = BatchReader(batches, n_microbatches, wanted, first_step, device)
+    return source, MicrobatchQueue(source, first_step, wanted)
 
 
 def looked(batches, wanted, first_step=0, device=CPU, n_microbatches=3):
     """A source that refuses batches that are not alike, and has looked at the first."""
-    source = Source(batches, n_microbatches, wanted, first_step, device)
+    source = BatchReader(batches, n_microbatches, wanted, first_step, device)
     source.alike = True
     source.look()
     return source
@@ -187,7 +186,7 @@ def test_batches_that_are_not_alike_are_refused(other, seen, divisible):
     )
     with pytest.raises(ValueError, match=message):
         next(source)
-    assert len([*Source(batches, 3, lambda step: [1], 7, CPU)]) == 3  # unless they need not be
+    assert len([*BatchReader(batches, 3, lambda step: [1], 7, CPU)]) == 3  # unless they need not be
 
 
 @pytest.mark.parametrize(

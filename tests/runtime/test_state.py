@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.runtime.form import difference
+from toolkit.runtime.state import difference
 
 WHOLE = {"a": torch.zeros(2, 3), "b": [1.0, {"c": None}], "d": 3, "e": True}
 

@@ -21,7 +21,7 @@ _CLIP_BY = ("stage", "model")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class StepOptions:
     """What users add to a training step, and every schedule can be combined with.
 
     Args:
@@ -156,7 +156,7 @@ class Recipe:
         Raises:
             ValueError: with the first such option.
         """
-        plain = Recipe()
+        plain = StepOptions()
         for name in self.__dataclass_fields__:
             if name not in possible and getattr(self, name) != getattr(plain, name):
                 raise UserError(
@@ -170,7 +170,7 @@ def _is_between(value: object, end: float) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < end
 
 
-PLAIN = Recipe()
+PLAIN = StepOptions()
 """Plain training in 32 bits."""
 
 

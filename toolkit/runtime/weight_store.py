@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.model import Stages
-from toolkit.runtime.layout import Layout
-from toolkit.runtime.links import Links, Transfer
+from toolkit.runtime.message_layout import Layout
+from toolkit.runtime.messages import Messages, Transfer
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded
@@ -17,7 +17,7 @@ from toolkit.runtime.updater import Weights
 from toolkit.schedule import Action, Buffer, Instruction, Schedule
 
 
-class Holdings:
+class WeightStore:
     """The weights of one rank.
 
     A rank that updates a stage keeps the versions that are still read. The others keep nothing:
@@ -49,7 +49,7 @@ class Holdings:
                 for master in runner.masters.values():
                     master.data = torch.empty(0, dtype=master.dtype, device=master.device)
 
-    def share(self, links: Links, step: int) -> dict[tuple, Weights]:
+    def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
         """What this rank holds as a program begins at ``step``: (stage, version) -> weights."""
         self.forget()
         held = {
@@ -63,12 +63,12 @@ class Holdings:
                 if self.world.rank == owner:
                     for rank in lacking:
                         send = Instruction(0, Action.SEND, *what, (rank,))
-                        sent.append((send, links.send(send, held[j, version])))
+                        sent.append((send, messages.send(send, held[j, version])))
                 elif self.world.rank in lacking:
                     receive = Instruction(0, Action.RECV, *what, (owner,))
-                    transfer = links.receive(receive)
+                    transfer = messages.receive(receive)
                     self._await(receive, step, transfer)
-                    received = links.received(receive, transfer)
+                    received = messages.received(receive, transfer)
                     assert isinstance(received, dict)
                     held[j, version] = received
         for send, transfer in sent:

@@ -12,7 +12,7 @@ from toolkit.schedule import Action, Instruction, Program
 from toolkit.schedule.start_times import turns
 
 
-class Stagger:
+class StartOffset:
     """One rank's part in the start of ``program``."""
 
     def __init__(self, program: Program, world: World) -> None:
