@@ -330,7 +330,7 @@ def in_the_order_of_the_program(program):
     symbols = Symbols(program)
     at = [0] * len(program.ranks)
     open_ends = []
-    for rank, i in replay(program):
+    for rank, i in replay(program.ranks):
         symbols.begin(rank, at[rank])
         open_ends.append((rank, at[rank]))
         at[rank] += 1
@@ -498,7 +498,7 @@ def _goes_wrong(program, expected, rank, position, other):
 @pytest.mark.parametrize("schedule", METHODS, ids=models.name_of)
 def test_instructions_meet_where_the_replay_joins_them(schedule):
     """It has the keys written out."""
-    walk = iter([step for step in replay(schedule.lower(2)) if step[1].action.communicates])
+    walk = iter([step for step in replay(schedule.lower(2).ranks) if step[1].action.communicates])
     for rank, first in walk:
         n = 2 if first.action == Action.SEND else len(first.peers)
         joined = [(rank, first), *islice(walk, n - 1)]

@@ -118,7 +118,7 @@ def test_of_a_large_grid_what_is_around_the_mark():
     schedule = catalog.one_f_one_b(64, 128)
     op = Op(Kind.BACKWARD, 20, 100)
     whole = schedule.grid().splitlines()
-    head, *body = render(schedule, mark=(op, 0)).splitlines()
+    head, *body = render(schedule.timing, schedule.layout, mark=(op, 0)).splitlines()
     assert (len(whole), len(body)) == (65, 16)
     assert [line.split()[1] for line in body] == [str(rank) for rank in range(12, 28)]
     slots = list(map(int, head.split()[1:]))
@@ -127,4 +127,7 @@ def test_of_a_large_grid_what_is_around_the_mark():
     row = body[8].split()[2:]
     assert row[20] == "[20B100]"
     assert row[19] == whole[21].split()[2:][start - 1]
-    assert render(catalog.cyclic(3), mark=(Op(Kind.FORWARD, 0, 0), 0)).count("\n") == 3
+    schedule = catalog.cyclic(3)
+    assert (
+        render(schedule.timing, schedule.layout, mark=(Op(Kind.FORWARD, 0, 0), 0)).count("\n") == 3
+    )

@@ -65,7 +65,7 @@ def simulate(
     simulation = _Simulation(program, costs, hardware, optimizer_bytes)
     handlers = simulation.handlers
     with collector_paused():
-        for rank, instruction in replay(program):
+        for rank, instruction in replay(program.ranks):
             handlers[instruction.action](rank, instruction)
     return simulation.timeline()
 

@@ -68,7 +68,7 @@ def schedules(
     """
     shown = _checked([shown] if isinstance(shown, Schedule | str) else shown)
     programs = [schedule.lower(n_steps) for schedule in shown]
-    shapes = [rows(schedule) for schedule in shown]
+    shapes = [rows(schedule.layout) for schedule in shown]
     alive = [_alive(program) for program in programs]
     others = [schedule.lower(n_steps) for schedule in beside]
     n_slots = max(program.n_slots for program in [*programs, *others])
@@ -132,7 +132,7 @@ def _cells(program: Program) -> Iterator[_Cell]:
             if i.action.computes:
                 step, microbatch = i.step or 0, i.microbatch or 0
                 stale = delays[step][i.stage][microbatch] > 0
-                row = row_of(program.schedule, rank, microbatch)
+                row = row_of(program.schedule.layout, rank, microbatch)
                 yield _Cell(i.tick / tick, row, i.action, i.stage, step, stale)
 
 

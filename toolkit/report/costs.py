@@ -71,7 +71,9 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
     if not schedules:
         yield Text("No run tells of a schedule.")
         return
-    drawn = [name for name, schedule in schedules.items() if rows(schedule)[1] <= _ROWS][:_GRIDS]
+    drawn = [name for name, schedule in schedules.items() if rows(schedule.layout)[1] <= _ROWS][
+        :_GRIDS
+    ]
     peaks = {
         name: found.steady[name].peak_activations / schedule.n_stages
         for name, schedule in schedules.items()

@@ -51,7 +51,7 @@ class Scheduled:
     ) -> Iterator[StepResult]:
         """Carry out ``program``."""
         run = _Run(self._ranks(program, versions, feed))
-        for rank, i in replay(program):
+        for rank, i in replay(program.ranks):
             run.execute(rank, i)
             if i.action != Action.FORWARD or i.step is None:
                 continue

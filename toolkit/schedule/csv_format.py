@@ -19,14 +19,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError, whole
 from toolkit.schedule.op import Kind, Op
 from toolkit.schedule.pipeline_orders import as_early_as_possible
-
-if TYPE_CHECKING:
-    from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.placement import Placement
+from toolkit.schedule.timing import Timing
 
 _OP = re.compile(r"(\d+)([FBIW])(\d+)")
 _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d+)")
@@ -136,7 +134,7 @@ def _content(source: str | Path) -> str:
         ) from error
 
 
-def write_csv(schedule: "Schedule") -> str:
+def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> str:
     """One training step as CSV: a row a rank, a cell a slot.
 
     The op that starts first tells the period, where the orders alone would be timed otherwise.
@@ -144,39 +142,39 @@ def write_csv(schedule: "Schedule") -> str:
     Raises:
         ValueError: a stage runs on several ranks, a rank on none, or ops start between slots.
     """
-    starts = schedule.timing.starts
+    starts = timing.starts
     by_time = sorted(starts, key=starts.__getitem__)
-    _check_pipeline(schedule)
-    orders: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
+    _check_pipeline(name, timing, layout, n_stages)
+    orders: list[list[Op]] = [[] for _ in range(layout.n_ranks)]
     rows = [[""] * (starts[by_time[-1]] + 1) for _ in orders]
     for op in by_time:
-        rank = schedule.rank(op.stage, op.microbatch)
+        rank = layout.rank(op.stage, op.microbatch)
         orders[rank].append(op)
         rows[rank][starts[op]] = str(op)
     if not all(orders):
         raise UserError(
-            f"the CSV format has ops of every rank: rank {orders.index([])} of {schedule.name} has"
+            f"the CSV format has ops of every rank: rank {orders.index([])} of {name} has"
             " none; leave out what is idle"
         )
-    if as_early_as_possible(orders) != schedule.timing:
+    if as_early_as_possible(orders) != timing:
         first = by_time[0]
-        row = rows[schedule.rank(first.stage, first.microbatch)]
-        row[starts[first]] = f"{first} period={schedule.timing.period}"
+        row = rows[layout.rank(first.stage, first.microbatch)]
+        row[starts[first]] = f"{first} period={timing.period}"
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
-def _check_pipeline(schedule: "Schedule") -> None:
+def _check_pipeline(name: str, timing: Timing, layout: Placement, n_stages: int) -> None:
     """That each stage has one rank, and each op a slot."""
-    for j in range(schedule.n_stages):
-        if len(schedule.layout.ranks(j)) > 1:
+    for j in range(n_stages):
+        if len(layout.ranks(j)) > 1:
             raise UserError(
                 f"the CSV format is for pipelines, where a stage has one rank: stage {j} of"
-                f" {schedule.name} has {len(schedule.layout.ranks(j))}; place it per_stage"
+                f" {name} has {len(layout.ranks(j))}; place it per_stage"
             )
-    if schedule.timing.ticks_per_slot != 1 or schedule.one_device:
+    if timing.ticks_per_slot != 1 or layout.one_device:
         raise UserError(
-            f"the CSV format has one op a slot and rank: {schedule.name} runs on one device or has"
+            f"the CSV format has one op a slot and rank: {name} runs on one device or has"
             " ops between slots; place it per_stage, and start every op at a whole slot"
         )

@@ -3,16 +3,13 @@
 from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
 from toolkit.schedule.program import Program
 from toolkit.schedule.replay import replay
+from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.steady import settled_steps, steady_slots
 from toolkit.schedule.traffic import rounds, together, traffic_of
-
-if TYPE_CHECKING:
-    from toolkit.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Footprint:
     rounds: int
 
 
-def footprint(schedule: "Schedule") -> Footprint:
+def footprint(schedule: Schedule) -> Footprint:
     """Count from a verified program, in the steady state; where delays are random, as drawn."""
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1).verify()
@@ -88,7 +85,7 @@ def _rounds(program: Program) -> int:
     """Messages of one stage that wait for each other at the same tick."""
     depth: defaultdict[tuple[int, int], int] = defaultdict(int)
     now = most = 0
-    for rank, i in replay(program):
+    for rank, i in replay(program.ranks):
         if i.tick != now:
             now = i.tick
             depth.clear()

@@ -4,31 +4,31 @@ A rank that runs several ops at once (a single device) takes one row for each mi
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from toolkit.errors import whole
 from toolkit.schedule.op import Op
-
-if TYPE_CHECKING:
-    from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.placement import Placement
+from toolkit.schedule.timing import Timing
 
 _IDLE = "."
 _ROWS, _COLUMNS = 16, 40  # shown around an op in brackets
 
 
-def rows(schedule: "Schedule") -> tuple[str, int]:
-    """What a row is, and how many there are."""
-    if schedule.one_device:
-        return "micro-batch", schedule.n_microbatches
-    return "rank", schedule.n_ranks
+def rows(layout: Placement) -> tuple[str, int]:
+    """Return what a row shows, and the number of rows."""
+    if layout.one_device:
+        return "micro-batch", layout.n_microbatches
+    return "rank", layout.n_ranks
 
 
-def row_of(schedule: "Schedule", rank: int, microbatch: int) -> int:
+def row_of(layout: Placement, rank: int, microbatch: int) -> int:
     """The row that shows ``rank`` at work on ``microbatch``."""
-    return microbatch if schedule.one_device else rank
+    return microbatch if layout.one_device else rank
 
 
-def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None = None) -> str:
+def render(
+    timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
+) -> str:
     """The grid of ``n_steps`` training steps; ``mark=(op, step)`` puts that op in brackets.
 
     Of a large grid, what is around the op in brackets.
@@ -38,7 +38,6 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
     that cannot be taken for one still under way bears none again: odd steps bear one, as a rule.
     """
     n_steps = whole(n_steps, "n_steps", 1)
-    timing = schedule.timing
     tick = timing.ticks_per_slot
     told_apart = max(2, timing.steps_under_way)
     cells: dict[int, dict[int, str]] = {}
@@ -47,18 +46,18 @@ def render(schedule: "Schedule", n_steps: int = 1, mark: tuple[Op, int] | None =
     for step in range(n_steps):
         for op, start in timing.starts.items():
             at = start + step * timing.period
-            rank = schedule.layout.rank(op.stage, op.microbatch, step)
+            rank = layout.rank(op.stage, op.microbatch, step)
             text = str(op) + "'" * (step % told_apart)
             if (op, step) == mark:
                 text = f"[{text}]"
-                marked = row_of(schedule, rank, op.microbatch), at
-            columns = cells.setdefault(row_of(schedule, rank, op.microbatch), {})
+                marked = row_of(layout, rank, op.microbatch), at
+            columns = cells.setdefault(row_of(layout, rank, op.microbatch), {})
             columns[at] = f"{columns[at]}/{text}" if at in columns else text
             for further in range(at + 1, at + tick):
                 columns.setdefault(further, "-")
             last = max(last, at + tick)
 
-    shared = schedule.one_device and schedule.n_microbatches > 1
+    shared = layout.one_device and layout.n_microbatches > 1
     numbers: Sequence[int] = sorted(cells)
     ticks: Sequence[int] = range(last)
     if marked is not None:

@@ -38,6 +38,11 @@ class Turns:
     replicas: tuple[int, ...]
 
     @property
+    def one_device(self) -> bool:
+        """Whether a single device runs everything."""
+        return self.name == "one"
+
+    @property
     def n_ranks(self) -> int:
         return max(f + r for f, r in zip(self.first, self.replicas, strict=True))
 
@@ -74,6 +79,15 @@ class Assigned:
     def fits(self, n_stages: int, n_microbatches: int) -> bool:
         """Whether it has a rank for each stage and micro-batch, and no more."""
         return [*map(len, self.table)] == [n_microbatches] * n_stages
+
+    @property
+    def n_microbatches(self) -> int:
+        return len(self.table[0])
+
+    @property
+    def one_device(self) -> bool:
+        """Whether a single device runs everything."""
+        return self.name == "one"
 
     @property
     def n_ranks(self) -> int:

@@ -13,14 +13,12 @@
     ranks and no longer over the step.
 """
 
-from typing import TYPE_CHECKING
-
 from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.op import Kind, Op
-
-if TYPE_CHECKING:
-    from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.placement import Placement
+from toolkit.schedule.staleness import Staleness
+from toolkit.schedule.timing import Timing
 
 IN_ORDER, ROTATED = "in_order", "rotated"
 CHAINS = (IN_ORDER, ROTATED)
@@ -28,55 +26,56 @@ _TAKES = f'chains="{ROTATED}" takes'
 _INSTEAD = f'use chains="{IN_ORDER}"'
 
 
-def ring_of(schedule: "Schedule", stage: int) -> tuple[int, ...]:
+def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[int, ...]:
     """The ranks of a rotated chain: from the first to give its gradient to the one that updates."""
-    ends = _ends(schedule, stage)
+    ends = _ends(timing, layout, stage)
     order = sorted(ends, key=lambda rank: (ends[rank], rank))
     turn = stage % len(order)
     return (*order[turn:], *order[:turn])
 
 
-def check_chains(schedule: "Schedule") -> None:
+def check_chains(
+    timing: Timing, layout: Placement, staleness: Staleness, state: str, n_workers: int
+) -> None:
     """Whether rotated chains can be honoured.
 
     Raises:
         ValueError: they cannot.
     """
-    if schedule.state != "replicated":
+    if state != "replicated":
         raise UserError(
-            f'{_TAKES} state="replicated": got state={schedule.state!r}; choose that, or {_INSTEAD}'
+            f'{_TAKES} state="replicated": got state={state!r}; choose that, or {_INSTEAD}'
         )
-    if not _has_a_rank_for_each_microbatch(schedule):
+    if not _has_a_rank_for_each_microbatch(layout, len(staleness), n_workers):
         raise UserError(
             f"{_TAKES} a rank for each micro-batch, the same at every stage: got placement"
-            f' {schedule.layout.name!r}; choose placement="per_microbatch", or {_INSTEAD}'
+            f' {layout.name!r}; choose placement="per_microbatch", or {_INSTEAD}'
         )
-    for j in range(schedule.n_stages):
-        _check_ends(schedule, j)
-        _check_delays(schedule, j)
+    for j, row in enumerate(staleness):
+        _check_ends(timing, layout, j)
+        _check_delays(timing, layout, j, row)
 
 
-def _has_a_rank_for_each_microbatch(schedule: "Schedule") -> bool:
-    layout, microbatches = schedule.layout, range(schedule.n_microbatches)
-    stages = range(schedule.n_stages)
+def _has_a_rank_for_each_microbatch(layout: Placement, n_stages: int, n_workers: int) -> bool:
+    microbatches, stages = range(layout.n_microbatches), range(n_stages)
     rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
     if len(rows) > 1 or any(layout.turns(j) > 1 for j in stages):
         return False
-    return len(set(rows.pop())) == schedule.n_workers
+    return len(set(rows.pop())) == n_workers
 
 
-def _ends(schedule: "Schedule", stage: int) -> dict[int, int]:
+def _ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
     """Of each rank: the tick at which its share of the gradient is complete."""
     ends: dict[int, int] = {}
-    for m in range(schedule.n_microbatches):
-        rank = schedule.rank(stage, m)
-        ends[rank] = max(ends.get(rank, 0), schedule.timing.gradient_end(stage, m))
+    for m in range(layout.n_microbatches):
+        rank = layout.rank(stage, m)
+        ends[rank] = max(ends.get(rank, 0), timing.gradient_end(stage, m))
     return ends
 
 
-def _check_ends(schedule: "Schedule", stage: int) -> None:
+def _check_ends(timing: Timing, layout: Placement, stage: int) -> None:
     """There is a chain, not an all-reduce."""
-    ends = _ends(schedule, stage)
+    ends = _ends(timing, layout, stage)
     n = len(ends)
     if len(set(ends.values())) == 1 < n:
         raise UserError(
@@ -86,16 +85,15 @@ def _check_ends(schedule: "Schedule", stage: int) -> None:
         )
 
 
-def _check_delays(schedule: "Schedule", stage: int) -> None:
+def _check_delays(timing: Timing, layout: Placement, stage: int, row: tuple[int, ...]) -> None:
     """No rank reads new weights at once: there is time for them to go round."""
-    timing = schedule.timing
-    made = timing.update_ready(stage, schedule.n_microbatches)
-    for m in range(schedule.n_microbatches):
-        op, delay = Op(Kind.FORWARD, stage, m), schedule.least_staleness[stage][m]
+    made = timing.update_ready(stage, layout.n_microbatches)
+    for m, delay in enumerate(row):
+        op = Op(Kind.FORWARD, stage, m)
         if timing.starts[op] + (delay + 1) * timing.period <= made:
             raise UserError(
                 f"{_TAKES} a delay that leaves new weights time to go round the ranks: stage"
                 f" {stage} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
                 f" for delay={delay + 1} there, or {_INSTEAD}\n"
-                + grid.render(schedule, mark=(op, 0))
+                + grid.render(timing, layout, mark=(op, 0))
             )

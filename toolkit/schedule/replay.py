@@ -6,14 +6,10 @@ at one tick what releases and moves before forwards, and these before backwards;
 all ranks together is that of the schedule.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
 from toolkit.schedule.instruction import Action, Instruction
-
-if TYPE_CHECKING:
-    from toolkit.schedule.program import Program
 
 _SEND = Action.SEND  # looked up once: this loop is the hot one
 _MESSAGES = (Action.SEND, Action.RECV)
@@ -31,14 +27,13 @@ class DeadlockError(Exception):
         self.waiting = waiting
 
 
-def replay(program: "Program") -> Iterator[tuple[int, Instruction]]:
+def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:
     """Yield ``(rank, instruction)`` in order: a send, then its receive; a collective's ranks
     one after another, the root first.
 
     Raises:
         DeadlockError: the ranks left wait for each other, or for one that has finished.
     """
-    ranks = program.ranks
     position = [0] * len(ranks)
     messages: dict[tuple, tuple[int, Instruction]] = {}  # sends and receives without the other
     collectives: dict[tuple, dict[int, Instruction]] = {}  # who has come

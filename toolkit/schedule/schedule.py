@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.schedule import csv_format as _text
+from toolkit.schedule import csv_format
 from toolkit.schedule import grid as _grid
 from toolkit.schedule import pipeline_orders as _orders
 from toolkit.schedule.lower import lower
@@ -103,14 +103,14 @@ class Schedule:
                 f" {layout.table}"
             )
         object.__setattr__(self, "layout", layout)
-        check_dependencies(self)
-        check_ranks(self)
+        check_dependencies(self.timing, layout, *sizes)
+        check_ranks(self.timing, layout, self.n_stages)
         least, largest = requested(self.delay, self.timing, *sizes)
         object.__setattr__(self, "least_staleness", least)
         object.__setattr__(self, "staleness", largest)
-        check_staleness(self)
+        check_staleness(self.timing, layout, least, self.delay)
         if self.chains != IN_ORDER:
-            check_chains(self)
+            check_chains(self.timing, layout, least, self.state, self.n_workers)
         if not isinstance(self.predict, bool):
             raise UserError(f"predict is True or False: got {self.predict!r}")
         if self.predict and self.state != "replicated":
@@ -135,7 +135,7 @@ class Schedule:
     @property
     def one_device(self) -> bool:
         """Whether a single device runs everything, several ops at once where they are so timed."""
-        return self.layout.name == "one"
+        return self.layout.one_device
 
     @property
     def period(self) -> float:
@@ -189,7 +189,7 @@ class Schedule:
         """Of each stage where chains are rotated: who hands its gradient on, its owner last."""
         if self.chains == IN_ORDER:
             return ()
-        return tuple(ring_of(self, j) for j in range(self.n_stages))
+        return tuple(ring_of(self.timing, self.layout, j) for j in range(self.n_stages))
 
     def oldest_version(self, stage: int, step: int) -> int:
         """The oldest weight version of ``stage`` that is used at ``step`` or later."""
@@ -254,7 +254,7 @@ class Schedule:
         """
         if isinstance(orders, str):
             raise UserError(f"orders are a list with one for each rank: got the text {orders!r}")
-        parsed = [_text.parse_order(order, rank) for rank, order in enumerate(orders)]
+        parsed = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
         return cls._from_orders(parsed, {}, period, name, delay, state, predict)
 
     @classmethod
@@ -278,7 +278,7 @@ class Schedule:
             ValueError: as :meth:`from_rank_orders`, with row and column where a cell is to blame;
                 or the file has another period.
         """
-        table = _text.read_csv(source)
+        table = csv_format.read_csv(source)
         if period is None:
             period = table.period
         elif table.period not in (None, period):
@@ -319,11 +319,11 @@ class Schedule:
         Raises:
             ValueError: the schedule is not a pipeline.
         """
-        return _text.write_csv(self)
+        return csv_format.write_csv(self.name, self.timing, self.layout, self.n_stages)
 
     def grid(self, n_steps: int = 1) -> str:
         """The schedule as text: ranks down, slots across."""
-        return _grid.render(self, n_steps)
+        return _grid.render(self.timing, self.layout, n_steps)
 
     def lower(self, n_steps: int, first_step: int = 0) -> "Program":
         """Each rank's instructions for ``n_steps`` training steps, all communication inferred.

@@ -1,17 +1,13 @@
 """When ranks and messages start, relative to their place in the schedule."""
 
-from typing import TYPE_CHECKING
-
 from toolkit.schedule.instruction import Action
-
-if TYPE_CHECKING:
-    from toolkit.schedule.program import Program
-    from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.program import Program
+from toolkit.schedule.schedule import Schedule
 
 _PREFETCHED = 2  # slots
 
 
-def lookahead(schedule: "Schedule") -> int:
+def lookahead(schedule: Schedule) -> int:
     """Ticks by which a message may start before its place in the program.
 
     They are measured from the op that each of its ranks has reached. Two micro-batch lifetimes, so
@@ -22,7 +18,7 @@ def lookahead(schedule: "Schedule") -> int:
     return slots * schedule.timing.ticks_per_slot
 
 
-def turns(program: "Program") -> dict[int, int]:
+def turns(program: Program) -> dict[int, int]:
     """The tick of the first forward of each rank that begins with the model's first stage."""
     found = {}
     for rank, instructions in enumerate(program.ranks):

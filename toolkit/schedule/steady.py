@@ -3,12 +3,9 @@
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
-from typing import TYPE_CHECKING
 
+from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.traffic import Traffic, units_sent
-
-if TYPE_CHECKING:
-    from toolkit.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -42,19 +39,19 @@ class SteadyState:
         return units_sent(self.traffic)
 
 
-def settled_steps(schedule: "Schedule") -> int:
+def settled_steps(schedule: Schedule) -> int:
     """Training steps until the steady state, at a step that starts with a slot."""
     steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
     return -(-steps // _whole(schedule)) * _whole(schedule)
 
 
-def _whole(schedule: "Schedule") -> int:
+def _whole(schedule: Schedule) -> int:
     """The fewest periods that are a whole number of slots: one, as a rule."""
     timing = schedule.timing
     return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
 
-def steady_steps(schedule: "Schedule", n_steps: int) -> range:
+def steady_steps(schedule: Schedule, n_steps: int) -> range:
     """The training steps, of ``n_steps``, that are in the steady state.
 
     With staleness d there are d + 1 interleaved sequences of updates, which may run at different
@@ -67,25 +64,25 @@ def steady_steps(schedule: "Schedule", n_steps: int) -> range:
     return range(first, first + rounds * threads) if rounds else range(1, max(1, end))
 
 
-def steps_to_time(schedule: "Schedule", timed: int = 4) -> int:
+def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
     """The fewest training steps of which ``timed`` are steady, rounded up as in steady_steps."""
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
     return settled_steps(schedule) + 1 + rounds * threads + _unlike_others_at_the_end(schedule)
 
 
-def _unlike_others_at_the_end(schedule: "Schedule") -> int:
+def _unlike_others_at_the_end(schedule: Schedule) -> int:
     """Training steps at a program's end that overlap too few, or whose weights nobody reads."""
     return max(schedule.timing.steps_under_way - 1, schedule.max_staleness)
 
 
-def steady_slots(schedule: "Schedule", step: int) -> slice:
+def steady_slots(schedule: Schedule, step: int) -> slice:
     """The slots from the start of ``step``, a settled one, to the next step that starts a slot."""
     timing, end = schedule.timing, step + _whole(schedule)
     return slice(*(at * timing.period // timing.ticks_per_slot for at in (step, end)))
 
 
-def steady_state(schedule: "Schedule") -> SteadyState:
+def steady_state(schedule: Schedule) -> SteadyState:
     """One period of ``schedule``, once every older step has ended and before the last begins.
 
     Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.

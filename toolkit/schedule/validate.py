@@ -1,111 +1,115 @@
 """Whether the choices of a schedule fit together: its timing, its placement and its delays."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.placement import Assigned
+from toolkit.schedule.placement import Assigned, Placement
 from toolkit.schedule.random_delay import RandomDelay
-from toolkit.schedule.staleness import FRESHEST, freshest
+from toolkit.schedule.staleness import FRESHEST, Delay, Staleness, freshest
+from toolkit.schedule.timing import Timing
 
 MOST = 2**20
 """Forwards of a training step: schedules of more take minutes to make, and gigabytes."""
 
-if TYPE_CHECKING:
-    from toolkit.schedule.schedule import Schedule
 
-
-def check_dependencies(schedule: "Schedule") -> None:
+def check_dependencies(
+    timing: Timing, layout: Placement, n_stages: int, n_microbatches: int
+) -> None:
     """Every op is of a stage and micro-batch that there are, and starts when its inputs are there.
 
     Raises:
         ValueError: one does not.
     """
-    starts = schedule.timing.starts
+    starts = timing.starts
     for op, start in starts.items():
-        if not (0 <= op.stage < schedule.n_stages and 0 <= op.microbatch < schedule.n_microbatches):
+        if not (0 <= op.stage < n_stages and 0 <= op.microbatch < n_microbatches):
             raise UserError(
-                f"op {op} is outside {schedule.n_stages} stages and"
-                f" {schedule.n_microbatches} micro-batches: leave it out, or make room for it"
+                f"op {op} is outside {n_stages} stages and {n_microbatches} micro-batches: leave"
+                " it out, or make room for it"
             )
-        for needed in dependencies(op, starts, schedule.n_stages):
-            if start < schedule.timing.end(needed):
+        for needed in dependencies(op, starts, n_stages):
+            if start < timing.end(needed):
                 raise UserError(
                     f"{op} starts before {needed}, whose result it needs, has ended: start it"
-                    f" {schedule.timing.end(needed) - start} ticks later\n"
-                    + grid.render(schedule, mark=(op, 0))
+                    f" {timing.end(needed) - start} ticks later\n"
+                    + grid.render(timing, layout, mark=(op, 0))
                 )
 
 
-def check_ranks(schedule: "Schedule") -> None:
+def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     """No two ops at once on a rank, but for the single device, which runs them all.
 
     Raises:
         ValueError: there are.
     """
-    if schedule.one_device:
+    if layout.one_device:
         return
-    tick, period = schedule.timing.ticks_per_slot, schedule.timing.period
-    for rank, (taken, lap) in _busy(schedule).items():
+    tick, period = timing.ticks_per_slot, timing.period
+    for rank, (taken, lap) in _busy(timing, layout, n_stages).items():
         taken.sort()
         after = [*taken[1:], (taken[0][0] + lap, taken[0][1])]
         for (start, op), (following, other) in zip(taken, after, strict=True):
             if following - start < tick:
-                longer = f", or a longer period than {schedule.period:g} slots"
-                ordered = isinstance(schedule.layout, Assigned)  # else no period can be given
+                longer = f", or a longer period than {period / tick:g} slots"
+                ordered = isinstance(layout, Assigned)  # else no period can be given
                 raise UserError(
                     f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
-                    f" state: choose another placement than {schedule.layout.name!r}, or other"
-                    f" numbers of stages and micro-batches than {schedule.n_stages} and"
-                    f" {schedule.n_microbatches}{longer if ordered else ''}\n"
-                    + grid.render(schedule, lap // period + 1, mark=(other, 0))
+                    f" state: choose another placement than {layout.name!r}, or other"
+                    f" numbers of stages and micro-batches than {n_stages} and"
+                    f" {layout.n_microbatches}{longer if ordered else ''}\n"
+                    + grid.render(timing, layout, lap // period + 1, mark=(other, 0))
                 )
 
 
-def check_staleness(schedule: "Schedule") -> None:
+def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, delay: Delay) -> None:
     """No weights are read before they are made.
 
     Raises:
         ValueError: some are.
     """
-    possible = freshest(schedule.timing, schedule.n_stages, schedule.n_microbatches)
-    for j in range(schedule.n_stages):
-        for m in range(schedule.n_microbatches):
-            asked, least = schedule.least_staleness[j][m], possible[j][m]
+    possible = freshest(timing, len(staleness), layout.n_microbatches)
+    for j, row in enumerate(staleness):
+        for m, asked in enumerate(row):
+            least = possible[j][m]
             if asked < least:
                 remedy = f'ask for delay={least} there, or for delay="{FRESHEST}"'
-                if isinstance(schedule.delay, RandomDelay):
+                if isinstance(delay, RandomDelay):
                     remedy = f"draw delays of least={max(map(max, possible))} or more"
                 raise UserError(
                     f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
                     f" timing makes them available {least} step{'s' * (least > 1)} late;"
-                    f" {remedy}\n" + grid.render(schedule, mark=(Op(Kind.FORWARD, j, m), 0))
+                    f" {remedy}\n" + grid.render(timing, layout, mark=(Op(Kind.FORWARD, j, m), 0))
                 )
 
 
-def _busy(schedule: "Schedule") -> dict[int, tuple[list[tuple[int, Op]], int]]:
+def _busy(
+    timing: Timing, layout: Placement, n_stages: int
+) -> dict[int, tuple[list[tuple[int, Op]], int]]:
     """Of each rank: (start, op) modulo the ticks after which it does the same again."""
-    period = schedule.timing.period
-    turns = [schedule.layout.turns(stage) for stage in range(schedule.n_stages)]
-    in_turn = [n > 1 and _first_come_first_served(schedule, stage) for stage, n in enumerate(turns)]
+    period = timing.period
+    turns = [layout.turns(stage) for stage in range(n_stages)]
+    in_turn = [
+        n > 1 and _first_come_first_served(timing, stage, layout.n_microbatches)
+        for stage, n in enumerate(turns)
+    ]
     busy: dict[int, tuple[list[tuple[int, Op]], int]] = {}
-    for op, start in schedule.timing.starts.items():
+    for op, start in timing.starts.items():
         if in_turn[op.stage]:
             continue  # a rank is free again when its turn comes
         lap = turns[op.stage] * period
         for step in range(turns[op.stage]):
-            rank = schedule.rank(op.stage, op.microbatch, step)
+            rank = layout.rank(op.stage, op.microbatch, step)
             taken, _ = busy.setdefault(rank, ([], lap))
             taken.append(((start + step * period) % lap, op))
     return busy
 
 
-def _first_come_first_served(schedule: "Schedule", stage: int) -> bool:
+def _first_come_first_served(timing: Timing, stage: int, n_microbatches: int) -> bool:
     """Whether micro-batches enter and leave ``stage`` in order, from step to step."""
-    timing, microbatches = schedule.timing, range(schedule.n_microbatches)
+    microbatches = range(n_microbatches)
     enter = [timing.starts[Op(Kind.FORWARD, stage, m)] for m in microbatches]
     leave = [timing.gradient_end(stage, m) for m in microbatches]
     return all(

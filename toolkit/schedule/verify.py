@@ -40,7 +40,7 @@ def verify(program: "Program") -> None:
     check = _Check(program)
     try:
         with collector_paused():
-            for rank, instruction in replay(program):
+            for rank, instruction in replay(program.ranks):
                 try:
                     check.step(rank, instruction)
                 except _RefusedError as refusal:
@@ -57,7 +57,9 @@ def verify(program: "Program") -> None:
 
 def _error(program: "Program", rank: int, instruction: Instruction, why: str) -> UserError:
     op = _op(program, instruction)
-    marked = grid.render(program.schedule, op[1] + 1 if op else 1, mark=op)
+    marked = grid.render(
+        program.schedule.timing, program.schedule.layout, op[1] + 1 if op else 1, mark=op
+    )
     return UserError(
         f"rank {rank}, slot {program.slot(instruction)}, {instruction}: {why}\n{marked}"
     )
@@ -266,7 +268,9 @@ _NAMES: dict[Buffer | None, str] = {Buffer.WEIGHTS: "version", Buffer.PREDICTION
 
 def _left(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
     steps = mark[1] + 1 if mark else 1
-    return UserError(f"at the end: {why}\n{grid.render(schedule, steps, mark=mark)}")
+    return UserError(
+        f"at the end: {why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}"
+    )
 
 
 def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:

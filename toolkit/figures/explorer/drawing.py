@@ -80,7 +80,7 @@ def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
     """
     analysis = analyse(choice, n_steps)
     program = analysis.drawn
-    _, n_rows = rows(program.schedule)
+    _, n_rows = rows(program.schedule.layout)
     row = 22.0 if n_rows <= 12 else 16.0 if n_rows <= 32 else 12.0
     wide = 0.85 if program.schedule.n_stages <= 10 else 0.66
     scale = _Scale(frame.slot, row, min(12.0, row - 4, frame.slot * wide))
@@ -114,7 +114,7 @@ def _row_names(schedule: Schedule, n_rows: int, scale: _Scale) -> str:
 
 def _grid(program: Program, scale: _Scale, frame: Frame) -> str:
     tick, hover = program.schedule.timing.ticks_per_slot, texts(program)
-    what, n_rows = rows(program.schedule)
+    what, n_rows = rows(program.schedule.layout)
     delays = {step: program.schedule.delays(step) for step in program.steps}
     by_row: list[list[tuple[int, str, str]]] = [[] for _ in range(n_rows)]
     for rank, instructions in enumerate(program.ranks):
@@ -123,7 +123,7 @@ def _grid(program: Program, scale: _Scale, frame: Frame) -> str:
                 microbatch = i.microbatch or 0
                 stale = delays[i.step or 0][i.stage][microbatch] > 0
                 cell = _cell(i, i.tick / tick, stale, hover[rank, k], scale)
-                row = row_of(program.schedule, rank, microbatch)
+                row = row_of(program.schedule.layout, rank, microbatch)
                 by_row[row].append((i.tick, i.label, cell))
     groups = []
     for row, cells in enumerate(by_row):
