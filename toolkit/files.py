@@ -18,12 +18,12 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """``content`` as indented JSON; what is not a finite number is null."""
+    """Write indented JSON; numbers that are not finite become null."""
     write_text(path, json.dumps(_finite(content), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """One line a row, the columns those of the first."""
+    """Write one line per row, with the columns of the first."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]))
     writer.writeheader()
@@ -32,13 +32,13 @@ def write_csv(path: Path, rows: Rows) -> None:
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether the folder of a run has a checkpoint to go on from."""
+    """Whether a run's folder has a checkpoint to resume from."""
     return any(run.glob("checkpoints/step_*.ckpt"))
 
 
 @contextmanager
 def noted(notes: list[str], folder: Path) -> Iterator[None]:
-    """What cannot be written to ``folder`` within becomes a note."""
+    """Append a note instead of raising OSError when ``folder`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def _finite(content: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is never seen half written.
+    """Write a file atomically.
 
     Raises:
         OSError: it cannot be written; the error names ``path``.
@@ -70,9 +70,9 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path``; what is written to it takes the place of ``path`` in the end.
+    """Yield a temporary path that replaces ``path`` at the end, atomically.
 
-    What cannot be written is removed, and what was at ``path`` is still there.
+    After an OSError the temporary file is removed and ``path`` is unchanged.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -85,15 +85,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def conf() -> Path:
-    """The folder of the configuration.
+    """Return the folder of the configuration.
 
     Raises:
-        ValueError: the package was installed without its repository.
+        UserError: the package is installed without its repository.
     """
     folder = ROOT / "conf"
     if not (folder / "hardware").is_dir():
         raise UserError(
-            f"there is no configuration in {folder}: it lives in the repository, so install the"
-            " toolkit from there with pip install -e ."
+            f"no configuration in {folder}: install the toolkit from its repository with"
+            " pip install -e ."
         )
     return folder

@@ -1,7 +1,6 @@
-"""Results as they are read: rows under the same headings in the terminal, on pages, in notebooks.
+"""Numbers and tables as text: the same headings in the terminal, on pages and in notebooks.
 
-Each function but :func:`table` gives cells by their headings, of a row of a ``result.json`` or of
-the numbers that go into one.
+Functions named ``..._cells`` return cells by heading for one row of a ``result.json``.
 """
 
 import re
@@ -28,32 +27,33 @@ Cells = dict[str, Any]
 
 
 def unit_for(largest: float, units: Sequence[Unit], at_least: float = 2.0) -> Unit:
-    """The largest unit of which there are ``at_least`` so many, or the last."""
+    """Return the largest unit that fits ``at_least`` times into ``largest``, or the last."""
     return next((unit for unit in units if largest >= at_least * unit[0]), units[-1])
 
 
 def duration(seconds: float) -> tuple[str, str]:
-    """Seconds as a number of three digits and a unit that suits it."""
+    """Return seconds as a number of three digits, and its unit."""
     unit, name = unit_for(seconds, TIMES, at_least=1.0)
     return digits(seconds / unit), name
 
 
 def size(n_bytes: float) -> str:
-    """Bytes in MiB, from 1024 of them on in GiB; in one decimal where that tells more."""
+    """Return bytes in MiB, or in GiB from 1024 MiB on."""
     unit, name = unit_for(n_bytes, SIZES[:2], at_least=1.0)
     decimals = 0 if name == "MiB" and n_bytes >= 100 * unit else 1
     return f"{n_bytes / unit:.{decimals}f} {name}"
 
 
 def digits(value: float) -> str:
-    """Three significant digits; of whole numbers, all."""
+    """Return three significant digits, or all digits of a large number."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def table(rows: Sequence[Row], form: str = "simple") -> str:
-    """Rows as aligned text, their keys as headings.
+    """Return rows as aligned text, with their keys as headings.
 
     Args:
+        rows: at least one.
         form: ``simple``, or ``github`` for Markdown.
     """
     cells = [[f"{x:g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
@@ -62,23 +62,26 @@ def table(rows: Sequence[Row], form: str = "simple") -> str:
         cells,
         headers=list(rows[0]),
         tablefmt=form,
-        disable_numparse=True,  # cells that are formed already stay as they are
+        disable_numparse=True,  # keep formatted cells unchanged
         colalign=["right" if all(map(_is_number, column)) else "left" for column in columns],
     )
 
 
 def _is_number(cell: object) -> bool:
-    """Whether a cell is a number, or is written as one, or is none."""
+    """Whether a cell is empty, or a number as value or text."""
     if isinstance(cell, str):
         return cell in ("", "-") or re.fullmatch(r"[+-]?[\d.]+(e[+-]\d+)?|nan", cell) is not None
     return cell is None or isinstance(cell, int)
 
 
 def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:
-    """``value ± width``; the value alone where no width is known, a dash where neither is.
+    """Return ``value ± width``; the value alone without a width, a dash without a value.
 
     Args:
-        sign: ``+``, for a difference.
+        value: the mean, or None.
+        width: half of its interval, or None.
+        sign: ``+`` for a difference.
+        decimals: digits after the point.
     """
     if value is None or isnan(value):
         return "-"
@@ -87,11 +90,7 @@ def plus_minus(value: float | None, width: float | None, sign: str = "", decimal
 
 
 def metric_cells(row: Row, by: Metric, first: str) -> Cells:
-    """A rule's test accuracy or loss, and by how much it differs from that of ``first``.
-
-    Args:
-        row: with ``by.columns``.
-    """
+    """Return a rule's test metric, and its paired difference from rule ``first``."""
     value, spread, difference, width = (row[name] for name in by.columns)
     return {
         f"test {by.name} ({by.unit})": plus_minus(value, spread, decimals=by.decimals),
@@ -100,13 +99,13 @@ def metric_cells(row: Row, by: Metric, first: str) -> Cells:
 
 
 def staleness_cells(row: Row) -> Cells:
-    """How many steps late a schedule's weights are."""
+    """Return the mean and largest staleness of a schedule."""
     late = f"{row['staleness_mean']:.2f} ({row['staleness_max']})"
     return {"mean staleness (largest)": late}
 
 
 def peak_cells(row: Row) -> Cells:
-    """What a schedule holds and sends at most, all workers together."""
+    """Return the peaks of activations and traffic, over all workers together."""
     return {
         "peak activations": f"{row['peak_activations']:g}",
         "largest traffic in a slot": f"{row['traffic_max']:g}",
@@ -114,13 +113,13 @@ def peak_cells(row: Row) -> Cells:
 
 
 def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
-    """How far the peak of shifted workers is below that of workers together."""
+    """Return how far staggered workers reduce the peak of simultaneous ones."""
     shares = {f"N = {n}": f"{share:.1%}" for n, share in by_workers.items()}
     return shares | {"1 - mean/peak": f"{largest:.1%}"}
 
 
 def counted_cells(row: Row) -> Cells:
-    """A setting under a rule: its footprint as counted from programs."""
+    """Return a footprint counted from programs."""
     return _footprint(row) | {
         "kept": f"{_fraction(row['parameters'])} P",
         "in a slot": f"{_fraction(row['traffic_in_slot'])} P",
@@ -129,18 +128,18 @@ def counted_cells(row: Row) -> Cells:
 
 
 def measured_cells(row: Row) -> Cells:
-    """A setting under a rule: its footprint as measured on processes."""
+    """Return a footprint measured on processes."""
     return _footprint(row, "_measured")
 
 
 def agreement(row: Row, how: str) -> str:
-    """Whether what ``row`` has by ``_formula``, or has ``_measured``, is all as counted."""
+    """Return yes if every value of ``row`` equals its counterpart named ``... + how``."""
     names = [name for name in row if name + how in row]
     return "yes" if all(row[name] == row[name + how] for name in names) else "no"
 
 
 def pipeline_cells(row: Row) -> Cells:
-    """One pipeline, as :func:`toolkit.cost.pipeline_table.assess` has it."""
+    """Return one :class:`toolkit.cost.pipeline_table.Pipeline`."""
     return {
         "micro-batches": row["microbatches"],
         "method": row["method"],
@@ -153,7 +152,7 @@ def pipeline_cells(row: Row) -> Cells:
 
 
 def rank_cells(row: Row) -> Cells:
-    """What a rank held at most, and sent and received in the steps that were recorded."""
+    """Return a rank's peak memory and traffic over the recorded steps."""
     held = {
         f"{of} {name} (MB)": _megabytes(row[f"{of}_{name}"])
         for name in ("activations", "weights")

@@ -1,22 +1,22 @@
-"""By what trained models are judged."""
+"""Evaluation metrics."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that tells how good a model is.
+    """A number that says how good a model is.
 
     Attributes:
         key: name among the metrics of an epoch.
-        name: what tables and figures call it.
-        unit: in which they show it.
-        unit_of_differences: in which they show differences of it.
+        name: label in tables and figures.
+        unit: unit of values.
+        unit_of_differences: unit of differences.
         decimals: digits after the point.
-        lower_is_better: whether a model is the better, the lower it is.
+        lower_is_better: whether smaller values are better.
         factor: from the metric to ``unit``.
-        columns: names in a comparison's result: of the mean, of its standard deviation, of the
-            difference from the first rule, and of half the interval of that.
+        columns: names in a comparison's result of the mean, its standard deviation, the difference
+            from the first rule and half of its interval.
     """
 
     key: str

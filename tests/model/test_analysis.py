@@ -74,13 +74,6 @@ class Square(nn.Module):
         return y * y + y.view(-1, 1).sin().view_as(y)  # keep y, all the same storage
 
 
-def test_a_value_kept_by_several_counts_once():
-    found = node_costs(
-        fx.symbolic_trace(nn.Sequential(nn.Linear(2, 6), Square())), (torch.empty(4, 2),)
-    )
-    assert sum(cost.activations for cost in found.values()) == 4 * 6 * FLOAT
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

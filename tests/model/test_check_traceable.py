@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
+from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.model.trace import one_by_one
 
@@ -31,20 +32,18 @@ def with_hook(put):
 
 
 HOOKS = {
-    "hook on the gradient of second.weight": lambda m: m.second.weight.register_hook(torch.neg),
-    "hook on the gradient of second.bias": lambda m: (
-        m.second.bias.register_post_accumulate_grad_hook(print)
-    ),
-    "hook on itself": lambda m: m.register_full_backward_pre_hook(print),
-    "hook on itself, which": lambda m: m.register_forward_hook(print),
-    r"hook on the batch norm first\.1": lambda m: m.first[1].register_forward_hook(print),
+    r"second\.weight": lambda m: m.second.weight.register_hook(torch.neg),
+    r"second\.bias": lambda m: m.second.bias.register_post_accumulate_grad_hook(print),
+    "itself": lambda m: m.register_full_backward_pre_hook(print),
+    "itself, which": lambda m: m.register_forward_hook(print),
+    r"first\.1": lambda m: m.first[1].register_forward_hook(print),
 }
 
 
-@pytest.mark.parametrize("told", HOOKS)
-def test_a_hook_that_would_not_run(told):
-    with pytest.raises(ValueError, match=f"^Net has a {told}.*would not run.*leave it out"):
-        check(with_hook(HOOKS[told]))
+@pytest.mark.parametrize("name", HOOKS)
+def test_rejects_a_hook_that_would_not_run(name):
+    with pytest.raises(UserError, match=name):
+        check(with_hook(HOOKS[name]))
 
 
 def test_hooks_that_run():
@@ -72,7 +71,7 @@ class Twice(nn.Module):
 
 
 def test_a_batch_norm_that_is_called_twice():
-    with pytest.raises(ValueError, match="calls the batch norm norm more than once"):
+    with pytest.raises(UserError, match="norm"):
         check(Twice())
     check(Twice(track_running_stats=False))
     frozen = Twice()
@@ -83,7 +82,7 @@ def test_a_batch_norm_that_is_called_twice():
 def test_a_batch_norm_whose_weights_are_computed():
     model = Net()
     parametrize.register_parametrization(model.first[1], "weight", nn.Softplus())
-    with pytest.raises(ValueError, match=r"computes the weights of the batch norm first\.1"):
+    with pytest.raises(UserError, match=r"first\.1"):
         check(model)
 
 
@@ -124,7 +123,7 @@ def test_a_model_whose_output_has_no_batch_first(end):
         def forward(self, x):
             return end(super().forward(x))
 
-    with pytest.raises(ValueError, match="returns one tensor, the batch first: Ends gives one of"):
+    with pytest.raises(UserError, match="Ends"):
         check(Ends())
 
 
@@ -163,7 +162,7 @@ class Wide(Active):
 
 @pytest.mark.parametrize("kind", [Reading, Wide])
 def test_a_batch_norm_of_ones_own_that_is_another(kind):
-    with pytest.raises(ValueError, match=r"cannot trace|calls batch_norm as a function in 1"):
+    with pytest.raises(UserError, match=r"Sequential|in 1"):
         check(nn.Sequential(nn.Linear(4, 4), kind(4)))
 
 

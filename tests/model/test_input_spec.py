@@ -26,18 +26,7 @@ def test_examples_are_always_the_same_and_draw_nothing(form):
     assert len(first.unique()) > 3
     meta = form.example(3, "meta")
     assert (meta.device.type, meta.shape, meta.dtype) == ("meta", first.shape, first.dtype)
-
-
-def test_tokens_are_of_the_vocabulary():
-    example = Sequences(500, 4).example(2)
-    assert sorted(example.unique().tolist()) == [0, 1, 2, 3]
-
-
-def test_where_models_are_made_does_not_matter():
     with torch.device("meta"):
-        assert Sequences(6, 9).example(2).device.type == "cpu"
-
-
-def test_examples_on_the_meta_device_take_no_memory():
-    for form in (Images(3, 2**20, 2**20, 5), Sequences(2**30, 9)):
-        assert form.example(2**10, "meta").numel() >= 2**40
+        assert form.example(2).device.type == "cpu"
+    assert form.example(2**40, "meta").numel() >= 2**40  # takes no memory
+    assert Sequences(500, 4).example(2).unique().tolist() == [0, 1, 2, 3]

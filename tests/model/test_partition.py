@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from itertools import combinations, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.thorough import more
+from toolkit.errors import UserError
 from toolkit.model import MEASURES, build, gpt, partition
+from toolkit.model.balance import balanced
 
 
 def pass_through(stages, *values):
@@ -112,22 +114,7 @@ def test_a_large_micro_batch_is_counted_without_computing():
     assert sum(stages.loads) == 32 * (12 * block + embedding + head)
 
 
-# Optimality
-
-
-def squares(loads):
-    return sum(load * load for load in loads)
-
-
-def lightest(loads, crossing, n_stages):
-    """Brute force: the largest stage, the least of the smallest, the bytes across, the squares."""
-    cuts = [*combinations(range(1, len(loads)), n_stages - 1)]
-    stages = [[sum(loads[a:b]) for a, b in pairwise([0, *cut, len(loads)])] for cut in cuts]
-    limit = min(map(max, stages))
-    least = max(min(found) for found in stages if max(found) == limit) / 2
-    within = [k for k, found in enumerate(stages) if min(found) >= least and max(found) == limit]
-    across = [sum(crossing[at] for at in cut) for cut in cuts]
-    return limit, least, *min((across[k], squares(stages[k])) for k in within)
+# Optimality: test_balance compares with all cuts; here, with what partition reads from a model
 
 
 @given(
@@ -136,19 +123,16 @@ def lightest(loads, crossing, n_stages):
     by=st.sampled_from(MEASURES),
 )
 @settings(max_examples=more(30, 60), deadline=None)
-def test_no_allowed_cuts_are_better(widths, n_stages, by):
+def test_cuts_balance_the_layers_of_a_chain(widths, n_stages, by):
     layers = [nn.Linear(m, n) for m, n in pairwise(widths)]
     n_stages = min(n_stages, len(layers))
     example = torch.empty(3, widths[0])
-    single = partition(nn.Sequential(*layers), len(layers), example, by)
-    crossing = [3 * 4 * width for width in widths]
+    loads = partition(nn.Sequential(*layers), len(layers), example, by).loads
     found = partition(nn.Sequential(*layers), n_stages, example, by)
-    bytes_across = sum(3 * 4 * b.shape[1] for stage in found.boundaries[1:] for b in stage)
-    limit, least, *fewest = lightest(single.loads, crossing, n_stages)
-    assert max(found.loads) == limit
-    assert min(found.loads) >= least
-    assert [bytes_across, squares(found.loads)] == fewest
-    assert sum(found.loads) == sum(single.loads)
+    cuts = balanced(loads, [3 * 4 * width for width in widths[1:-1]], n_stages)
+    edges = [0, *cuts, len(loads)]
+    assert found.loads == tuple(sum(loads[a:b]) for a, b in pairwise(edges))
+    assert [b.shape[1] for (b,) in found.boundaries] == [widths[edge] for edge in edges[:-1]]
 
 
 def test_a_large_last_layer_leaves_the_other_stages_their_share():
@@ -299,7 +283,7 @@ def test_no_cut_before_a_change_in_place(change):
     torch.manual_seed(0)
     model, x = InPlace(change).double(), torch.randn(3, 4, dtype=torch.float64)
     assert_equal_to_whole(model, partition(model, 3, x), x)
-    with pytest.raises(ValueError, match="can be cut into 1 to 3 stages"):
+    with pytest.raises(UserError, match=r"1 to 3 .*=4"):
         partition(model, 4, x)
 
 
@@ -321,19 +305,12 @@ def test_tied_parameters_stay_in_one_stage(n_stages):
     model, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
     stages = partition(model, n_stages, x)
     assert {"encode.weight", "decode.weight"} <= stages[0].state_dict().keys()
+    again = nn.Sequential(layer := nn.Linear(4, 4), nn.Tanh(), layer, nn.Linear(4, 4))
+    names = [sorted(dict(stage.named_parameters())) for stage in partition(again, 2, x.float())]
+    assert names == [["0.bias", "0.weight"], ["3.bias", "3.weight"]]
     assert_equal_to_whole(model, stages, x)
-    with pytest.raises(ValueError, match="1 to 3 stages"):
+    with pytest.raises(UserError, match=r"1 to 3 .*=4"):
         partition(model, 4, x)
-
-
-def test_a_module_run_twice_stays_in_one_stage():
-    layer = nn.Linear(4, 4)
-    model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 4))
-    stages = partition(model, 2, torch.empty(2, 4))
-    assert [sorted(dict(stage.named_parameters())) for stage in stages] == [
-        ["0.bias", "0.weight"],
-        ["3.bias", "3.weight"],
-    ]
 
 
 # Named cuts
@@ -356,6 +333,11 @@ class Branching(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+class Fixed(nn.Module):
+    def forward(self, x):
+        return x.view(2, 4) * 2
+
+
 class Several(nn.Module):
     def forward(self, x):
         return x + 1, x + 2
@@ -367,45 +349,35 @@ NESTED = nn.Sequential(OrderedDict(body=nn.Linear(4, 4), head=HEAD))
 
 
 @pytest.mark.parametrize(
-    ("model", "n_stages", "by", "message"),
+    ("model", "n_stages", "by", "value"),
     [
-        (LAYERS, 3, "flops", "can be cut into 1 to 2 stages: got n_stages=3"),
-        (LAYERS, 0, "flops", "can be cut into 1 to 2 stages: got n_stages=0"),
-        (LAYERS, "2", "flops", "n_stages is a whole number: got '2'"),
-        (LAYERS, 2.0, "flops", "n_stages is a whole number: got 2.0"),
-        (LAYERS, True, ["2"], "n_stages is a whole number: got True"),
-        (LAYERS, 2, "flop", "unknown measure 'flop': choose flops, parameters, activations"),
-        (LAYERS, 2, 3, "unknown measure 3"),
-        (LAYERS, 2, ["0", "2"], "2 stages need 1 names of modules .*: got 2"),
-        (LAYERS, 2, ["3"], "runs no module called '3'; it runs 0, 1, 2$"),
-        (NESTED, 2, ["head.frist"], r"'head.frist'; did you mean head.first\? it runs body, head$"),
-        (LAYERS, 2, ["0"], "no stage can begin at '0': the first stage does"),
-        (LAYERS, 2, ["1"], "no stage can begin at '1': _1 changes _0 in place"),
-        (LAYERS, 3, ["2", "2"], "not in the order in which the model runs them"),
-        (Branching(), 1, "flops", "torch.fx cannot trace Branching: symbolically traced variables"),
-        (Several(), 1, "flops", "returns one tensor: wrap it in a module that picks it out"),
-        (
-            nn.Linear(5, 4),
-            1,
-            "flops",
-            r"Linear cannot train on an example of shape \[2, 4\]:",
-        ),
+        (LAYERS, 3, "flops", "1 to 2 .*=3"),
+        (LAYERS, 0, "flops", "1 to 2 .*=0"),
+        (LAYERS, "2", "flops", "n_stages.*'2'"),
+        (LAYERS, 2.0, "flops", r"n_stages.*2\.0"),
+        (LAYERS, True, ["2"], "n_stages.*True"),
+        (LAYERS, 2, "flop", "'flop': .*flops, parameters, activations"),
+        (LAYERS, 2, 3, "3"),
+        (LAYERS, 2, ["0", "2"], "2"),
+        (LAYERS, 2, ["3"], "'3'.* 0, 1, 2 "),
+        (NESTED, 2, ["head.frist"], r"'head.frist'.* head\.first.* body, head "),
+        (LAYERS, 2, ["0"], "'0'"),
+        (LAYERS, 2, ["1"], "'1': _1 .* _0"),
+        (LAYERS, 3, ["2", "2"], r"\['2', '2'\]"),
+        (Branching(), 1, "flops", "Branching: .*torch.fx.wrap"),
+        (Several(), 1, "flops", "Several"),
+        (nn.Linear(5, 4), 1, "flops", r"Linear .*\[2, 4\]:"),
+        (Fixed(), 1, "flops", "Fixed .*2 .*3"),
     ],
 )
-def test_refuses(model, n_stages, by, message):
-    with pytest.raises(ValueError, match=message):
+def test_rejects(model, n_stages, by, value):
+    with pytest.raises(UserError, match=value):
         partition(model, n_stages, torch.empty(2, 4), by)
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-def test_what_torch_fx_does_not_look_into_is_named():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoder(layer, 3), nn.Linear(8, 2))
-    one = "1 is one operation to torch.fx, since TransformerEncoder is a module of torch's own"
-    with pytest.raises(ValueError, match=f"no module called '1.layers.1'; {one}"):
-        partition(model, 2, torch.empty(2, 4, 8), ["1.layers.1"])
-    with pytest.raises(ValueError, match=f"into 1 to 3 stages: got n_stages=4; {one}"):
-        partition(model, 4, torch.empty(2, 4, 8))
+def test_rejects_inputs_of_several_batch_sizes():
+    with pytest.raises(UserError, match=r"\[4, 6\], \[3, 6\]"):
+        partition(nn.Bilinear(6, 6, 2), 1, (torch.zeros(4, 6), torch.zeros(3, 6)))
 
 
 def test_the_model_keeps_its_modes():
@@ -422,17 +394,6 @@ def test_the_model_keeps_its_tensors():
     assert_same(model.state_dict(), before)
     shared = {id(p) for stage in stages for p in stage.parameters()}
     assert shared == {id(p) for p in model.parameters()}
-
-
-def test_a_first_dimension_that_is_not_the_batch_is_refused():
-    class Fixed(nn.Module):
-        def forward(self, x):
-            return x.view(4, 6) * 2
-
-    with pytest.raises(ValueError, match="Fixed runs on 4 rows and not on 5"):
-        partition(Fixed(), 1, torch.zeros(4, 6))
-    with pytest.raises(ValueError, match=r"the batch: got shapes \[4, 6\], \[3, 6\]"):
-        partition(nn.Bilinear(6, 6, 2), 1, (torch.zeros(4, 6), torch.zeros(3, 6)))
 
 
 def test_a_sequence_before_the_batch_does_not_cross():
@@ -452,14 +413,14 @@ def test_a_sequence_before_the_batch_does_not_cross():
     names = [[value.name for value in found.boundaries[1]] for found in (stages, others)]
     assert names[0] == names[1]
     for length in (4, 5):  # of the batch, where the sequence has 4
-        with pytest.raises(ValueError, match="transpose has no batch dimension"):
+        with pytest.raises(UserError, match="transpose"):
             partition(Turned(), 2, torch.zeros(length, 4, 6), ["first"])
 
 
 def test_parameters_that_a_forward_changes_are_refused():
     """An embedding's norms, in a version that others may be reading."""
     model = nn.Sequential(nn.Embedding(9, 4, max_norm=1.0), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=r"Sequential changes 0\.weight in its forward"):
+    with pytest.raises(UserError, match=r"0\.weight"):
         partition(model, 2, torch.zeros(2, 5, dtype=torch.long))
 
 
@@ -479,15 +440,15 @@ def test_buffers_that_a_forward_changes_are_refused(module, name):
         def forward(self, x):
             return self.head(self.body(x))
 
-    with pytest.raises(ValueError, match=rf"Body changes .*{name}.* in its forward \(body\)"):
+    with pytest.raises(UserError, match=rf"{name}.*\(body\)"):
         partition(Body(), 2, torch.zeros(4, 6) if "weight" in name else torch.zeros(4, 6, 6))
 
 
 @pytest.mark.parametrize(
     ("first", "where"),
     [
-        (lambda x: x.sub_(0.5).mul_(2), r"x in place \(sub_\)"),
-        (lambda x: F.relu(x.flatten(1), inplace=True), r"x in place \(relu\)"),
+        (lambda x: x.sub_(0.5).mul_(2), r"\(sub_\)"),
+        (lambda x: F.relu(x.flatten(1), inplace=True), r"\(relu\)"),
     ],
     ids=["method", "view"],
 )
@@ -502,7 +463,7 @@ def test_a_change_of_the_batch_is_refused(first, where):
         def forward(self, x):
             return self.head(first(x))
 
-    with pytest.raises(ValueError, match=rf"Body changes its input {where}.* x = x\.clone\(\)"):
+    with pytest.raises(UserError, match=where):
         partition(Body(), 1, torch.zeros(4, 6))
 
 
@@ -516,10 +477,5 @@ def test_too_many_stages_say_what_is_in_the_way():
         def forward(self, ids):
             return self.body(self.near(ids).mean(1)) @ self.near.weight.t()
 
-    with pytest.raises(ValueError, match="1 to 1 stages: got n_stages=3; elsewhere mostly: a para"):
+    with pytest.raises(UserError, match=r"1 to 1 .*=3.*parameter"):
         partition(Tied(), 3, torch.zeros(4, 5, dtype=torch.long))
-
-
-def test_shown_without_its_modules():
-    stages = partition(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), 2, torch.zeros(2, 3))
-    assert repr(stages) == "Stages(Sequential, stages=2, loads=(36, 36))"

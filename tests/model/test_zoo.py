@@ -6,6 +6,7 @@ import torchvision
 from torch import nn
 
 from tests.thorough import more
+from toolkit.errors import UserError
 from toolkit.model import MODELS, build
 
 
@@ -24,14 +25,6 @@ def test_large_images_get_the_model_of_torchvision(name):
     ours, theirs = build(name), getattr(torchvision.models, name)()
     shapes = {k: v.shape for k, v in theirs.state_dict().items()}
     assert {k: v.shape for k, v in ours.state_dict().items()} == shapes
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("vit_b_16", 86_567_656)],
-)
-def test_number_of_parameters(name, expected):
-    assert n_parameters(build(name)) == expected
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -66,17 +59,17 @@ def test_takes_any_channels_and_gives_any_classes(name, in_channels, size):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "value"),
     [
-        (("resnet19",), "unknown model 'resnet19': did you mean 'resnet18'"),
-        (("vit",), "choose one of resnet8, .*vit_b_16"),
-        (("vit_b_16", 10, 32, 3, 8), "vit_b_16 has one width: got 8; leave it out"),
-        (("resnet18", 10, 32, 3, 0), "model.width is 1 or more: got 0"),
-        (("vit_b_16", 10, 30), "patches of 16 pixels: got images of 30; resize them to a multiple"),
+        (("resnet19",), "'resnet19'.* resnet18.* resnet8, .*vit_b_16"),
+        (("vit_b_16", 10, 32, 3, 8), "width.* 8"),
+        (("resnet18", 10, 32, 3, 0), "width.* 0"),
+        (("resnet18", 0), "n_classes.* 0"),
+        (("vit_b_16", 10, 30), "16 .* 30"),
     ],
 )
-def test_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
+def test_rejects(arguments, value):
+    with pytest.raises(UserError, match=value):
         build(*arguments)
 
 
@@ -97,24 +90,20 @@ def test_width_scales_every_layer(name, size, factor):
     assert scaled(torch.empty(2, 3, size, size)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(("name", "width"), [("resnet18", 64), ("resnet8", 16)])
-def test_the_usual_width_changes_nothing(name, width):
-    with torch.device("cpu"):
-        built = []
-        for given in (None, width):
-            torch.manual_seed(0)
-            built.append(build(name, 10, 32, width=given).state_dict())
-    for key in built[0]:
-        assert torch.equal(built[0][key], built[1][key])
-
-
-@pytest.mark.parametrize("width", [None, 64])
-def test_the_usual_width_is_drawn_as_torchvision_draws_it(width):
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda: build("resnet18"), torchvision.models.resnet18),
+        (lambda: build("resnet18", width=64), torchvision.models.resnet18),
+        (lambda: build("resnet8", 10, 32), lambda: build("resnet8", 10, 32, width=16)),
+    ],
+)
+def test_the_usual_width_draws_the_usual_weights(one, other):
     with torch.device("cpu"):
         torch.manual_seed(0)
-        ours = build("resnet18", width=width).state_dict()
+        ours = one().state_dict()
         torch.manual_seed(0)
-        theirs = torchvision.models.resnet18().state_dict()
+        theirs = other().state_dict()
     for key in theirs:
         assert torch.equal(ours[key], theirs[key])
 
@@ -130,13 +119,3 @@ def test_another_width_is_initialised_alike():
                 assert found == pytest.approx((2 / fan) ** 0.5, rel=0.2), name
             if isinstance(module, nn.BatchNorm2d):
                 assert torch.equal(module.weight, torch.ones(module.num_features))
-
-
-def test_equal_seeds_give_equal_weights():
-    with torch.device("cpu"):
-        built = []
-        for seed in (0, 0, 1):
-            torch.manual_seed(seed)
-            built.append(build("resnet8", 10, 8).state_dict()["fc.weight"])
-    assert torch.equal(built[0], built[1])
-    assert not torch.equal(built[0], built[2])

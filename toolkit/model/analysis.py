@@ -1,11 +1,10 @@
-"""What each operation of a model costs, forward and backward, read off meta tensors.
+"""Costs of each operation of a model, forward and backward, from meta tensors.
 
-Nothing is computed and no activation is allocated, so a large batch of a large model is analysed
-on a laptop.
+Nothing is computed and no activation is allocated, so a laptop can analyse large models.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -25,13 +24,12 @@ from toolkit.model.trace import in_training
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic and traffic of one or more kernels.
+    """Arithmetic and memory traffic of one or more kernels.
 
     Attributes:
-        flops: floating-point operations, by torch's own counter but for the backward of
-            convolutions in groups.
-        bytes: read and written in the device's memory, each kernel on its own.
-        in_16_bits: whether any of the numbers have 16 bits, as those of its products then have.
+        flops: floating-point operations by torch's counter; grouped convolutions by ours.
+        bytes: read and written in device memory, each kernel on its own.
+        in_16_bits: whether any operand has 16 bits.
     """
 
     flops: int
@@ -41,19 +39,19 @@ class Work:
 
 @dataclass(frozen=True)
 class NodeCost:
-    """One node of the traced graph.
+    """Cost of one node of the traced graph.
 
     Attributes:
-        forward: the work of its forward.
-        backward: the work of its backward.
-        parameters: elements of the parameters that it is the first to use.
-        activations: bytes that its forward keeps for the backward and no earlier node kept;
-            neither parameters nor the model's inputs.
-        changes: the nodes whose results it overwrites in place, views of them included.
-        state: the buffers and parameters that it changes, batch norms' running statistics apart.
+        forward: work of its forward.
+        backward: work of its backward.
+        parameters: elements of parameters that no earlier node uses.
+        activations: bytes saved for the backward that no earlier node saves, without parameters and
+            model inputs.
+        changes: nodes whose results, or views of them, it overwrites in place.
+        state: buffers and parameters that it changes, without batch norms' running statistics.
         draws: whether it draws at random.
-        output: its result on the meta device (a tensor of the right shape and type).
-        kept: whether memory of its result is kept for the backward, by whichever node.
+        output: its result on the meta device.
+        kept: whether any node saves its result's memory for the backward.
     """
 
     forward: Work
@@ -72,7 +70,7 @@ class NodeCost:
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """The same module on the meta device, as it trains, without copying its tensors."""
+    """Return ``module`` on the meta device in training mode, without copying tensors."""
     memo: dict[int, Any] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         memo[id(tensor)] = _to_meta(tensor)
@@ -89,12 +87,13 @@ def node_costs(
     device: torch.device | None = None,
     precision: str = "fp32",
 ) -> dict[str, NodeCost]:
-    """The cost of each node of ``traced`` for inputs like ``example``, by node name.
+    """Return the cost of each node of ``traced`` by node name.
 
     Args:
-        device: whose attention and autocast are meant; that of ``example`` unless given. Meta: a
-            GPU's.
-        precision: of :data:`toolkit.model.precision.PRECISIONS`.
+        traced: a traced module.
+        example: inputs ``[b, ...]``; only shapes and types matter.
+        device: device whose attention and autocast apply; None: the example's. Meta: a GPU.
+        precision: one of :data:`toolkit.model.precision.PRECISIONS`.
     """
     inputs = tuple(_to_meta(tensor) for tensor in example)
     recorder = _Recorder(meta_copy(traced), inputs, device or example[0].device, precision)
@@ -108,19 +107,20 @@ def node_costs(
 
 @torch.no_grad()
 def outputs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, Any]:
-    """The result of each node of ``traced``, on the meta device, by node name."""
+    """Return the result of each node of ``traced`` on the meta device, by node name."""
     recorder = _Outputs(meta_copy(traced), garbage_collect_values=False)
     recorder.run(*(_to_meta(tensor) for tensor in example))
     return recorder.found
 
 
 def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
-    """``values`` with graphs of their own, and the leaves of these.
+    """Detach ``values`` from their graph, and return the new leaves too.
 
-    A tensor that is there twice stays one: attention to oneself knows itself by that.
+    A tensor that occurs twice stays one object, since self-attention checks identity.
 
     Args:
-        changed: whether they may be changed in place, against which autograd guards leaves.
+        values: any tree of tensors.
+        changed: whether an in-place change may follow, which autograd forbids on leaves.
     """
     leaves: list[Tensor] = []
     cut: dict[int, Tensor] = {}
@@ -148,7 +148,7 @@ class _Outputs(fx.Interpreter):
 
 
 def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that a node reads itself, by their names in ``module``."""
+    """Return the parameters that a node reads directly, by name in ``module``."""
     if n.op == "call_module":
         leaf = module.get_submodule(str(n.target))
         return [(f"{n.target}.{name}", parameter) for name, parameter in leaf.named_parameters()]
@@ -161,12 +161,12 @@ def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter
 
 
 class AsTrained(fx.Interpreter):
-    """Runs meta tensors through a traced module as where it is trained.
+    """Run meta tensors through a traced module as the training device would.
 
     Args:
         module: traced, on the meta device.
-        device: whose attention and autocast are meant. Meta: a GPU's.
-        precision: of :data:`toolkit.model.precision.PRECISIONS`.
+        device: device whose attention and autocast apply. Meta: a GPU.
+        precision: one of :data:`toolkit.model.precision.PRECISIONS`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class AsTrained(fx.Interpreter):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within it nodes are computed."""
+        """Apply the device's attention and autocast."""
         mixed = meta_autocast(self.dtype, on_cpu=self.on_cpu)
         with attention.within_modules(self.attention), mixed:
             yield
@@ -191,7 +191,7 @@ class AsTrained(fx.Interpreter):
 
 
 class _Recorder(AsTrained):
-    """Runs each node alone, forward and backward, on inputs cut off from the nodes before."""
+    """Run each node alone, forward and backward, on inputs detached from earlier nodes."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class _Recorder(AsTrained):
         super().__init__(module, device, precision, garbage_collect_values=False)
         self.costs: dict[str, NodeCost] = {}
         self.counted: set[int] = set()
-        # Storages are told apart by address: what is kept must stay alive meanwhile.
+        # Storages are identified by address: keep them alive so that none is reused.
         self.kept: list[Tensor] = [*module.parameters(), *module.buffers(), *inputs]
         self.seen = {_storage(tensor) for tensor in self.kept}
         self.bytes = 0
@@ -220,7 +220,7 @@ class _Recorder(AsTrained):
         changes = self._changes(n, args, kwargs)
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         kept = self.bytes
-        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, _same)
+        keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
         with _Counter() as forward, keeping:
             output = self._run(n, args, kwargs)
         leaves += [parameter for _, parameter in parameters_of(self.module, n)]
@@ -243,7 +243,7 @@ class _Recorder(AsTrained):
             return getattr(self, n.op)(n.target, args, kwargs)
 
     def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
-        """The nodes whose results ``n`` overwrites, seen by trying it once."""
+        """Return the nodes whose results ``n`` overwrites, by running it once."""
         if not n.op.startswith("call"):
             return ()
         before = [(node, x, x._version) for node, x in self.env.items() if isinstance(x, Tensor)]
@@ -266,7 +266,7 @@ class _Recorder(AsTrained):
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a node's result, which may be several."""
+    """Return the tensors of a node's result."""
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
@@ -279,7 +279,7 @@ def _backward(output: Any, leaves: list[Tensor]) -> None:
 
 
 class _Counter:
-    """Counts the work done within."""
+    """Count the work of the operations inside the context."""
 
     def __init__(self) -> None:
         self._flops = FlopCounterMode(display=False, custom_mapping=_FLOPS)
@@ -303,27 +303,13 @@ class _Counter:
         return Work(self._flops.get_total_flops(), self._traffic.bytes, self._traffic.in_16_bits)
 
 
-def _convolution_backward(
-    gradient: Sequence[int],
-    x: Sequence[int],
-    weight: Sequence[int],
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    wanted: Sequence[bool],
-    **rest: Any,
-) -> int:
-    """Of the gradients of input and weight that are wanted, as much as a forward each.
+def _convolution_backward(*args: Any, **rest: Any) -> int:
+    """Count one forward for each wanted gradient of input and weight.
 
-    torch's own formula knows no groups, and counts a convolution by channel as a dense one.
-
-    Args:
-        gradient, x, weight: their shapes; ``weight`` has the channels of one group.
+    torch's formula ignores groups, and counts a depthwise convolution as a dense one.
     """
+    # aten.convolution_backward(grad, x, weight, bias, stride, padding, dilation, transposed, ...)
+    gradient, x, weight, *_, transposed, _, _, wanted = args[:11]  # shapes
     positions = x[2:] if transposed else gradient[2:]
     forward = 2 * x[0] * prod(positions) * prod(weight)
     return forward * sum(wanted[:2])
@@ -333,7 +319,7 @@ _FLOPS = {torch.ops.aten.convolution_backward: _convolution_backward}
 
 
 class _Traffic(TorchDispatchMode):
-    """Bytes that kernels read and write, and whether any draws at random; views move nothing."""
+    """Count bytes that kernels read and write, and detect random draws; views are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,10 +362,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def differentiable(tensor: Tensor) -> bool:
-    """Whether autograd knows gradients of such a tensor."""
+    """Whether autograd can differentiate such a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()

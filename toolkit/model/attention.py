@@ -1,7 +1,7 @@
-"""Attention on the meta device as one kernel, as it runs where a model is trained.
+"""Attention of meta tensors as one fused kernel, as on the training device.
 
-By itself the meta device takes attention apart into products of matrices, and so keeps what no
-fused kernel keeps: a number for each pair of tokens.
+The meta device decomposes attention into matrix products, and so would save one number per pair of
+tokens, which no fused kernel does.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,22 +18,18 @@ _ATEN = torch.ops.aten
 _ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH = _ATEN._scaled_dot_product_flash_attention.default
 _EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
-_DROPOUT = {_ON_CPU: 3, _FLASH: 3, _EFFICIENT: 5}  # which argument it is
+_DROPOUT = {_ON_CPU: 3, _FLASH: 3, _EFFICIENT: 5}  # index of the argument
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def fused(device: torch.device) -> Callable[..., Tensor]:
-    """``scaled_dot_product_attention`` of meta tensors, as torch runs it on ``device``.
-
-    Args:
-        device: the CPU; else a GPU.
-    """
+    """Return ``scaled_dot_product_attention`` of meta tensors as on ``device`` (CPU, else GPU)."""
     return partial(_attention, device.type == "cpu")
 
 
 @contextmanager
 def within_modules(attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Have torch's own modules call ``attention``."""
+    """Make torch's own modules call ``attention``."""
     F.scaled_dot_product_attention = attention
     try:
         yield
@@ -42,10 +38,10 @@ def within_modules(attention: Callable[..., Tensor]) -> Iterator[None]:
 
 
 def draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
-    """Whether a fused attention drops anything; None if ``kernel`` is another."""
+    """Whether a fused attention uses dropout; None for other kernels."""
     if kernel not in _DROPOUT:
         return None
-    place = _DROPOUT[kernel]  # a default is left out
+    place = _DROPOUT[kernel]  # trailing defaults are omitted
     return len(arguments) > place and bool(arguments[place] > 0)
 
 

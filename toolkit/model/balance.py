@@ -1,4 +1,4 @@
-"""Where to cut a row of loads into stages."""
+"""Cut a sequence of loads into balanced stages."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -8,18 +8,17 @@ _NONE = -1  # smaller than any load
 
 
 def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
-    """The cuts with the smallest largest stage, no tiny one, then the fewest bytes across.
+    """Return cuts that minimise the largest stage, then the bytes across, then unevenness.
 
-    The smallest stage is at least half as large as it could be beside that largest one. Where
-    the bytes are equal, the stages are as even as can be.
+    The smallest stage has at least half of the best smallest load under that largest one.
 
     Args:
-        loads: of what is between two cuts that are possible, whole numbers from 0.
-        across: bytes that cross each of these cuts, one fewer than loads.
-        n_stages: 1 to the number of loads.
+        loads: ``[k]`` non-negative integers between possible cuts.
+        across: ``[k - 1]`` bytes that cross each possible cut.
+        n_stages: 1 to k.
 
     Returns:
-        of each cut, how many loads are before it.
+        ``[n_stages - 1]`` numbers of loads before each cut.
     """
     before = [0, *accumulate(loads)]
     limit = _smallest_limit(before, n_stages)
@@ -28,7 +27,7 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
 
 
 def _smallest_limit(before: list[int], n_stages: int) -> int:
-    """The largest stage, where it is as small as it can be."""
+    """Return the smallest possible largest stage, by bisection."""
     low, limit = 0, before[-1]
     while low < limit:
         middle = (low + limit) // 2
@@ -43,14 +42,14 @@ def _smallest_limit(before: list[int], n_stages: int) -> int:
 
 
 def _begins(before: list[int], end: int, limit: int, least: int) -> range:
-    """Where a stage may begin that ends at ``end``, for its load to be within the two."""
+    """Return where a stage that ends at ``end`` may begin."""
     first = bisect_left(before, before[end] - limit)
     return range(first, min(end, bisect_right(before, before[end] - least)))
 
 
 def _largest_least(before: list[int], n_stages: int, limit: int) -> int:
-    """The smallest stage, where it is as large as it can be while none exceeds ``limit``."""
-    least = [before[-1], *[_NONE] * (len(before) - 1)]  # of the loads before each place
+    """Return the largest possible smallest stage while none exceeds ``limit``."""
+    least = [before[-1], *[_NONE] * (len(before) - 1)]  # least[e] for the first e loads
     for _ in range(n_stages):
         least = [
             max(
@@ -66,17 +65,13 @@ def _fewest_bytes(
     before: list[int], across: Sequence[int], n_stages: int, limit: int, least: int
 ) -> list[int]:
     sent = [0, *across]
-    # Of the loads before each place: bytes across, squares of the stages' loads, where they begin.
+    # best[e], for the first e loads: bytes across, squared stage loads, stage begins
     best: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, ()), *[None] * (len(before) - 1)]
     for _ in range(n_stages):
         best = [
             min(
                 (
-                    (
-                        so_far[0] + sent[b],
-                        so_far[1] + (before[e] - before[b]) ** 2,
-                        (*so_far[2], b),
-                    )
+                    (so_far[0] + sent[b], so_far[1] + (before[e] - before[b]) ** 2, (*so_far[2], b))
                     for b in _begins(before, e, limit, least)
                     if (so_far := best[b]) is not None
                 ),

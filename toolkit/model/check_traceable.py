@@ -1,4 +1,4 @@
-"""Refuses models whose stages would in silence be trained otherwise than the models themselves."""
+"""Reject models whose stages would silently train differently."""
 
 from collections.abc import Iterator
 
@@ -14,14 +14,14 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
 
 
 def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
-    """Refuse hooks that would not run, and batch norms that would not run as they are meant.
+    """Reject hooks that would not run and batch norms that would compute something else.
 
     Args:
-        model: as its user has made it.
+        model: the user's model.
         traced: its graph.
 
     Raises:
-        ValueError: with the first of what stages would lack, or do otherwise.
+        UserError: names the first difference.
     """
     for why in _differences(model, traced):
         raise UserError(f"{type(model).__name__} {why}")
@@ -31,8 +31,8 @@ def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield (
-                f"has a hook on the gradient of {name}, which would not run, since gradients are of"
-                " copies of the weights: leave it out, and change gradients in an optimizer's step"
+                f"has a hook on the gradient of {name}, which would not run on copies of the"
+                " weights: remove it, and change gradients in the optimizer's step"
             )
     called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
     for name, module in model.named_modules():
@@ -40,8 +40,8 @@ def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
         lost = _HOOKS if module is model else () if within else _BACKWARD_HOOKS
         if any(getattr(module, hooks) for hooks in lost):
             yield (
-                f"has a hook on {name or 'itself'}, which would not run, since torch.fx traces what"
-                " is within: leave it out, or put it on a layer of torch.nn"
+                f"has a hook on {name or 'itself'}, which would not run since torch.fx traces"
+                " through it: remove it, or put it on a layer of torch.nn"
             )
     norms: dict[nn.Module, str] = {}
     for name in called:
@@ -50,17 +50,17 @@ def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
             continue
         if any(getattr(module, hooks) for hooks in _HOOKS):
             yield (
-                f"has a hook on the batch norm {name}, which would not run, since its micro-batches"
-                " are normalised one by one: leave it out, or put it on a layer beside"
+                f"has a hook on the batch norm {name}, which would not run on each micro-batch:"
+                " remove it, or put it on another layer"
             )
         if is_parametrized(module):
             yield (
-                f"computes the weights of the batch norm {name} from others, and its micro-batches"
-                " are normalised one by one: leave that parametrization out"
+                f"has a parametrization on the batch norm {name}, which would not run on each"
+                " micro-batch: remove it"
             )
         if module in norms and module.track_running_stats:
             yield (
-                f"calls the batch norm {norms[module]} more than once in a forward, and its"
-                " statistics are of one call: give each a batch norm of its own"
+                f"calls the batch norm {norms[module]} more than once in a forward: use one batch"
+                " norm per call"
             )
         norms[module] = name

@@ -1,4 +1,4 @@
-"""A decoder of tokens, as GPT-2 is one."""
+"""A decoder-only transformer like GPT-2."""
 
 from math import sqrt
 from typing import Any
@@ -20,36 +20,31 @@ def gpt(
     heads: int = 4,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """A decoder that tells each token of a sequence from those before it.
+    """Return a decoder that predicts each token from those before it.
 
-    That of GPT-2 (Radford et al., 2019), in its sizes and initial weights, but for one thing: the
-    embedding of the tokens and the output have weights of their own, since no cut may fall between
-    two uses of the same. It takes ``[n, length]`` whole numbers and returns ``[n, length,
-    vocabulary]`` scores of the tokens that come next.
+    GPT-2 (Radford et al., 2019) in sizes and initial weights, but the token embedding and the
+    output have separate weights, since no cut may separate two uses of one parameter. It maps
+    tokens ``[b, length]`` to scores of the next tokens ``[b, length, vocabulary]``.
 
     Args:
-        vocabulary: how many tokens there are.
-        length: of the longest sequence that it takes.
-        layers: blocks of attention and a perceptron.
-        width: numbers that stand for a token between them; a multiple of ``heads``.
-        heads: of attention.
-        dropout: share of the numbers that training leaves out, after the embedding and in each
-            block.
+        vocabulary: number of tokens.
+        length: longest sequence.
+        layers: transformer blocks.
+        width: embedding size; a multiple of ``heads``.
+        heads: attention heads.
+        dropout: share of dropped values, after the embedding and in each block.
 
     Raises:
-        ValueError: such a decoder cannot be.
+        UserError: a size or the dropout is out of range.
     """
     sizes = {"layers": layers, "width": width, "heads": heads}
     for name, size in (sizes | {"vocabulary": vocabulary, "length": length}).items():
         if size < 1:
-            raise UserError(f"{name} of a decoder is 1 or more: got {size}")
+            raise UserError(f"model.{name} must be at least 1: got {size}")
     if width % heads:
-        raise UserError(
-            f"heads share the width alike: got model.heads={heads} and model.width={width}; make"
-            f" the width a multiple of {heads}"
-        )
+        raise UserError(f"model.width must be a multiple of model.heads={heads}: got {width}")
     if not 0 <= dropout < 1:
-        raise UserError(f"model.dropout is 0 or more, and below 1: got {dropout}")
+        raise UserError(f"model.dropout must be in [0, 1): got {dropout}")
     model = nn.Sequential()
     model.add_module("embed", _Embedding(vocabulary, length, width, dropout))
     for k in range(layers):

@@ -1,4 +1,4 @@
-"""What a model takes, and what it makes of it: images and their classes, or tokens and the next."""
+"""What a model takes and returns: images and classes, or tokens and next tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,14 @@ from toolkit.metric import ACCURACY, LOSS
 
 @dataclass(frozen=True)
 class Images:
-    """Images, each of one class; sizes in pixels.
+    """Images ``[b, channels, height, width]`` in pixels, each of one class.
 
     Attributes:
-        samples: name of the samples, in the plural.
-        answers: name of the answers to them, in the plural.
-        n_classes: number of answers to choose from.
+        samples: plural name of the samples.
+        answers: plural name of the answers.
+        n_classes: number of answers.
         metric: the metric by which a model is judged.
-        arguments: arguments of a function that makes a model of this form.
-        usual_argument: name that other models give to the number of classes.
+        usual_argument: name that other models use for the number of classes.
     """
 
     channels: int
@@ -33,7 +32,7 @@ class Images:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a function is told that makes a model of images."""
+        """Arguments of a function that makes a model for these images."""
         return {
             "n_classes": self.n_classes,
             "image_size": self.width,
@@ -41,22 +40,22 @@ class Images:
         }
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
-        """Pixels, ``[n, channels, height, width]``; always the same ones, drawn at random."""
+        """Return pixels ``[n, channels, height, width]`` from a fixed seed."""
         shape = n, self.channels, self.height, self.width
         if torch.device(device).type == "meta":
             return torch.empty(shape, device=device)
         return torch.rand(shape, generator=_drawn(), device="cpu").to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
-        """The shape of a model's answer to ``n`` of them: a score a class, the classes last."""
+        """Return the shape of a model's output for ``n`` images: scores, classes last."""
         return (n, self.n_classes)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of ``length`` tokens out of ``vocabulary``, each with the one that comes next.
+    """Sequences of ``length`` tokens from ``vocabulary``, each with its next token.
 
-    Its attributes are those of :class:`Images`.
+    Attributes are those of :class:`Images`.
     """
 
     length: int
@@ -68,30 +67,30 @@ class Sequences:
 
     @property
     def n_classes(self) -> int:
-        """Every token of the vocabulary is an answer."""
+        """Size of the vocabulary."""
         return self.vocabulary
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a function is told that makes a model of sequences."""
+        """Arguments of a function that makes a model for these sequences."""
         return {"vocabulary": self.vocabulary, "length": self.length}
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
-        """Tokens, ``[n, length]``; always the same ones, drawn at random."""
+        """Return tokens ``[n, length]`` from a fixed seed."""
         if torch.device(device).type == "meta":
             return torch.empty(n, self.length, dtype=torch.long, device=device)
         drawn = torch.randint(self.vocabulary, (n, self.length), generator=_drawn(), device="cpu")
         return drawn.to(device)
 
     def output(self, n: int) -> tuple[int, ...]:
-        """The shape of a model's answer to ``n`` of them: a score a token, the tokens last."""
+        """Return the shape of a model's output for ``n`` sequences: scores, tokens last."""
         return (n, self.length, self.vocabulary)
 
 
 InputSpec = Images | Sequences
-"""Samples of one form, and the answers to them."""
+"""Samples of one kind, and their answers."""
 
 
 def _drawn() -> torch.Generator:
-    """Always the same numbers; what torch draws next is as before."""
+    """Return a generator with a fixed seed, separate from torch's global one."""
     return torch.Generator("cpu").manual_seed(0)

@@ -1,14 +1,14 @@
-"""Cut a model into contiguous stages that together compute what the whole computes.
+"""Cut a model into contiguous stages that together compute what the whole model computes.
 
-A cut may fall between two operations wherever every value that crosses it is a tensor with the
-batch as leading dimension. All of them travel: residuals that skip over a cut go with it.
+A cut may fall between two operations if every value that crosses it is a tensor with the batch as
+leading dimension. Residuals that skip over a cut travel with it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import overload
 
 import torch
@@ -19,14 +19,14 @@ from toolkit.errors import UserError, first_line, whole
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.check_traceable import check_traceable
-from toolkit.model.trace import changing, part, refused, shapes_of, trace
+from toolkit.model.trace import changing, refused, shapes_of, subgraph, trace
 
 MEASURES = ("flops", "parameters", "activations")
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One tensor that travels from a stage to the next, as it was for the example."""
+    """One tensor that travels from a stage to the next, with its shape in the example."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,16 +37,15 @@ class Boundary:
 class Stages(Sequence[fx.GraphModule]):
     """The stages of a model, in forward order.
 
-    Each takes the tensors that cross into it and returns a tuple of those that cross out of it;
-    the last returns ``(output,)``. They share parameters and buffers with ``model`` and keep
-    their names in its state_dict.
+    Each takes the tensors that cross into it and returns a tuple of those that cross out; the last
+    returns ``(output,)``. They share parameters, buffers and state_dict keys with ``model``.
 
     Attributes:
-        model: the whole.
+        model: the whole model.
         modules: the stages.
         boundaries: ``boundaries[j]`` are the tensors that stage j receives.
-        output: what the last stage passes on.
-        loads: cost of each stage, in the measure by which the model was cut; 0 at named cuts.
+        output: the last stage's output.
+        loads: cost of each stage in the measure of the cut; 0 for named cuts.
     """
 
     model: nn.Module
@@ -70,11 +69,11 @@ class Stages(Sequence[fx.GraphModule]):
 
 
 def check_stages(stages: object) -> None:
-    """Refuse, as a ValueError, what :func:`partition` has not returned."""
+    """Raise UserError if ``stages`` is not a Stages."""
     if not isinstance(stages, Stages):
         raise UserError(
-            "stages are what toolkit.model.partition(model, n_stages, example) returns: got a"
-            f" {type(stages).__name__}"
+            f"stages must be a Stages: got a {type(stages).__name__}; make one with"
+            " toolkit.model.partition(model, n_stages, example)"
         )
 
 
@@ -89,19 +88,17 @@ def partition(
     Args:
         model: any module that torch.fx can trace, with tensors in and one tensor out.
         n_stages: 1 or more.
-        example: a micro-batch, or a tuple of inputs; only shapes and types matter.
-        by: ``"flops"``, ``"parameters"`` or ``"activations"``: a measure by which the largest stage
-            is as small as possible, the smallest at least half as large as that allows, and among
-            such cuts the fewest bytes cross; or the names of the modules with which the second
-            and all further stages begin.
+        example: a micro-batch ``[b, ...]``, or a tuple of inputs; only shapes and types matter.
+        by: ``"flops"``, ``"parameters"`` or ``"activations"``: minimise the largest stage, keep the
+            smallest at least half of what that allows, then minimise the bytes that cross; or the
+            names of the modules that begin the second and later stages.
 
     Raises:
-        ValueError: the model cannot be traced, or cannot be cut like that, or would be trained
-            otherwise.
+        UserError: the model cannot be traced or cut so, or its stages would train differently.
     """
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(tensor, torch.Tensor) for tensor in inputs):
-        raise UserError("an example is a tensor or a tuple of tensors, the batch first")
+        raise UserError(f"example must be a tensor or a tuple of tensors: got {example!r}")
     n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
     check_traceable(model, traced)
@@ -110,14 +107,13 @@ def partition(
     output = next(iter(reversed(traced.graph.nodes))).args[0]
     if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
         raise UserError(
-            "a model to be partitioned returns one tensor: wrap it in a module that picks it out"
+            f"{type(model).__name__} must return one tensor: wrap it in a module that selects one"
         )
     crossing = _Crossings(traced, nodes, costs, _batched(model, traced, inputs, costs, output.name))
     if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise UserError(
-                f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or give the names of the"
-                " modules at which to cut"
+                f"unknown measure {by!r}: choose {', '.join(MEASURES)}, or a list of module names"
             )
         loads = [getattr(costs[node.name], by) for node in nodes]
         cuts = _balance(loads, n_stages, crossing)
@@ -141,7 +137,7 @@ def _costs(
     name = type(model).__name__
     if not inputs[0].dim() or any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
         raise UserError(
-            f"the first dimension of every input is the batch: got shapes {shapes_of(inputs)}"
+            f"every input needs the same batch as first dimension: got {shapes_of(inputs)}"
         )
     with refused(model, inputs):
         costs = node_costs(traced, inputs)
@@ -149,9 +145,8 @@ def _costs(
     for node, cost in costs.items():
         if changed := [x for x in cost.changes if x in received]:
             raise UserError(
-                f"{name} changes its input {changed[0]} in place ({node}), and a batch may be read"
-                " more than once: begin with x = x.clone(), or have that make a new tensor"
-                " (inplace=False, or x = x - 1 for x.sub_(1))"
+                f"{name} changes its input {changed[0]} in place ({node}), but a batch may be read"
+                " again: begin with x = x.clone(), or use inplace=False"
             )
         if cost.state:
             raise UserError(f"{name} {changing(cost.state, node)}")
@@ -165,23 +160,22 @@ def _batched(
     costs: dict[str, NodeCost],
     output: str,
 ) -> set[str]:
-    """The nodes whose first dimension is the batch: it has one row more if the inputs have."""
+    """Return the nodes whose first dimension grows by one row if the inputs' does."""
     n = inputs[0].shape[0]
     more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
     try:
         others = outputs(traced, more)
     except Exception as error:  # as above
         raise UserError(
-            f"{type(model).__name__} runs on {n} rows and not on {n + 1}, so its first dimension is"
-            f" not the batch: {first_line(error)}"
+            f"{type(model).__name__} runs on {n} rows but not on {n + 1}: the first dimension must"
+            f" be the batch: {first_line(error)}"
         ) from error
     sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
     answers = sizes[output]
     if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
         raise UserError(
-            "a model to be partitioned returns one tensor, the batch first:"
-            f" {type(model).__name__} gives one of shape {shapes_of((costs[output].output,))} for"
-            f" {n} samples, and not of as many rows, or of equally many for each"
+            f"{type(model).__name__} must return one tensor with the batch first: got shape"
+            f" {shapes_of((costs[output].output,))} for {n} samples"
         )
     return {k for k, pair in sizes.items() if pair == (n, n + 1)}
 
@@ -191,7 +185,7 @@ def _first_sizes(*values: object) -> tuple[int, ...]:
 
 
 class _Crossings:
-    """Which values cross the cut before node k, and whether that cut is possible."""
+    """Values that cross the cut before each node, and what forbids that cut."""
 
     def __init__(
         self,
@@ -256,18 +250,14 @@ class _Crossings:
 
 
 def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:
-    """The cuts with the smallest largest stage, no tiny one, then the fewest bytes across.
-
-    Where those are equal, the stages are as even as can be.
-    """
+    """Return the best allowed cuts; see :func:`toolkit.model.balance.balanced`."""
     allowed = crossing.allowed()
     if not 1 <= n_stages <= len(allowed) + 1:
         found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
-        usual = "".join(f"; elsewhere mostly: {why}" for why, _ in found.most_common(1))
-        usual += "".join(f"; {why}" for _, why in islice(_stacked(crossing.nodes), 1))
+        obstacle = "".join(f"; most other cuts fail: {why}" for why, _ in found.most_common(1))
         raise UserError(
             f"this model can be cut into 1 to {len(allowed) + 1} stages: got n_stages={n_stages}"
-            f"{usual if n_stages > 1 else ''}"
+            f"{obstacle if n_stages > 1 else ''}"
         )
     edges = [0, *allowed, len(loads)]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
@@ -280,36 +270,25 @@ def _named_cuts(
 ) -> list[int]:
     if len(names) != n_stages - 1:
         raise UserError(
-            f"{n_stages} stages need {n_stages - 1} names of modules to begin the second and"
-            f" further stages with: got {len(names)}"
+            f"{n_stages} stages need {n_stages - 1} names of first modules: got {len(names)}"
         )
     cuts = []
     for name in names:
         inside = [k for k, node in enumerate(nodes) if _belongs(node, name)]
         if not inside:
-            within = [why for whole, why in _stacked(nodes) if name.startswith(f"{whole}.")]
-            told = within or [_instead(name, nodes)]
-            raise UserError("; ".join([f"the model runs no module called {name!r}", *told]))
+            paths = dict.fromkeys(path for node in nodes for path in _paths(node) if path)
+            near = "".join(f"did you mean {path}? " for path in get_close_matches(name, paths, 1))
+            outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
+            raise UserError(
+                f"torch.fx sees no module {name!r} in this model: {near}choose from"
+                f" {', '.join(outermost)} and their submodules"
+            )
         if (why := crossing.obstacle[inside[0]]) is not None or inside[0] == 0:
-            raise UserError(f"no stage can begin at {name!r}: {why or 'the first stage does'}")
+            raise UserError(f"no stage can begin at {name!r}: {why or 'it begins the first'}")
         cuts.append(inside[0])
     if cuts != sorted(set(cuts)):
-        raise UserError(f"the modules {names} are not in the order in which the model runs them")
+        raise UserError(f"{names} must be in the order in which the model runs them")
     return cuts
-
-
-def _stacked(nodes: Sequence[fx.Node]) -> Iterator[tuple[str, str]]:
-    """Modules with layers of their own that are one operation to torch.fx: name, what is said."""
-    for node in nodes:
-        if node.op == "call_module" and (root := node.graph.owning_module) is not None:
-            module = root.get_submodule(str(node.target))
-            lists = any(isinstance(m, nn.ModuleList | nn.Sequential) for m in module.children())
-            if lists or getattr(module, "num_layers", 1) > 1:
-                yield (
-                    str(node.target),
-                    f"{node.target} is one operation to torch.fx, since {type(module).__name__} is"
-                    " a module of torch's own: call layers one after another in its place",
-                )
 
 
 def _belongs(node: fx.Node, name: str) -> bool:
@@ -317,17 +296,9 @@ def _belongs(node: fx.Node, name: str) -> bool:
 
 
 def _paths(node: fx.Node) -> list[str]:
-    """The modules that a node is part of, and the weight that it reads."""
+    """Return the modules that contain a node, and the weight that it reads."""
     paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
     return [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
-
-
-def _instead(name: str, nodes: Sequence[fx.Node]) -> str:
-    """Modules in the place of ``name``: the nearest, if one is near, and the outermost."""
-    paths = dict.fromkeys(path for node in nodes for path in _paths(node) if path)
-    near = get_close_matches(name, paths, n=1)
-    outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
-    return "".join(f"did you mean {path}? " for path in near) + f"it runs {', '.join(outermost)}"
 
 
 def _stage(
@@ -356,13 +327,13 @@ def _stage(
     graph.output(tuple(copied(node) for node in crossing.at[end]))
     draws = any(crossing.costs[node.name].draws for node in nodes[begin:end])
     mixes = any(_mixes(traced, node, crossing.batched) for node in nodes[begin:end])
-    return part(traced, graph, draws=draws, mixes=mixes)
+    return subgraph(traced, graph, draws=draws, mixes=mixes)
 
 
 def _mixes(traced: fx.GraphModule, node: fx.Node, batched: set[str]) -> bool:
-    """Whether an operation sees all samples of a batch, and these are not one after another.
+    """Whether an operation mixes the samples of different micro-batches in one batch.
 
-    A batch norm whose input has the batch first takes micro-batches apart by itself.
+    A batch norm whose input has the batch first separates micro-batches already.
     """
     if node.op != "call_module":
         return False

@@ -1,8 +1,8 @@
 """Precisions by name; autocast of real tensors by torch, and of meta tensors here.
 
-Which operations compute in 16 bits, and which take the widest type of their arguments, is torch's
-own choice (its page on automatic mixed precision); those of 32 bits are the rest of the operations
-that the installed torch registers with autocast.
+torch has no autocast for meta tensors. The operations below that compute in 16 bits or in their
+widest argument type are torch's (its page on automatic mixed precision); all other operations that
+the installed torch registers with autocast compute in 32 bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ _PRODUCTS_ON_GPU = {
     *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"),
     *("cudnn_convolution", "cudnn_convolution_transpose"),
 }
-_WITHIN_CUDNN = {"gru", "lstm", "rnn_relu", "rnn_tanh"}  # torch takes them apart to _cudnn_rnn
+_WITHIN_CUDNN = {"gru", "lstm", "rnn_relu", "rnn_tanh"}  # torch decomposes them into _cudnn_rnn
 _PRODUCTS_ON_CPU = {"_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"}
 _WIDEST_ON_GPU = {
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put"),
@@ -51,37 +51,33 @@ _Cast = Callable[[Any], Any]
 
 
 def check_precision(precision: str) -> None:
-    """Refuse what is none of :data:`PRECISIONS`.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Raise UserError if ``precision`` is not one of :data:`PRECISIONS`."""
     check_choice("precision", precision, PRECISIONS)
 
 
 def autocast_type(precision: str) -> torch.dtype | None:
-    """The type that autocast computes in; None where everything is as the weights are."""
+    """Return the type in which autocast computes; None without autocast."""
     return _AUTOCAST.get(precision)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context in which models compute."""
+    """Return the context in which models compute."""
     dtype = autocast_type(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def meta_autocast(dtype: torch.dtype | None, *, on_cpu: bool) -> AbstractContextManager[object]:
-    """The context in which operations on meta tensors cast as under autocast.
+    """Return a context in which operations on meta tensors cast as under autocast.
 
     Args:
-        dtype: of 16 bits; None: nothing is cast.
-        on_cpu: whose autocast; else that of a GPU.
+        dtype: a 16-bit type; None: no casts.
+        on_cpu: follow the CPU's rules; else a GPU's.
     """
     return nullcontext() if dtype is None else _within_functions(_Autocast(dtype, on_cpu))
 
 
 def casting(function: Callable[_P, _R], dtype: torch.dtype | None) -> Callable[_P, _R]:
-    """``function`` of arguments in ``dtype``, if that is one."""
+    """Return ``function`` with its arguments cast to ``dtype``, if given."""
     return function if dtype is None else partial(_called, function, partial(_to, dtype))
 
 
@@ -107,13 +103,13 @@ class _Autocast(TorchFunctionMode):
 
 @cache
 def registered(device: str) -> frozenset[str]:
-    """The operations that autocast knows on ``device``, as the dispatcher names it."""
+    """Return the operations that autocast knows on ``device`` (``CPU``, ``CUDA``)."""
     found = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
     return frozenset(name.partition("::")[2].partition(".")[0] for name in found)
 
 
 def _operation(function: Any) -> str:
-    """What torch's dispatcher calls it: ``x @ y`` is a matmul, whichever of them is a tensor."""
+    """Return the dispatcher's name of a function: ``x @ y`` is ``matmul``."""
     name: str = getattr(function, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
@@ -132,9 +128,7 @@ def _to(dtype: torch.dtype, values: Any) -> Any:
 
 def _widened(values: Any) -> Any:
     found = {x.dtype for x in tree_leaves(values) if _is_cast(x)}
-    return (
-        _to(torch.float32 if torch.float32 in found else found.pop(), values) if found else values
-    )
+    return _to(max(found, key=lambda dtype: dtype.itemsize), values) if found else values
 
 
 def _is_cast(value: Any) -> bool:
@@ -143,7 +137,7 @@ def _is_cast(value: Any) -> bool:
 
 @contextmanager
 def _within_functions(mode: TorchFunctionMode) -> Iterator[None]:
-    """Have ``mode`` see what torch's functions in Python are made of, rather than these."""
+    """Let ``mode`` see the operations inside torch's Python functions."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     before = {name: getattr(F, name) for name in names}
     try:

@@ -1,4 +1,4 @@
-"""Which stages compute their forward again in the backward, instead of keeping activations."""
+"""Stages that recompute their forward in the backward instead of keeping activations."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,7 @@ from toolkit.errors import UserError
 
 
 def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
-    """Refuse what cannot name stages.
-
-    Raises:
-        ValueError: it is neither ``none`` nor ``all`` nor a list.
-    """
+    """Raise UserError unless ``checkpoint`` is ``none``, ``all`` or a list."""
     listed = isinstance(checkpoint, Sequence) and not isinstance(checkpoint, str)
     if not listed and checkpoint not in ("none", "all"):
         raise UserError(
@@ -19,25 +15,24 @@ def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
 
 
 def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[int]:
-    """The stages that ``checkpoint`` names.
+    """Return the stages that ``checkpoint`` names.
 
     Args:
         checkpoint: ``none``, ``all`` or a list of stages.
-        n_stages: how many there are.
+        n_stages: number of stages.
 
     Raises:
-        ValueError: it names something else.
+        UserError: ``checkpoint`` is something else.
     """
     check_checkpoint(checkpoint)
     for stage in () if isinstance(checkpoint, str) else checkpoint:
         if stage not in range(n_stages):
             raise UserError(
-                f"checkpoint names stage {stage} and there are {n_stages}: choose from 0 to"
-                f" {n_stages - 1}"
+                f"unknown stage {stage!r} in checkpoint: choose from 0 to {n_stages - 1}"
             )
     return frozenset(stage for stage in range(n_stages) if recomputes(checkpoint, stage))
 
 
 def recomputes(checkpoint: str | Sequence[int], stage: int) -> bool:
-    """Whether ``stage`` is among those that ``checkpoint`` names."""
+    """Whether ``checkpoint`` names ``stage``."""
     return checkpoint == "all" if isinstance(checkpoint, str) else stage in checkpoint

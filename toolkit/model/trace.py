@@ -1,4 +1,4 @@
-"""The graph of a model's operations."""
+"""Trace a model into a graph of operations."""
 
 import inspect
 import random
@@ -14,29 +14,29 @@ from torch.nn import functional as F
 from toolkit.errors import UserError, first_line
 from toolkit.model.custom_norms import own_norms
 
-_EVALUATED = "evaluated"  # in a graph's meta: the modules that stay in evaluation mode
-_DRAWS = "draws"  # whether it draws at random
-_MIXES = "mixes"  # whether it sees the samples of a batch together
+_EVALUATED = "evaluated"  # graph.meta: modules that stay in evaluation mode
+_DRAWS = "draws"  # graph.meta: whether it draws at random
+_MIXES = "mixes"  # graph.meta: whether it mixes the samples of a batch
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
-    """The graph of ``model`` in training mode.
+    """Return the graph of ``model`` in training mode.
 
-    Modules that are in evaluation mode, in a model that is in training mode, stay in it: batch
-    norms whose statistics are frozen, for one.
+    Modules in evaluation mode inside a model in training mode stay in it (frozen batch norms).
 
     Args:
-        model: a module of ``n_inputs`` tensors; what else its forward takes has its default.
+        model: a module of ``n_inputs`` tensors; other arguments of its forward take their defaults.
+        n_inputs: number of input tensors.
 
     Raises:
-        ValueError: torch.fx cannot trace it, or its graph would lack what it does.
+        UserError: torch.fx cannot trace it, or the graph would lose something.
     """
     try:
         with _unchanged(model), _seeing_autocast(), _seeing_draws():
             if not model.training:
                 model.train()
-            # A traced functional dropout keeps the mode in which it was traced.
+            # Functional dropout keeps the mode in which it is traced: trace in training mode.
             kept = tuple(name for name, module in model.named_modules() if not module.training)
             graph = _Tracer(model, n_inputs).trace(model)
             traced = fx.GraphModule(model, graph, type(model).__name__)
@@ -45,20 +45,23 @@ def trace(model: nn.Module, n_inputs: int) -> fx.GraphModule:
         raise UserError(f"{type(model).__name__} {error}") from error
     except Exception as error:  # the tracer runs the model's own code, which may raise anything
         raise UserError(
-            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}; what depends on"
-            " the values or sizes of tensors has to move into a function of its own, marked by"
-            " torch.fx.wrap, or out of forward"
+            f"torch.fx cannot trace {type(model).__name__}: {first_line(error)}; move code that"
+            " depends on tensors' values or sizes into a function marked by torch.fx.wrap"
         ) from error
     traced.meta[_EVALUATED] = kept
     return traced
 
 
-def part(traced: fx.GraphModule, graph: fx.Graph, *, draws: bool, mixes: bool) -> fx.GraphModule:
-    """Some of the operations of ``traced`` as a module, with its parameters and buffers.
+def subgraph(
+    traced: fx.GraphModule, graph: fx.Graph, *, draws: bool, mixes: bool
+) -> fx.GraphModule:
+    """Return some operations of ``traced`` as a module that shares its parameters and buffers.
 
     Args:
+        traced: the whole model.
+        graph: the operations.
         draws: whether any of them draws at random.
-        mixes: whether any sees micro-batches that run as one batch together.
+        mixes: whether any mixes micro-batches that run as one batch.
     """
     found = fx.GraphModule(traced, graph, class_name="Stage")
     found.meta |= {_EVALUATED: traced.meta[_EVALUATED], _DRAWS: draws, _MIXES: mixes}
@@ -66,22 +69,22 @@ def part(traced: fx.GraphModule, graph: fx.Graph, *, draws: bool, mixes: bool) -
 
 
 def draws_at_random(stage: nn.Module) -> bool:
-    """Whether the forward of a stage in training uses a random generator."""
+    """Whether a stage's forward in training uses a random generator."""
     return bool(getattr(stage, "meta", {}).get(_DRAWS, False))
 
 
 def one_by_one(stage: nn.Module) -> bool:
-    """Whether micro-batches have to run one after another in a stage, or would be otherwise."""
+    """Whether a stage must run micro-batches one after another to compute the same."""
     return draws_at_random(stage) or bool(getattr(stage, "meta", {}).get(_MIXES, False))
 
 
 def kept_generators(inputs: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
-    """Draw on the devices of ``inputs``; afterwards the user's generators are as they were."""
+    """Return a context after which the random generators are as before."""
     return torch.random.fork_rng({tensor.device for tensor in inputs if tensor.is_cuda})
 
 
 def in_training(module: _Module) -> _Module:
-    """``module`` itself, in the mode in which it was traced."""
+    """Set ``module`` to the mode in which it was traced, and return it."""
     module.train()
     kept = evaluated(module)
     for name, inner in module.named_modules():
@@ -91,27 +94,26 @@ def in_training(module: _Module) -> _Module:
 
 
 def evaluated(module: nn.Module) -> frozenset[str]:
-    """The names of the modules that stay in evaluation mode in a stage's training."""
+    """Return the names of modules that stay in evaluation mode while a stage trains."""
     return frozenset(getattr(module, "meta", {}).get(_EVALUATED, ()))
 
 
 def changing(names: Sequence[str], where: object) -> str:
-    """What a model does that changes tensors or attributes at the node ``where``, and no may."""
+    """Describe a forbidden change of tensors or attributes at the node ``where``."""
     return (
-        f"changes {', '.join(names)} in its forward ({where}), and of what a forward changes only"
-        " batch norms' running statistics are kept alike in every order and on every rank: leave"
-        " that out, or do it between steps"
+        f"changes {', '.join(names)} in its forward ({where}); only running statistics of batch"
+        " norms may change there: remove that, or do it between steps"
     )
 
 
 def shapes_of(inputs: tuple[torch.Tensor, ...]) -> str:
-    """As they are told in an error."""
+    """Return the shapes of ``inputs`` for an error."""
     return ", ".join(str(list(tensor.shape)) for tensor in inputs)
 
 
 @contextmanager
 def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
-    """Tell in one sentence, as a ValueError, why ``model`` cannot train on ``inputs``."""
+    """Turn any error of ``model`` on ``inputs`` into a UserError of one line."""
     try:
         yield
     except Exception as error:  # the model's own code may raise anything
@@ -122,14 +124,14 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
 
 
 def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that a function names, and takes by their place."""
+    """Return a function's positional parameters."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
 
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Modes, attributes and buffers of ``model``, which the tracer runs, are then as before."""
+    """Restore modes, attributes and buffers of ``model``, which tracing runs."""
     before = [(m, dict(vars(m)), dict(m._buffers)) for m in model.modules()]
     try:
         yield
@@ -142,9 +144,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _check_changes(model: nn.Module, n_inputs: int) -> None:
-    """Refuse buffers that the forward of ``model``, just traced, has set, and attributes it keeps.
+    """Reject buffers that the traced forward has set, and attributes that it sets and reads.
 
-    An attribute that it sets before it reads it does no harm: then it can be traced without.
+    An attribute that is set before it is read is harmless: tracing works without it.
     """
     names, nodes = [], []
     for path, module in model.named_modules():
@@ -163,7 +165,7 @@ def _check_changes(model: nn.Module, n_inputs: int) -> None:
 
 
 def _proxies(value: object) -> list[fx.Proxy]:
-    """The traced values that an attribute is or holds."""
+    """Return the traced values that an attribute is or contains."""
     if isinstance(value, fx.Proxy):
         return [value]
     if isinstance(value, dict):
@@ -174,20 +176,20 @@ def _proxies(value: object) -> list[fx.Proxy]:
 
 
 class _UntraceableError(UserError):
-    """What the model does is not seen by torch.fx."""
+    """torch.fx would lose something that the model does."""
 
 
 class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True  # so that a buffer can be cut to a traced size
+    proxy_buffer_attributes = True  # a buffer may be sliced by a traced size
 
     def __init__(self, model: nn.Module, n_inputs: int) -> None:
         super().__init__()
         self._n_inputs = n_inputs
-        self._norms = own_norms(model)  # tried now, for the tracer changes how modules are called
+        self._norms = own_norms(model)  # before tracing, which patches module calls
         self._gradients = torch.is_grad_enabled()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Also a class of one's own that sets options of one of torch's, or ends a batch norm."""
+        """Subclasses that only set options of torch's layers are leaves, as custom batch norms."""
         inherited = type(m).forward.__module__.startswith("torch.nn.modules")
         leaf = super().is_leaf_module(m, module_qualified_name) or m in self._norms
         return leaf or (inherited and not isinstance(m, nn.Sequential))
@@ -195,7 +197,7 @@ class _Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
-        """The inputs; what else the forward takes has its default, which branches may depend on."""
+        """Trace the inputs; other arguments take defaults, so branches may test them."""
         names = [p.name for p in _positional(root_fn)][1:]
         names += [f"input_{k}" for k in range(len(names), self._n_inputs)]
         inputs = [self.create_proxy("placeholder", n, (), {}) for n in names[: self._n_inputs]]
@@ -204,18 +206,16 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if torch.is_grad_enabled() != self._gradients:
             raise _UntraceableError(
-                "computes a part of its forward under torch.no_grad or enable_grad, which its graph"
-                " would lack: use detach(), requires_grad_(False) on the parameters, or a function"
-                " marked by torch.fx.wrap"
+                "uses torch.no_grad or enable_grad in its forward, which its graph would lose: use"
+                " detach(), requires_grad_(False), or a function marked by torch.fx.wrap"
             )
         node = super().create_node(*args, **kwargs)
         if node.target in _BATCH_NORMS and _in_batches(node) and _sees_input(node):
             kind = getattr(self.scope.module_type, "__name__", "")
             within = f" in {self.scope.module_path} ({kind})" if self.scope.module_path else ""
             raise _UntraceableError(
-                f"calls batch_norm as a function{within}, which would mix the micro-batches that"
-                " run as one batch: use torch.nn's batch norms, whose statistics are of each"
-                " micro-batch"
+                f"calls batch_norm as a function{within}, which would mix micro-batches: use"
+                " torch.nn's batch norm modules"
             )
         return node
 
@@ -224,13 +224,13 @@ _BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 
 
 def _in_batches(norm: fx.Node) -> bool:
-    """Whether a call of a function normalises by the statistics of its batch."""
+    """Whether a call of batch_norm uses the statistics of its batch."""
     given = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
     return given is not False
 
 
 def _sees_input(node: fx.Node) -> bool:
-    """Whether a value depends on the model's input, rather than on its weights alone."""
+    """Whether a value depends on the model's input, not only on its weights."""
     seen, left = set(), [node]
     while left:
         if (current := left.pop()) not in seen:
@@ -241,19 +241,18 @@ def _sees_input(node: fx.Node) -> bool:
 
 @contextmanager
 def _seeing_draws() -> Iterator[None]:
-    """Refuse what would be drawn once and for all."""
+    """Reject random draws that the graph would freeze."""
     before = _generators()
     yield
     if any(state != now for state, now in zip(before, _generators(), strict=True)):
         raise _UntraceableError(
-            "draws at random in its forward what does not depend on its input, which its graph"
-            " would never draw again: draw it from a tensor that does, as torch.randn_like(x), or"
-            " in a function marked by torch.fx.wrap"
+            "draws random numbers in its forward that do not depend on its input, and its graph"
+            " would draw them once: use torch.randn_like(x), or a function marked by torch.fx.wrap"
         )
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of those that a forward may draw from."""
+    """Return the states of the generators that a forward may use."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     tensors = [torch.get_rng_state(), *devices]
@@ -265,8 +264,8 @@ def _generators() -> tuple[object, ...]:
 def _seeing_autocast() -> Iterator[None]:
     def refuse(region: torch.autocast) -> None:
         raise _UntraceableError(
-            "sets torch.autocast within its forward, which its graph would lack: move that part"
-            " into a function marked by torch.fx.wrap"
+            "sets torch.autocast in its forward, which its graph would lose: move that part into a"
+            " function marked by torch.fx.wrap"
         )
 
     enter = torch.autocast.__enter__

@@ -1,4 +1,4 @@
-"""What a stage needs while it runs, beside what it keeps: live tensors, counted on meta."""
+"""Peak workspace of a stage besides what it keeps, from live meta tensors."""
 
 import weakref
 from typing import Any
@@ -12,11 +12,11 @@ from toolkit.model.analysis import AsTrained, meta_copy, tensors_in
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made within and still alive.
+    """Count the bytes of living tensors made inside the context.
 
     Attributes:
-        bytes: of those there now.
-        most: there were so far; whoever asks for the most from some moment on sets it back.
+        bytes: now.
+        most: peak since the start, or since the caller last set it.
     """
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Live(TorchDispatchMode):
 def working_bytes(
     stage: fx.GraphModule, inputs: tuple[Tensor, ...], device: torch.device, precision: str
 ) -> tuple[int, int]:
-    """The most bytes that a forward and a backward of ``stage`` need beside what is kept between.
+    """Return the peak bytes of a forward and a backward besides what is kept between them.
 
-    Results that are used and forgotten, and gradients: those of its outputs, which a backward is
-    given, and those that it makes, of parameters and inputs, count as well.
+    Temporary results and gradients count: those of the outputs, the parameters and the inputs.
 
     Args:
-        inputs: meta tensors; those that have gradients ask for them.
-        device: whose attention and autocast are meant. Meta: a GPU's.
-        precision: of :data:`toolkit.model.precision.PRECISIONS`.
+        stage: a stage of a partitioned model.
+        inputs: meta tensors ``[b, ...]``; gradients are made for those that require them.
+        device: device whose attention and autocast apply. Meta: a GPU.
+        precision: one of :data:`toolkit.model.precision.PRECISIONS`.
     """
     run = AsTrained(meta_copy(stage), device, precision)
     with Live() as live:
@@ -61,7 +61,7 @@ def working_bytes(
         trained = [x for x in outputs if x.requires_grad]
         edges = [get_gradient_edge(x) for x in trained]
         shapes = [(x.shape, x.dtype) for x in trained]
-        del run, outputs, trained  # each would keep the outputs
+        del run, outputs, trained  # each reference would keep the outputs alive
         kept = live.bytes
         live.most = kept
         gradients = [torch.empty(s, dtype=t, device="meta") for s, t in shapes]

@@ -1,14 +1,13 @@
-"""Image classifiers sized for the data set: torchvision's, and the small ResNets of CIFAR."""
+"""Image classifiers for a data set's image size: torchvision's, and CIFAR's small ResNets."""
 
 from collections import OrderedDict
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 
 import torch
 from torch import nn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, suggest
 
 _SMALL_IMAGE = 64  # pixels; up to here ResNets keep their resolution through the stem
 _WIDTH = 64  # of torchvision's ResNets
@@ -21,38 +20,33 @@ def build(
     in_channels: int = 3,
     width: int | None = None,
 ) -> nn.Module:
-    """A classifier with random weights from torch's global generator.
+    """Return a classifier with random weights from torch's global generator.
 
-    ``resnet18`` and ``resnet50`` get the CIFAR stem (3x3 convolution, no max-pool) where images
-    are at most 64 pixels wide. ``resnet8``, ``resnet14`` and ``resnet20`` are the residual nets
-    of He et al. (arXiv 1512.03385, section 4.2), 16 to 64 channels wide.
+    ``resnet18`` and ``resnet50`` get the CIFAR stem (3x3 convolution, no max-pool) for images of at
+    most 64 pixels. ``resnet8``, ``resnet14`` and ``resnet20`` (He et al., arXiv 1512.03385,
+    section 4.2) are 16 to 64 channels wide.
 
     Args:
         name: one of :data:`MODELS`.
         n_classes: width of the output.
         image_size: height and width of the images, in pixels.
         in_channels: channels of the images.
-        width: channels of a ResNet's first layers, with which those of all others grow; 64 or,
-            in the small ones, 16 unless given.
+        width: channels of a ResNet's first layers, which scales all others; None: 64, or 16 in the
+            small ones.
 
     Raises:
-        ValueError: unknown name, or images or a width that the model cannot take.
+        UserError: unknown name, or images or a width that the model cannot take.
     """
     if name not in MODELS:
-        near = get_close_matches(name, MODELS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown model {name!r}: {hint}choose one of {', '.join(MODELS)}")
+        raise UserError(f"unknown model {name!r}: {suggest(name, [*MODELS])}")
     sizes = {"n_classes": n_classes, "image_size": image_size, "in_channels": in_channels}
-    for what, value in sizes.items():
+    for what, value in (sizes | {"width": 1 if width is None else width}).items():
         if value < 1:
-            raise UserError(f"{what} of a model is 1 or more: got {value}")
-    if width is not None and width < 1:
-        raise UserError(f"model.width is 1 or more: got {width}")
+            raise UserError(f"model.{what} must be at least 1: got {value}")
     return MODELS[name](n_classes, image_size, in_channels, width)
 
 
-# torchvision loads when a model is built: it takes longer than all else together, and ranks that
-# are given their model do without.
+# torchvision is imported lazily: it is slow to load, and ranks that receive a model skip it.
 
 
 def _resnet(
@@ -76,10 +70,10 @@ def _resnet(
 
 
 def _resnet_of_width(name: str, n_classes: int, width: int) -> nn.Module:
-    """torchvision's ResNet with other numbers of channels, which it has no argument for."""
+    """torchvision's ResNet with another width, for which it has no argument."""
     from torchvision.models import get_model
 
-    with torch.device("meta"):  # every layer that has weights is made anew
+    with torch.device("meta"):  # every layer with weights is replaced below
         model = get_model(name, num_classes=n_classes)
     model.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
     model.bn1 = nn.BatchNorm2d(width)
@@ -102,7 +96,7 @@ def _initialise(model: nn.Module) -> None:
 def _cifar_resnet(
     blocks: int, n_classes: int, image_size: int, in_channels: int, width: int | None
 ) -> nn.Module:
-    """6n+2 layers: three groups of n blocks, of ``width`` (16), twice and four times that."""
+    """6n+2 layers: three groups of n blocks, of ``width`` (16), 2x and 4x channels."""
     first = 16 if width is None else width
     widths = (first, 2 * first, 4 * first)
     layers: OrderedDict[str, nn.Module] = OrderedDict(
@@ -137,15 +131,10 @@ def _block(narrower: int, wider: int, stride: int) -> nn.Module:
 
 def _vit(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
     if width is not None:
-        raise UserError(
-            f"model.width is of ResNets, and vit_b_16 has one width: got {width}; leave it out"
-        )
+        raise UserError(f"vit_b_16 takes no model.width: got {width}; leave it out")
     patch = 16
     if image_size % patch:
-        raise UserError(
-            f"vit_b_16 cuts images into patches of {patch} pixels: got images of {image_size};"
-            " resize them to a multiple"
-        )
+        raise UserError(f"vit_b_16 needs images of a multiple of {patch} pixels: got {image_size}")
     from torchvision.models import vit_b_16
 
     model = vit_b_16(image_size=image_size, num_classes=n_classes)
@@ -162,4 +151,4 @@ MODELS: dict[str, Callable[[int, int, int, int | None], nn.Module]] = {
     "resnet50": partial(_resnet, "resnet50"),
     "vit_b_16": _vit,
 }
-"""What :func:`build` can build."""
+"""Factories of :func:`build` by name."""
