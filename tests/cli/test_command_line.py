@@ -30,7 +30,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["schedule=cdp_v3"], "schedule=cdp_v3 is unknown: did you mean cdp_v2? choose one of"),
         (["schedule=null"], "schedule=null is unknown: choose one of cdp_v1, cdp_v2, dp"),
         (["model=resnt18"], "model=resnt18 is unknown: did you mean resnet18?"),
-        (["model.name=resnt18"], "unknown model 'resnt18': did you mean 'resnet18'?"),
+        (["model.name=resnt18"], "unknown model 'resnt18': did you mean resnet18?"),
         (["data=cifar"], "data=cifar is unknown: did you mean cifar10?"),
         (["lr=cosin"], "lr=cosin is unknown: did you mean cosine?"),
         (["experiment=digit"], "experiment=digit is unknown: did you mean digits?"),
@@ -97,8 +97,8 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
         (["optimizer=muon", "optimizer.momentum=1"], "optimizer cannot be made: momentum is 0 or"),
         (["label_smoothing=1"], "label_smoothing is 0 or more, and below 1: got 1.0"),
         (["profile=-1"], "profile is 0 or more training steps: got -1"),
-        (["model.width=0"], "model.width is 1 or more: got 0"),
-        (["model=vit_b_16", "model.width=8"], "width is of ResNets, and vit_b_16 has one width"),
+        (["model.width=0"], "model.width must be at least 1: got 0"),
+        (["model=vit_b_16", "model.width=8"], "vit_b_16 takes no model.width: got 8"),
         (["+optimizer.foo=1"], "optimizer cannot be made: SGD.__init__() got an unexpected"),
         (["+epoch=3"], "+epoch: there is no option epoch: did you mean epochs?"),
         (["++foo=3"], "+foo: there is no option foo: --help lists the options"),
@@ -140,7 +140,7 @@ GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment
             ["schedule.period=8"],
             "schedule.period=8 is of a file's orders, and a named method has its own: leave it out",
         ),
-        (["model=vit_b_16"], "patches of 16 pixels: got images of 8; resize them to a multiple"),
+        (["model=vit_b_16"], "multiple of 16 pixels: got 8"),
         (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
         (
             ["optimizer.lr=1e30"],
@@ -368,7 +368,7 @@ def test_machines_of_ones_own(tmp_path):
     assert "my machines" in finished.out
     where.write_text(text.replace("5.0e+13", "fast"))
     message = refused("simulate", *given)
-    assert message == "flops of a hardware is a number above 0: got 'fast'"
+    assert message == "hardware.flops is a positive number: got 'fast'"
     where.write_text(text.replace("memory_bandwidth", "memory_bandwith"))
     assert refused("simulate", *given).endswith("unexpected keyword argument 'memory_bandwith'")
     where.write_text("name: my machines\n")

