@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
 from toolkit.runtime.checks import check_fit
+from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
@@ -35,12 +36,14 @@ class Runtime(ABC):
     Attributes:
         world: the processes that train together; None where there is one.
         steps_done: training steps until now.
+        distributed: whether each rank of the schedule is a process of its own.
 
     Raises:
         ValueError: stages, schedule, optimizer and options do not fit.
     """
 
     world: World | None = None
+    distributed = True  # whether each rank of the schedule is a process
     _overlaps = False  # whether updates are all in only when a run has come to its end
     _way_out = "load a state"
 
@@ -60,6 +63,33 @@ class Runtime(ABC):
         self._updaters: Sequence[Updater] = ()  # of each stage
         devices = {parameter.device for parameter in stages.model.parameters()}
         self._device = devices.pop() if len(devices) == 1 else None
+
+    @classmethod
+    def check_schedule(cls, schedule: Schedule) -> None:
+        """Raise UserError if the runtime cannot run ``schedule``; by default it runs any."""
+        return
+
+    @classmethod
+    def can_run(cls, schedule: Schedule) -> bool:
+        """Whether the runtime can run ``schedule``."""
+        try:
+            cls.check_schedule(schedule)
+        except UserError:
+            return False
+        return True
+
+    @property
+    def measures(self) -> bool:
+        """Whether :meth:`measurements` has something to return."""
+        return False
+
+    def measurements(self) -> Measurements:
+        """Return what all ranks measured. Every rank calls it.
+
+        Raises:
+            UserError: the runtime measured nothing.
+        """
+        raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
 
     @property
     def rank(self) -> int:

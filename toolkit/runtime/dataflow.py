@@ -65,9 +65,11 @@ class Dataflow:
         """The first in the background that can begin, which it thereby has."""
         if not self._ready:
             return None
+        # The earliest in the program first: its result is used first.
         position = heappop(self._ready)
         if position in self._queue_of:
             queue = self._queue_of[position]
+            # Starting one admits the next of its queue: peers match a queue's messages by order.
             queue.popleft()
             if queue:
                 self._consider(queue[0])

@@ -158,8 +158,12 @@ class Distributed(Runtime):
     def _averages(self) -> Weights:
         return self._weight_store.averages()
 
+    @property
+    def measures(self) -> bool:
+        return self.n_recorded > 0
+
     def measurements(self) -> Measurements:
-        """What all ranks have measured. Every rank calls it.
+        """Return what all ranks measured. Every rank calls it.
 
         Raises:
             ValueError: nothing was recorded, or a run was not exhausted.

@@ -94,6 +94,7 @@ class Executor:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
         self.ends = _last_ops(self._order)
+        # NCCL has no tags: messages between two ranks match by order alone.
         self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered)
         self._overlap = overlap
         self._ahead = lookahead(program.schedule)
@@ -104,6 +105,7 @@ class Executor:
         self._unsent: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
         self._closed = self._finished = False
+        # One lock for both conditions: all threads share _flow, _unsent and _failure.
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the second thread
         self._news = threading.Condition(lock)  # for the main one
@@ -118,6 +120,7 @@ class Executor:
         with self._work:
             self._closed = True
             self._work.notify()
+        # The second thread creates waiters, so it ends before they are closed.
         self._thread.join()
         for waiter in self._waiters.values():
             waiter.close()
@@ -140,6 +143,7 @@ class Executor:
         i = self._order[position]
         with self._work:
             if self._overlap:
+                # Look ahead only as far as needed: a receive begun early takes memory.
                 self._flow.open_until(i.tick + self._ahead)
             else:
                 self._flow.open(position + 1)
@@ -152,6 +156,7 @@ class Executor:
         self._await(lambda: self._flow.lacks_nothing(position), lambda: position)
         self._watch.at(i, i.step)
         self._measured(i, self._compute)
+        # The op is only queued on the device. The mark lets other streams wait for its end.
         if (mark := self._streams.mark()) is not None:
             self._marks[position] = mark
         self._end(position)
@@ -235,6 +240,7 @@ class Executor:
         key = (i.stage, i.step)
         # What is used up lives until the device has done with it.
         used: list[object] = [self._rank.sums.get(key), self._received.get(key)]
+        # On another stream than the ops: it waits for those whose results it uses, and no others.
         with self._streams.beside(self._marks.get(p) for p in self._flow.needs[position]):
             if i.action == Action.RECV:
                 self._begin_message(position, self._messages.receive(i, self._tags[position]))
@@ -254,12 +260,14 @@ class Executor:
     def _add_received(self, i: Instruction) -> None:
         """Add what has been received of the sum that ``i`` uses, in the order of the program."""
         if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
+            # Messages arrive in any order, and floating-point sums depend on the order.
             for position, payload in sorted(self._received.pop((i.stage, i.step), ())):
                 self._rank.take(self._order[position], payload)
 
     def _send(self, position: int, payload: Payload) -> int:
         i = self._order[position]
         transfer = self._messages.send(i, payload, self._tags[position])
+        # Before the waiter knows the transfer: otherwise it could remove the position first.
         with self._work:
             self._unsent.add(position)
         self._waiter(("send", *i.peers), self._sent).put(position, transfer)
@@ -270,6 +278,7 @@ class Executor:
         i = self._order[position]
         if self._meter is not None:
             self._began[position] = self._meter.now()
+        # One waiter per peer, stage and kind: a late message must not hold up the others.
         name = (i.buffer, i.stage, *i.peers) if i.action == Action.RECV else ("collective",)
         self._waiter(name, self._arrived).put(position, transfer)
 
@@ -304,6 +313,7 @@ class Executor:
             self._received[i.stage, i.step].append((position, payload))
             return
         if isinstance(payload, tuple):
+            # The ops' stream reads memory that this stream allocated; the allocator must know.
             self._streams.lend(payload)
         self._rank.take(i, payload)
 

@@ -98,6 +98,7 @@ class Grouped:
             batches = _regroup(batches, groups, list(by_version.values()))
             groups = list(by_version.values())
             known = versions[runner.index]
+            # A leaf per version: gradients of different versions must not meet before the sum.
             own = {v: leaves(self._read(known, v, step)) for v in by_version}
             batches = [
                 runner.forward(own[v], batch, group, step)
@@ -147,6 +148,7 @@ class Grouped:
         n_microbatches = self.schedule.n_microbatches
         runner.update(total, n_microbatches, keep_old=oldest <= step, norm=norm)
         versions[step + 1] = runner.newest()
+        # Not earlier: later steps still read versions from oldest on.
         for version in [version for version in versions if version < oldest]:
             del versions[version]
 

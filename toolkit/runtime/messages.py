@@ -105,6 +105,7 @@ class Messages:
         ]
         if self.pacer is not None:
             sizes = [chunk.nbytes for chunk in self._chunks(flat)]
+            # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
             return Transfer(flat, self.pacer.put(begin, sizes, i.tick).result)
         works = [start() for start in begin]
@@ -182,6 +183,7 @@ def tags(instructions: Sequence[Instruction]) -> list[int]:
     for i in instructions:
         tag = 0
         if i.action in (Action.SEND, Action.RECV):
+            # The k-th send to a peer matches its k-th receive from here; both ends count alike.
             count[i.action, i.peers] += 1
             tag = count[i.action, i.peers]
         found.append(tag)

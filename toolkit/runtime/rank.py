@@ -139,6 +139,7 @@ class Rank:
         else:
             received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
             inputs = tuple(_leaf(tensor) for tensor in received if tensor is not None)
+        # Own leaves per micro-batch: its backward uses this version even after later updates.
         weights = leaves(self.weights[i.weights])
         runner = self.runners[i.stage]
         with self.watching(weights, inputs, list(runner.compute.buffers())):
@@ -194,6 +195,7 @@ class Rank:
     def _update(self, i: Instruction) -> None:
         step, updater = _int(i.step), self.updaters[i.stage]
         total = self.sums.pop((i.stage, step))
+        # Other micro-batches may still read the old version; FREE drops it after its last reader.
         updater.update(total, self.schedule.n_microbatches, keep_old=True)
         self.weights[i.stage, i.version] = updater.newest()
         if i.stage in self.versions:

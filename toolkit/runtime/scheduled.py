@@ -108,6 +108,7 @@ class _Run:
             return
         total = self.ranks[rank].give(i)
         assert isinstance(total, GradientSum)
+        # In the order of the peers, so that the sum has the same bits in each run.
         for peer in i.peers[1:]:
             part = self.ranks[peer].give(i)
             assert isinstance(part, GradientSum)

@@ -93,6 +93,8 @@ class SingleProcess(Runtime):
         )
         self._engine = self._make_engine()
 
+    distributed = False
+
     def _module(self) -> nn.Module:
         return self.stages.model
 

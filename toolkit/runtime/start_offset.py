@@ -27,6 +27,7 @@ class StartOffset:
         """Give the others their turn, or wait for one's own, as ``i`` is about to begin."""
         while self._waiting and i.tick >= self._waiting[0][0]:
             _, rank = self._waiting.pop(0)
+            # GPU ops are queued: end them first, or the other rank starts before this tick.
             self.world.finish_computing()
             self.world.store.set(self._key(rank), "")
         if self._my_turn is not None and i.action == Action.FORWARD:

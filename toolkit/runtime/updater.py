@@ -191,6 +191,8 @@ class Updater:
             norm: by which the gradient is clipped, or left out; its own unless given.
         """
         self.begin_average()
+        # The optimizer works in place. Micro-batches between forward and backward still use the old
+        # version, so it must keep its memory.
         if keep_old:
             self._renew()
         for name, master in self.masters.items():

@@ -61,6 +61,7 @@ class WeightStore:
             for version in self.schedule.versions(j, step):
                 what = (j, None, None, version, Buffer.WEIGHTS)
                 if self.world.rank == owner:
+                    # Do not wait yet: two owners that wait for each other would deadlock.
                     for rank in lacking:
                         send = Instruction(0, Action.SEND, *what, (rank,))
                         sent.append((send, messages.send(send, held[j, version])))

@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.errors import UserError, check_choice, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
-from toolkit.runtime.baselines.delayed import DelayedAllReduce
 from toolkit.schedule import Schedule, timing
 from toolkit.training.checkpoint_callback import GUARDS, Keeper, Often, Signals
 from toolkit.training.checkpoints import Checkpoints, check_keep, from_rank_0
@@ -233,9 +232,9 @@ def _safe(job: TrainingRun) -> Schedule:
         ValueError: there is none that its runtime can run.
     """
     found = without_delay(job.schedule)
-    if isinstance(job.runtime, DelayedAllReduce):
+    if not job.runtime.can_run(found):
         raise UserError(
-            "guard=rollback goes on with data parallelism, which runtime=delayed_allreduce cannot"
+            f"guard=rollback continues with {found.name}, which {type(job.runtime).__name__} cannot"
             " run: use guard=stop, or runtime=distributed"
         )
     return found

@@ -20,7 +20,6 @@ from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError, first_line
 from toolkit.model import partition
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.group import World, join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
@@ -112,9 +111,7 @@ class TrainingRun:
 
     def measurements(self) -> Measurements | None:
         """What all ranks have measured, if anything. Every rank calls it."""
-        if isinstance(self.runtime, Distributed) and self.runtime.n_recorded:
-            return self.runtime.measurements()
-        return None
+        return self.runtime.measurements() if self.runtime.measures else None
 
 
 class Rates(LambdaLR):
@@ -236,16 +233,15 @@ def join_ranks(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], 
             runtime cannot run the schedule.
     """
     options: dict[str, Any] = dict(config.runtime)
-    if "timeout" not in options:
+    kind: type[Runtime] = get_class(options["_target_"])
+    if not kind.distributed:
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             raise UserError(
                 f"runtime=single_process is one process and {started} were started: leave torchrun"
                 " out, or choose runtime=distributed"
             )
         return options, None
-    if (target := options["_target_"]).startswith("toolkit.runtime.baselines."):
-        baseline: Any = get_class(target)
-        baseline.check_schedule(schedule)  # or ranks would be started in vain
+    kind.check_schedule(schedule)  # before ranks are started
     reach = {name: options.pop(name) for name in ("backend", "timeout", "interface")}
     return options, join(schedule.n_ranks, device=config.device, **reach)
 
