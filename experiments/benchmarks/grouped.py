@@ -19,7 +19,7 @@ from benchmarks.timing import alternate, ratios
 from toolkit.cli.validate import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions
-from toolkit.runtime.meters.operations import operations
+from toolkit.runtime.meters.meter import count_operations
 from toolkit.runtime.step_options import allow_tf32
 from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic
@@ -87,7 +87,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     ]
     if config.compile == "none":
         for row, step in zip(rows, (plain.step, cyclic.step), strict=False):
-            row["operations"] = operations(partial(step, inputs, targets)).total()
+            row["operations"] = count_operations(partial(step, inputs, targets)).total()
     return rows
 
 

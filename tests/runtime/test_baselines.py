@@ -19,12 +19,13 @@ from tests.runtime.conform import sgd
 from tests.runtime.models import assert_same, differ, learning_rates
 from tests.stages import cut
 from tests.thorough import more
+from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess, StepOptions, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.baseline import is_data_parallel
-from toolkit.runtime.baselines.chain import Chain
 from toolkit.runtime.baselines.pipelining import rank_orders
+from toolkit.runtime.baselines.synchronous import Chain
 from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.training import optimizers
@@ -153,36 +154,31 @@ def every(n, variants):
 
 
 def _cases():
+    mixed = {"frozen": True, "dropout": 0.3, "optimizer": adamw, "lr_scheduler": falling}
     variants = {
         "plain": {},
-        "mixed": {
-            "frozen": True,
-            "dropout": 0.3,
-            "optimizer": adamw,
-            "lr_scheduler": falling,
-            "runs": (2, 4),
-        },
+        "mixed": {**mixed, "runs": (2, 4)},
+        "left": {"left": True, "runs": (2, 4)},
     }
     cases = every(2, variants) | every(4, {"plain": {}})
-    whole = {"reshard": False}
-    views = {"bucket_mb": 1e-4, "bucket_view": True}
-    cases["fsdp-zero2-2"] = Case(FSDP, catalog.data_parallel(2, n_stages=3), whole)
+    del cases["zero-bubble-left-2"]
+    data_parallel = catalog.data_parallel(2, n_stages=3)
+    delayed = catalog.cyclic(2, 1, n_stages=3)
+    simultaneous = catalog.data_parallel(2, delay=1, n_stages=3)
+    muon = partial(optimizers.muon, lr=0.01, adamw=["stem", "head"])
     for make in (DDP, FSDP):
         options = {"options": StepOptions(channels_last=True)}
-        name = f"{make.runtime}-channels-last-2"
-        cases[name] = Case(make, catalog.data_parallel(2, n_stages=3), options)
-        muon = partial(optimizers.muon, lr=0.01, adamw=["stem", "head"])
-        schedule = catalog.data_parallel(2, n_stages=3)
-        cases[f"{make.runtime}-muon-2"] = Case(make, schedule, optimizer=muon)
-    left = every(2, {"left": {"left": True, "runs": (2, 4)}})
-    cases |= {name: case for name, case in left.items() if "bubble" not in name}
-    cases["ddp-views-2"] = Case(DDP, catalog.data_parallel(2, n_stages=3), views, runs=(4, 2))
+        cases[f"{make.runtime}-channels-last-2"] = Case(make, data_parallel, options)
+        cases[f"{make.runtime}-muon-2"] = Case(make, data_parallel, optimizer=muon)
     folds = tuple(f"blocks.{block}.conv" for block in range(3))  # where views cross
-    cases["zero-bubble-folds-4"] = Case(TorchPipelining, catalog.zero_bubble(4, 4), by=folds)
-    delayed = catalog.cyclic(2, 1, n_stages=3)
-    cases["delayed-split-2"] = Case(DelayedAllReduce, delayed, runs=(4, 2))
-    simultaneous = catalog.data_parallel(2, delay=1, n_stages=3)
-    cases["delayed-simultaneous-2"] = Case(DelayedAllReduce, simultaneous, runs=(1, 3, 2))
+    views = {"bucket_mb": 1e-4, "bucket_view": True}
+    cases |= {
+        "fsdp-zero2-2": Case(FSDP, data_parallel, {"reshard": False}),
+        "ddp-views-2": Case(DDP, data_parallel, views, runs=(4, 2)),
+        "zero-bubble-folds-4": Case(TorchPipelining, catalog.zero_bubble(4, 4), by=folds),
+        "delayed-split-2": Case(DelayedAllReduce, delayed, runs=(4, 2)),
+        "delayed-simultaneous-2": Case(DelayedAllReduce, simultaneous, runs=(1, 3, 2)),
+    }
     return {name: case for name, case in cases.items() if case.schedule.n_ranks in RANKS}
 
 
@@ -383,69 +379,59 @@ GPIPE = catalog.gpipe(3, 3)
 
 
 @pytest.mark.parametrize(
-    ("make", "schedule", "message"),
+    ("make", "schedule", "named"),
     [
-        (DDP, catalog.cyclic(3), r"runtime=ddp trains data parallelism.*schedule=dp.*got CDP-v2"),
-        (DDP, catalog.data_parallel(3, state="sharded"), "state=replicated .*got ZeRO-DP"),
-        (DDP, catalog.data_parallel(3, "one"), "placement=per_microbatch .*placement=one"),
-        (DDP, GPIPE, r"runtime=ddp trains data parallelism.*got GPipe"),
-        (DDP, catalog.data_parallel(3, accumulate=2), r"runtime=ddp .*got DP accumulate 2"),
-        (
-            DelayedAllReduce,
-            catalog.data_parallel(3, delay=RandomDelay()),
-            "one step late.*got DP random delay 0-1",
-        ),
-        (FSDP, catalog.data_parallel(3, delay=1), "runtime=fsdp trains data parallelism"),
-        (FSDP, GPIPE, "state=replicated or sharded"),
-        (DelayedAllReduce, catalog.data_parallel(3), "one step late.*schedule=cdp_v1.*got DP"),
-        (DelayedAllReduce, catalog.cyclic(3), "one step late.*got CDP-v2"),
-        (DelayedAllReduce, catalog.cyclic(3, 1, "per_stage"), "placement=per_stage, "),
-        (DelayedAllReduce, catalog.cyclic(3, 1, predict=True), "got CDP-v1 predicted"),
-        (
-            TorchPipelining,
-            catalog.cyclic(3, 1, "per_stage"),
-            "schedule=gpipe; one_f_one_b.*got CDP-v1",
-        ),
-        (TorchPipelining, catalog.one_f_one_b(3, 2), "a micro-batch a stage or more.*got 1F1B"),
-        (TorchPipelining, catalog.zero_bubble(3, 7), "a multiple of the ranks"),
-        (TorchPipelining, catalog.zb_v(6, 6), "several stages a rank.*got ZB-V"),
+        (DDP, catalog.cyclic(3), "CDP-v2"),
+        (DDP, catalog.data_parallel(3, state="sharded"), "ZeRO-DP"),
+        (DDP, catalog.data_parallel(3, "one"), "placement=one"),
+        (DDP, GPIPE, "GPipe"),
+        (DDP, catalog.data_parallel(3, accumulate=2), "DP accumulate 2"),
+        (DDP, catalog.data_parallel(3, n_stages=2), "2 stages"),
+        (DelayedAllReduce, catalog.data_parallel(3, delay=RandomDelay()), "DP random delay 0-1"),
+        (FSDP, catalog.data_parallel(3, delay=1), "runtime=fsdp"),
+        (FSDP, GPIPE, "GPipe"),
+        (DelayedAllReduce, catalog.data_parallel(3), "DP"),
+        (DelayedAllReduce, catalog.cyclic(3), "CDP-v2"),
+        (DelayedAllReduce, catalog.cyclic(3, 1, "per_stage"), "placement=per_stage"),
+        (DelayedAllReduce, catalog.cyclic(3, 1, predict=True), "CDP-v1 predicted"),
+        (TorchPipelining, catalog.cyclic(3, 1, "per_stage"), "CDP-v1"),
+        (TorchPipelining, catalog.one_f_one_b(3, 2), "1F1B"),
+        (TorchPipelining, catalog.zero_bubble(3, 7), "zero"),
+        (TorchPipelining, catalog.zb_v(6, 6), "ZB-V"),
         (
             TorchPipelining,
             Schedule.from_rank_orders(["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"], name="GPipe"),
-            "runtime=torch_pipelining runs what torch.distributed.pipelining has",
+            "GPipe",
         ),
-        (DDP, catalog.data_parallel(3, n_stages=2), "the schedule is for 2 stages and the model"),
     ],
     ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", "-"),
 )
-def test_refuses_other_schedules(make, schedule, message):
-    stages = Case(make, schedule).stages()
-    if "the model" in message:
-        stages = Case(make, catalog.data_parallel(3)).stages()
-    with pytest.raises(ValueError, match=message):
+def test_refuses_other_schedules(make, schedule, named):
+    stages = Case(make, GPIPE if named == "2 stages" else schedule).stages()
+    with pytest.raises(UserError, match=named):
         make(stages, schedule, sgd, F.cross_entropy)
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "message"),
+    ("make", "options", "named"),
     [
-        (DDP, {"compression": "fp8"}, "unknown compression 'fp8': choose one of none, fp16, bf16"),
-        (DDP, {"bucket_mb": 0}, "bucket_mb is a size above 0: got 0"),
-        (DelayedAllReduce, {"compression": "int8"}, "unknown compression 'int8'"),
+        (DDP, {"compression": "fp8"}, "fp8"),
+        (DDP, {"bucket_mb": 0}, "bucket_mb .* 0"),
+        (DelayedAllReduce, {"compression": "int8"}, "int8"),
     ],
 )
-def test_refuses_other_options(make, options, message):
+def test_refuses_other_options(make, options, named):
     schedule = catalog.cyclic(2, 1) if make is DelayedAllReduce else catalog.data_parallel(2)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=named):
         make(*Case(make, schedule).arguments(), **options)
 
 
 @pytest.mark.parametrize("make", [DDP, FSDP, DelayedAllReduce, TorchPipelining])
 def test_refuses_what_is_not_of_its_kind(make):
     case = Case(DDP, catalog.data_parallel(2))
-    with pytest.raises(ValueError, match=r"stages are what toolkit.model.partition.* returns"):
+    with pytest.raises(UserError, match="Sequential"):
         make(nn.Sequential(nn.Linear(2, 2)), case.schedule, sgd, F.cross_entropy)
-    with pytest.raises(ValueError, match=r"schedule is one of toolkit.schedule.*got 'dp'"):
+    with pytest.raises(UserError, match="'dp'"):
         make(case.stages(), "dp", sgd, F.cross_entropy)
 
 
@@ -465,11 +451,11 @@ def test_refuses_what_torch_cannot_train():
     case = Case(DDP, catalog.data_parallel(2))
     stages = case.stages()
     stages.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="has no parameter to train: leave requires_grad"):
+    with pytest.raises(UserError, match="requires_grad"):
         DDP(stages, case.schedule, sgd, F.cross_entropy)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
     stages = partition(model, 2, torch.zeros(2, 1, 6, 6))
-    with pytest.raises(ValueError, match=r"1 is a SyncBatchNorm.*use the plain BatchNorm"):
+    with pytest.raises(UserError, match="SyncBatchNorm"):
         DDP(stages, case.schedule, sgd, F.cross_entropy)
 
 
@@ -488,5 +474,5 @@ class Indexed(nn.Module):
 
 def test_refuses_crossing_tensors_without_gradients():
     stages = partition(Indexed(), 2, torch.zeros(2, 3), ["second"])
-    with pytest.raises(ValueError, match=r"argmax is of torch.int64: cut the model where"):
+    with pytest.raises(UserError, match="argmax"):
         TorchPipelining(stages, catalog.gpipe(2, 2), sgd, F.cross_entropy)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.stages import cut
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.meters.operations import operations
+from toolkit.runtime.meters.meter import count_operations
 from toolkit.runtime.microbatch_norm import Group, MicrobatchNorm
 from toolkit.schedule import catalog
 
@@ -87,7 +87,7 @@ def of_a_step(n_norms, n_microbatches):
     runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, "grouped")
     batch = torch.randn(4 * n_microbatches, 4), torch.zeros(4 * n_microbatches, dtype=torch.long)
     runtime.step(*batch)
-    return operations(lambda: runtime.step(*batch))
+    return count_operations(lambda: runtime.step(*batch))
 
 
 def test_a_norm_of_many_microbatches_takes_few_operations():

@@ -12,7 +12,7 @@ from tests.runtime.models import assert_same
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.grouped import _regroup
-from toolkit.runtime.meters.operations import operations
+from toolkit.runtime.meters.meter import count_operations
 from toolkit.runtime.stage import StageRunner, leaves, predicted
 from toolkit.schedule import catalog
 
@@ -44,15 +44,15 @@ def test_a_microbatch_by_itself_is_not_copied():
         (output,) = runner.forward(leaves(runner.newest()), (inputs,), microbatches, 0)
         output.sum().backward()
 
-    assert operations(lambda: both_ways(0, 1))["cat"] == 2
-    assert operations(lambda: both_ways(0))["cat"] == 0
+    assert count_operations(lambda: both_ways(0, 1))["cat"] == 2
+    assert count_operations(lambda: both_ways(0))["cat"] == 0
 
 
 def test_the_gradient_of_merged_microbatches_is_not_copied():
     parts = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
     ((merged,),) = _regroup([(part,) for part in parts], [(0,), (1,)], [(0, 1)])
     assert torch.equal(merged, torch.cat(parts))
-    assert operations(lambda: merged.sum().backward())["cat"] == 0
+    assert count_operations(lambda: merged.sum().backward())["cat"] == 0
 
 
 def test_a_norm_in_evaluation_mode_keeps_its_statistics():

@@ -1,7 +1,4 @@
-"""What one would take instead: torch's own runtimes, under this toolkit's interface.
-
-Each loads what it needs of torch when it is first asked for.
-"""
+"""torch's own runtimes, under this toolkit's interface; each is imported at first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

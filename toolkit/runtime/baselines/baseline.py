@@ -1,12 +1,13 @@
-"""What the baselines have in common."""
+"""The base class of the baselines."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.model import Stages
 from toolkit.runtime.base import Runtime, Steps
@@ -21,19 +22,19 @@ from toolkit.schedule import RandomDelay, Schedule
 
 
 class Baseline(Runtime):
-    """A runtime on torch's own means.
+    """A runtime of torch's own, under this toolkit's interface.
 
-    Every rank begins with the weights of rank 0.
+    Every rank starts with the weights of rank 0.
 
     Args:
         stages: the model, partitioned; on the device of ``world``.
-        schedule: a schedule of as many stages, of a kind that the baseline can run.
+        schedule: a schedule with as many stages, of a kind that the baseline can run.
         optimizer: function from the list of a stage's parameters to its optimizer.
         loss: mean loss of a micro-batch, from outputs and targets.
         world: the ranks; those of this job unless given.
 
     Raises:
-        ValueError: stages, schedule and ranks do not fit.
+        UserError: stages, schedule and ranks do not fit.
     """
 
     world: World
@@ -53,7 +54,7 @@ class Baseline(Runtime):
         self._begin_alike()
 
     def _part_of(self, stages: Collection[int]) -> dict[str, Any]:
-        """The part of a rank that stands for ``stages``."""
+        """Return a rank's part of the state: that of ``stages``."""
         return part_of(
             self.steps_done,
             self.stages,
@@ -64,7 +65,7 @@ class Baseline(Runtime):
         )
 
     def _versions(self, j: int) -> dict[int, Weights]:
-        """The weights of stage ``j`` that are still read."""
+        """Return the weight versions of stage ``j`` that are still read."""
         return {self.steps_done: self._updaters[j].newest()}
 
     def _reads(self, step: int) -> Sequence[int]:
@@ -72,9 +73,9 @@ class Baseline(Runtime):
 
     @abstractmethod
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
-        """Training step ``step``, on what this rank reads of its batch.
+        """Run training step ``step`` on this rank's part of its batch.
 
-        Where it waits for others, the watch is told so.
+        Every wait for other ranks is within ``world.watch.waiting``.
         """
 
     def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
@@ -96,8 +97,26 @@ class Baseline(Runtime):
                 dist.broadcast(tensor.data, 0, self.world.group)
 
 
+class Released:
+    """Parameters of other ranks, whose memory is freed during training."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.shapes = {parameter: parameter.shape for parameter in parameters}
+
+    def release(self) -> None:
+        for parameter in self.shapes:
+            if parameter.numel():
+                parameter.data = parameter.data.new_empty(0)
+
+    def restore(self) -> None:
+        """Allocate their memory; its content is undefined."""
+        for parameter, shape in self.shapes.items():
+            if parameter.shape != shape:
+                parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+
+
 def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) -> bool:
-    """Whether rank m runs micro-batch m, and all weights are read ``staleness`` steps late."""
+    """Return whether rank m runs micro-batch m, and all weights are ``staleness`` steps late."""
     return (
         schedule.state in states
         and schedule.n_ranks == schedule.n_microbatches
@@ -113,8 +132,8 @@ def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) 
     )
 
 
-def called(schedule: Schedule) -> str:
-    """The schedule, as an error names it."""
+def describe(schedule: Schedule) -> str:
+    """Return the schedule's description for an error."""
     placement = schedule.placement if isinstance(schedule.placement, str) else schedule.layout.name
     return (
         f"{schedule.name}, {schedule.n_stages} stages, {schedule.n_microbatches} micro-batches,"

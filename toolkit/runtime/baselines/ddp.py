@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
-from toolkit.runtime.baselines.chain import Chain
-from toolkit.runtime.baselines.synchronous import Synchronous
+from toolkit.runtime.baselines.synchronous import Chain, Synchronous
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.step_options import PLAIN, StepOptions
@@ -38,13 +37,13 @@ class DDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        options: its precision and memory format; all else is refused.
+        options: only its precision and memory format may be set.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
 
     Raises:
-        ValueError: the schedule is not data parallelism, or an option has no such value.
+        UserError: the schedule is not data parallelism, or an option has no such value.
     """
 
     runtime = "ddp"

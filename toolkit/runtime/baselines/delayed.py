@@ -1,4 +1,4 @@
-"""What hides communication without cycles: gradients are summed during the next step."""
+"""Data parallelism whose gradients are summed during the next step."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.runtime.base import Steps
-from toolkit.runtime.baselines.baseline import Baseline, called, is_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, describe, is_data_parallel
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, compressed
@@ -30,8 +30,8 @@ class DelayedAllReduce(Baseline):
 
         theta_{t+1} = optimizer(theta_t, 1/M sum_m grad f_m(theta_{t-1}))
 
-    Within a run it keeps one version of the weights. The end of a run brings in the last update
-    and keeps the version before, with which the next run begins.
+    Within a run it keeps one version of the weights. The end of a run applies the last update
+    and keeps the version before it, with which the next run starts.
 
     Args:
         stages, optimizer, loss, world: as in ``Baseline``.
@@ -42,7 +42,7 @@ class DelayedAllReduce(Baseline):
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:
-        ValueError: the schedule has another delay or placement, or an option has no such value.
+        UserError: the schedule has another delay or placement, or an option has no such value.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DelayedAllReduce(Baseline):
             raise UserError(
                 "runtime=delayed_allreduce trains data parallelism with every weight one step"
                 " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
-                f" state=replicated (got {called(schedule)})"
+                f" state=replicated (got {describe(schedule)})"
             )
 
     def _module(self) -> nn.Module:
@@ -107,7 +107,7 @@ class DelayedAllReduce(Baseline):
         return super()._averages()
 
     def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
-        """The last update comes in at the end."""
+        """Run the steps, and apply the last update at their end."""
         yield from super()._steps(source, n_steps)
         self._update(keep_old=True)
 
@@ -134,7 +134,7 @@ class DelayedAllReduce(Baseline):
         return self._result(step, values[0], loss)
 
     def _update(self, *, keep_old: bool) -> None:
-        """Apply what is under way, if anything is."""
+        """Apply the gradients under way, if any."""
         if self._under_way is None:
             return
         for runner, messages in zip(self._runners, self._under_way, strict=True):
@@ -159,7 +159,7 @@ class _Message:
             ]
 
     def received(self) -> dict[str, Tensor]:
-        """The sums, once they are there."""
+        """Wait for the sums, and return them."""
         with self.world.watch.waiting("gradients of the step before", range(self.world.size)):
             for work in self.works:
                 work.wait()
@@ -169,7 +169,7 @@ class _Message:
 class _LastStageFirst:
     """Sends each stage's gradients during backward, as soon as they are complete.
 
-    The order is the same on every rank, which the messages' backend asks for.
+    The backend requires that this order is the same on every rank.
     """
 
     def __init__(self, read: list[Weights], send: Callable[[int], None]) -> None:
@@ -183,7 +183,7 @@ class _LastStageFirst:
         ]
 
     def finish(self) -> None:
-        """After backward: send also stages some of whose weights have no gradient."""
+        """After backward, also send stages with weights that have no gradient."""
         for hook in self.hooks:
             hook.remove()
         while self.next >= 0:

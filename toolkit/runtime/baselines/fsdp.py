@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.baselines.chain import Chain
-from toolkit.runtime.baselines.release import Released
-from toolkit.runtime.baselines.synchronous import Synchronous
+from toolkit.runtime.baselines.baseline import Released
+from toolkit.runtime.baselines.synchronous import Chain, Synchronous
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
@@ -37,14 +36,14 @@ class FSDP(Synchronous):
         schedule: ``catalog.data_parallel(n)``, its state sharded or not.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        options: its precision and memory format; all else is refused. FSDP cuts only contiguous
+        options: only its precision and memory format may be set. FSDP cuts only contiguous
             weights, so ``channels_last`` is of the images alone.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
             backward (ZeRO-2).
         cpu_offload: keep each rank's share in the CPU's memory, and update it there.
 
     Raises:
-        ValueError: the schedule is not data parallelism, or cannot be run on this device.
+        UserError: the schedule is not data parallelism, or cannot be run on this device.
     """
 
     runtime = "fsdp"
@@ -137,7 +136,7 @@ class FSDP(Synchronous):
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor``, with the shares of all ranks."""
+    """Return a copy of ``tensor`` with the shares of all ranks."""
     if not isinstance(tensor, DTensor):
         return tensor.clone()
     # An offloaded share is in the CPU's memory, which NCCL does not reach.
@@ -146,14 +145,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
-    """``tensor``, spread over the ranks as ``parameter`` is."""
+    """Return ``tensor`` spread over the ranks like ``parameter``."""
     like = parameter.data
     assert isinstance(like, DTensor)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str, Any] | None:
-    """The state of an optimizer, with each tensor like a parameter spread as that is."""
+    """Return an optimizer's state, each tensor spread like its parameter."""
     if state is None or updater.optimizer is None:
         return None
     groups = updater.optimizer.param_groups

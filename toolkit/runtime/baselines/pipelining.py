@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining, where its schedule is one of ours."""
+"""Pipelines run by torch.distributed.pipelining."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +17,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import Boundary
-from toolkit.runtime.baselines.baseline import Baseline, called
-from toolkit.runtime.baselines.release import Released
+from toolkit.runtime.baselines.baseline import Baseline, Released, describe
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
@@ -47,10 +46,10 @@ class TorchPipelining(Baseline):
             any other whose ranks run their ops in the same order.
         lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
         seed: seed of the model's random draws in training, such as dropout.
-        options: its precision, fp32 or tf32; all else is refused.
+        options: only its precision may be set, to fp32 or tf32.
 
     Raises:
-        ValueError: torch has no such schedule, or cannot send what crosses the stages.
+        UserError: torch has no such schedule, or cannot send what crosses the stages.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class TorchPipelining(Baseline):
         return StepResult(step, (), none, nothing.to(self.world.device))
 
     def _fit_to(self, inputs: Values, size: int) -> None:
-        """Make torch's schedule for micro-batches of ``size`` samples."""
+        """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
         expected = [boundary.shape[1:] for boundary in self.stages.boundaries[0]]
         if (got := [tuple(tensor.shape[1:]) for tensor in inputs]) != expected:
             raise UserError(
@@ -202,7 +201,7 @@ class _Part(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor | Values:
         microbatch, self.next = self.next, self.next + 1
         weights: dict[str, Tensor] = dict(self.runner.masters)
-        # An error until the next word is the model's own, and none of the messages'.
+        # A position without peers: an error here is the model's, not the backend's.
         self.world.watch.at(f"{self.runner.index}F{microbatch}", self.step)
         outputs = self.runner.forward(weights, inputs, (microbatch,), self.step)
         self.world.watch.at(_MESSAGES, self.step, range(self.world.size))
@@ -212,13 +211,13 @@ class _Part(nn.Module):
 
 
 def _own(output: Tensor, inputs: Values) -> Tensor:
-    """``output``, or a copy where torch, which detaches it in place, would change another."""
+    """Return ``output``, or a copy if it shares memory: torch detaches it in place."""
     shared = output._is_view() or any(output is tensor for tensor in inputs)
     return output.clone() if shared else output
 
 
 def rank_orders(schedule: Schedule) -> list[list[Op]]:
-    """The ops of one step on each rank, in order."""
+    """Return the ops of one step on each rank, in order."""
     starts = schedule.timing.starts
     found: list[list[Op]] = [[] for _ in range(schedule.n_ranks)]
     for op in sorted(starts, key=starts.__getitem__):
@@ -227,7 +226,7 @@ def rank_orders(schedule: Schedule) -> list[list[Op]]:
 
 
 def _torch_schedule(schedule: Schedule) -> MakeRunner:
-    """torch's schedule of the same orders."""
+    """Return the maker of torch's schedule with the same orders."""
     s, m, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
     equal_rounds = m % max(1, m // n_ranks) == 0
     known: list[tuple[pipeline_orders.Orders, MakeRunner]] = []
@@ -253,7 +252,7 @@ def _torch_schedule(schedule: Schedule) -> MakeRunner:
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
         " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"
         " rank; zero_bubble with a multiple of the ranks as micro-batches"
-        f" (got {called(schedule)})"
+        f" (got {describe(schedule)})"
     )
 
 

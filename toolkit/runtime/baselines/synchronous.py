@@ -1,33 +1,84 @@
 """Data parallelism under a wrapper of torch: forward, backward, update."""
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.runtime.baselines.baseline import Baseline, called, is_data_parallel
-from toolkit.runtime.baselines.chain import Chain
+from toolkit.model.trace import draws_at_random, in_training
+from toolkit.runtime.baselines.baseline import Baseline, describe, is_data_parallel
 from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.stage import Values, channels_last
+from toolkit.runtime.stage import Values, channels_last, drawing
 from toolkit.runtime.state import load_model
 from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Schedule
 
 
+class Chain(nn.Module):
+    """All stages as one module in training mode, with the model's own tensors.
+
+    Args:
+        stages: the model, partitioned.
+        seed: seed of a stage's random draws, with step, stage and micro-batch.
+
+    Raises:
+        UserError: a norm mixes the micro-batches.
+    """
+
+    def __init__(self, stages: Stages, seed: int) -> None:
+        super().__init__()
+        for name, module in stages.model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"got {name}, a SyncBatchNorm; each micro-batch is normalised by its own"
+                    " statistics: use the plain BatchNorm"
+                )
+        tensors = chain(stages.model.parameters(), stages.model.buffers())
+        memo = {id(tensor): tensor for tensor in tensors}
+        self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
+        self.seed = seed
+        self._random = [draws_at_random(stage) for stage in self.stages]
+        self._at = (0, 0)
+
+    def at(self, step: int, microbatch: int) -> None:
+        """Set step and micro-batch of the next forward."""
+        self._at = (step, microbatch)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Map inputs ``[b, ...]`` to the model's output ``[b, ...]``."""
+        values = inputs
+        for j, stage in enumerate(self.stages):
+            if self._random[j]:
+                step, microbatch = self._at
+                with drawing(values, self.seed, step, j, microbatch):
+                    values = stage(*values)
+            else:
+                values = stage(*values)
+        return values[0]
+
+    def norms(self) -> list[_BatchNorm]:
+        """Return the batch norms whose running statistics advance."""
+        norms = (m for m in self.modules() if isinstance(m, _BatchNorm) and m.training)
+        return [norm for norm in norms if norm.running_mean is not None]
+
+
 class Synchronous(Baseline):
     """Rank m runs micro-batch m; the wrapper averages the gradients over the ranks.
 
-    Batch norms normalise by the micro-batch; running statistics, which advance on each rank by
-    its own, are averaged in :meth:`module`. That equals averaging them at each step.
+    Batch norms normalise by the micro-batch. :meth:`module` averages the ranks' running
+    statistics, which equals averaging them at each step.
     """
 
     runtime: str
@@ -39,7 +90,7 @@ class Synchronous(Baseline):
             raise UserError(
                 f"runtime={cls.runtime} trains data parallelism, a micro-batch a rank: schedule=dp"
                 f" with placement=per_microbatch and state={' or '.join(cls.states)}"
-                f" (got {called(schedule)})"
+                f" (got {describe(schedule)})"
             )
 
     def __init__(
@@ -58,7 +109,7 @@ class Synchronous(Baseline):
         options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
         if options.precision == "fp16":
             raise UserError(
-                f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
+                f"got runtime={self.runtime} with precision=fp16: use bf16, or runtime=distributed"
             )
         self._chain = Chain(stages, seed)
         self._options = options
@@ -68,10 +119,10 @@ class Synchronous(Baseline):
 
     @abstractmethod
     def _wrap(self, model: Chain) -> nn.Module:
-        """The model as torch trains it on many ranks."""
+        """Return the model as torch trains it on many ranks."""
 
     def _in_forward(self) -> AbstractContextManager[None]:
-        """What a forward runs in; it waits for nobody unless told."""
+        """Context of a forward."""
         return nullcontext()
 
     def _module(self) -> nn.Module:

@@ -1,13 +1,15 @@
 """What a rank measures while it runs its program: time, messages, and memory that is alive."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import Values
@@ -166,3 +168,27 @@ def _held(versions: dict[tuple, Weights]) -> int:
 def _summed(rank: Rank) -> int:
     totals = list(rank.sums.values())
     return sum(x.nbytes for total in totals for x in list(total.tensors.values()))
+
+
+def count_operations(run: Callable[[], object]) -> Counter[str]:
+    """Count the operations that ``run`` dispatches, by name: on a GPU, about its kernel launches.
+
+    Views and allocations do not count. Code compiled by torch.compile is not seen.
+    """
+    with _Counting() as counting:
+        run()
+    return counting.found
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        name = function.overloadpacket.__name__
+        if not function.is_view and not name.startswith("empty"):
+            self.found[name] += 1
+        return function(*arguments, **(options or {}))

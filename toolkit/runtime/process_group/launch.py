@@ -1,4 +1,4 @@
-"""Ranks on this machine for a function: from a script, a test or a notebook."""
+"""Start ranks on this machine that run a function, from a script, a test or a notebook."""
 
 import contextlib
 import inspect
@@ -26,9 +26,9 @@ from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.process_group.worker import Raised
 
 OnReport = Callable[[int, Any], object]
-Event = tuple[int, str, Any]  # rank, what has happened, and what goes with it
+Event = tuple[int, str, Any]  # rank, what has happened, and its value
 
-# Unlike -m, it does not make a second module of the one whose state report() needs.
+# Not -m, which would import a second copy of the module whose state report() needs.
 _BOOT = """\
 import sys
 connection, job, *sys.path[:] = sys.argv[1:]
@@ -37,16 +37,16 @@ from toolkit.runtime.process_group.worker import main
 main(int(connection), int(job))
 """
 _LOOK = 0.05  # seconds between looks at the processes
-_GRACE = 2.0  # seconds that a rank has to end by itself when it is asked to
-_FAREWELL = 10.0  # seconds that it has for it once all results are here
+_GRACE = 2.0  # seconds for a rank to end after SIGTERM
+_FAREWELL = 10.0  # seconds for a rank to end once all results are here
 
-# Why a job has failed, the best reason first, and for how many seconds a better one is looked for.
+# Reasons of a failure, the best first, and the seconds to wait for a better one.
 _RAISED, _JOB_FAILED, _DIED, _LOST = range(4)
 _PATIENCE = {_RAISED: 0.0, _JOB_FAILED: 0.5, _DIED: 3.0, _LOST: 0.5}
 
 
 class RankError(RuntimeError):
-    """What a rank has raised, with the traceback there."""
+    """An exception of a rank, with its traceback."""
 
 
 def launch(
@@ -60,27 +60,28 @@ def launch(
     """Call ``function(*args, **kwargs)`` in ``n_ranks`` new processes, each of them a rank.
 
     In them :func:`toolkit.runtime.join` finds the others, :func:`toolkit.runtime.report` reaches
-    this process, and what they print appears here. All end with the call, whatever happens.
+    this process, and their output appears here. All processes end with the call.
 
     Args:
-        function: function that each rank calls, also one of a notebook's cell; it is pickled, and
-            so are the arguments.
+        function: function that each rank calls; it and its arguments are pickled, also from a
+            notebook's cell.
         n_ranks: number of processes.
         on_report: function that is called here with the rank and the value of each report.
-        timeout: seconds within which all ranks have to be up.
+        timeout: seconds within which all ranks have to start.
 
     Returns:
         What the ranks have returned, by rank.
 
     Raises:
-        ValueError: no such ranks are possible; or a rank has raised it.
+        UserError: an argument is invalid.
+        ValueError: a rank has raised it.
         RankError: a rank has raised another exception.
-        JobFailedError: a rank has died, stalled or not come up.
+        JobFailedError: a rank has died, stalled or not started.
     """
     if not callable(function):
         raise UserError(
-            f"function is what each rank calls: give launch(function, {n_ranks}, *its_arguments),"
-            f" not a {type(function).__name__}"
+            f"got a {type(function).__name__}; expected a function:"
+            f" launch(function, {n_ranks}, *arguments)"
         )
     if not isinstance(n_ranks, int) or n_ranks < 1:
         raise UserError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
@@ -91,8 +92,8 @@ def launch(
         job = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:
         raise UserError(
-            f"the function and its arguments go to the ranks pickled, and cannot be: {error};"
-            " make within the function what only its process can have, such as open files and locks"
+            f"cannot pickle the function and its arguments: {error};"
+            " open files and locks have to be made within the function"
         ) from error
     running = _Job(n_ranks, on_report)
     try:
@@ -105,23 +106,22 @@ def launch(
 def _check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuse arguments that ``function`` does not take, as far as it tells which it takes."""
+    """Check the arguments against the function's signature, if it has one."""
     try:
-        takes = inspect.signature(function, follow_wrapped=False)
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     try:
-        takes.bind(*args, **kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise UserError(
-            f"{name}{takes} cannot be called so: {error}; launch(function, n_ranks, ...) hands on"
-            " all arguments but on_report and timeout"
+            f"{name}{signature}: {error}; launch passes on all arguments except on_report, timeout"
         ) from None
 
 
 class _Rank:
-    """The process of a rank; what becomes of it goes to ``events``.
+    """The process of a rank; it puts what happens into ``events``.
 
     Args:
         job: a file with the pickled function and arguments.
@@ -149,14 +149,14 @@ class _Rank:
         reading = (
             (self._read_lines, "out", self.process.stdout),
             (self._read_lines, "err", self.process.stderr),
-            (self._read_messages, "", ours),
+            (self._read_messages, ours),
         )
         self._threads = [threading.Thread(target=f, args=a, daemon=True) for f, *a in reading]
         for thread in self._threads:
             thread.start()
 
     def look(self) -> None:
-        """Whether it has ended; if so, all that it has said is in the events before that."""
+        """Put an event if it has ended, after all events of its output."""
         if not self.ended and self.process.poll() is not None:
             self.ended = True
             self._kill_group()
@@ -165,7 +165,7 @@ class _Rank:
             self._events.put((self.rank, "ended", self.process.returncode))
 
     def kill(self) -> None:
-        """End it and what it has started, by force."""
+        """Kill it and what it has started."""
         if not self.ended:
             self._kill_group()
             self.process.wait()
@@ -180,14 +180,14 @@ class _Rank:
             for line in stream:
                 self._events.put((self.rank, name, line))
 
-    def _read_messages(self, _: str, connection: Connection) -> None:
+    def _read_messages(self, connection: Connection) -> None:
         with connection, contextlib.suppress(EOFError, OSError):
             while True:
                 self._events.put((self.rank, *connection.recv()))
 
 
 class _Job:
-    """The ranks of a call of ``launch``, and what has become of them."""
+    """The ranks of a call of ``launch``."""
 
     def __init__(self, n_ranks: int, on_report: OnReport | None) -> None:
         self._n_ranks, self._on_report = n_ranks, on_report
@@ -198,7 +198,7 @@ class _Job:
         self._missing = set(range(n_ranks))  # not yet up
         self._open = set(range(n_ranks))  # neither with a result nor failed
         self._failures: list[tuple[int, int, Exception, Exception | None]] = []
-        self._decided_at = math.inf  # when no better reason of a failure is looked for any longer
+        self._decided_at = math.inf  # when to stop waiting for a better reason of a failure
 
     def start(self, job: bytes) -> None:
         """Start the processes, and the store in which they meet."""
@@ -209,7 +209,7 @@ class _Job:
             port,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=listening.detach(),  # so that only this machine reaches it
+            master_listen_fd=listening.detach(),  # only this machine reaches it
         )
         defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // self._n_ranks))}
         if sys.platform == "linux":
@@ -236,7 +236,7 @@ class _Job:
             self._step()
             if self._missing and not self._failures and time.monotonic() > end:
                 raise JobFailedError(
-                    f"rank {', '.join(map(str, sorted(self._missing)))} has not come up within"
+                    f"rank {', '.join(map(str, sorted(self._missing)))} has not started within"
                     f" {timeout:g} s: start fewer ranks, or raise timeout"
                 )
         if self._failures:
@@ -246,7 +246,7 @@ class _Job:
         return [_unpack(r, "the result", self._results[r]) for r in range(self._n_ranks)]
 
     def end(self) -> None:
-        """End the processes that are left: first they are asked to, then it is done to them."""
+        """End the processes that are left: by SIGTERM, then by SIGKILL."""
         self._on_report = None
         try:
             for rank in self._ranks:
@@ -287,10 +287,9 @@ class _Job:
                 self._results[rank] = value
             case "raised":
                 self._open.discard(rank)
-                error, cause = _remake(rank, value)
                 reason = _LOST if value.lost else _RAISED
-                told = isinstance(error, JobFailedError)
-                self._fail(_JOB_FAILED if told else reason, error, cause)
+                failed = value.kind is JobFailedError
+                self._fail(_JOB_FAILED if failed else reason, *_remake(rank, value))
             case "ended" if rank in self._open:
                 self._open.discard(rank)
                 self._fail(_DIED, JobFailedError(f"rank {rank} {_how(value)}"))
@@ -308,27 +307,21 @@ def _unpack(rank: int, what: str, packed: bytes) -> Any:
 
 
 def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
-    """What to raise for an exception in a rank, and its cause."""
+    """Return what to raise for an exception in a rank, and its cause."""
     where = f"\n\n{raised.traceback}" if raised.traceback else ""
-    there = RankError(f"rank {rank}: {raised.name}: {raised.message}{where}")
-    if raised.base is None:
+    there = RankError(f"rank {rank}: {raised.message}{where}")
+    if raised.kind is RuntimeError:
         return there, None
-    error: Exception = raised.base(raised.message)
-    with contextlib.suppress(Exception):
-        same = pickle.loads(raised.pickled)
-        error = same if str(same) == raised.message else error
+    error = raised.kind(raised.message)
     error.add_note(f"It was raised on rank {rank}.")
     return error, there
 
 
 def _how(status: int) -> str:
-    """How a process has ended without a word."""
+    """Return how a process without a result has ended."""
     if status >= 0:
         return f"ended with status {status} and no result"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
+    return f"was ended by signal {-status} ({signal.strsignal(-status)})"
 
 
 def _cores() -> int:

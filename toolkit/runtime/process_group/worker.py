@@ -1,4 +1,4 @@
-"""A rank that ``launch`` has started: it calls the function, and tells the parent how it goes."""
+"""A rank that ``launch`` has started: it calls the function and reports to the parent."""
 
 import contextlib
 import ctypes
@@ -23,40 +23,34 @@ class Raised(NamedTuple):
     """An exception, as it goes to the parent.
 
     Attributes:
-        name: of its type.
-        message: what it says.
+        kind: closest type that the parent raises too; RuntimeError for all others.
+        message: its text, after its type's name for those others.
         traceback: that and where it arose, as Python prints it; empty if not in Python code.
-        base: what it is, if the parent shall raise the same.
-        pickled: itself, then, if that is possible.
-        lost: whether it may only be the consequence of another rank's end.
+        lost: whether it may be only the consequence of another rank's end.
     """
 
-    name: str
+    kind: type[Exception]
     message: str
     traceback: str
-    base: type[Exception] | None
-    pickled: bytes
     lost: bool
 
 
 _parent: Connection | None = None
-_telling = threading.Lock()
+_sending = threading.Lock()
 
 
 def report(value: object) -> None:
-    """Give ``value`` to the ``on_report`` of ``launch``, while this rank goes on.
-
-    Does nothing in a process that is not a rank started by ``launch``.
+    """Send ``value`` to the ``on_report`` of ``launch``; do nothing in any other process.
 
     Raises:
-        ValueError: the value cannot be pickled.
+        UserError: the value cannot be pickled.
     """
     if _parent is not None:
-        _tell("report", _pack(value, "what is reported"))
+        _send("report", _pack(value, "what is reported"))
 
 
 def main(connection: int, job: int) -> None:
-    """Be a rank.
+    """Run a rank.
 
     Args:
         connection: file descriptor of the connection to the parent.
@@ -65,20 +59,20 @@ def main(connection: int, job: int) -> None:
     global _parent
     _parent = Connection(connection)
     _end_with_parent(_parent)
-    watch.announce = lambda message: _tell("announced", message)
-    _tell("came", None)
+    watch.announce = lambda message: _send("announced", message)
+    _send("came", None)
     try:
         function, args, kwargs = _load(job)
         result = function(*args, **kwargs)
         group.leave()
         packed = _pack(result, "the result")
     except (Exception, KeyboardInterrupt) as error:
-        _tell("raised", _describe(error))
-        # Others would take the end of this process for the reason: the parent ends it with them.
+        _send("raised", _describe(error))
+        # Stay, since the others would take this process's end for the reason.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         threading.Event().wait()
     else:
-        _tell("returned", packed)
+        _send("returned", packed)
 
 
 def _load(job: int) -> Any:
@@ -87,8 +81,8 @@ def _load(job: int) -> Any:
         return pickle.loads(pickled)
 
 
-def _tell(what: str, value: Any) -> None:
-    with _telling:
+def _send(what: str, value: Any) -> None:
+    with _sending:
         if _parent is not None:
             _parent.send((what, value))
 
@@ -99,21 +93,19 @@ def _pack(value: object, what: str) -> bytes:
     except Exception as error:
         rank = os.environ["RANK"]
         raise UserError(
-            f"rank {rank}: {what}, a {type(value).__name__}, cannot be pickled"
-            f" ({error}); give what it is made of, such as numbers and tensors"
+            f"rank {rank}: cannot pickle {what}, a {type(value).__name__} ({error});"
+            " give numbers or tensors"
         ) from error
 
 
 def _describe(error: BaseException) -> Raised:
-    base = next((t for t in (ValueError, JobFailedError) if isinstance(error, t)), None)
-    pickled = b""
-    with contextlib.suppress(Exception):
-        pickled = cloudpickle.dumps(error) if base else b""
+    kinds = UserError, ValueError, JobFailedError
+    kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
     above = error.__traceback__
     frames = above.tb_next if above is not None else None  # without this module's own
     where = "".join(traceback.format_exception(type(error), error, frames)) if frames else ""
-    lost = is_backend_error(error)
-    return Raised(type(error).__name__, str(error), where, base, pickled, lost)
+    message = f"{type(error).__name__}: {error}" if kind is RuntimeError else str(error)
+    return Raised(kind, message, where, is_backend_error(error))
 
 
 def _end_with_parent(parent: Connection) -> None:
@@ -125,13 +117,13 @@ def _end_with_parent(parent: Connection) -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=listen, name="parent", daemon=True).start()
-    if sys.platform == "linux":  # even a process that is stopped
+    if sys.platform == "linux":  # the thread of a stopped process does not run
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def _forget_parent() -> None:
-    """In a process that was forked from a rank: it is not the rank."""
+    """Detach a process forked from a rank."""
     global _parent
     _parent = None
 
