@@ -1,4 +1,4 @@
-"""What the ranks of a job have measured together."""
+"""The measurements of all ranks of a job."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from toolkit.schedule.traffic import received_of, traffic_of
 
 
 class Sent(NamedTuple):
-    """Messages and bytes; of collectives by their usual forms (see Program.traffic)."""
+    """Messages and bytes; collectives count in their usual forms (see Program.traffic)."""
 
     messages: int = 0
     bytes: Fraction = Fraction()
@@ -36,7 +36,7 @@ class Measurements:
     records: Sequence[Record]
 
     def sent(self, *buffers: Buffer) -> tuple[tuple[Sent, ...], ...]:
-        """What each rank sent of ``buffers``: ``[slot][rank]``.
+        """Return what each rank sent of ``buffers``: ``[slot][rank]``.
 
         A message counts in the slot that begins when the program sends it.
         """
@@ -50,9 +50,9 @@ class Measurements:
         return tuple(map(tuple, total))
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
-        """The most bytes of activations alive in each slot: ``[rank][slot]``.
+        """Return the peak bytes of activations in each slot: ``[rank][slot]``.
 
-        What is released as a slot begins does not count in it.
+        A release at the start of a slot comes before the slot.
         """
         tick = self.schedule.timing.ticks_per_slot
         return tuple(
@@ -60,19 +60,19 @@ class Measurements:
         )
 
     def peak_activations(self) -> tuple[int, ...]:
-        """The most bytes of activations alive at once, by rank."""
+        """Return the peak bytes of activations, by rank."""
         return tuple(max(event.activations for event in r.events) for r in self.records)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """The most bytes of weights held at once, all versions, by rank."""
+        """Return the peak bytes of weights, all versions, by rank."""
         return tuple(
             max(r.first_weights, *(event.weights for event in r.events)) for r in self.records
         )
 
     def by_rank(self) -> list[dict[str, int | float | None]]:
-        """A row a rank: peaks in bytes; messages and bytes sent and received in all.
+        """Return a row a rank: peaks in bytes; messages and bytes sent and received.
 
-        Those of collectives by their usual forms, as in :meth:`sent`.
+        Collectives count as in :meth:`sent`.
         """
         every = self.sent(*Buffer)
         rows: list[dict[str, int | float | None]] = []
@@ -94,7 +94,7 @@ class Measurements:
         return rows
 
     def timeline(self) -> Timeline:
-        """What happened when. A message begins when the last of its ranks is ready for it."""
+        """Return the timeline. A message starts when the last of its ranks is ready for it."""
         return timeline_of(self.schedule, self.records)
 
     @property
@@ -107,7 +107,7 @@ class Measurements:
 
 
 def _levels(record: Record) -> Iterator[tuple[int, int]]:
-    """(tick, bytes of activations alive) after each forward and each release."""
+    """Yield (tick, bytes of activations) after each forward and each release."""
     for event in record.events:
         i = event.instruction
         released = i.action == Action.FREE and i.buffer == Buffer.ACTIVATION
@@ -116,6 +116,6 @@ def _levels(record: Record) -> Iterator[tuple[int, int]]:
 
 
 def _sent(event: Event, rank: int) -> Sent:
-    """What ``rank`` sent: a whole message, or its share in the usual form of a collective."""
+    """Return what ``rank`` sent: a message, or its share of a collective in its usual form."""
     messages, units = traffic_of(event.instruction, rank)
     return Sent(messages, units * event.bytes)

@@ -1,4 +1,4 @@
-"""What a rank measures while it runs its program: time, messages, and memory that is alive."""
+"""Measure a rank while it runs its program: time, messages and memory."""
 
 import time
 from collections import Counter
@@ -19,11 +19,11 @@ from toolkit.schedule import Instruction, Program
 
 
 class Event(NamedTuple):
-    """An instruction as it was carried out.
+    """An instruction as it was executed.
 
-    ``tick`` counts from the beginning of the record, over all of its programs; ``start`` and
-    ``end`` are in seconds since all ranks began together, ``bytes`` what the rank gave to a
-    message or received, and what follows the bytes that it held afterwards.
+    ``tick`` counts from the start of the record, over all of its programs. ``start`` and ``end``
+    are seconds since all ranks started together. ``bytes`` were sent or received; the bytes of
+    activations, weights and gradients are those held afterwards.
     """
 
     instruction: Instruction
@@ -38,13 +38,13 @@ class Event(NamedTuple):
 
 @dataclass
 class Record:
-    """Everything that a rank has measured.
+    """The measurements of a rank.
 
     Attributes:
-        rank: which one.
-        events: in the order of its program.
-        first_weights: bytes of weights that it held before the first of them.
-        device_peak: the most bytes that CUDA had allocated; None on the CPU.
+        rank: number of the rank.
+        events: its instructions, in the order of its program.
+        first_weights: bytes of weights before the first event.
+        device_peak: peak bytes that CUDA had allocated; None on the CPU.
     """
 
     rank: int
@@ -60,9 +60,9 @@ class Meter:
     weights, nor buffers, nor the stage's inputs.
 
     Args:
-        rank: which one.
-        device: on which it computes.
-        origin: the performance counter's time from which it counts.
+        rank: number of the rank.
+        device: where it computes.
+        origin: performance counter's time, in seconds, at which time 0 is.
     """
 
     def __init__(self, rank: int, device: torch.device, origin: float) -> None:
@@ -76,13 +76,13 @@ class Meter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def begin(self, rank: Rank) -> None:
-        """The rank is about to run a program."""
+        """Start to measure a program."""
         if not self.record.events:
             self.record.first_weights = _held(rank.weights)
         self._n_before = len(self.record.events)
 
     def perform(self, rank: Rank, i: Instruction, do: Callable[[Instruction], int]) -> None:
-        """Have ``do`` carry out an instruction, and write down what it took."""
+        """Execute an instruction by ``do``, which returns its bytes, and record it."""
         finish_stream(self._device)
         start = self.now()
         n_bytes = do(i)
@@ -90,12 +90,12 @@ class Meter:
         self.note(rank, i, start, n_bytes)
 
     def note(self, rank: Rank, i: Instruction, start: float, n_bytes: int) -> None:
-        """Write down an instruction that began at ``start`` and has just ended. Any thread may."""
+        """Record an instruction that started at ``start`` and ends now. Any thread may call it."""
         held = (self.activations.bytes, _held(rank.weights), _summed(rank))
         self.record.events.append(Event(i, self._tick + i.tick, start, self.now(), n_bytes, *held))
 
     def finish(self, program: Program) -> None:
-        """The rank has come to the end of ``program``; its events are put in its order."""
+        """Finish ``program``, and sort its events into its order."""
         place = {i: position for position, i in enumerate(program.ranks[self.record.rank])}
         mine = self.record.events[self._n_before :]
         self.record.events[self._n_before :] = sorted(mine, key=lambda e: place[e.instruction])
@@ -105,12 +105,12 @@ class Meter:
             self.record.device_peak = max(peak, self.record.device_peak or 0)
 
     def now(self) -> float:
-        """Seconds since all ranks began together."""
+        """Return the seconds since all ranks started together."""
         return time.perf_counter() - self._origin
 
 
 class _Saved:
-    """What autograd keeps of the forwards watched, in bytes."""
+    """Bytes that autograd keeps of the watched forwards."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -118,7 +118,7 @@ class _Saved:
 
     @contextmanager
     def watch(self, weights: Weights, inputs: Values, buffers: list[Tensor]) -> Iterator[None]:
-        """Count what is saved within and is none of these."""
+        """Count what autograd saves within, except these tensors."""
         known = {_storage(x) for x in (*weights.values(), *inputs, *buffers)}
 
         def keep(tensor: Tensor) -> "Tensor | _Holder":
@@ -145,7 +145,7 @@ class _Saved:
 
 
 class _Holder:
-    """A tensor that autograd keeps; it is counted as long as autograd holds on to this."""
+    """A tensor that autograd keeps; it counts as long as autograd keeps this object."""
 
     def __init__(self, tensor: Tensor, saved: _Saved) -> None:
         self.tensor, self.saved = tensor, saved

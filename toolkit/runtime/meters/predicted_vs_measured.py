@@ -1,4 +1,4 @@
-"""The paper's comparison, measured: every setting run on processes, held to what was counted."""
+"""The paper's comparison, measured: run every setting on processes, and compare with the count."""
 
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -24,15 +24,15 @@ _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One setting under one rule, as it ran.
+    """One setting under one rule, measured.
 
     Attributes:
         setting: of the paper.
         rule: DP, CDP-v1 or CDP-v2.
         measured: in the units of :class:`~toolkit.schedule.footprint.Footprint`.
-        differences: (counted, measured) where they differ; of the messages and bytes of each rank
-            in each slot, how many of these differ.
-        measurements: everything that was measured.
+        differences: (counted, measured) where they differ; for messages and bytes by rank and
+            slot, the number of cells that differ.
+        measurements: all measurements.
     """
 
     setting: str
@@ -43,20 +43,19 @@ class MeasuredRow:
 
 
 def n_ranks(n: int) -> int:
-    """Processes that :func:`measure` takes for ``n`` workers."""
+    """Return the number of processes of :func:`measure` for ``n`` workers."""
     return max(make(rule, n).n_ranks for make in SETTINGS.values() for rule in RULES)
 
 
 def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -> list[MeasuredRow]:
-    """Run every setting under every rule. Every rank calls it; the first gets the rows.
+    """Run every setting under every rule. Every rank calls it; rank 0 gets the rows.
 
-    Everything waits for its turn in the program, so that the weights held are those of its ticks.
-    The model is ``n`` alike stages, a linear layer and a tanh each, so that bytes can be told in
-    stages.
+    Nothing overlaps, so that the weights held are those of the program's ticks. The model has
+    ``n`` equal stages, a linear layer and a tanh each, so that bytes convert to stages.
 
     Args:
-        n: workers, stages and micro-batches.
-        width: of a layer.
+        n: number of workers, stages and micro-batches.
+        width: width of a layer.
         batch: samples of a micro-batch.
         timeout: seconds after which a rank that does not answer ends the job.
     """
@@ -91,7 +90,7 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
 def beside_prediction(
     found: Measurements, n: int, width: int, batch: int
 ) -> tuple[Timeline, Timeline]:
-    """What was measured, and what the simulator makes of ops and messages that take as long."""
+    """Return the measured timeline, and the simulation with the measured durations."""
     timeline = found.timeline()
     example = torch.empty(batch, width, device="meta")
     costs = profile(alike_stages(n, width, batch), example)
@@ -99,7 +98,7 @@ def beside_prediction(
 
 
 def alike_stages(n: int, width: int, batch: int) -> Stages:
-    """``n`` stages with ``width * width`` parameters each."""
+    """Return ``n`` stages with ``width * width`` parameters each."""
     layers = [x for _ in range(n) for x in (nn.Linear(width, width, bias=False), nn.Tanh())]
     names = [str(2 * j) for j in range(1, n)]
     return partition(nn.Sequential(*layers), n, torch.empty(batch, width), names)
@@ -110,7 +109,7 @@ def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
-    """What was measured, held to what is counted; see :func:`measure`."""
+    """Compare measurements with the count; see :func:`measure`."""
     schedule = found.schedule
     program = schedule.lower(2 * settled_steps(schedule) + 1)
     item = torch.get_default_dtype().itemsize
@@ -125,7 +124,7 @@ def make_row(setting: str, rule: str, found: Measurements, width: int, batch: in
 
 
 def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fraction]:
-    """What can be measured of a footprint, in the steady state.
+    """Return the measurable part of a footprint in the steady state.
 
     Args:
         stage: bytes of a stage's parameters.
@@ -156,7 +155,7 @@ def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fr
 
 
 def _differing_cells(found: Measurements, program: Program, stage: int) -> int:
-    """Slots and ranks whose messages or bytes of parameters are not those of the program."""
+    """Count slots and ranks whose messages or bytes of parameters differ from the program."""
     return sum(
         (counted.messages, counted.units * stage) != tuple(measured)
         for slots in zip(program.traffic(), found.sent(*_PARAMETERS), strict=True)

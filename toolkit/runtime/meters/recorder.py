@@ -1,4 +1,4 @@
-"""From what the ranks have written down to a timeline."""
+"""Turn the records of ranks into a timeline."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,10 +25,10 @@ Occasion = tuple[int, int]  # rank, and position among its events
 
 
 def timeline_of(schedule: Schedule, records: Sequence[Record]) -> Timeline:
-    """The timeline of ``records``, from the first event on.
+    """Return the timeline of ``records``, from the first event on.
 
-    A message lasts from when the last of its ranks was ready for it, and the one before it on the
-    same way had ended, to when it had been received.
+    A message starts when all of its ranks are ready and the one before it on the same way has
+    ended; it ends when it is received.
     """
     origin = min(record.events[0].start for record in records)
     messages = _messages(records)
@@ -53,7 +53,7 @@ def timeline_of(schedule: Schedule, records: Sequence[Record]) -> Timeline:
 
 
 def _messages(records: Sequence[Record]) -> dict[Occasion, tuple[float, float]]:
-    """When each message began and ended, at the events of all of its ranks."""
+    """Return the start and end of each message, at the events of all of its ranks."""
     meetings: defaultdict[tuple, list[tuple[int, int, Event]]] = defaultdict(list)
     for record in records:
         seen: Counter[tuple] = Counter()
@@ -95,7 +95,7 @@ def _spans(
 
 
 def _message(rank: int, event: Event) -> tuple[str, float, int | None]:
-    """Lane, bytes through the rank's port, and peer."""
+    """Return lane, bytes through the rank's port, and peer."""
     i = event.instruction
     if i.action in (Action.SEND, Action.RECV):
         lane = SEND if i.action == Action.SEND else RECEIVE

@@ -1,9 +1,9 @@
-"""Who is to blame when a job gets stuck: from what each rank is seen to do, and who waits for whom.
+"""Which rank is to blame when a job is stuck: from what each rank does and waits for.
 
-Nothing here talks to a process: :mod:`toolkit.runtime.process_group.watch` gathers what is seen.
+Nothing here talks to a process: :mod:`toolkit.runtime.process_group.watch` collects the facts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -14,15 +14,15 @@ class RankStatus(IntEnum):
 
     RUNNING = 0
     DONE = 1  # it has left in the normal way
-    TERMINATED = 2  # it leaves because of a signal that asked it to
+    TERMINATED = 2  # it leaves because of a signal
     FAILED = 3  # it leaves because of a diagnosis
     DEAD = 4  # its process is gone
     STOPPED = 5  # its process is stopped, as by SIGSTOP
-    SILENT = 6  # nothing has been heard of it for long
+    SILENT = 6  # its beats have stopped for long
 
 
 class Position(NamedTuple):
-    """Where the program of a rank is; ``peers`` are the ranks that it waits for there."""
+    """Where a rank's program is, and the ranks ``peers`` that it waits for there."""
 
     what: object
     step: int | None
@@ -60,66 +60,63 @@ class Diagnosis(NamedTuple):
     message: str
 
 
-Table = Mapping[int, Seen]
+Ranks = Mapping[int, Seen]
 
 
-def diagnose(table: Table, me: int, timeout: float, patience: float) -> Diagnosis | None:
-    """Who is to blame that rank ``me`` does not get on; None as long as nobody is.
+def diagnose(ranks: Ranks, me: int, timeout: float, patience: float) -> Diagnosis | None:
+    """Find the rank to blame that rank ``me`` stands still; None while there is no reason.
 
     Args:
-        table: every rank, ``me`` too.
+        ranks: every rank, including ``me``.
         timeout: seconds for which a rank may stand still while another waits for it.
-        patience: seconds for which another culprit is looked for when a connection fails; 0 if
-            that time is over.
+        patience: seconds left in which a better reason than a lost connection may appear.
     """
-    mine = table[me]
-    waiters = _waiters(table, me)
-    late = mine.seconds >= timeout
-    near = [*waiters, *(r for r in table if r not in waiters and r != me)]  # nearest first
+    mine = ranks[me]
+    waiters = _waiters(ranks, me)
+    late, hurt = mine.seconds >= timeout, bool(mine.error)
+    near = [*waiters, *(r for r in ranks if r not in waiters and r != me)]  # nearest first
 
-    def first(*statuses: RankStatus, among: list[int]) -> int | None:
-        return next((r for status in statuses for r in among if table[r].status == status), None)
+    def first(status: RankStatus, among: Iterable[int]) -> int | None:
+        return next((r for r in among if ranks[r].status == status), None)
 
-    if (dead := first(RankStatus.DEAD, among=near)) is not None:
-        return _blame(table, dead, waiters.get(dead, me), "has died (its process is gone)")
-    reached = list(waiters)
-    hurt = bool(mine.error)
-    for status, enough in (
-        (RankStatus.DONE, late or hurt),
-        (RankStatus.TERMINATED, late or (hurt and not patience)),
+    # The best reason first: a dead rank explains all that others show.
+    if (dead := first(RankStatus.DEAD, near)) is not None:
+        return _blame(ranks, dead, waiters.get(dead, me), "has died (its process is gone)")
+    for status, enough, how in (
+        (RankStatus.DONE, late or hurt, "has finished"),
+        (RankStatus.TERMINATED, late or (hurt and not patience), "was ended by a signal"),
     ):
-        if enough and (gone := first(status, among=reached)) is not None:
-            how = "has finished" if status == RankStatus.DONE else "was told to end by a signal"
-            return _blame(table, gone, waiters[gone], how)
-    if late:
-        asked = f"has stalled: for {timeout:g} s it has not answered"
-        if (gone := first(RankStatus.STOPPED, RankStatus.SILENT, among=near)) is not None:
-            stopped = table[gone].status == RankStatus.STOPPED
-            why = "its process is stopped" if stopped else "its process or its connection hangs"
-            return _blame(table, gone, waiters.get(gone, me), f"{asked} ({why})")
-        for rank in reached:
-            if not table[rank].position.peers and table[rank].seconds >= timeout:
-                seconds = table[rank].seconds
-                how = f"has stalled: for {seconds:.0f} s it has not got on (its process is running)"
-                end = "; if it only takes long, raise timeout"
-                return _blame(table, rank, waiters[rank], how, end)
+        if enough and (gone := first(status, waiters)) is not None:
+            return _blame(ranks, gone, waiters[gone], how)
+    for status, why in (
+        (RankStatus.STOPPED, "its process is stopped"),
+        (RankStatus.SILENT, "its process or its connection hangs"),
+    ):
+        if late and (gone := first(status, near)) is not None:
+            how = f"has stalled: for {timeout:g} s it has not answered ({why})"
+            return _blame(ranks, gone, waiters.get(gone, me), how)
+    for rank in waiters if late else ():
+        if not ranks[rank].position.peers and (seconds := ranks[rank].seconds) >= timeout:
+            how = f"has stalled: for {seconds:.0f} s it has not got on (its process is running)"
+            end = "; if it only takes long, raise timeout"
+            return _blame(ranks, rank, waiters[rank], how, end)
     if hurt and not patience:
-        return _lost_connection(table, me)
-    circle = [me, *(r for r in reached if r != me)]
-    # All at one place may only take long there; if a message is lost, the backend will say so.
-    together = len({(str(p.what), *p[1:]) for p in (table[r].position for r in circle)}) == 1
-    if late and reached and not together and all(_waits(table[r], timeout) for r in circle):
-        seats = "; ".join(f"rank {r} {_where(table[r])}" for r in circle)
-        return Diagnosis(None, f"ranks wait for each other for more than {timeout:g} s: {seats}")
+        return _lost_connection(ranks, me)
+    circle = [me, *waiters]
+    # Ranks at one place may only take long there: a lost message becomes a backend's error.
+    together = len({(str(p.what), *p[1:]) for p in (ranks[r].position for r in circle)}) == 1
+    if late and waiters and not together and all(_waits(ranks[r], timeout) for r in circle):
+        places = "; ".join(f"rank {r} {_where(ranks[r])}" for r in circle)
+        return Diagnosis(None, f"ranks wait for each other for more than {timeout:g} s: {places}")
     return None
 
 
-def lost_store(table: Table, me: int, address: str) -> Diagnosis:
-    """What to say when the ranks can no longer ask about each other."""
+def lost_store(ranks: Ranks, me: int, address: str) -> Diagnosis:
+    """Return the diagnosis for ranks that cannot reach their store any more."""
     return Diagnosis(
         None,
         f"rank {me} has lost the others: the store at {address}, through which ranks meet, does not"
-        f" answer (rank 0 or the launcher holds it); rank {me} was {_where(table[me])}",
+        f" answer (rank 0 or the launcher holds it); rank {me} was {_where(ranks[me])}",
     )
 
 
@@ -127,43 +124,43 @@ def _waits(seen: Seen, timeout: float) -> bool:
     return bool(seen.position.peers) and seen.seconds >= timeout
 
 
-def _waiters(table: Table, me: int) -> dict[int, int]:
-    """The ranks that ``me`` waits for, directly or not, nearest first: and who waits for each."""
+def _waiters(ranks: Ranks, me: int) -> dict[int, int]:
+    """Map the ranks that ``me`` waits for, directly or not, to their waiters; nearest first."""
     found: dict[int, int] = {}
     queue = [me]
     for waiter in queue:
-        if table[waiter].status not in (RankStatus.RUNNING, RankStatus.FAILED):
+        if ranks[waiter].status not in (RankStatus.RUNNING, RankStatus.FAILED):
             continue
-        for rank in table[waiter].position.peers:
-            if rank not in found and rank not in (me, waiter) and rank in table:
+        for rank in ranks[waiter].position.peers:
+            if rank not in found and rank not in (me, waiter) and rank in ranks:
                 found[rank] = waiter
                 queue.append(rank)
     return found
 
 
-def _blame(table: Table, rank: int, waiter: int, how: str, end: str = "") -> Diagnosis:
-    waits = rank in table[waiter].position.peers
+def _blame(ranks: Ranks, rank: int, waiter: int, how: str, end: str = "") -> Diagnosis:
+    waits = rank in ranks[waiter].position.peers
     return Diagnosis(
         rank,
-        f"rank {rank}{_host(table, rank)} {how}, {_where(table[rank])};"
-        f" rank {waiter} {'waited for it' if waits else 'was then'} {_where(table[waiter])}{end}",
+        f"rank {rank}{_host(ranks, rank)} {how}, {_where(ranks[rank])};"
+        f" rank {waiter} {'waited for it' if waits else 'was then'} {_where(ranks[waiter])}{end}",
     )
 
 
-def _lost_connection(table: Table, me: int) -> Diagnosis:
-    mine = table[me]
-    peers = [r for r in mine.position.peers if r != me and r in table]
-    hurt = [r for r in peers if table[r].error and me in table[r].position.peers]
+def _lost_connection(ranks: Ranks, me: int) -> Diagnosis:
+    mine = ranks[me]
+    peers = [r for r in mine.position.peers if r != me and r in ranks]
+    hurt = [r for r in peers if ranks[r].error and me in ranks[r].position.peers]
     ends = hurt if len(hurt) == 1 else peers
     if not ends:
         return Diagnosis(me, f"rank {me} cannot go on, {_where(mine)}: {mine.error}")
     whom = ("rank " if len(ends) == 1 else "one of ranks ") + ", ".join(map(str, ends))
-    seats = "".join(f"; rank {r} was {_where(table[r])}" for r in ends)
+    places = "".join(f"; rank {r} was {_where(ranks[r])}" for r in ends)
     run = "both" if len(ends) == 1 else "all"
     return Diagnosis(
         None,
         f"the connection between rank {me} and {whom} is lost, and {run} run: rank {me} was"
-        f" {_where(mine)}{seats} ({mine.error})",
+        f" {_where(mine)}{places} ({mine.error})",
     )
 
 
@@ -171,6 +168,6 @@ def _where(seen: Seen) -> str:
     return f"{'' if seen.exact else 'last seen '}{seen.position}"
 
 
-def _host(table: Table, rank: int) -> str:
-    host = table[rank].host
-    return f" (on {host})" if host and any(s.host not in ("", host) for s in table.values()) else ""
+def _host(ranks: Ranks, rank: int) -> str:
+    host = ranks[rank].host
+    return f" (on {host})" if host and any(s.host not in ("", host) for s in ranks.values()) else ""

@@ -1,4 +1,4 @@
-"""The processes of a job: which of them this one is, and how it reaches the others."""
+"""The ranks of a job: which of them this process is, and how it reaches the others."""
 
 import os
 import shlex
@@ -30,7 +30,7 @@ _GRACE = 30.0  # seconds by which the watch speaks before the backend's own time
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: among all ranks, and among those of its machine."""
+    """This process's number among all ranks, and among those of its machine."""
 
     rank: int
     size: int
@@ -41,14 +41,13 @@ class World:
     """The ranks of a job, seen from one of them.
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
+        rank: number of this process, from 0.
+        size: number of ranks.
         device: where this rank computes.
         backend: ``nccl`` or ``gloo``.
-        watch: what this rank is doing, told to the others, and what they are doing.
-        group: the process group; None for that of all processes.
-        objects: the one over which Python objects are gathered. With NCCL it is one of gloo where
-            there is one: as large as they may be, they are not to take a GPU's memory.
+        watch: the failure watch; every wait for others is within ``watch.waiting``.
+        group: process group; None for that of all processes.
+        objects: process group of Python objects: one of gloo, so that they take no GPU memory.
     """
 
     def __init__(
@@ -80,18 +79,17 @@ class World:
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def make_groups(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
-        """Make what messages of a program need. Every rank calls it with the same ones.
+        """Make the process groups of a program's messages. Every rank calls it with the same ones.
 
-        A program's collectives have groups of their own, since a thread of its own begins them.
-        A direction between two ranks has one with NCCL, where a receive that was begun early would
-        otherwise hold up a send. There all of them are used once, too (see :meth:`connect`).
+        Collectives have groups of their own, since another thread starts them. With NCCL so has
+        each direction between two ranks: a receive that was started early would hold up a send.
 
         Args:
-            groups: of ranks that have collectives.
+            groups: ranks that have collectives.
             pairs: sender and receiver.
 
         Raises:
-            ValueError: this is a part of a job, of which the other processes would have to call.
+            UserError: this is a part of a job, so the other processes do not call it.
         """
         new_groups, new_pairs = [], []
         for group in groups:
@@ -111,9 +109,8 @@ class World:
     def connect(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
         """Send a first number within ``groups`` and between ``pairs``, one after another.
 
-        NCCL connects ranks at their first message, and holds up who begins it until the peer has,
-        too. The one thread that begins a rank's messages would so wait for a peer's that waits for
-        this rank. Here they cannot: every rank calls it with the same ones, in the same order.
+        NCCL connects ranks at their first message, and blocks the caller until the peer connects
+        too. Every rank makes the same connections in the same order here, so none deadlocks.
         """
         number = torch.zeros(1, device=self.message_device)
         for group in groups:
@@ -133,17 +130,17 @@ class World:
                     self.finish_computing()
 
     def group_of(self, group: Group) -> dist.ProcessGroup | None:
-        """The process group of the collectives that ``group`` names."""
+        """Return the process group of ``group``'s collectives."""
         return self._groups.get(group, self.group)
 
     def channel(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
-        """The process group of the messages from ``sender`` to ``receiver``."""
+        """Return the process group of messages from ``sender`` to ``receiver``."""
         return self._channels.get((sender, receiver), self.group)
 
     def finish_computing(self) -> None:
-        """Wait until the device has done what this thread gave it, but for messages under way.
+        """Wait for this thread's work on the device, except messages.
 
-        Those can wait, in streams of the backend, for what a peer does only later.
+        Messages have the backend's streams, and may wait for what a peer does only later.
         """
         finish_stream(self.device)
 
@@ -153,39 +150,38 @@ class World:
             dist.barrier(group=self.group)
 
     def common_moment(self) -> float:
-        """One moment by this process's performance counter, the same on every rank.
+        """Return one moment, the same on every rank, by this process's performance counter.
 
-        Within a machine the ranks share the counter; between machines it is as exact as their
-        leaving a gather together.
+        Ranks of one machine share the counter. Between machines the moment is when a gather ends.
         """
         mine = (boot(), time.perf_counter())
         first, *_ = self.gather(mine)
         return first[1] if first[0] == mine[0] else time.perf_counter()
 
     def next_name(self) -> str:
-        """A name that no other call gets, the same on every rank that calls as often."""
+        """Return a new name, the same on every rank that calls as often."""
         self._n_names += 1
         return f"{self._name}/{self._n_names}"
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' ``values``, on each of them."""
+        """Return the sum of all ranks' ``values``, on every rank."""
         total = values.to(self.message_device, copy=True)
         with self.watch.waiting("a sum over all ranks", range(self.size)):
             dist.all_reduce(total, group=self.group)
         return total.to(values.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, on each of them."""
+        """Return every rank's ``value``, on every rank."""
         found: list[Any] = [None] * self.size
         with self.watch.waiting("results of all ranks", range(self.size)):
             dist.all_gather_object(found, value, group=self.objects)
         return found
 
     def agree(self, check: Callable[[], None]) -> None:
-        """Have every rank ``check``, and go on if all of them may. Every rank calls it.
+        """Call ``check`` on every rank, and raise on all if one raises. Every rank calls it.
 
         Raises:
-            ValueError: what the check of the first rank that may not has raised.
+            UserError: the message of the first rank whose check raised a ValueError.
         """
         fault = None
         try:
@@ -197,7 +193,7 @@ class World:
                 raise UserError(found)
 
     def part(self, n_ranks: int) -> "World | None":
-        """The first ``n_ranks`` ranks as a world; None on the others. Every rank calls it."""
+        """Return a world of the first ``n_ranks`` ranks; None on others. Every rank calls it."""
         if n_ranks == self.size:
             return self
         name = self.next_name()
@@ -205,14 +201,14 @@ class World:
         if self.rank >= n_ranks:
             return None
         place = Place(self.rank, n_ranks, self.place.local_rank)
-        # None of gloo: in torch 2.11 ranks outside of it split NCCL's group, and wait for ever.
+        # No gloo group: in torch 2.11 ranks outside of it split NCCL's group, and hang.
         return World(place, self.device, self.backend, self.watch, self.store, group, name)
 
     def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         if self.group is not None:
             raise UserError(
-                f"ranks {list(ranks)} of a part of the world cannot make a group of their own:"
-                f" start {self.size} processes"
+                f"got ranks {list(ranks)} of a part of the job, which cannot make a group of their"
+                f" own: start {self.size} processes"
             )
         return self._new_group(ranks)
 
@@ -235,21 +231,21 @@ def join(
 ) -> World:
     """Meet the other ranks of this job, as torchrun, Slurm or ``launch`` started them.
 
-    A process joins once; asked again, it gets the same world.
+    A process joins once; a second call returns the same world.
 
     Args:
-        n_ranks: number of ranks that there have to be; any number unless given.
-        device: ``auto`` is the GPU of this rank where there is one, else the CPU.
-        backend: ``auto`` is NCCL where every rank has a GPU of its own, else gloo, whose messages
+        n_ranks: required number of ranks; any number unless given.
+        device: ``auto`` is this rank's GPU if it has one, else the CPU; ``cuda`` or ``cpu``.
+        backend: ``auto`` is NCCL if every rank has a GPU of its own, else gloo, whose messages
             go through the CPU's memory.
         timeout: seconds after which a rank that does not answer ends the job.
         interface: network interface of this machine's messages, such as ``eth1``; by the
             environment (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
 
     Raises:
-        ValueError: not started as a rank, or as one of another number than ``n_ranks``; or there is
-            no such interface, or no GPU a rank for NCCL.
-        SystemExit: the others do not come; what is wrong has been announced.
+        UserError: this process is not a rank, or of another number than ``n_ranks``; there is no
+            such interface, or no GPU a rank for NCCL.
+        SystemExit: other ranks do not come; the reason has been printed.
     """
     global _joined
     check_choice("backend", backend, BACKENDS)
@@ -264,10 +260,10 @@ def join(
         return _joined
     _choose_interface(interface)
     if backend != "gloo" and device != "cpu":
-        # NCCL's channels have a stream each, and a stream that shares one of a GPU's 8 queues with
-        # a receive that was begun early waits as long as that. CUDA reads it as it starts.
+        # NCCL's channels have a stream each. A stream that shares one of a GPU's 8 queues with an
+        # early receive waits as long as that. CUDA reads the variable as it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-        # A kernel that is loaded at its first use waits for such a receive, too.
+        # Loading a kernel at its first use waits for such a receive, too.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     on = _device(device, place)
     enter_device(on)
@@ -293,12 +289,12 @@ def join(
 
 
 def joined() -> World | None:
-    """The ranks that this process has met."""
+    """Return the ranks that this process has joined, or None."""
     return _joined
 
 
 def leave() -> None:
-    """Part from the other ranks, having finished."""
+    """Leave the other ranks after the work is done."""
     global _joined
     if _joined is not None:
         _joined.watch.stop()
@@ -307,7 +303,7 @@ def leave() -> None:
 
 
 def command(n_ranks: int) -> str:
-    """The command that starts this program on ``n_ranks`` ranks of one machine."""
+    """Return the command that starts this program on ``n_ranks`` ranks of one machine."""
     if _SUBMITIT in os.environ:
         return f"make hydra.launcher.nodes times hydra.launcher.tasks_per_node {n_ranks}"
     script, *arguments = sys.argv
@@ -324,8 +320,8 @@ def _place(n_ranks: int | None) -> Place:
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:
         raise UserError(
-            f"a rank is a process of its own and this one was not started as a rank"
-            f" ({', '.join(missing)} not set): {command(n_ranks or 2)}"
+            f"this process was not started as a rank ({', '.join(missing)} not set):"
+            f" {command(n_ranks or 2)}"
         )
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -338,7 +334,7 @@ def _place(n_ranks: int | None) -> Place:
 
 
 def _read_submitit() -> None:
-    """Set torchrun's variables in a task that submitit has started, on Slurm or elsewhere."""
+    """Set torchrun's variables in a task that submitit has started."""
     from submitit.helpers import TorchDistributedEnvironment
 
     TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
@@ -356,10 +352,10 @@ def _device(name: str, place: Place) -> torch.device:
 
 def _choose_interface(name: str | None) -> None:
     if name is None:
-        # With NCCL, too, objects are gathered over gloo: by the interface that is told, if one is.
-        told = os.environ.get("NCCL_SOCKET_IFNAME", "")
-        if told.removeprefix("=") in [there for _, there in socket.if_nameindex()]:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", told.removeprefix("="))
+        # With NCCL, too, objects are gathered over gloo, by the same interface if one is named.
+        named = os.environ.get("NCCL_SOCKET_IFNAME", "")
+        if named.removeprefix("=") in [there for _, there in socket.if_nameindex()]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", named.removeprefix("="))
         return
     there = [interface for _, interface in socket.if_nameindex()]
     if name not in there:
@@ -368,12 +364,12 @@ def _choose_interface(name: str | None) -> None:
 
 
 def _gpu(device: torch.device) -> str:
-    """Which GPU it is, whatever number this process sees it under; nothing for the CPU."""
+    """Return the GPU's identity, whatever its number in this process; empty for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def _backend(name: str, gpus: Sequence[str]) -> str:
-    """The backend of ranks with these ``gpus``."""
+    """Return the backend of ranks with these ``gpus``."""
     n_gpus = len({*gpus} - {""})
     own = n_gpus == len(gpus)
     if name == "nccl" and not own:
@@ -386,11 +382,11 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
 
 
 def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
-    """The store that all ranks share, once all of them have come to it and told their GPU."""
+    """Return the store that all ranks share, once all have written their GPU to it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     patience = timedelta(seconds=timeout)
     end = time.monotonic() + timeout
-    # As torch.distributed's env:// does it, except for waiting for who is missing to name them.
+    # Like torch.distributed's env://, which does not name the ranks that are missing.
     hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         if not hosts:
@@ -406,7 +402,7 @@ def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
         )
         raise SystemExit(watching.EXIT_FAILED) from error
     if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-        store = dist.PrefixStore(f"attempt_{attempt}", store)  # what others left does not count
+        store = dist.PrefixStore(f"attempt_{attempt}", store)  # ignore earlier attempts' keys
     store.set(f"came/{place.rank}", gpu)
     came = [f"came/{rank}" for rank in range(place.size)]
     while not store.check(came):
@@ -425,7 +421,7 @@ def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
 
 
 def _await_port(host: str, port: int, end: float) -> None:
-    """Wait until somebody listens; TCPStore's own tries go on long after its time-out."""
+    """Wait until the port listens; TCPStore itself tries for longer than its time-out."""
     while True:
         try:
             socket.create_connection((host, port), max(0.1, end - time.monotonic())).close()
