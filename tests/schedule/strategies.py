@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, reject, settings
 from hypothesis import strategies as st
 
 from tests.thorough import more
+from toolkit.errors import UserError
 from toolkit.schedule import (
     CHAINS,
     PLACEMENTS,
@@ -89,7 +90,7 @@ def schedules(draw, max_size=6, placements=PLACEMENTS, states=STATES, rules=RULE
     when = draw(timings(s, m, rules, accumulate))
     try:
         free = Schedule("any", s, m, when, placement, "freshest", state, accumulate=accumulate)
-    except ValueError as error:
+    except UserError as error:
         assert "in the same slot" in str(error)  # noqa: PT017 - nothing else may be wrong
         reject()
     delay = draw(st.sampled_from(DELAYS))
@@ -111,7 +112,7 @@ def with_chains(schedule, chains):
     for one in chains:
         try:
             yield replace(schedule, chains=one)
-        except ValueError as error:
+        except UserError as error:
             assert f'chains="{one}" takes' in str(error)  # noqa: PT017 - nothing else is wrong
 
 

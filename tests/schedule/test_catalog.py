@@ -87,21 +87,21 @@ def stages(make):
 @pytest.mark.parametrize("size", [0, -1, 2.0, 2.5, True, False, "3"])
 def test_refuses_what_is_no_size(make, what, size):
     message = f"the number of {what} is a whole number, 1 or more: got {size!r}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make(size)
 
 
 @pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
 def test_refuses_what_cannot_be_accumulated(make, size):
-    with pytest.raises(ValueError, match=f"of a worker, is a whole number, 1 or more: got {size}"):
+    with pytest.raises(UserError, match=f"of a worker, is a whole number, 1 or more: got {size}"):
         make(2, accumulate=size)
 
 
 @pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic, catalog.published])
 @pytest.mark.parametrize("size", [0, -2, 1.5, True])
 def test_refuses_what_is_no_size_for_both(make, size):
-    with pytest.raises(ValueError, match="is a whole number, 1 or more"):
+    with pytest.raises(UserError, match="is a whole number, 1 or more"):
         make(size)
 
 

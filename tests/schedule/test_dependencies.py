@@ -28,78 +28,6 @@ def written(program):
     )
 
 
-# Rank 0 computes step 1 without waiting for its gradient of step 0 to be sent. Rank 1 begins with
-# the weights of step 0 and updates them when all is added, while it computes step 1.
-CDP_V1 = """
-0 FORWARD stage 0 microbatch 0 step 0 version 0
-1 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 0
-2 SEND gradient stage 0 step 0 to rank 1 <- 0 1
-3 FREE activation stage 0 microbatch 0 step 0 <- 0 1
-4 FORWARD stage 0 microbatch 0 step 1 version 0
-5 RECV weights stage 0 version 1 from rank 1
-6 BACKWARD stage 0 microbatch 0 step 1 version 0 <- 4
-7 SEND gradient stage 0 step 1 to rank 1 <- 4 6
-8 FREE activation stage 0 microbatch 0 step 1 <- 4 6
-9 FREE weights stage 0 version 0 <- 0 1 4 6
-10 FORWARD stage 0 microbatch 0 step 2 version 1 <- 5
-11 BACKWARD stage 0 microbatch 0 step 2 version 1 <- 5 10
-12 SEND gradient stage 0 step 2 to rank 1 <- 10 11
-13 FREE activation stage 0 microbatch 0 step 2 <- 10 11
-14 FREE weights stage 0 version 1 <- 5 10 11
-
-0 FORWARD stage 0 microbatch 1 step 0 version 0
-1 RECV gradient stage 0 step 0 from rank 0
-2 BACKWARD stage 0 microbatch 1 step 0 version 0 <- 0
-3 UPDATE stage 0 step 0 version 1 <- 0 1 2
-4 SEND weights stage 0 version 1 to rank 0 <- 3
-5 FREE activation stage 0 microbatch 1 step 0 <- 0 2
-6 FORWARD stage 0 microbatch 1 step 1 version 0
-7 RECV gradient stage 0 step 1 from rank 0
-8 BACKWARD stage 0 microbatch 1 step 1 version 0 <- 6
-9 UPDATE stage 0 step 1 version 2 <- 3 6 7 8
-10 FREE activation stage 0 microbatch 1 step 1 <- 6 8
-11 FREE weights stage 0 version 0 <- 0 2 3 6 8
-12 FORWARD stage 0 microbatch 1 step 2 version 1 <- 3
-13 RECV gradient stage 0 step 2 from rank 0
-14 BACKWARD stage 0 microbatch 1 step 2 version 1 <- 3 12
-15 UPDATE stage 0 step 2 version 3 <- 9 12 13 14
-16 FREE activation stage 0 microbatch 1 step 2 <- 12 14
-17 FREE weights stage 0 version 1 <- 3 4 9 12 14
-18 FREE weights stage 0 version 2 <- 9 15
-"""
-# A version that comes a second time waits until it is freed; an owner's update, for the reduction.
-ZERO_DP = """
-0 RECV weights stage 0 version 0 from rank 1
-1 SEND weights stage 1 version 0 to rank 1
-2 FORWARD stage 0 microbatch 0 step 0 version 0 <- 0
-3 FREE weights stage 0 version 0 <- 0 2
-4 FORWARD stage 1 microbatch 0 step 0 version 0 <- 2
-5 RECV weights stage 0 version 0 from rank 1 <- 3
-6 BACKWARD stage 1 microbatch 0 step 0 version 0 <- 4
-7 REDUCE gradient stage 1 step 0 among rank 0, 1 <- 4 6
-8 UPDATE stage 1 step 0 version 1 <- 7
-9 FREE activation stage 1 microbatch 0 step 0 <- 4 6
-10 FREE weights stage 1 version 0 <- 1 4 6 8
-11 BACKWARD stage 0 microbatch 0 step 0 version 0 <- 2 5 6
-12 REDUCE gradient stage 0 step 0 among rank 1, 0 <- 2 11
-13 FREE activation stage 0 microbatch 0 step 0 <- 2 11
-14 FREE weights stage 0 version 0 <- 5 11
-
-0 SEND weights stage 0 version 0 to rank 0
-1 RECV weights stage 1 version 0 from rank 0
-2 FORWARD stage 0 microbatch 1 step 0 version 0
-3 FORWARD stage 1 microbatch 1 step 0 version 0 <- 1 2
-4 SEND weights stage 0 version 0 to rank 0
-5 BACKWARD stage 1 microbatch 1 step 0 version 0 <- 1 3
-6 REDUCE gradient stage 1 step 0 among rank 0, 1 <- 3 5
-7 FREE activation stage 1 microbatch 1 step 0 <- 3 5
-8 FREE weights stage 1 version 0 <- 1 3 5
-9 BACKWARD stage 0 microbatch 1 step 0 version 0 <- 2 5
-10 REDUCE gradient stage 0 step 0 among rank 1, 0 <- 2 9
-11 UPDATE stage 0 step 0 version 1 <- 10
-12 FREE activation stage 0 microbatch 1 step 0 <- 2 9
-13 FREE weights stage 0 version 0 <- 0 2 4 9 11
-"""
 # The gradient of an input goes on before that of the parameters has been computed.
 SPLIT = """
 0 FORWARD stage 0 microbatch 0 step 0 version 0
@@ -145,8 +73,6 @@ PREDICTED = """
 @pytest.mark.parametrize(
     ("schedule", "n_steps", "expected"),
     [
-        pytest.param(catalog.cyclic(2, 1, n_stages=1), 3, CDP_V1, id="CDP-v1"),
-        pytest.param(catalog.data_parallel(2, state="sharded"), 1, ZERO_DP, id="ZeRO-DP"),
         pytest.param(catalog.zero_bubble(2, 1), 1, SPLIT, id="split backward"),
         pytest.param(catalog.cyclic(1, 1, predict=True), 3, PREDICTED, id="predicted"),
     ],

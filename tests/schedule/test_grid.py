@@ -5,6 +5,7 @@ from textwrap import dedent
 
 import pytest
 
+from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, Schedule, catalog
 from toolkit.schedule.grid import render
 
@@ -110,7 +111,7 @@ def test_steps_under_way_are_told_apart():
 
 @pytest.mark.parametrize("n_steps", [0, 1.5, True])
 def test_no_number_of_steps(n_steps):
-    with pytest.raises(ValueError, match="n_steps is a whole number, 1 or more: got"):
+    with pytest.raises(UserError, match="n_steps is a whole number, 1 or more: got"):
         catalog.cyclic(2).grid(n_steps)
 
 

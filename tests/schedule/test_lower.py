@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick, schedules
+from toolkit.errors import UserError
 from toolkit.schedule import (
     Action,
     Buffer,
@@ -258,13 +259,13 @@ def test_adjacent_programs_continue_one_another(n):
 def test_refuses_what_is_no_number_of_steps(n_steps, first_step):
     name, least, value = ("n_steps", 1, n_steps) if n_steps != 1 else ("first_step", 0, first_step)
     message = f"^{name}.* of a program,? is a whole number, {least} or more: got {value!r}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         catalog.cyclic(3).lower(n_steps, first_step)
 
 
 def test_a_program_of_nothing_is_refused():
     empty = Program(catalog.cyclic(2), 1, ((), ()))
-    with pytest.raises(ValueError, match=r"at the end: .* is never done"):
+    with pytest.raises(UserError, match=r"at the end: .* is never done"):
         empty.verify()
 
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 
 from tests.thorough import more
+from toolkit.errors import UserError
 from toolkit.schedule import paper_table
 from toolkit.schedule.footprint import footprint
 from toolkit.schedule.paper_table import RULES, SETTINGS, Row, compare
@@ -67,5 +68,5 @@ def test_another_count_is_seen(row, quantity):
 @pytest.mark.parametrize("n", [1, 0, -3, 2.0, "2"])
 def test_fewer_than_two_workers_are_refused(n):
     message = f"workers of a comparison is a whole number, 2 or more: got {n!r}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         compare(n)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from toolkit.cost import UNIT, simulate, unit_costs
+from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, Schedule, catalog, pipeline_orders
 from toolkit.schedule.dependencies import dependencies
 
@@ -170,14 +171,14 @@ def test_interleaving_shrinks_the_bubble():
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         catalog.interleaved_1f1b(*arguments)
 
 
 @pytest.mark.parametrize("make", [catalog.gpipe, catalog.one_f_one_b, catalog.zero_bubble])
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 2), (2, 1.0), (True, 1)])
 def test_senseless_sizes_are_refused(make, sizes):
-    with pytest.raises(ValueError, match="is a whole number, 1 or more: got"):
+    with pytest.raises(UserError, match="is a whole number, 1 or more: got"):
         make(*sizes)
 
 
@@ -303,5 +304,5 @@ def test_any_orders_overlap_by_any_period(rank_orders, more, state):
     ],
 )
 def test_a_period_without_room_for_a_step_is_refused(period, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], period=period)

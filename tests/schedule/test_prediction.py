@@ -7,6 +7,7 @@ from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
 from tests.schedule.test_verify import before, drop, find, put, refusal, twice
+from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, RandomDelay, Schedule, catalog
 from toolkit.schedule.footprint import footprint
 
@@ -105,14 +106,14 @@ def test_rank_orders_can_predict():
 @pytest.mark.parametrize("method", [catalog.data_parallel, catalog.cyclic])
 def test_sharded_state_is_refused(method):
     message = "predict=True takes state=\"replicated\": got state='sharded'"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         method(3, delay=1, state="sharded", predict=True)
 
 
 @pytest.mark.parametrize("predict", ["false", 1, None])
 def test_what_is_neither_true_nor_false_is_refused(predict):
     for method in (catalog.data_parallel, catalog.cyclic, partial(catalog.pipedream_2bw, 2)):
-        with pytest.raises(ValueError, match=f"predict is True or False: got {predict!r}"):
+        with pytest.raises(UserError, match=f"predict is True or False: got {predict!r}"):
             method(2, predict=predict)
 
 

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import matrices, quick, random_delays, schedules, shifted
+from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Schedule, catalog, steady_state, timing
 from toolkit.schedule.footprint import footprint
 
@@ -219,7 +220,7 @@ NO_RANK = (
 
 @pytest.mark.parametrize("n", SIZES)
 def test_refuses_weights_that_are_as_fresh_as_can_be(n):
-    with pytest.raises(ValueError, match=AS_MADE.format(0, n - 1, 0, 1)) as refusal:
+    with pytest.raises(UserError, match=AS_MADE.format(0, n - 1, 0, 1)) as refusal:
         rotated(n, "freshest")
     assert f"[0F{n - 1}]" in str(refusal.value)
 
@@ -232,7 +233,7 @@ def test_refuses_weights_that_are_as_fresh_as_can_be(n):
     ],
 )
 def test_refuses_one_entry_without_time(delay, place):
-    with pytest.raises(ValueError, match=AS_MADE.format(*place)):
+    with pytest.raises(UserError, match=AS_MADE.format(*place)):
         rotated(3, delay)
 
 
@@ -255,26 +256,26 @@ def test_refuses_an_all_reduce(delay):
         "takes micro-batches that end one after another: at stage 0 all 3 end at once, and their"
         ' gradients meet in an all-reduce; choose another timing, or use chains="in_order"'
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         Schedule("own", 3, 3, when, "per_microbatch", delay, chains="rotated")
 
 
 @pytest.mark.parametrize("placement", ["one", "per_stage", "per_stage_and_microbatch"])
 def test_refuses_other_placements(placement):
-    with pytest.raises(ValueError, match=NO_RANK.format(placement)):
+    with pytest.raises(UserError, match=NO_RANK.format(placement)):
         catalog.cyclic(3, 1, placement, chains="rotated")
 
 
 def test_refuses_sharded_state():
     message = 'takes state="replicated": got state=\'sharded\'; choose that, or use chains="in_or'
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         catalog.cyclic(3, 1, state="sharded", chains="rotated")
 
 
 @pytest.mark.parametrize("chains", ["", "Rotated", None, True])
 def test_refuses_unknown_chains(chains):
     with pytest.raises(
-        ValueError, match=f"unknown chains {chains!r}: choose one of in_order, rotated"
+        UserError, match=f"unknown chains {chains!r}: choose one of in_order, rotated"
     ):
         catalog.cyclic(3, 1, chains=chains)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, schedules
+from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, catalog
 
 PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
@@ -66,7 +67,7 @@ def test_one_less_anywhere_is_refused(schedule, data):
     for j, m in [data.draw(st.sampled_from(late))] if late else []:
         matrix = [list(row) for row in least]
         matrix[j][m] -= 1
-        with pytest.raises(ValueError, match="cannot read weights") as refusal:
+        with pytest.raises(UserError, match="cannot read weights") as refusal:
             replace(schedule, delay=matrix)
         first, head, *grid = str(refusal.value).splitlines()
         assert f"stage {j} on micro-batch {m}" in first
@@ -85,7 +86,7 @@ def test_every_delay_from_the_freshest_on_is_accepted(schedule, more):
     late = replace(schedule, delay=most + more)
     assert {d for row in late.staleness for d in row} == {most + more}
     if most:
-        with pytest.raises(ValueError, match="cannot read weights"):
+        with pytest.raises(UserError, match="cannot read weights"):
             replace(schedule, delay=most - 1)
 
 
@@ -131,7 +132,7 @@ def test_versions_begin_at_zero(schedule, step):
     ],
 )
 def test_refuses_what_is_no_delay(delay, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         catalog.cyclic(2, delay)
 
 
@@ -178,7 +179,7 @@ def test_a_list_that_the_timing_cannot_honour_is_refused():
     catalog.cyclic(3, [1, 1, 0]).lower(3).verify()
     for delay, stage in (([0, 1, 1], 0), ([1, 0, 1], 1)):
         message = f"stage {stage} on micro-batch 0 cannot read weights 0 steps late"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             catalog.cyclic(3, delay)
 
 
@@ -193,7 +194,7 @@ def test_as_published():
     )
     schedule.lower(3).verify()
     assert schedule.timing == catalog.data_parallel(8, n_stages=4).timing
-    with pytest.raises(ValueError, match="stage 0 on micro-batch 3 cannot read weights 0 steps"):
+    with pytest.raises(UserError, match="stage 0 on micro-batch 3 cannot read weights 0 steps"):
         catalog.cyclic(8, schedule.delay, n_stages=4)
 
 
@@ -203,7 +204,7 @@ def test_as_published_is_cdp_v2_with_as_many_workers_as_stages(n):
 
 
 def test_shows_where_a_delay_is_too_small():
-    with pytest.raises(ValueError, match="cannot read weights") as refusal:
+    with pytest.raises(UserError, match="cannot read weights") as refusal:
         catalog.cyclic(2, 0)
     assert str(refusal.value).splitlines()[1:] == [
         "slot   0     1   2   3   4   5",

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, timing
 
 SIZES = list(product(range(1, 7), repeat=2))
@@ -60,5 +61,5 @@ def test_an_op_ends_one_slot_after_its_start():
     ],
 )
 def test_what_is_no_timing(starts, period, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         timing.Timing(starts, period)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from tests.schedule.test_pipeline_orders import torchs
+from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, Schedule, catalog
 
 MAKES = {"ZB-V": catalog.zb_v, "V-Half": catalog.v_half, "V-Min": catalog.v_min}
@@ -144,12 +145,12 @@ def test_zb_v_beside_torchs(p, m):
 @pytest.mark.parametrize("n_stages", [1, 5])
 def test_odd_stages_are_refused(name, n_stages):
     message = f"{n_stages} stages cannot be dealt out in pairs; make them even"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         MAKES[name](n_stages, 4)
 
 
 @every
 @pytest.mark.parametrize("sizes", [(0, 1), (2, 0), (-2, 2), (2, 1.0), (True, 1)])
 def test_senseless_sizes_are_refused(name, sizes):
-    with pytest.raises(ValueError, match="is a whole number, 1 or more: got"):
+    with pytest.raises(UserError, match="is a whole number, 1 or more: got"):
         MAKES[name](*sizes)

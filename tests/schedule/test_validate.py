@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
-from toolkit.errors import whole
+from toolkit.errors import UserError, whole
 from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.schedule.paper_table import compare
 
@@ -76,7 +76,7 @@ def test_a_delay_in_an_array(delay, plain):
     ],
 )
 def test_an_array_that_is_no_delay(delay, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         catalog.cyclic(3, delay)
 
 
@@ -107,9 +107,7 @@ def test_equal_schedules_hash_alike(schedule):
     ],
 )
 def test_more_than_can_be_made_is_refused(make):
-    with pytest.raises(
-        ValueError, match=r"a schedule has at most 1048576 forwards.*; lower either"
-    ):
+    with pytest.raises(UserError, match=r"a schedule has at most 1048576 forwards.*; lower either"):
         make()
 
 
@@ -117,5 +115,5 @@ def test_more_than_can_be_made_is_refused(make):
     "value", [0, -1, 1.0, np.float64(1), True, np.True_, None, "1", np.ones(1)]
 )
 def test_what_is_no_size(value):
-    with pytest.raises(ValueError, match="the size is a whole number, 1 or more: got"):
+    with pytest.raises(UserError, match="the size is a whole number, 1 or more: got"):
         whole(value, "the size", 1)

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import programs, quick
+from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, catalog
 
 COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
@@ -50,7 +51,7 @@ def before(program, rank, instruction, other):
 
 
 def refusal(program):
-    with pytest.raises(ValueError, match="slot") as error:
+    with pytest.raises(UserError, match="slot") as error:
         program.verify()
     return str(error.value)
 
@@ -87,13 +88,6 @@ def find(program, wanted):
 
 def is_free(buffer):
     return lambda i: i.action == Action.FREE and i.buffer == buffer
-
-
-@given(programs())
-@quick
-def test_the_program_itself_is_accepted(program):
-    """What is mutated below is right before."""
-    program.verify()
 
 
 @given(programs(placements=APART), st.data())

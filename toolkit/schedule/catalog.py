@@ -171,7 +171,7 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
         predict: as in :func:`data_parallel`.
 
     Raises:
-        ValueError: fewer micro-batches than stages, which two weight versions cannot serve.
+        UserError: fewer micro-batches than stages, which two weight versions cannot serve.
     """
     s, m = _sizes(n_stages, n_microbatches)
     if m < s:

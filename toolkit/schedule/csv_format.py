@@ -35,7 +35,7 @@ def parse_op(text: str, where: str) -> Op:
     """The op that ``text`` names.
 
     Raises:
-        ValueError: it names none; the message begins with ``where``.
+        UserError: it names none; the message begins with ``where``.
     """
     found = _OP.fullmatch(text.strip())
     if not found:
@@ -88,7 +88,7 @@ def read_csv(source: str | Path) -> Table:
     file.
 
     Raises:
-        ValueError: the file cannot be read, or a cell is not an op (row and column count from 1).
+        UserError: the file cannot be read, or a cell is not an op (row and column count from 1).
     """
     orders: list[list[Op]] = []
     slots: dict[Op, int] = {}
@@ -140,7 +140,7 @@ def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> st
     The op that starts first tells the period, where the orders alone would be timed otherwise.
 
     Raises:
-        ValueError: a stage runs on several ranks, a rank on none, or ops start between slots.
+        UserError: a stage runs on several ranks, a rank on none, or ops start between slots.
     """
     starts = timing.starts
     by_time = sorted(starts, key=starts.__getitem__)

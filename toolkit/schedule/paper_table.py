@@ -39,7 +39,7 @@ def compare(n: int) -> list[Row]:
     """Every setting under every rule, for ``n`` workers.
 
     Raises:
-        ValueError: fewer than 2 workers, who have nothing to share.
+        UserError: fewer than 2 workers, who have nothing to share.
     """
     n = whole(n, "the number of workers of a comparison", 2)
     rows = []

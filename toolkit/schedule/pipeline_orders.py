@@ -46,7 +46,7 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     rounds are as even as they can be, as torch.distributed.pipelining has them.
 
     Raises:
-        ValueError: stages or micro-batches cannot be dealt out evenly.
+        UserError: stages or micro-batches cannot be dealt out evenly.
     """
     if n_stages % n_ranks:
         raise UserError(
@@ -132,7 +132,7 @@ def as_early_as_possible(
         not_before: slots before which an op does not start.
 
     Raises:
-        ValueError: an op is missing or appears twice, ranks wait for each other, or a rank has more
+        UserError: an op is missing or appears twice, ranks wait for each other, or a rank has more
             ops than the period has slots.
     """
     for rank, order in enumerate(orders):

@@ -64,7 +64,7 @@ class Assigned:
     """``table[stage][microbatch]`` is the rank, at every step.
 
     Raises:
-        ValueError: it is no table of whole numbers, 0 or more.
+        UserError: it is no table of whole numbers, 0 or more.
     """
 
     table: tuple[tuple[int, ...], ...]

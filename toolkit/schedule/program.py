@@ -61,7 +61,7 @@ class Program:
         """Replay the program and return it.
 
         Raises:
-            ValueError: an instruction lacks what it needs, or does what it must not; the message
+            UserError: an instruction lacks what it needs, or does what it must not; the message
                 names rank, slot and instruction.
         """
         verify(self)

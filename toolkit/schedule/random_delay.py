@@ -47,7 +47,7 @@ class RandomDelay:
         seed: seed of the draws.
 
     Raises:
-        ValueError: no such distribution, or numbers that it cannot have.
+        UserError: no such distribution, or numbers that it cannot have.
     """
 
     distribution: str = "uniform"

@@ -40,7 +40,7 @@ def check_chains(
     """Whether rotated chains can be honoured.
 
     Raises:
-        ValueError: they cannot.
+        UserError: they cannot.
     """
     if state != "replicated":
         raise UserError(

@@ -70,7 +70,7 @@ class Schedule:
             ``staleness`` only where delays are random.
 
     Raises:
-        ValueError: the choices contradict each other; where an op is to blame, the message
+        UserError: the choices contradict each other; where an op is to blame, the message
             shows the grid with that op in brackets.
     """
 
@@ -248,7 +248,7 @@ class Schedule:
                 ends a step before it begins the next, and weights are ready.
 
         Raises:
-            ValueError: an op is missing, unknown or repeated; a rank has nothing to do, or more
+            UserError: an op is missing, unknown or repeated; a rank has nothing to do, or more
                 ops than the period has slots; a backward is not where its forward was; ranks wait
                 for each other.
         """
@@ -275,7 +275,7 @@ class Schedule:
         slot of its cell.
 
         Raises:
-            ValueError: as :meth:`from_rank_orders`, with row and column where a cell is to blame;
+            UserError: as :meth:`from_rank_orders`, with row and column where a cell is to blame;
                 or the file has another period.
         """
         table = csv_format.read_csv(source)
@@ -317,7 +317,7 @@ class Schedule:
         weights' delay, predictions and the state are told to :meth:`from_csv`.
 
         Raises:
-            ValueError: the schedule is not a pipeline.
+            UserError: the schedule is not a pipeline.
         """
         return csv_format.write_csv(self.name, self.timing, self.layout, self.n_stages)
 

@@ -72,7 +72,7 @@ def requested(
     They differ where delays are drawn at random.
 
     Raises:
-        ValueError: it is no delay, or for other numbers of stages and micro-batches.
+        UserError: it is no delay, or for other numbers of stages and micro-batches.
     """
     if isinstance(delay, str) and delay == FRESHEST:
         found = freshest(timing, n_stages, n_microbatches)
@@ -84,7 +84,7 @@ def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Stalenes
     """:func:`requested` of a delay that is given in steps, for which no timing is needed.
 
     Raises:
-        ValueError: it is given otherwise, or for other numbers of stages and micro-batches.
+        UserError: it is given otherwise, or for other numbers of stages and micro-batches.
     """
     if isinstance(delay, RandomDelay):
         least, largest = (

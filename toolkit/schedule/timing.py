@@ -37,7 +37,7 @@ class Timing:
     ``ticks_per_slot`` ticks, chosen so that every start is a whole number.
 
     Raises:
-        ValueError: a start is no whole number, 0 or more, or not of an :class:`Op`; or the period
+        UserError: a start is no whole number, 0 or more, or not of an :class:`Op`; or the period
             or the ticks of a slot are none, 1 or more.
     """
 

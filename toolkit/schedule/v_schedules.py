@@ -85,7 +85,7 @@ def zb_v(n_stages: int, n_microbatches: int) -> Orders:
     """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on.
 
     Raises:
-        ValueError: an odd number of stages.
+        UserError: an odd number of stages.
     """
     p = _ranks(n_stages)
     return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p, ahead=True), p, n_microbatches)
@@ -95,7 +95,7 @@ def v_half(n_stages: int, n_microbatches: int) -> Orders:
     """About half the activations of 1F1B's first rank, and half of its bubble.
 
     Raises:
-        ValueError: an odd number of stages.
+        UserError: an odd number of stages.
     """
     p = _ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
@@ -106,7 +106,7 @@ def v_min(n_stages: int, n_microbatches: int) -> Orders:
     """About a third of the activations of 1F1B's first rank, and two thirds of its bubble.
 
     Raises:
-        ValueError: an odd number of stages.
+        UserError: an odd number of stages.
     """
     p = _ranks(n_stages)
     turn = 1 if p % 3 else 3  # 1 would put ops of a rank into the same slot of six

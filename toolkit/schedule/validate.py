@@ -21,7 +21,7 @@ def check_dependencies(
     """Every op is of a stage and micro-batch that there are, and starts when its inputs are there.
 
     Raises:
-        ValueError: one does not.
+        UserError: one does not.
     """
     starts = timing.starts
     for op, start in starts.items():
@@ -43,7 +43,7 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     """No two ops at once on a rank, but for the single device, which runs them all.
 
     Raises:
-        ValueError: there are.
+        UserError: there are.
     """
     if layout.one_device:
         return
@@ -68,7 +68,7 @@ def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, del
     """No weights are read before they are made.
 
     Raises:
-        ValueError: some are.
+        UserError: some are.
     """
     possible = freshest(timing, len(staleness), layout.n_microbatches)
     for j, row in enumerate(staleness):
@@ -121,7 +121,7 @@ def check_forwards(n_stages: int, n_microbatches: int) -> None:
     """Refuse a training step of more than :data:`MOST` forwards.
 
     Raises:
-        ValueError: there are more.
+        UserError: there are more.
     """
     if n_stages * n_microbatches > MOST:
         raise UserError(
@@ -134,7 +134,7 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
     """Every stage has a forward and a whole backward for every micro-batch.
 
     Raises:
-        ValueError: one has not; or an index has been left out, as where a larger one is mistyped.
+        UserError: one has not; or an index has been left out, as where a larger one is mistyped.
     """
     for what, attribute in (("stage", "stage"), ("micro-batch", "microbatch")):
         present = {getattr(op, attribute) for op in ops}
