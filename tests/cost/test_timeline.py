@@ -56,22 +56,6 @@ def test_memory(rank, kind, curve, peak):
     assert found.peak_memory(rank, kind) == peak
 
 
-def test_shown_without_its_spans():
-    found = timeline([compute(0, 0.0, 1.0)] * 9, CHANGES, step_ends=(1.0, 2.0))
-    assert repr(found) == "Timeline('hand', ranks=2, steps=2, spans=9, changes=5)"
-
-
-def test_bytes():
-    collective = Span(1, "send", 0.0, 1.0, "all-reduce", 0, None, 0, 4.0)
-    found = timeline([*message(0, 1, 2.0), *message(1, 0, 3.0), *message(0, 1, 5.0), collective])
-    assert found.bytes_sent() == (7, 7)
-
-
-@pytest.mark.parametrize(("ends", "seconds"), [((5.0,), 5), ((5.0, 7.0), 2), ((5.0, 6.0, 11.0), 3)])
-def test_step_time(ends, seconds):
-    assert timeline(step_ends=ends).step_time == seconds
-
-
 def test_rates_are_of_the_steady_steps():
     """A step of 4 seconds twice, after one and before one in which it is otherwise."""
     sent = [
@@ -84,6 +68,10 @@ def test_rates_are_of_the_steady_steps():
     assert found.bytes_a_step() == (12, 0)
     assert replace(found, steady=range(0)).step_time == 3
     assert replace(found, steady=range(0)).bytes_a_step() == (125 / 4, 0)
+    assert found.bytes_sent() == (125, 0)
+    assert timeline(step_ends=(5.0,)).step_time == 5
+    spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
+    assert timeline(spans).idle_share == pytest.approx(1 - 4 / 6)
 
 
 def test_what_a_rank_holds_at_its_peak():
@@ -133,12 +121,6 @@ def test_idle_share_is_of_the_steps_that_are_timed():
     found = timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0))
     assert found.step_time == 2
     assert found.idle_share == 0.5
-
-
-def test_idle_share():
-    spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
-    assert timeline(spans).end == 3
-    assert timeline(spans).idle_share == pytest.approx(1 - 4 / 6)
 
 
 @pytest.mark.parametrize("n_steps", [2, 3, 7])

@@ -163,8 +163,8 @@ def test_pipelines(tmp_path):
     (gpipe,) = (r for r in found if (r["method"], r["microbatches"]) == ("GPipe", "5"))
     assert (float(gpipe["activations"]), float(gpipe["idle"])) == pytest.approx((2.5, 1 / 6))
     assert gpipe["flush"] == "True"
-    why = "CDP gives each rank the same number of micro-batches: got 5 for 2"
-    assert f"5 micro-batches, without CDP-v2: {why} them a multiple of the ranks" in finished.out
+    why = "CDP gives each rank the same number of micro-batches: got 5 for 2 ranks"
+    assert f"5 micro-batches, without CDP-v2: {why}" in finished.out
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["provenance"]["command"].startswith("python experiments/pipelines.py ranks=2")
     assert [missing["method"] for missing in result["left_out"]] == [

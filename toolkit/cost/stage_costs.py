@@ -15,9 +15,8 @@ from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, differentiable, node_costs
-from toolkit.model.partition import check_stages
+from toolkit.model.partition import check_stages, checkpointed
 from toolkit.model.precision import autocast, check_precision
-from toolkit.model.recomputation import checkpointed
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
 from toolkit.model.workspace_memory import working_bytes
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError, check_choice
+from toolkit.model.partition import check_checkpoint, checkpointed, recomputes
 from toolkit.model.precision import autocast, autocast_type, check_precision
-from toolkit.model.recomputation import check_checkpoint, checkpointed, recomputes
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
