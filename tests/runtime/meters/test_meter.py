@@ -63,11 +63,20 @@ def test_what_autograd_keeps_counts_once(function, inputs, weights, buffers, kep
     assert found.activations.bytes == 0
 
 
-def test_a_view_counts_as_all_that_it_keeps_alive():
-    found, w = meter(), leaf(2)
-    big = torch.ones(100)
-    y = forward(found, lambda w: w * big[:2], weights=[w])
-    assert found.activations.bytes == 100 * FLOAT
+BIG = torch.ones(100)
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda x: x * BIG[:6], 100),  # a view counts as all that it keeps alive
+        (lambda x: torch.tanh(x.exp().sigmoid()), 3 * 6),  # nodes that keep their own results
+    ],
+)
+def test_a_graph_that_is_dropped_leaves_nothing(function, kept):
+    found = meter()
+    y = forward(found, function, leaf(6))
+    assert found.activations.bytes == kept * FLOAT
     del y
     assert found.activations.bytes == 0
 
@@ -126,15 +135,6 @@ def test_backwards_in_two_halves_leave_nothing():
     assert found.activations.bytes == both
     torch.autograd.grad(y.sum(), [w])
     assert found.activations.bytes > 0  # the way to the input has not been gone
-    del y
-    assert found.activations.bytes == 0
-
-
-def test_a_graph_that_is_dropped_leaves_nothing():
-    """Though a node keeps its own result, which would hold on to the graph for ever."""
-    found, x = meter(), leaf(6)
-    y = forward(found, lambda x: torch.tanh(x.exp().sigmoid()), x)
-    assert found.activations.bytes == 3 * 6 * FLOAT
     del y
     assert found.activations.bytes == 0
 

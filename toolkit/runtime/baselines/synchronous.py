@@ -109,7 +109,7 @@ class Synchronous(Baseline):
         options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
         if options.precision == "fp16":
             raise UserError(
-                f"got runtime={self.runtime} with precision=fp16: use bf16, or runtime=distributed"
+                f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
             )
         self._chain = Chain(stages, seed)
         self._options = options
