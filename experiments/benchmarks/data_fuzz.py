@@ -45,7 +45,12 @@ from benchmarks import fuzz, mutations
 from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
-from toolkit.training.data.transforms import CentralView, RandomView, View
+from toolkit.training.data.image_loader import (
+    Transform,
+    apply_seeded,
+    evaluation_transform,
+    training_transform,
+)
 
 SETS = ("batches", "cifar", "folder")
 KINDS = (*mutations.FILES, *mutations.FOLDERS)
@@ -147,7 +152,7 @@ def _whole(name: str, scratch: Path) -> Whole:
     scratch.chmod(0o755)
     root = scratch / name
     mutations.build(name, root)
-    files = [path for path in root.rglob("*_batch*") if path.is_file()]
+    files = [path for path in root.glob("cifar-10-batches-py/*") if path.is_file()]
     sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
     with _published(sums):
         train, test, _ = _read(name, root, "refuse", 0)
@@ -254,7 +259,8 @@ def _published(sums: dict[str, str]) -> Any:
     """These are the published batch files."""
     names = sorted(sums)
     train, test = ([[n, sums[n]] for n in names if n.startswith(w)] for w in ("data", "test"))
-    return mock.patch.multiple(CIFAR10, train_list=train, test_list=test)
+    meta = CIFAR10.meta | {"md5": sums.get("batches.meta")}
+    return mock.patch.multiple(CIFAR10, train_list=train, test_list=test, meta=meta)
 
 
 def _read(
@@ -291,9 +297,9 @@ def _expected(name: str, root: Path, sums: dict[str, str], skip: bool) -> Expect
         raise DamagedSetError(f"{len(splits[0])} classes")
     damaged: set[str] = set()
     epochs: list[Epochs] = []
-    views: list[View | None] = [None, None]
+    views: list[Transform | None] = [None, None]
     if name == "folder":
-        views = [RandomView(_SIZE), CentralView(_SIZE)]
+        views = [training_transform(_SIZE), evaluation_transform(_SIZE)]
     for split, view in zip(splits, views, strict=True):
         paths = [(path, label) for label, (_, paths) in enumerate(split) for path in paths]
         training = split is splits[0]
@@ -347,7 +353,7 @@ def _stands_in(
     index: int,
     skip: bool,
     seed: int,
-    view: View | None,
+    view: Transform | None,
     damaged: set[str],
 ) -> Tensor:
     """What is seen of the image, or of the next of its class that PIL can read."""
@@ -360,17 +366,17 @@ def _stands_in(
             if not os.path.isfile(path):
                 raise DamagedSetError("no file")
             with Image.open(path) as image:
-                pixels = functional.pil_to_tensor(image.convert("RGB"))
+                decoded = image.convert("RGB")
         except Exception as error:
             if not skip:
                 raise DamagedSetError(f"{path} is damaged: {error!r}") from error
             damaged.add(path)
             continue
         if view is not None:
-            return view.apply(pixels, view.draw(pixels, hash((seed, k)))).float()
-        if pixels.shape[1:] != (32, 32):
+            return apply_seeded(view, decoded, hash((seed, k))).float()
+        if decoded.size != (32, 32):
             raise DamagedSetError(f"{path} has another size")
-        return pixels.float()
+        return functional.pil_to_tensor(decoded).float()
     raise DamagedSetError(f"of class {label} all are damaged")
 
 
@@ -384,7 +390,8 @@ def _batches(root: Path, sums: dict[str, str]) -> Expected:
         data = path.read_bytes()
         if hashlib.md5(data).hexdigest() != md5:
             raise DamagedSetError(f"{name} is another file")
-        pixels[name.startswith("data")].append(pickle.loads(data))
+        if name != "batches.meta":
+            pixels[name.startswith("data")].append(pickle.loads(data))
     epochs: list[Epochs] = []
     for training in (True, False):
         found = pixels[training]

@@ -8,15 +8,9 @@ from PIL import Image
 
 from tests.training.test_data import CLASSES, CPU, write_images, write_ten
 from tests.training.test_image_folder import batches, write_jpegs
-from toolkit.training.data import cifar10, image_folder, image_loader
+from toolkit.training.data import cifar10, image_folder
 from toolkit.training.data.corrupt_images import Skipped, first_readable
 from toolkit.training.data.image_files import ClassFolders, DamagedImageError
-
-
-@pytest.fixture(autouse=True)
-def any_device(monkeypatch):
-    """A CPU decodes as a GPU does, as far as this package can tell."""
-    monkeypatch.setattr(image_loader, "check_gpu", lambda device: None)
 
 
 def cut(path, kept):
@@ -102,18 +96,15 @@ def root(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("decode", "kept", "num_workers"),
-    [("cpu", 10, 0), ("cpu", 900, 2), ("gpu", 10, 2), ("gpu", 900, 0)],
-)
-def test_the_rest_of_a_batch_stays(root, capsys, decode, kept, num_workers):
+@pytest.mark.parametrize(("kept", "num_workers"), [(10, 0), (900, 2)])
+def test_the_rest_of_a_batch_stays(root, capsys, kept, num_workers):
     """Bit for bit; where the damaged image was is the next of its class."""
     whole = [everything(image_folder(str(root), 16, 0), epoch=e) for e in (0, 1)]
     broken = [root / "train/cat/1.jpg", root / "val/dog/0.jpg"]
     next_ones = [root / "train/cat/2.jpg", root / "val/dog/1.jpg"]
     for path in broken:
         cut(path, kept)
-    images = image_folder(str(root), 16, num_workers, decode=decode, damaged="skip")
+    images = image_folder(str(root), 16, num_workers, damaged="skip")
     found = [everything(images, epoch=e) for e in (0, 1)]
     places = []
     for split, path, other in zip((images._train, images._test), broken, next_ones, strict=True):
@@ -156,22 +147,20 @@ def test_parts_are_slices_of_the_whole(root):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_a_class_of_which_all_are_damaged(root, num_workers, decode):
+def test_a_class_of_which_all_are_damaged(root, num_workers):
     for path in (root / "val/eel").iterdir():
         cut(path, 700 if path.suffix == ".jpg" else 40)
-    images = image_folder(str(root), 16, num_workers, decode=decode, damaged="skip")
+    images = image_folder(str(root), 16, num_workers, damaged="skip")
     with pytest.raises(
         ValueError, match=f"^{root}/val/eel: none of its 4 images can be decoded, a"
     ):
         list(images.test(4, CPU))
 
 
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
 @pytest.mark.parametrize("becomes", ["pipe", "missing", "link"])
-def test_what_is_no_file(root, becomes, decode):
+def test_what_is_no_file(root, becomes):
     """A pipe is not waited for."""
-    images = image_folder(str(root), 16, 0, decode=decode)
+    images = image_folder(str(root), 16, 0)
     path = root / "val/dog/1.jpg"
     path.unlink()
     if becomes == "pipe":
@@ -185,7 +174,7 @@ def test_what_is_no_file(root, becomes, decode):
     }[becomes]
     with pytest.raises(ValueError, match=rf"^{path} cannot be read \({reason}\): mend it or take"):
         list(images.test(4, CPU))
-    skipping = image_folder(str(root), 16, 0, decode=decode, damaged="skip")
+    skipping = image_folder(str(root), 16, 0, damaged="skip")
     list(skipping.test(4, CPU))
     assert skipping.damaged == (() if becomes == "missing" else (str(path),))
 

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from tests.training.test_data import CLASSES, CPU
-from toolkit.training.data import decoding, image_folder, image_loader
+from toolkit.training.data import image_folder
+from toolkit.training.data.image_loader import apply_seeded, training_transform
 from toolkit.training.data.readers import Readers, n_workers
-from toolkit.training.data.transforms import CentralView, RandomView
 
 MEAN, STD = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
@@ -41,50 +41,14 @@ def root(tmp_path_factory):
     return root
 
 
-@pytest.fixture
-def any_device(monkeypatch):
-    """A CPU decodes as a GPU does, as far as this package can tell."""
-    monkeypatch.setattr(image_loader, "check_gpu", lambda device: None)
-
-
 def batches(images, device=CPU, **order):
     return [*images.train(6, **{"seed": 0, "epoch": 0, **order}, device=device)]
-
-
-# Views
-
-
-def test_a_training_view_is_that_of_torchvision():
-    """Whether it is drawn first and applied later, or at once."""
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 30, 3), np.uint8))
-    view = RandomView(16)
-    both = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip()])
-    mirrored = set()
-    for seed in range(8):
-        cut = view.draw(image, seed)
-        mirrored.add(cut.mirrored)
-        with torch.random.fork_rng([]):
-            torch.manual_seed(seed)
-            expected = both(image)
-        assert np.array_equal(view.apply(image, cut), expected)
-    assert mirrored == {False, True}
-
-
-@pytest.mark.parametrize("view", [RandomView(16), CentralView(16)])
-def test_tensors_are_seen_as_images_are(view):
-    smooth = 2.0 * np.add.outer(np.arange(40), np.arange(30))[:, :, None] + [0, 30, 90]
-    image = Image.fromarray(smooth.astype(np.uint8))
-    cut = view.draw(image, 3)
-    tensor = view.apply(v2.functional.pil_to_tensor(image), cut)
-    other = v2.functional.pil_to_tensor(view.apply(image, cut))
-    assert tensor.dtype == torch.uint8
-    assert (tensor.int() - other.int()).abs().max() <= 2
 
 
 def test_drawing_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    RandomView(16).draw(Image.new("RGB", (20, 20)), 5)
+    apply_seeded(training_transform(16), Image.new("RGB", (20, 20)), 5)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -197,10 +161,9 @@ def test_number_of_workers(monkeypatch, asked, cores, ranks, expected):
 def test_images_are_sent_as_bytes(root):
     """A quarter of the floats; normalised where they arrive."""
     images = image_folder(str(root), 16, 0)
-    split = images._train
-    pixels, labels = next(split.read(0, [torch.arange(5)], CPU))
+    pixels, labels = next(images._test.read(0, [torch.arange(5)], CPU))
     assert (pixels.dtype, pixels.shape, labels.dtype) == (torch.uint8, (5, 3, 16, 16), torch.int64)
-    ((x, y),) = split.batches(0, [torch.arange(5)], 5, CPU)
+    x, y = next(iter(images.test(5, CPU)))
     torch.testing.assert_close(x, (pixels / 255 - MEAN) / STD)
     assert torch.equal(y, labels)
 
@@ -226,127 +189,30 @@ def test_images_are_what_pil_and_torchvision_make_of_them(root, epoch):
         assert worst < 1.1, files.samples[index]
 
 
-@pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_decoders_agree(root, num_workers):
-    """On what is seen of which image, whoever decodes it."""
-    cpu, other = (image_folder(str(root), 16, num_workers, decode=d) for d in ("cpu", "gpu"))
-    pairs = [(cpu.test(4, CPU), other.test(4, CPU))]
-    pairs += [(batches(cpu, epoch=e), batches(other, epoch=e)) for e in (0, 1)]
-    for ours, theirs in pairs:
-        for (x, y), (again, labels) in zip(ours, theirs, strict=True):
-            assert torch.equal(y, labels)
-            assert torch.equal(x, again)
-    assert len(cpu.test(4, CPU)) == len(other.test(4, CPU)) == 3
-
-
-def test_what_a_gpu_cannot_decode_is_decoded_where_it_is_read(root):
-    images = image_folder(str(root))._train.images
-    found = {
-        path.rpartition("/")[2]: decoding.read_encoded(images, (0, k), CentralView(16)).data
-        for k, (path, _) in enumerate(images.samples)
-    }
-    assert found["0.jpg"].dim() == 1
-    assert found["grey.jpg"].shape == found["flat.png"].shape == (3, 30, 40)
-
-
-def test_a_process_hands_over_a_batch_as_one_file(root):
-    images = image_folder(root, 8, decode="gpu")._train.images
-    read = [(decoding.read_encoded(images, (0, k), CentralView(8)), ["x"]) for k in range(5)]
-    assert {image.data.dim() for image, _ in read} == {1, 3}  # bytes, and pixels
-    flat, shapes, rest = image_loader._packed(read)
-    assert all(image.data.numel() == 0 for image, _ in rest)
-    for (found, paths), (image, _) in zip(
-        image_loader._unpacked(flat, shapes, rest), read, strict=True
-    ):
-        assert torch.equal(found.data, image.data)
-        assert (found[1:], paths) == (image[1:], ["x"])
-
-
-@pytest.mark.usefixtures("any_device")
-def test_parts_of_what_a_gpu_decodes(root):
-    batch = image_folder(str(root), 16, 0, decode="gpu").train(6, 0, 0, CPU)
-    whole = [*batch]
-    found = [*batch.parts(3, lambda k: [2])]
-    for (x, y), (part, labels) in zip(whole, found, strict=True):
-        assert torch.equal(part, x[4:])
-        assert torch.equal(labels, y[4:])
-
-
-@pytest.mark.usefixtures("any_device")
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("kept", [10, 900])
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_a_damaged_jpeg(tmp_path, num_workers, kept, decode):
+def test_a_damaged_jpeg(tmp_path, num_workers, kept):
     """Found by its head, or by the decoder."""
     write_jpegs(tmp_path / "train", n=1)
     write_jpegs(tmp_path / "val", n=1)
     broken = tmp_path / "val" / "dog" / "0.jpg"
     broken.write_bytes(broken.read_bytes()[:kept])
-    images = image_folder(str(tmp_path), 16, num_workers, decode=decode)
+    images = image_folder(str(tmp_path), 16, num_workers)
     message = f"^{broken} cannot be decoded: mend it or take it out, or set data.damaged=skip$"
     with pytest.raises(ValueError, match=message):
         list(images.test(3, CPU))
 
 
-@pytest.mark.usefixtures("any_device")
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-@pytest.mark.parametrize("error", [RuntimeError, ImportError])
-def test_what_only_pil_decodes_is_decoded_by_it(root, monkeypatch, decode, error):
-    """Also all of it, should torchvision have no decoders any more."""
-
-    def refuse(files, device):
-        raise error
-
-    images = image_folder(str(root), 16, 0, decode=decode)
-    expected = batches(images)
-    monkeypatch.setattr(decoding, "decode_jpegs", refuse)
-    for (x, _), (other, _) in zip(batches(images), expected, strict=True):
-        assert ((x - other) * STD * 255).abs().max() < 4
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_a_cpu_is_no_gpu(root, split):
-    images = image_folder(str(root), 16, 0, decode="gpu")
-    message = "decode=gpu decodes on a CUDA device and this run is on cpu: choose data.decode=cpu"
-    with pytest.raises(ValueError, match=message):
-        images.train(4, 0, 0, CPU) if split == "train" else images.test(4, CPU)
-
-
-def test_a_torchvision_without_a_decoder(monkeypatch):
-    def missing(files, device):
-        raise RuntimeError("decode_jpegs_cuda: torchvision not compiled with nvJPEG\nand so on")
-
-    monkeypatch.setattr(decoding, "decode_jpegs", missing)
-    message = r"this one does not \(.*not compiled with nvJPEG\): choose data.decode=cpu$"
-    with pytest.raises(ValueError, match=message):
-        decoding.check_gpu(torch.device("cuda:7"))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_on_a_gpu(root, decode):
+def test_on_a_gpu(root):
     cuda = torch.device("cuda")
     ours = batches(image_folder(str(root), 16, 2), CPU)
-    theirs = batches(image_folder(str(root), 16, 2, decode=decode), cuda)
+    theirs = batches(image_folder(str(root), 16, 2), cuda)
     for (x, y), (other, labels) in zip(ours, theirs, strict=True):
         assert other.device.type == labels.device.type == "cuda"
         assert torch.equal(y, labels.cpu())
         assert ((x - other.cpu()) * STD * 255).abs().mean() < 2
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_damaged_jpeg_on_a_gpu(tmp_path):
-    write_jpegs(tmp_path / "train", n=1)
-    write_jpegs(tmp_path / "val", n=1)
-    broken = tmp_path / "val" / "dog" / "0.jpg"
-    broken.write_bytes(broken.read_bytes()[:10])
-    images = image_folder(str(tmp_path), 16, 0, decode="gpu")
-    message = f"^{broken} cannot be decoded: mend it or take it out, or set data.damaged=skip$"
-    with pytest.raises(ValueError, match=message):
-        list(images.test(3, torch.device("cuda")))
 
 
 # Refusals
@@ -355,7 +221,6 @@ def test_a_damaged_jpeg_on_a_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decode": "GPU"}, "unknown data.decode 'GPU': choose cpu or gpu"),
         ({"num_workers": -1}, "data.num_workers is 0 or more, or null for all cores: got -1"),
         ({"prefetch_factor": 0}, "data.prefetch_factor is 1 or more: got 0"),
     ],

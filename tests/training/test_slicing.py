@@ -11,10 +11,9 @@ from tests.schedule.strategies import quick
 from tests.training.test_data import CLASSES, CPU, write_images
 from toolkit.runtime.microbatches import Divisible
 from toolkit.training import evaluate
-from toolkit.training.data import Tokens, image_folder, synthetic
-from toolkit.training.data import image_loader as folder_module
+from toolkit.training.data import Tokens, image_folder, image_loader, synthetic
+from toolkit.training.data.batches import all_rows, rows_of
 from toolkit.training.data.in_memory import InMemory, Labelled
-from toolkit.training.data.slicing import all_rows, rows_of
 
 SIZE = 6  # of a batch: parts of 1, 2, 3 and 6 images
 
@@ -56,13 +55,13 @@ def images(request, root):
 def reads(monkeypatch):
     """The numbers of the images that are read from their files."""
     found = []
-    read = folder_module.read_encoded
+    read = image_loader.read
 
-    def spy(images, key, view):
-        found.append(key[1])
-        return read(images, key, view)
+    def spy(images, index):
+        found.append(index)
+        return read(images, index)
 
-    monkeypatch.setattr(folder_module, "read_encoded", spy)
+    monkeypatch.setattr(image_loader, "read", spy)
     return found
 
 

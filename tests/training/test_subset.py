@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.training.test_data import CPU, write_ten
-from toolkit.training.data import cifar10, sets
+from toolkit.training.data import cifar10
 from toolkit.training.data import image_files as files
-from toolkit.training.data.in_memory import Labelled
-from toolkit.training.data.subset import first
+from toolkit.training.data.sets import balanced_subset
 
 LABELS = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
 
@@ -19,33 +18,33 @@ LABELS = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
     [(3, [1, 1, 1]), (12, [4, 4, 4]), (20, [8, 8, 4]), (70, [36, 30, 4]), (84, [50, 30, 4])],
 )
 def test_classes_take_turns(n, counts):
-    chosen = first(n, LABELS, "n_train")
+    chosen = balanced_subset(n, LABELS, "n_train")
     assert len(chosen.unique()) == n
     assert LABELS[chosen].bincount(minlength=3).tolist() == counts
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5])
 def test_what_is_left_over_makes_a_difference_of_one(n):
-    counts = LABELS[first(n, LABELS, "n_train")].bincount(minlength=3)
+    counts = LABELS[balanced_subset(n, LABELS, "n_train")].bincount(minlength=3)
     assert counts.max() - counts.min() == 1
 
 
 def test_a_larger_subset_holds_the_smaller():
-    subsets = [set(first(n, LABELS, "n_train").tolist()) for n in range(1, 85)]
+    subsets = [set(balanced_subset(n, LABELS, "n_train").tolist()) for n in range(1, 85)]
     for smaller, larger in pairwise(subsets):
         assert smaller < larger
 
 
 def test_images_keep_their_order_and_are_not_the_first_ones():
-    chosen = first(9, LABELS, "n_train").tolist()
+    chosen = balanced_subset(9, LABELS, "n_train").tolist()
     assert chosen == sorted(chosen)
     assert chosen != [0, 1, 2, 50, 51, 52, 80, 81, 82]
-    assert chosen == first(9, LABELS, "n_train").tolist()
+    assert chosen == balanced_subset(9, LABELS, "n_train").tolist()
 
 
 def test_all():
     for n in (None, len(LABELS)):
-        assert first(n, LABELS, "n_train").tolist() == list(range(len(LABELS)))
+        assert balanced_subset(n, LABELS, "n_train").tolist() == list(range(len(LABELS)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +56,7 @@ def test_all():
 )
 def test_refuses(n, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
-        first(n, LABELS, "n_test")
+        balanced_subset(n, LABELS, "n_test")
 
 
 @pytest.fixture
@@ -76,7 +75,7 @@ def test_of_cifar10(root, monkeypatch):
     ((x, y),) = small.test(20, CPU)
     assert y.bincount().tolist() == [1] * 10
     whole = torch.cat([x for x, _ in cifar10(str(root)).test(20, CPU)])
-    assert torch.equal(x, whole[first(10, torch.arange(20) // 2, "n_test")])
+    assert torch.equal(x, whole[balanced_subset(10, torch.arange(20) // 2, "n_test")])
     with pytest.raises(ValueError, match="takes 21 images and there are 20: make batch or"):
         small.train(21, 0, 0, CPU)
 
@@ -93,14 +92,3 @@ def test_of_all_of_cifar10(root):
 def test_refuses_more_than_cifar10_has(root, option, n):
     with pytest.raises(ValueError, match=f"data.{option}={n} and there are {n - 1} images"):
         cifar10(str(root), **{option: n})
-
-
-def test_a_part_of_the_published_cifar10_is_of_all_classes(tmp_path, monkeypatch):
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    images = Labelled(torch.zeros(40, 3, 32, 32, dtype=torch.uint8), torch.arange(40) // 4)
-    monkeypatch.setattr(
-        "toolkit.training.data.cifar_batches.read_batches", lambda *_, train: images
-    )
-    found = sets.cifar10(str(tmp_path), n_test=10)
-    ((_, labels),) = found.test(10, CPU)
-    assert sorted(labels.tolist()) == [*range(10)]

@@ -74,7 +74,6 @@ class ImageFolder:
     image_size: int = 224
     num_workers: int | None = option(None, "processes that read; null: this rank's share of cores")
     prefetch_factor: int = option(2, "batches that each of them reads ahead")
-    decode: str = option("cpu", "cpu, in those processes; or gpu: JPEG on the training device")
     validation: str = "val"
     damaged: str = option("refuse", "refuse damaged images, or skip: others of the class stand in")
 

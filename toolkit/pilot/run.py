@@ -26,7 +26,7 @@ from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import RULES, schedule_of
 from toolkit.tracking import describe
 from toolkit.training.data import Batch
-from toolkit.training.loss import cross_entropy
+from toolkit.training.loop import cross_entropy
 
 COMPUTE = ("measured", "roofline")
 ETHERNET = Hardware(

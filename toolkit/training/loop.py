@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.metric import LOSS, Metric
@@ -17,9 +18,19 @@ from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.state import difference
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.training.data import Batches, SampleSet
-from toolkit.training.loss import cross_entropy
 
 _SCORES = 2**25  # at most, of a batch of the test: 128 MiB of 32 bits
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Cross-entropy over all answers alike, in nats.
+
+    Args:
+        outputs: ``[..., n_classes]``: of an image, or at each place of a sequence.
+        targets: ``[...]``: the right classes.
+        options: of torch's ``cross_entropy``.
+    """
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), **options)
 
 
 def _alone(values: Tensor) -> Tensor:

@@ -26,8 +26,15 @@ from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule
 from toolkit.training.data import SampleSet, load
-from toolkit.training.loop import DivergedError, Epoch, Position, Step, Stretches, fit
-from toolkit.training.loss import cross_entropy
+from toolkit.training.loop import (
+    DivergedError,
+    Epoch,
+    Position,
+    Step,
+    Stretches,
+    cross_entropy,
+    fit,
+)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from toolkit.cli.ranks import is_rank_zero
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.training.data.in_memory import InMemory, Labelled
-from toolkit.training.data.subset import first
 
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from toolkit.training.data.corrupt_images import Skipped
     from toolkit.training.data.image_loader import Folder
 
+_PUBLISHED = "cifar-10-batches-py"
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -88,7 +88,6 @@ def cifar10(
         ValueError: the folder is missing or holds something else, or fewer images; or an option
             has no such value.
     """
-    from toolkit.training.data.cifar_batches import FOLDER, read_batches
     from toolkit.training.data.corrupt_images import Skipped, skips
 
     if crop_padding < 0:
@@ -97,10 +96,10 @@ def cifar10(
     expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
     folder = _existing("cifar10", root, expected)
     wanted = {"n_train": n_train, "n_test": n_test}
-    if os.path.lexists(folder / FOLDER):
-        found = read_batches(folder, train=True), read_batches(folder, train=False)
+    if os.path.lexists(folder / _PUBLISHED):
+        found = [_published(folder, train) for train in (True, False)]
         train, test = (
-            _part(images, first(n, images.labels, name))
+            _part(images, balanced_subset(n, images.labels, name))
             for images, (name, n) in zip(found, wanted.items(), strict=True)
         )
     else:
@@ -114,7 +113,7 @@ def cifar10(
                 " data=image_folder for other images"
             )
         chosen = [
-            first(n, torch.as_tensor(found.targets), name)
+            balanced_subset(n, torch.as_tensor(found.targets), name)
             for found, (name, n) in zip(split, wanted.items(), strict=True)
         ]
         train, test = (
@@ -131,7 +130,6 @@ def image_folder(
     num_workers: int | None = None,
     validation: str = "val",
     prefetch_factor: int = 2,
-    decode: str = "cpu",
     damaged: str = "refuse",
 ) -> "Folder":
     """ImageNet, or any images in ``root/train/<class>/`` and ``root/val/<class>/``.
@@ -146,8 +144,6 @@ def image_folder(
             of this machine, and 16 at most.
         validation: the folder of the test images.
         prefetch_factor: batches that each process reads ahead.
-        decode: ``cpu``: JPEG is decoded, cropped and resized by those processes; ``gpu``: on the
-            training device.
         damaged: ``refuse`` damaged images, or ``skip`` them: the next one of its class, in the
             order of their paths, stands in for each.
 
@@ -162,7 +158,7 @@ def image_folder(
     from toolkit.training.data.image_loader import Folder
 
     train, test = folder / "train", folder / validation
-    return Folder(train, test, image_size, num_workers, prefetch_factor, decode, damaged)
+    return Folder(train, test, image_size, num_workers, prefetch_factor, damaged)
 
 
 def _existing(name: str, root: str | None, expected: str) -> Path:
@@ -185,6 +181,24 @@ def _check_splits(root: Path, expected: str, *splits: str) -> None:
                 f"data.root={root} does not hold {expected}: {name} {problem}; it"
                 f" holds {contents(root)}"
             )
+
+
+def _published(root: Path, train: bool) -> Labelled:
+    """Read CIFAR-10's batch files by torchvision.
+
+    They are pickles: torchvision loads them only if their MD5 sums are the published ones.
+    """
+    from torchvision.datasets import CIFAR10
+
+    try:
+        found = CIFAR10(str(root), train=train, download=False)
+    except (RuntimeError, OSError) as error:
+        raise UserError(
+            f"data.root={root}: {root / _PUBLISHED} is incomplete or damaged ({first_line(error)}):"
+            " unpack cifar-10-python.tar.gz there again"
+        ) from error
+    images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
+    return Labelled(images, torch.tensor(found.targets))
 
 
 def _part(images: Labelled, chosen: Tensor) -> Labelled:
@@ -216,3 +230,37 @@ def _decoded(
             )
         images[k] = to_bytes(image)
     return Labelled(images, torch.as_tensor(found.targets)[chosen])
+
+
+def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
+    """The first ``n`` images of a fixed random order in which the classes take turns.
+
+    Classes have equal numbers of them, or one more or less, as long as each has images left. A
+    larger subset holds the smaller ones.
+
+    Args:
+        n: how many; None is all.
+        labels: the classes of all images.
+        option: what sets ``n``, as the error names it.
+
+    Returns:
+        their numbers, ascending.
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    everything = torch.arange(len(labels))
+    if n is None:
+        return everything
+    if n < 1:
+        raise UserError(f"data.{option} is 1 or more, or null for all: got {n}")
+    if n > len(labels):
+        raise UserError(
+            f"data.{option}={n} and there are {len(labels)} images: give fewer, or null for all"
+        )
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    turn = torch.empty_like(everything)
+    for label in labels.unique():
+        of_class = shuffled[labels[shuffled] == label]
+        turn[of_class] = torch.arange(len(of_class))
+    return shuffled[turn[shuffled].argsort(stable=True)][:n].sort().values
