@@ -1,6 +1,6 @@
 """The state of a training run, the same for every runtime that follows the update rule."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -236,21 +236,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "None" if value is None else f"of type {type(value).__name__}"
-
-
-Path = tuple[Any, ...]
-"""The keys and indices that lead to a place in a tree."""
-
-
-def map_places(change: Callable[[Path, Tensor], Any], tree: Any, path: Path = ()) -> Any:
-    """``tree`` with what ``change`` makes of its tensors, and of where they are."""
-    if isinstance(tree, Tensor):
-        return change(path, tree)
-    if isinstance(tree, dict):
-        return {key: map_places(change, value, (*path, key)) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map_places(change, value, (*path, k)) for k, value in enumerate(tree))
-    return tree
 
 
 def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:

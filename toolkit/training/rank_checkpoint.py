@@ -41,7 +41,9 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
                 shutil.rmtree(beside, ignore_errors=True)
                 beside.mkdir(parents=True)
         with _on_every_rank(world):
-            own = tree_map_only(Tensor, lambda x: _plain(x, rank), {"part": dict(part), "n_ranks": size})
+            own = tree_map_only(
+                Tensor, lambda x: _plain(x, rank), {"part": dict(part), "n_ranks": size}
+            )
             write(beside / f"rank_{rank}.ckpt", own)
         with _on_every_rank(world):
             # The folder gets its name last, so a reader never finds one that lacks a rank.
