@@ -18,8 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero
-from toolkit.cli.ranks import restarted
-from toolkit.cli.status import fail
+from toolkit.cli.process import restarted
+from toolkit.cli.sweeps import mark_failed
 
 if TYPE_CHECKING:
     from toolkit.runtime.meters.measurements import Measurements
@@ -42,7 +42,7 @@ def main(config: DictConfig) -> Ended:
     check_keeping(job)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if job.runtime.world is not None:  # whichever rank knows the reason tells it
-        job.runtime.world.watch.on_failure = partial(fail, from_rank_0(job.runtime, folder))
+        job.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(job.runtime, folder))
     with track(
         config,
         folder,

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -15,164 +16,121 @@ pytestmark = pytest.mark.usefixtures("analysed_once")
 GROUPS = ("model", "data", "optimizer", "lr", "runtime", "schedule", "experiment")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        # options that do not exist
-        (["sed=1"], "there is no option sed: did you mean seed?"),
-        (["optimizer.momentom=1"], "optimizer.momentom: did you mean optimizer.momentum?"),
-        (["optimizer.foo=1"], "no option optimizer.foo: optimizer has adamw, always_adapt, "),
-        (["qwerty=1"], "there is no option qwerty: --help lists the options"),
-        (["dat.root=x"], "there is no option dat.root: did you mean data.root?"),
-        (["data.root=x"], "data.root is not an option of this choice of data; --help GROUP=CHOICE"),
-        (["+seed=2"], "seed has a value already: change it without the +"),
-        # choices that do not exist
-        (["schedule=cdp_v3"], "schedule=cdp_v3 is unknown: did you mean cdp_v2? choose one of"),
-        (["schedule=null"], "schedule=null is unknown: choose one of cdp_v1, cdp_v2, dp"),
-        (["model=resnt18"], "model=resnt18 is unknown: did you mean resnet18?"),
-        (["model.name=resnt18"], "unknown model 'resnt18': did you mean resnet18?"),
-        (["data=cifar"], "data=cifar is unknown: did you mean cifar10?"),
-        (["lr=cosin"], "lr=cosin is unknown: did you mean cosine?"),
-        (["experiment=digit"], "experiment=digit is unknown: did you mean digits?"),
-        (["experiment=paper/cifar_resnet18"], "did you mean paper/cifar10_resnet18?"),
-        (
-            ["experiment=paper/cifar10_resnet18", "lr=cosine"],
-            "experiment/paper/cifar10_resnet18 sets lr.every_epochs, which this choice of lr has"
-            " not: take the preset without lr=...",
-        ),
-        # values of the wrong type
-        (["seed=abc"], "seed=abc: seed is a whole number"),
-        (["epochs=1.5"], "epochs=1.5: epochs is a whole number"),
-        (["epochs="], "epochs=: epochs is a whole number"),
-        (["stages=null"], "stages=null: stages is never null"),
-        (["optimizer.lr=fast"], "optimizer.lr=fast: optimizer.lr is a number"),
-        (["optimizer.nesterov=7.5"], "optimizer.nesterov=7.5: optimizer.nesterov is true or false"),
-        (["model.name=[1]"], "model.name=[1]: model.name is one word"),
-        (["tracking=offline"], "tracking has options of its own, tracking.mode, tracking.project,"),
-        (["model.arguments=3"], "options of its own: +model.arguments.NAME=... sets one"),
-        # what cannot be read
-        (["epochs"], "'epochs' is not OPTION=VALUE"),
-        (["=3"], "'=3' is not OPTION=VALUE"),
-        (["seed=[1"], "'seed=[1' is not OPTION=VALUE"),
-        (["data.root=/ü"], "a path is quoted twice: \"data.root='/ü'\""),
-        (["seed=1,2"], "seed=1,2 gives several values: add -m for one run of each"),
-        (["schedule=dp,cdp_v1"], "schedule=dp,cdp_v1 gives several values: add -m"),
-        (["seed=range(1,3)"], "seed=range(1,3) gives several values: add -m"),
-        # what does not fit
-        (
-            ["model.target=torchvision.models.mobilenet_v3_small", "data=synthetic"],
-            "10 classes ask for [4, 10]: tell the model by model.arguments, such as",
-        ),
-        # values out of range
-        (["epochs=0"], "epochs is 1 or more: got 0"),
-        (["batch=-1"], "batch is 1 or more: got -1"),
-        (["workers=0"], "microbatches is 1 or more: got 0"),
-        (["threads=0"], "threads is from 1 to "),
-        (["threads=100000"], "here: got 100000"),
-        (
-            ["workers=3", "microbatches=5"],
-            "workers=3 and microbatches=5: workers sets microbatches, so leave one of them out",
-        ),
-        (
-            ["workers=3", "++microbatches=5"],
-            "workers=3 and ++microbatches=5: workers sets microbatches, so leave one of them out",
-        ),
-        (["seed=-1"], "seed is 0 or more, and below 2**63: got -1"),
-        (["seed=99999999999999999999"], "seed is 0 or more, and below 2**63: got 99999999999"),
-        (["stages=100"], "this model can be cut into 1 to 24 stages: got n_stages=100"),
-        (["batch=1000"], "a training step takes 4000 images and there are 64: make batch or"),
-        (["partition=flop"], "unknown measure 'flop': choose flops, parameters, activations"),
-        (["partition=3"], "unknown measure 3: choose flops, parameters, activations"),
-        (["partition=[fc]"], "4 stages need 3 names of modules"),
-        (["runtime.order=fast"], "unknown order 'fast': choose one of grouped, scheduled"),
-        (["lr.warmup_epochs=-1"], "lr.warmup_epochs is 0 or more: got -1"),
-        (["lr=step", "lr.gamma=-1"], "lr.gamma is above 0: got -1"),
-        (["lr.warmup_epochs=nan"], "lr.warmup_epochs is 0 or more: got nan"),
-        (["optimizer.lr=nan"], "optimizer.lr is a number: got nan"),
-        (["lr=cosine", "lr.final=-5"], "lr.final is 0 or more: got -5"),
-        (["optimizer=adamw", "optimizer.betas=[0.9]"], "optimizer cannot be made: "),
-        (["optimizer.lr=-1"], "optimizer cannot be made: Invalid learning rate: -1.0"),
-        (["optimizer=lars", "optimizer.momentum=-1"], "optimizer cannot be made: Invalid momentum"),
-        (["optimizer=muon", "optimizer.adamw=fc"], "adamw=fc: optimizer.adamw is a list, such as"),
-        (["optimizer=muon", "optimizer.momentum=1"], "optimizer cannot be made: momentum is 0 or"),
-        (["label_smoothing=1"], "label_smoothing is 0 or more, and below 1: got 1.0"),
-        (["profile=-1"], "profile is 0 or more training steps: got -1"),
-        (["model.width=0"], "model.width must be at least 1: got 0"),
-        (["model=vit_b_16", "model.width=8"], "vit_b_16 takes no model.width: got 8"),
-        (["+optimizer.foo=1"], "optimizer cannot be made: SGD.__init__() got an unexpected"),
-        (["+epoch=3"], "+epoch: there is no option epoch: did you mean epochs?"),
-        (["++foo=3"], "+foo: there is no option foo: --help lists the options"),
-        (["+save.step=3"], "+save.step: there is no option save.step: did you mean save.steps?"),
-        (["+rules.mine=dp"], "+rules: there is no option rules: --help lists the options"),
-        (["data.n_test=0"], "data.n_test is 1 or more: got 0"),
-        (["data.n_classes=-2"], "data.n_classes is 1 or more: got -2"),
-        (["device=gpu"], "device=gpu cannot be used: Expected one of"),
-        (["device=meta"], "device=meta cannot train: it is auto, cpu, cuda or cuda:1"),
-        (["schedule.placement=foo"], "unknown placement 'foo': choose one of"),
-        (["schedule.delay=late"], "unknown delay 'late': give 'freshest', a whole number of steps"),
-        (["schedule.delay=[1,1]"], "a list of delays has one for each stage, here 4: got 2"),
-        (["schedule.delay=[[1,1],[1]]"], "here 4 x 4: the rows given have lengths [2, 1]"),
-        (["schedule.delay={foo: 1}"], "a random delay has no 'foo': it has distribution, least,"),
-        (["schedule.delay={sed: 1}"], "a random delay has no 'sed': did you mean seed?"),
-        (["schedule.delay={distribution: normal}"], "choose one of uniform, geometric, poisson"),
-        (["schedule.delay={most: 2, p: 0.5}"], "p is of distribution=geometric: leave it out"),
-        (["schedule.delay={most: two}"], "most of a random delay is a whole number: got 'two'"),
-        (["schedule.accumulate=0"], "a worker, is a whole number, 1 or more: got 0"),
-        (["schedule.accumulate=two"], "schedule.accumulate is a whole number"),
-        (
-            ["schedule=gpipe", "schedule.accumulate=2"],
-            "schedule.accumulate is not an option of this choice of schedule",
-        ),
-        (
-            ["schedule.file=x.csv", "workers=4", "stages=2"],
-            "workers=4 stages=2: schedule.file=x.csv has its own stages, micro-batches and ranks",
-        ),
-        (
-            ["schedule.file=x.csv", "schedule=interleaved_1f1b", "schedule.n_ranks=2"],
-            "schedule.n_ranks=2: schedule.file=x.csv has its own stages, micro-batches and ranks",
-        ),
-        (
-            ["schedule.file=x.csv", "schedule.accumulate=2"],
-            "schedule.accumulate=2 is of a named method, and a file's orders say themselves",
-        ),
-        (["schedule.file="], "schedule.file is empty: give a CSV file of rank orders, or null"),
-        (
-            ["schedule.period=8"],
-            "schedule.period=8 is of a file's orders, and a named method has its own: leave it out",
-        ),
-        (["model=vit_b_16"], "multiple of 16 pixels: got 8"),
-        (["model=resnet18", "batch=1"], "ResNet cannot train on an example of shape [1, 3, 8, 8]:"),
-        (
-            ["optimizer.lr=1e30"],
-            "is nan: lower optimizer.lr, or warm up with lr.warmup_epochs (guard=rollback goes",
-        ),
-        # data
-        (["data=cifar10"], "data=cifar10 reads a folder: set data.root to one that holds cifar-10"),
-        (["data=imagenet"], "data=image_folder reads a folder: set data.root to one that holds"),
-        (["data=tokens"], "data=tokens reads a folder: set data.root to one with train.bin"),
-        (
-            ["data=text"],
-            "model=resnet8 takes no sequences, for it has no length, vocabulary",
-        ),
-        (
-            ["model=gpt"],
-            "model=gpt takes no images, for it has no image_size, in_channels,",
-        ),
-        (
-            ["model=gpt", "data=text", "model.heads=3"],
-            "got model.heads=3 and model.width=128",
-        ),
-        (["data=cifar10", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
-        (["data=imagenet", "data.root=/no/such"], "data.root=/no/such does not exist: expected a"),
-        # sweeps and help
-        (["-m", "schedule=dp,foo"], "schedule=foo is unknown: choose one of cdp_v1"),
-        (["-m", "hydra/launcher=slum"], "hydra/launcher=slum is unknown: did you mean slurm?"),
-        (["-m", "hydra/sweeper=bsic"], "hydra/sweeper=bsic is unknown: did you mean basic?"),
-        (["-m", "seed=1,abc"], "seed=abc: seed is a whole number"),
-        (["--help", "sed=1"], "there is no option sed: did you mean seed?"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+def cases(table):
+    """Rows of a command line and what its error has to name: a value, or the way out."""
+    rows = [row.rpartition(" | ") for row in table.strip().splitlines()]
+    return [pytest.param(shlex.split(given), value, id=given) for given, _, value in rows]
+
+
+TRAIN_REFUSES = """
+sed=1 | seed
+optimizer.momentom=1 | optimizer.momentum
+optimizer.foo=1 | optimizer.foo
+qwerty=1 | qwerty
+dat.root=x | data.root
+data.root=x | data.root
++seed=2 | seed
+schedule=cdp_v3 | cdp_v2
+schedule=null | schedule=null
+model=resnt18 | resnet18
+model.name=resnt18 | resnet18
+data=cifar | cifar10
+lr=cosin | cosine
+experiment=digit | digits
+experiment=paper/cifar_resnet18 | paper/cifar10_resnet18
+experiment=paper/cifar10_resnet18 lr=cosine | lr.every_epochs
+seed=abc | seed=abc: seed
+epochs=1.5 | a whole number
+epochs= | epochs=
+stages=null | stages=null
+optimizer.lr=fast | is a number
+optimizer.nesterov=7.5 | true or false
+model.name=[1] | model.name=[1]
+tracking=offline | tracking.mode
+model.arguments=3 | +model.arguments.NAME=...
+epochs | 'epochs'
+=3 | '=3'
+seed=[1 | 'seed=[1'
+data.root=/ü | "data.root='/ü'"
+seed=1,2 | seed=1,2
+schedule=dp,cdp_v1 | schedule=dp,cdp_v1
+seed=range(1,3) | seed=range(1,3)
+model.target=torchvision.models.mobilenet_v3_small data=synthetic | [4, 10]
+epochs=0 | got 0
+batch=-1 | got -1
+workers=0 | got 0
+threads=0 | threads
+threads=100000 | got 100000
+workers=3 microbatches=5 | workers=3 and microbatches=5
+workers=3 ++microbatches=5 | workers=3 and ++microbatches=5
+seed=-1 | got -1
+seed=99999999999999999999 | got 99999999999
+stages=100 | got n_stages=100
+batch=1000 | batch
+partition=flop | 'flop'
+partition=3 | 3
+partition=[fc] | 4 stages
+runtime.order=fast | 'fast'
+lr.warmup_epochs=-1 | got -1
+lr=step lr.gamma=-1 | got -1
+lr.warmup_epochs=nan | got nan
+optimizer.lr=nan | got nan
+lr=cosine lr.final=-5 | got -5
+optimizer=adamw optimizer.betas=[0.9] | optimizer
+optimizer.lr=-1 | -1.0
+optimizer=lars optimizer.momentum=-1 | momentum
+optimizer=muon optimizer.adamw=fc | adamw=fc
+optimizer=muon optimizer.momentum=1 | momentum
+label_smoothing=1 | got 1.0
+profile=-1 | got -1
+model.width=0 | got 0
+model=vit_b_16 model.width=8 | model
++optimizer.foo=1 | SGD
++epoch=3 | epochs
+++foo=3 | +foo
++save.step=3 | save.steps
++rules.mine=dp | +rules
+data.n_test=0 | got 0
+data.n_classes=-2 | got -2
+device=gpu | device=gpu
+device=meta | device=meta
+schedule.placement=foo | 'foo'
+schedule.delay=late | 'late'
+schedule.delay=[1,1] | got 2
+schedule.delay=[[1,1],[1]] | [2, 1]
+'schedule.delay={foo: 1}' | 'foo'
+'schedule.delay={sed: 1}' | seed
+'schedule.delay={distribution: normal}' | 'normal'
+'schedule.delay={most: 2, p: 0.5}' | distribution=geometric
+'schedule.delay={most: two}' | got 'two'
+schedule.accumulate=0 | got 0
+schedule.accumulate=two | schedule.accumulate
+schedule=gpipe schedule.accumulate=2 | schedule.accumulate
+schedule.file=x.csv workers=4 stages=2 | workers=4 stages=2
+schedule.file=x.csv schedule=interleaved_1f1b schedule.n_ranks=2 | schedule.n_ranks=2
+schedule.file=x.csv schedule.accumulate=2 | schedule.accumulate=2
+schedule.file= | schedule.file
+schedule.period=8 | schedule.period=8
+model=vit_b_16 | got 8
+model=resnet18 batch=1 | [1, 3, 8, 8]
+optimizer.lr=1e30 | optimizer.lr
+data=cifar10 | data=cifar10
+data=imagenet | data=image_folder
+data=tokens | data=tokens
+data=text | model=resnet8
+model=gpt | model=gpt
+model=gpt data=text model.heads=3 | got model.heads=3 and model.width=128
+data=cifar10 data.root=/no/such | data.root=/no/such
+data=imagenet data.root=/no/such | data.root=/no/such
+-m schedule=dp,foo | schedule=foo
+-m hydra/launcher=slum | slurm
+-m hydra/sweeper=bsic | basic
+-m seed=1,abc | seed=abc
+--help sed=1 | seed
+"""
+
+
+@pytest.mark.parametrize(("arguments", "expected"), cases(TRAIN_REFUSES))
 def test_train_refuses(tmp_path, arguments, expected):
     given = {argument.partition("=")[0] for argument in arguments}
     own_data = [argument for argument in arguments if argument.startswith("data=")]
@@ -209,52 +167,35 @@ def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
     assert "rank 0 [0F0] 1F0 2F0" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("compare", ["sed=1"], "there is no option sed: did you mean seed?"),
-        (
-            "memory",
-            ["length=10"],
-            "there is no option length: a sample is told by shape, as shape=",
-        ),
-        ("simulate", ["data.image_size=8"], "there is no option data.image_size: a sample is told"),
-        ("compare", ["schedule=dp"], "compare cannot take schedule=... here; --help lists what"),
-        (
-            "compare",
-            ["rules.dpp.delay=1"],
-            "there is no option rules.dpp.delay: it is of a rule, or",
-        ),
-        ("compare", ["schedule@rules.mine=dp"], "there are: write +schedule@rules.mine=..."),
-        ("compare", ["data.batch=3"], "no option data.batch: data has crop_padding, "),
-        ("compare", ["schedule.delay=2"], "a rule: write rules.NAME.delay, such as rules.cdp_v2."),
-        ("compare", ["seeds=0"], "seeds is 1 or more"),
-        (
-            "compare",
-            ["rules=dp"],
-            "+schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out",
-        ),
-        (
-            "compare",
-            ["+rules.mine=dp"],
-            "dp is no schedule but the name of one: to add it, choose it in its group, as in"
-            " +schedule@rules.dp=dp",
-        ),
-        ("communication", ["measured=true", "width=0"], "width is 1 or more: got 0"),
-        ("bench", ["bench=foo"], "bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz"),
-        ("bench", ["bench.round=1"], "no option bench.round: did you mean bench.rounds?"),
-        ("train", ["save.kep=3"], "there is no option save.kep: did you mean save.keep?"),
-        ("compare", ["rules.mat=dp"], "there is no rule mat yet: write +schedule@rules.mat=cdp_v2"),
-        ("compare", ["rules.dp.dealy=2"], "no option rules.dp.dealy: did you mean rules.dp.delay?"),
-        ("simulate", ["+also.g=gpipe"], "gpipe is no schedule but the name of one: to add it"),
-        ("train", ["model.arguments.n=3"], "no argument n yet: write +model.arguments.n=... to"),
-        ("simulate", ["optimizer_words=-1"], "optimizer_words is 0 or more: got -1"),
-        ("bench", ["bench.rounds=0"], "bench.rounds is 1 or more: got 0"),
-        ("bench", ["bench.model=foo"], "unknown model 'foo': choose one of resnet8"),
-    ],
-)
-def test_others_refuse(tmp_path, name, arguments, expected):
-    assert expected in refused(name, *arguments, f"hydra.run.dir={tmp_path}")
+OTHERS_REFUSE = """
+compare sed=1 | seed
+memory length=10 | length
+simulate data.image_size=8 | data.image_size
+compare schedule=dp | schedule=...
+compare rules.dpp.delay=1 | rules.dpp.delay
+compare schedule@rules.mine=dp | +schedule@rules.mine=...
+compare data.batch=3 | data.batch
+compare schedule.delay=2 | rules.NAME.delay
+compare seeds=0 | seeds
+compare rules=dp | +schedule@rules.NAME=...
+compare +rules.mine=dp | +schedule@rules.dp=dp
+communication measured=true width=0 | got 0
+bench bench=foo | bench=foo
+bench bench.round=1 | bench.rounds
+train save.kep=3 | save.keep
+compare rules.mat=dp | +schedule@rules.mat=cdp_v2
+compare rules.dp.dealy=2 | rules.dp.delay
+simulate +also.g=gpipe | also.g
+train model.arguments.n=3 | +model.arguments.n=...
+simulate optimizer_words=-1 | got -1
+bench bench.rounds=0 | got 0
+bench bench.model=foo | 'foo'
+"""
+
+
+@pytest.mark.parametrize(("arguments", "expected"), cases(OTHERS_REFUSE))
+def test_others_refuse(tmp_path, arguments, expected):
+    assert expected in refused(*arguments, f"hydra.run.dir={tmp_path}")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):

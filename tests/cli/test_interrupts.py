@@ -7,13 +7,13 @@ import time
 
 import pytest
 
-from toolkit.cli import interrupts
-from toolkit.cli.interrupts import TerminatedError, handed_on, interrupted
+from toolkit.cli import process as process_module
+from toolkit.cli.process import TerminatedError, forward_signals, raise_on_sigterm
 
 
 def test_a_signal_interrupts_and_is_given_back():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(TerminatedError), interrupted():
+    with pytest.raises(TerminatedError), raise_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -22,7 +22,7 @@ def test_who_has_a_use_for_it_keeps_it():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
-        with interrupted():
+        with raise_on_sigterm():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -32,7 +32,7 @@ def test_who_has_a_use_for_it_keeps_it():
 def test_ranks_leave_it_to_their_watch(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     before = signal.getsignal(signal.SIGTERM)
-    with interrupted():
+    with raise_on_sigterm():
         assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -59,7 +59,7 @@ def test_runs_elsewhere_save_themselves_first(tmp_path, number, error):
     while not begun.exists():
         time.sleep(0.01)
     try:
-        with pytest.raises(error), handed_on(lambda: not saved.exists()):
+        with pytest.raises(error), forward_signals(lambda: not saved.exists()):
             os.kill(os.getpid(), number)
         assert saved.exists()
     finally:
@@ -68,11 +68,11 @@ def test_runs_elsewhere_save_themselves_first(tmp_path, number, error):
 
 
 def test_a_run_that_does_not_end_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(interrupts, "_PATIENCE", 0.1)
+    monkeypatch.setattr(process_module, "_PATIENCE", 0.1)
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()
     try:
-        with pytest.raises(TerminatedError), handed_on(lambda: True):
+        with pytest.raises(TerminatedError), forward_signals(lambda: True):
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         process.kill()

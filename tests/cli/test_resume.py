@@ -9,8 +9,8 @@ import yaml
 
 from tests.experiments.command import TINY, refused, run
 from toolkit.cli.hydra_args import quoted, unquoted
-from toolkit.cli.resume import resumed
-from toolkit.cli.status import alone_in
+from toolkit.cli.resume import resume_arguments
+from toolkit.cli.sweeps import alone_in
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -24,12 +24,13 @@ def folder(tmp_path):
 
 
 def test_without_resume_nothing_changes():
-    assert resumed(["schedule=dp", "resume=null"], "train") == ["schedule=dp", "resume=null"]
-    assert resumed([], "train") == []
+    given = ["schedule=dp", "resume=null"]
+    assert resume_arguments(given, "train") == given
+    assert resume_arguments([], "train") == []
 
 
 def test_the_options_of_before_and_the_same_folder(folder):
-    assert resumed([f"resume={folder}"], "train") == [
+    assert resume_arguments([f"resume={folder}"], "train") == [
         "schedule=dp",
         "+model.arguments.a=1",
         "epochs=3",
@@ -43,7 +44,7 @@ def test_a_folder_may_be_called_anything(folder):
     odd = folder / "lr=0.1, (it's) [ü]"
     shutil.copytree(folder / ".hydra", odd / ".hydra")
     for given in (str(odd), quoted(str(odd)), f'"{odd}"'):
-        *_, resume, where = resumed([f"resume={given}"], "train")
+        *_, resume, where = resume_arguments([f"resume={given}"], "train")
         assert unquoted(resume.removeprefix("resume=")) == str(odd)
         assert unquoted(where.removeprefix("hydra.run.dir=")) == str(odd)
 
@@ -53,12 +54,12 @@ def test_a_folder_of_another_experiment_is_refused(folder):
     (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
     told = f"made by another experiment: python experiments/compare.py resume={folder}"
     with pytest.raises(ValueError, match=re.escape(told)):
-        resumed([f"resume={folder}"], "train")
-    assert resumed([f"resume={folder}"], "compare")[0] == "schedule=dp"
+        resume_arguments([f"resume={folder}"], "train")
+    assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 
 
 def test_what_is_given_again_counts(folder):
-    assert resumed(
+    assert resume_arguments(
         ["epochs=9", f"resume={folder}", "hydra.run.dir=elsewhere", "seed=1"], "train"
     ) == [
         "schedule=dp",
@@ -73,7 +74,7 @@ def test_what_is_given_again_counts(folder):
 def test_a_rule_that_was_left_out_comes_back(folder):
     (folder / ".hydra" / "overrides.yaml").write_text("- ~rules.cdp_v1\n- seeds=2\n")
     again = "schedule@rules.cdp_v1=cdp_v1"
-    found = resumed([again, f"resume={folder}"], "train")
+    found = resume_arguments([again, f"resume={folder}"], "train")
     assert found == ["seeds=2", again, f"resume={folder}", f"hydra.run.dir={folder}"]
 
 
@@ -89,15 +90,15 @@ def test_options_of_a_choice_go_with_it(folder):
         (["microbatches=2"], before[:4]),
         (["workers=2"], before[:4]),
     ):
-        assert resumed([*given, end[0]], "train") == [*kept, *given, *end]
+        assert resume_arguments([*given, end[0]], "train") == [*kept, *given, *end]
 
 
 def test_of_one_run_and_of_nothing(folder, tmp_path):
     with pytest.raises(ValueError, match=r"is one run: leave out -m$"):
-        resumed(["-m", f"resume={folder}"], "train")
+        resume_arguments(["-m", f"resume={folder}"], "train")
     for wrong in ("", str(tmp_path / "nowhere"), str(folder / ".hydra" / "overrides.yaml")):
         with pytest.raises(ValueError, match=rf"^resume={wrong} is not a folder: give"):
-            resumed([f"resume={wrong}"], "train")
+            resume_arguments([f"resume={wrong}"], "train")
 
 
 @pytest.mark.parametrize("content", [None, "a: 1", "[1, 2]", "[", "\x00"])
@@ -106,7 +107,7 @@ def test_another_folder_is_refused(tmp_path, content):
         (tmp_path / ".hydra").mkdir()
         (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"resume={tmp_path}")):
-        resumed([f"resume={tmp_path}"], "train")
+        resume_arguments([f"resume={tmp_path}"], "train")
 
 
 def test_a_run_is_resumed_from_the_command_line(tmp_path):

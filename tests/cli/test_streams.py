@@ -6,26 +6,26 @@ import sys
 
 import pytest
 
-from toolkit.cli.streams import Lossy, lossy
+from toolkit.cli.process import LossyStream, lossy_output
 
 FULL = "/dev/full"
 needs_full = pytest.mark.skipif(not os.path.exists(FULL), reason="there is no /dev/full")
 
 
 def test_what_can_be_written_is(capsys):
-    with lossy():
+    with lossy_output():
         print("a word")
         print("another", file=sys.stderr)
-        assert isinstance(sys.stdout, Lossy)
+        assert isinstance(sys.stdout, LossyStream)
         assert not sys.stdout.isatty()
-    assert not isinstance(sys.stdout, Lossy)
+    assert not isinstance(sys.stdout, LossyStream)
     assert capsys.readouterr() == ("a word\n", "another\n")
 
 
 @needs_full
 def test_a_full_disk():
     with open(FULL, "w") as file:
-        stream = Lossy(file)
+        stream = LossyStream(file)
         for _ in range(3):
             assert stream.write("a word" * 10_000) == 60_000
             stream.flush()
@@ -36,7 +36,7 @@ def test_a_reader_that_has_gone():
     """Nothing is written to it later on, by whomever."""
     reads, writes = os.pipe()
     with os.fdopen(writes, "w") as file:
-        stream = Lossy(file)
+        stream = LossyStream(file)
         os.close(reads)
         for _ in range(3):
             print("a word", file=stream, flush=True)
@@ -45,8 +45,8 @@ def test_a_reader_that_has_gone():
 
 PROGRAM = """
 import os, sys
-from toolkit.cli.streams import lossy
-with lossy():
+from toolkit.cli.process import lossy_output
+with lossy_output():
     print("lost"), print("lost", file=sys.stderr)
     assert not sys.stderr.isatty()
     os.write(1, b"lost"), os.write(2, b"lost")

@@ -11,13 +11,16 @@ from PIL import Image
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
-from toolkit.cli.resume import resumed
-from toolkit.cli.status import Status, fail, read_status, write_status
+from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import (
+    Status,
     finished_before,
+    mark_failed,
+    read_status,
     summary,
     sweep_options,
     with_defaults,
+    write_status,
 )
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -33,12 +36,12 @@ def test_a_status_is_read_as_it_was_written(tmp_path):
 
 
 def test_a_run_that_is_ended_has_failed_unless_it_had_ended(tmp_path):
-    fail(tmp_path, "rank 1 has died")
+    mark_failed(tmp_path, "rank 1 has died")
     assert read_status(tmp_path) is None
     write_status(tmp_path, Status("running", ["a=1"]))
-    fail(tmp_path, "rank 1 has died")
+    mark_failed(tmp_path, "rank 1 has died")
     assert read_status(tmp_path) == Status("failed", ["a=1"], "rank 1 has died")
-    fail(tmp_path, "rank 2 has died")
+    mark_failed(tmp_path, "rank 2 has died")
     assert read_status(tmp_path).message == "rank 1 has died"
 
 
@@ -55,14 +58,14 @@ def test_a_sweep_goes_on_with_its_own_options(tmp_path, monkeypatch):
     options = ["-m", "seed=0,1", "hydra.sweep.dir=x", "resume=y", "hydra/launcher=joblib"]
     (tmp_path / "sweep.json").write_text(json.dumps({"options": options}))
     kept = ["-m", "seed=0,1", "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
-    assert resumed([f"resume={tmp_path}"], "train") == kept
-    assert resumed(["--multirun", f"resume={tmp_path}"], "train") == kept
-    assert resumed([f"resume={tmp_path}", "seed=0,1"], "train") == kept
+    assert resume_arguments([f"resume={tmp_path}"], "train") == kept
+    assert resume_arguments(["--multirun", f"resume={tmp_path}"], "train") == kept
+    assert resume_arguments([f"resume={tmp_path}", "seed=0,1"], "train") == kept
     with pytest.raises(ValueError, match=r"its own options: leave out epochs=9 seed=3$"):
-        resumed(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"], "train")
+        resume_arguments(["-m", "epochs=9", f"resume={tmp_path}", "seed=3"], "train")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"under torchrun only single runs"):
-        resumed([f"resume={tmp_path}"], "train")
+        resume_arguments([f"resume={tmp_path}"], "train")
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"options": 1}'])

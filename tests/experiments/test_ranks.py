@@ -13,7 +13,7 @@ from hydra.errors import MissingConfigException
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
 from toolkit.cli.errors import explain
-from toolkit.cli.ranks import exit_with_error
+from toolkit.cli.process import exit_with_error
 from toolkit.runtime import launch
 from toolkit.runtime.meters import predicted_vs_measured
 from toolkit.runtime.process_group.watch import EXIT_FAILED

@@ -13,7 +13,7 @@ import toolkit.schedule
 from tests.cli.test_presets import CONF
 from toolkit.cli import build_schedule, schema
 from toolkit.cli.help import choices
-from toolkit.cli.shorthands import check_given
+from toolkit.cli.validate import check_given
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.analysis import analyse, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of

@@ -7,9 +7,8 @@ from toolkit.cli.build import (
     build_schedule,
     model_name,
 )
-from toolkit.cli.command import entry_point
-from toolkit.cli.ranks import is_rank_zero
-from toolkit.cli.run import STOPPED, Ended
+from toolkit.cli.command import STOPPED, Ended, entry_point
+from toolkit.cli.process import is_rank_zero
 
 __all__ = [
     "STOPPED",

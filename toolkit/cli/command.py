@@ -1,141 +1,227 @@
-"""The command line of an experiment: Hydra's, with help on a page and errors in a line.
+"""The command line of an experiment: Hydra's, with one-page help and one-line errors.
 
-A user's mistake is what Hydra refuses to compose, or a ValueError raised by the toolkit or the
-experiment itself. It ends the program with one message and status 2; anything else is a bug and
-keeps its traceback. HYDRA_FULL_ERROR=1 shows every traceback. In a sweep neither ends the other
-runs: see :mod:`toolkit.cli.sweeps`.
+A user's mistake is what Hydra cannot compose, or a UserError. It ends the program with one message
+and status 2. Anything else is a bug and keeps its traceback; HYDRA_FULL_ERROR=1 shows every
+traceback. In a sweep neither ends the other runs.
 """
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.cli import ranks, schema, sweeps
+from toolkit.cli import process, schema, sweeps
 from toolkit.cli.errors import explain
-from toolkit.cli.help import text
+from toolkit.cli.help import help_text
 from toolkit.cli.hydra_args import MULTIRUN, flags_first
-from toolkit.cli.interrupts import TerminatedError, handed_on
-from toolkit.cli.resume import remembered, resumed
-from toolkit.cli.run import FAILED, STOPPED, USAGE, Experiment, run
-from toolkit.cli.shorthands import check_given
-from toolkit.cli.streams import lossy
-from toolkit.cli.sweeps import Sweep
+from toolkit.cli.resume import resume_arguments, snapshot
+from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
+from toolkit.cli.validate import check_given, resolve_options, use_threads
+from toolkit.errors import UserError
 
+FAILED = 1
+USAGE = 2
+STOPPED = 75
+"""Exit status of a run or a sweep that a signal has ended and that can be resumed."""
 _INTERRUPTED, _TERMINATED = 130, 143
 _VERBOSE = "HYDRA_FULL_ERROR"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How an experiment has ended.
+
+    Attributes:
+        status: exit status.
+        objective: value that a sweep optimizes.
+    """
+
+    status: int = 0
+    objective: float | None = None
+
+
+Experiment = Callable[[DictConfig], Ended | int | None]
 
 
 def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], None]]:
     """Make a function of a configuration into the experiment ``name``.
 
-    What it returns is the exit status, or how it has ended.
+    The function returns the exit status, or an :class:`Ended`.
 
     Args:
         name: its configuration is ``conf/<name>.yaml``.
-        conf: the folder of the configuration.
+        conf: folder of the configuration.
     """
 
     def command_line_of(function: Experiment) -> Callable[[], None]:
-        return lambda: _CommandLine(name, conf, function).carry_out()
+        return lambda: _CommandLine(name, conf, function).execute()
 
     return command_line_of
 
 
 class _CommandLine:
-    """The one of this process, and the exit status that has come of it so far."""
+    """The command line of this process, and its exit status so far."""
 
     def __init__(self, name: str, conf: Path, function: Experiment) -> None:
         self._name, self._conf, self._function = name, conf, function
         self._arguments = sys.argv[1:]
         self._verbose = _VERBOSE in os.environ
         self._status = 0
-        self._put_back = remembered([])
+        self._restore = snapshot([])
 
-    def carry_out(self) -> None:
-        """Run what it asks for, or print help; ends the process unless all has gone well."""
-        with lossy():
-            self._carry_out()
-
-    def _carry_out(self) -> None:
-        schema.register()
-        os.environ[_VERBOSE] = "1"  # errors reach us instead of Hydra's printer
-        Sweep.folder, Sweep.options = None, ()
-        if not ranks.is_rank_zero():
-            sys.argv += ranks.elsewhere()
-        try:
-            if {"-h", "--help"} & set(self._arguments):
-                print(sys.modules[self._function.__module__].__doc__)
-                print(text(self._name, self._conf, self._arguments))
-                return
-            self._compose_and_run()
-        except KeyboardInterrupt as how:
-            if ranks.is_rank_zero():
-                print(f"interrupted{_of_sweep(self._name)[0]}", file=sys.stderr)
-            alone = _TERMINATED if isinstance(how, TerminatedError) else _INTERRUPTED
-            sys.exit(alone if Sweep.folder is None else STOPPED)
-        except Exception as error:
-            self._refuse(error)
-        told, complete = _of_sweep(self._name)
-        if told:
-            print(told)
-        if not complete:
-            self._status = max(self._status, FAILED)
-        ranks.part()
-        if self._status:
-            sys.exit(self._status)
+    def execute(self) -> None:
+        """Run the experiment or print help; exit unless all has succeeded."""
+        with process.lossy_output():
+            schema.register()
+            os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
+            Sweep.folder, Sweep.options = None, ()
+            if not process.is_rank_zero():
+                sys.argv += process.scratch_options()
+            try:
+                if {"-h", "--help"} & set(self._arguments):
+                    print(sys.modules[self._function.__module__].__doc__)
+                    print(help_text(self._name, self._conf, self._arguments))
+                    return
+                self._compose_and_run()
+            except KeyboardInterrupt as how:
+                if process.is_rank_zero():
+                    print(f"interrupted{self._sweep_summary()[0]}", file=sys.stderr)
+                alone = _TERMINATED if isinstance(how, process.TerminatedError) else _INTERRUPTED
+                sys.exit(alone if Sweep.folder is None else STOPPED)
+            except Exception as error:
+                self._report(error)
+            lines, complete = self._sweep_summary()
+            if lines:
+                print(lines)
+            if not complete:
+                self._status = max(self._status, FAILED)
+            process.leave_ranks()
+            if self._status:
+                sys.exit(self._status)
 
     def _compose_and_run(self) -> None:
-        given = flags_first(resumed(flags_first(sys.argv[1:]), self._name))
+        given = flags_first(resume_arguments(flags_first(sys.argv[1:]), self._name))
         Sweep.options = sweeps.with_defaults(given)
         check_given(Sweep.options)
         sys.argv[1:] = Sweep.options
-        self._put_back = remembered(Sweep.options)
+        self._restore = snapshot(Sweep.options)
         composed = hydra.main(
             version_base="1.3", config_path=str(self._conf), config_name=self._name
         )
-        with handed_on(sweeps.under_way) if {*MULTIRUN} & {*given} else nullcontext():
+        is_sweep = {*MULTIRUN} & {*given}
+        with process.forward_signals(sweeps.under_way) if is_sweep else nullcontext():
             composed(self._job)()
 
     def _job(self, config: DictConfig) -> float | None:
-        """One run; of a sweep for the best options, its objective."""
+        """Execute one run; return its objective."""
         try:
             if not self._verbose:
-                os.environ.pop(_VERBOSE, None)  # what the run starts is not to have it
-            ended = run(self._function, config, self._explained)
+                os.environ.pop(_VERBOSE, None)  # child processes must not inherit it
+            is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+            ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
             if isinstance(error, ValueError):
-                self._put_back()
-            self._refuse(error)
+                self._restore()
+            self._report(error)
             return None
         finally:
             os.environ[_VERBOSE] = "1"
         self._status = max(self._status, ended.status)
         return ended.objective
 
-    def _explained(self, error: Exception) -> str | None:
-        """A user's mistake in a line or two; None for anything else."""
+    def _run(self, config: DictConfig) -> Ended:
+        """Execute a run in a folder that no other run uses or can be resumed from."""
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        first = process.is_rank_zero()  # other ranks of a resumed run have the same folder
+        with alone_in(folder) if first else nullcontext():
+            fresh = first and not config.get("resume") and not process.restarted()
+            if fresh and (left := sweeps.resumable_in(folder)):
+                hint = f"resume={folder} goes on with it; " if "resume" in config else ""
+                raise UserError(
+                    f"{folder} has {left}: {hint}for another one give another hydra.run.dir"
+                )
+            return self._run_with_status(config, folder)
+
+    def _run_with_status(self, config: DictConfig, folder: Path) -> Ended:
+        options = list(HydraConfig.get().overrides.task)
+
+        def write(state: str, message: str | None = None, objective: float | None = None) -> None:
+            if process.is_rank_zero():
+                write_status(folder, Status(state, options, message, objective))
+
+        write(sweeps.RUNNING)
+        try:
+            # Here too: joblib's processes do not pass through execute().
+            with process.raise_on_sigterm(), process.lossy_output():
+                resolve_options(config, options)
+                use_threads(config)
+                returned = self._function(config)
+        except KeyboardInterrupt:
+            write(sweeps.STOPPED)
+            raise
+        except Exception as error:
+            write(sweeps.FAILED, self._explain(error) or f"{type(error).__name__}: {error}")
+            raise
+        ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
+        states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
+        state = states.get(ended.status, sweeps.FAILED)
+        message = f"it ended with status {ended.status}" if state == sweeps.FAILED else None
+        write(state, message, ended.objective)
+        return ended
+
+    def _run_of_sweep(self, config: DictConfig) -> Ended:
+        """Skip a finished run, resume one with a checkpoint; report errors and continue."""
+        folder = Path(HydraConfig.get().runtime.output_dir)
+        try:
+            if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
+                options = list(HydraConfig.get().overrides.task)
+                if before := sweeps.finished_before(folder, options):
+                    print(f"run {folder.name} has finished before")
+                    return Ended(objective=before.objective)
+                if "resume" in config and sweeps.resumable_in(folder):
+                    config.resume = str(folder)
+            ended = self._run(config)
+        except Exception as error:
+            if (message := self._explain(error)) is not None:
+                process.exit_with_error(message)
+                return Ended(USAGE)
+            if process.is_rank_zero():
+                (folder / "error.txt").write_text(traceback.format_exc())
+                print(
+                    f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr
+                )
+            else:
+                traceback.print_exc()
+            return Ended(FAILED)
+        if ended.status == STOPPED:
+            raise KeyboardInterrupt  # so that no other run begins
+        return ended
+
+    def _explain(self, error: Exception) -> str | None:
         if self._verbose:
             return None
         return explain(error, self._name, self._conf, self._arguments)
 
-    def _refuse(self, error: Exception) -> None:
-        """Print a user's mistake and remember it; raise anything else."""
-        message = self._explained(error)
+    def _report(self, error: Exception) -> None:
+        """Print a user's mistake and set the status; raise anything else."""
+        message = self._explain(error)
         if message is None:
             raise error
-        ranks.exit_with_error(message)
+        process.exit_with_error(message)
         self._status = max(self._status, USAGE)
 
-
-def _of_sweep(name: str) -> tuple[str, bool]:
-    """What has become of the sweep's runs, if there are any, and whether all have finished."""
-    if Sweep.folder is None or not any(Sweep.folder.glob("*/status.json")):
-        return "", True
-    lines, complete = sweeps.summary(Sweep.folder)
-    go_on = f"\nto go on: python experiments/{name}.py -m resume={Sweep.folder}"
-    return f"\n{lines}{'' if complete else go_on}", complete
+    def _sweep_summary(self) -> tuple[str, bool]:
+        """Lines on the sweep's runs, if there are any, and whether all have finished."""
+        if Sweep.folder is None or not any(Sweep.folder.glob("*/status.json")):
+            return "", True
+        lines, complete = sweeps.summary(Sweep.folder)
+        hint = f"\nto go on: python experiments/{self._name}.py -m resume={Sweep.folder}"
+        return f"\n{lines}{'' if complete else hint}", complete

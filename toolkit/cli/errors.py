@@ -1,4 +1,4 @@
-"""A user's mistake in one or two lines, with the nearest valid choice."""
+"""One clear line for each user's mistake, with the nearest valid choice."""
 
 import re
 import sys
@@ -23,17 +23,39 @@ from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, quoted
 from toolkit.errors import UserError, first_line, last_line, suggest
 
-_NO_BEST = "no run has finished: give hydra.sweeper.n_trials=1 or more, and mend those that failed"
 _HYDRA = Path(hydra.__file__).resolve().parent
+_PLUGINS = {
+    ("hydra/sweeper", "optuna"): "hydra-optuna-sweeper",
+    ("hydra/launcher", "joblib"): "hydra-joblib-launcher",
+}
+_NO_TARGET = re.compile(r"Error locating target '([^']+)'")
+_NOT_TAKEN = re.compile(
+    r"Error in call to target '([^']+)'.*(?:unexpected keyword argument|missing \d+ required)", re.S
+)
+_SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
+_EXISTS = re.compile(r"An item is already at '([^']+)'")
+_NO_OPTION = re.compile(r"Could not override '([^']+)'")
+_VALUE = re.compile(r"Error merging override (.+)")
+_IN_PRESET = re.compile(r"In '([^']+)': \w+ raised while composing config")
+_NOT_IN_CHOICE = re.compile(r"not in '\w+'.*full_key: (\w+\.[\w.]+)", re.DOTALL)
+_WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
+_TYPES = {
+    "could not be converted to Integer": "a whole number",
+    "could not be converted to Float": "a number",
+    "is not a valid bool": "true or false",
+    "is not Optional": "never null",
+    "is not a ListConfig": "a list, such as [a,b]",
+    "to string": "one word, or a quoted text",
+}
 
 
 def explain(error: Exception, experiment: str, conf: Path, arguments: list[str]) -> str | None:
-    """The message for a user's mistake; None for anything else.
+    """Return the message for a user's mistake; None for any other error.
 
     Args:
-        error: what was raised.
-        experiment: the name of the experiment.
-        conf: the folder of the configuration.
+        error: the exception.
+        experiment: name of the experiment.
+        conf: folder of the configuration.
         arguments: of the command line.
     """
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
@@ -46,35 +68,39 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         if (wrong := _NOT_TAKEN.search(str(error))) and isinstance(error.__cause__, TypeError):
             return f"_target_: {wrong[1]} cannot be called so: {error.__cause__}"
         error = error.__cause__
-    if isinstance(error, UserError):
+    name = type(error).__name__  # by name where the class's package may not be loaded
+    if isinstance(error, UserError) or name == "JobFailedError":
         return str(error)
-    if type(error).__name__ == "JobFailedError":  # known by name: torch may not be loaded
-        return str(error)
+    if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
+        return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
     if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in str(error):
         return "tensors would be larger than any memory: lower batch, or the sizes of the model"
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
-    if type(error).__name__ == "FailedJobError":  # of a task elsewhere, with its traceback
-        return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
         return f"{where.name} line {where.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, *_optuna()):
-        said = _NO_BEST if "No trials are completed" in str(error) else first_line(error)
-        return f"hydra/sweeper=optuna: {said}"
+        if "No trials are completed" in str(error):
+            return (
+                "hydra/sweeper=optuna: no run has finished: give hydra.sweeper.n_trials=1 or more,"
+                " and mend those that failed"
+            )
+        return f"hydra/sweeper=optuna: {first_line(error)}"
     if isinstance(error, MissingConfigException):
         return _missing_choice(error, conf, arguments)
     if isinstance(error, OverrideParseException):
-        told = f"{error.override!r} is not OPTION=VALUE"
         option, _, value = error.override.partition("=")
-        return (
-            f'{told}; a path is quoted twice: "{option}={quoted(value)}"' if "/" in value else told
-        )
+        hint = f'; a path is quoted twice: "{option}={quoted(value)}"' if "/" in value else ""
+        return f"{error.override!r} is not OPTION=VALUE{hint}"
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment, conf, arguments)
     if isinstance(error, OmegaConfBaseException | HydraException):
-        return _without_names(folders(conf, arguments)[1:], arguments) or first_line(error)
+        for path in _own_files(folders(conf, arguments)[1:], arguments):
+            if isinstance(yaml.safe_load(path.read_text()), list):
+                return f"{path}: it is a list; a choice has options by name, such as lr: 0.1"
+        return first_line(error)
     if isinstance(error, ValueError) and _raised_in(error, _HYDRA):
         return _not_a_choice(arguments, conf) or first_line(error)
     return None
@@ -82,13 +108,13 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
 
 def _raised_in(error: BaseException, *folders: Path) -> bool:
     """Whether code below ``folders`` raised the error."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    raised = Path(frames[-1].f_code.co_filename).resolve()
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    raised = Path(frame.f_code.co_filename).resolve()
     return any(raised.is_relative_to(folder) for folder in folders)
 
 
 def _optuna() -> list[Path]:
-    """Where Optuna and its sweeper lie, if they are loaded."""
+    """Folders of Optuna and its sweeper, if they are loaded."""
     loaded = [sys.modules.get(name) for name in ("optuna", "hydra_plugins.hydra_optuna_sweeper")]
     return [Path(found.__file__).resolve().parent for found in loaded if found and found.__file__]
 
@@ -97,10 +123,8 @@ def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[s
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if choice.startswith("submitit_"):
         return "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
-    if (group, choice) == ("hydra/sweeper", "optuna"):
-        return "hydra/sweeper=optuna needs a plugin: pip install hydra-optuna-sweeper"
-    if (group, choice) == ("hydra/launcher", "joblib"):
-        return "hydra/launcher=joblib needs a plugin: pip install hydra-joblib-launcher"
+    if plugin := _PLUGINS.get((group, choice)):
+        return f"{group}={choice} needs a plugin: pip install {plugin}"
     if group.startswith("hydra/") and error.options:
         return f"{group}={choice} is unknown: {suggest(choice, error.options)}"
     while group and group not in groups(conf):
@@ -110,7 +134,7 @@ def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[s
 
 
 def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
-    """What Hydra reports without saying where: a group set to null or to a number."""
+    """Hydra does not name a group that is set to null or to a number: find it."""
     found = folders(conf, arguments)
     for argument in arguments:
         group, _, choice = argument.partition("=")
@@ -125,35 +149,9 @@ def _unknown_choice(group: str, choice: str, found: Sequence[Path]) -> str:
     return f"{group}={choice} is unknown: {suggest(choice, choices(found, group))}"
 
 
-_NO_TARGET = re.compile(r"Error locating target '([^']+)'")
-_NOT_TAKEN = re.compile(
-    r"Error in call to target '([^']+)'.*(?:unexpected keyword argument|missing \d+ required)", re.S
-)
-_NO_OPTION = re.compile(r"Could not override '([^']+)'")
-_EXISTS = re.compile(r"An item is already at '([^']+)'")
-_SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
-_VALUE = re.compile(r"Error merging override (.+)")
-_IN_PRESET = re.compile(r"In '([^']+)': \w+ raised while composing config")
-_NOT_IN_CHOICE = re.compile(r"not in '\w+'.*full_key: (\w+\.[\w.]+)", re.DOTALL)
-_TYPE = re.compile(
-    r"could not be converted to (\w+)|is not a valid (bool)|is (not Optional)|is not a (ListConfig)"
-    r"|Cannot convert '\w+' to (string)"
-)
-_WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
-_EXPECTED = {
-    "Integer": "a whole number",
-    "Float": "a number",
-    "bool": "true or false",
-    "not Optional": "never null",
-    "ListConfig": "a list, such as [a,b]",
-    "string": "one word, or a quoted text",
-}
-
-
 def _composition(
     error: ConfigCompositionException, experiment: str, conf: Path, arguments: list[str]
 ) -> str:
-    """Hydra's own words, but for what it says at length or leaves unsaid."""
     message = first_line(error)
     cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
     if found := _SWEEP.match(message):
@@ -164,12 +162,20 @@ def _composition(
         return _no_option(found[1], experiment, conf, arguments)
     if found := _VALUE.match(message):
         option = key_of(found[1])
-        if kind := _TYPE.search(cause):
-            return f"{found[1]}: {option} is {_EXPECTED[next(filter(None, kind.groups()))]}"
+        for said, expected in _TYPES.items():
+            if said in cause:
+                return f"{found[1]}: {option} is {expected}"
         if _WITHIN.search(cause):
             return f"{found[1]}: {option} has options of its own{_within(option, experiment)}"
     if found := _IN_PRESET.match(message):
-        return _preset(found[1], str(error))
+        name, said = found[1], str(error)
+        if wrong := _NOT_IN_CHOICE.search(said):
+            group = wrong[1].partition(".")[0]
+            return (
+                f"{name} sets {wrong[1]}, which this choice of {group} has not: take the preset"
+                f" without {group}=..., or its options without the preset"
+            )
+        return f"{name}: {next(filter(None, map(str.strip, said.splitlines()[1:])), said)}"
     return f"{message}: {cause}" if cause else message
 
 
@@ -179,69 +185,40 @@ def _within(option: str, experiment: str) -> str:
         return ": +schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out"
     known = dict.fromkeys(schema.options(experiment))
     inner = [name for name in known if name.startswith(f"{option}.")]
-    return f", {', '.join(inner)}: set one of them" if inner else f": +{option}.NAME=... sets one"
-
-
-def _preset(name: str, message: str) -> str:
-    """Why a file that sets options does not go with the choices that it meets."""
-    if found := _NOT_IN_CHOICE.search(message):
-        group = found[1].rpartition(".")[0]
-        return (
-            f"{name} sets {found[1]}, which this choice of {group} has not: take the preset without"
-            f" {group}=..., or its options without the preset"
-        )
-    return f"{name}: {next(filter(None, map(str.strip, message.splitlines()[1:])), message)}"
-
-
-_OF_A_SAMPLE = ("length", "vocabulary", "image_size", "in_channels", "n_classes", "num_classes")
+    return f", {', '.join(inner)}" if inner else f": +{option}.NAME=... sets one"
 
 
 def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> str:
     rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
     known = [option.replace("rules.NAME", rule) for option in schema.options(experiment)]
     group, _, name = key.rpartition(".")
+    missing = f"there is no option {key}: "
     if group and key in known and group.startswith("rules."):
-        return (
-            f"there is no option {key}: it is of a rule, or of a schedule, that there is not; write"
-            f" +schedule@{rule}=... to add a rule"
-        )
+        return f"{missing}there is no such rule; write +schedule@{rule}=... to add it"
     if group and key in known:
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
     if group == "rules":
         return f"there is no rule {name} yet: write +schedule@{key}=cdp_v2, or another schedule"
-    if key.startswith("model.arguments."):
-        return f"the model has no argument {name} yet: write +{key}=... to add it"
-    if "@rules." in key:
-        return f"a rule is added to those there are: write +{key}=..."
-    if key == "sweep":
-        return "a sweep is added to what there is: write +sweep=..."
+    if key == "sweep" or "@rules." in key or key.startswith("model.arguments."):
+        return f"there is no {key} yet: write +{key}=... to add it"
     if key in groups(conf):
         return f"{experiment} cannot take {key}=... here; --help lists what it takes"
     if (experiment, group) == ("compare", "schedule"):
-        return (
-            f"a comparison has a schedule a rule: write rules.NAME.{name}, such as"
-            f" rules.cdp_v2.{name}=..."
-        )
-    if "shape" in known and name in _OF_A_SAMPLE:
-        return (
-            f"there is no option {key}: a sample is told by shape, as shape=[1024] of a sequence or"
-            " shape=[3,224,224] of an image, and the answers to it are counted by classes"
-        )
-    siblings = _own_options(group, folders(conf, arguments)[1:], arguments) or [
+        return f"a comparison has a schedule a rule: write rules.NAME.{name}"
+    own = folders(conf, arguments)[1:]
+    siblings = _own_options(group, own, arguments) or [
         option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")
     ]
     if near := get_close_matches(name, siblings, n=1):
-        return f"there is no option {key}: did you mean {group}.{near[0]}?"
+        return f"{missing}did you mean {group}.{near[0]}?"
     if siblings:
-        return f"there is no option {key}: {group} has {', '.join(siblings)}"
+        return f"{missing}{group} has {', '.join(siblings)}"
     near = get_close_matches(key, known, n=1)
-    return f"there is no option {key}: " + (
-        f"did you mean {near[0]}?" if near else "--help lists the options"
-    )
+    return missing + (f"did you mean {near[0]}?" if near else "--help lists the options")
 
 
 def _own_options(group: str, own: Sequence[Path], arguments: list[str]) -> list[str]:
-    """Those of a choice of the user's own, where its file has them all."""
+    """Options of a choice in the user's own folder, if its file has no defaults list."""
     for path in _own_files(own, arguments, group):
         found = yaml.safe_load(path.read_text())
         if isinstance(found, dict) and "defaults" not in found:
@@ -250,17 +227,9 @@ def _own_options(group: str, own: Sequence[Path], arguments: list[str]) -> list[
 
 
 def _own_files(own: Sequence[Path], arguments: list[str], group: str = "") -> Iterator[Path]:
-    """The files of the user's own that are chosen, of ``group`` or of any."""
+    """Files of the user's own that are chosen, of ``group`` or of any."""
     for argument in arguments:
         where, choice = key_of(argument), argument.partition("=")[2]
         for path in (folder / where / f"{choice}.yaml" for folder in own):
             if group in ("", where) and path.is_file():
                 yield path
-
-
-def _without_names(own: Sequence[Path], arguments: list[str]) -> str | None:
-    """What is said of a file of the user's own that is a list."""
-    for path in _own_files(own, arguments):
-        if isinstance(yaml.safe_load(path.read_text()), list):
-            return f"{path}: it is a list; a choice has options by name, such as lr: 0.1"
-    return None

@@ -13,7 +13,7 @@ from toolkit.cli.hydra_args import OWN_FOLDER
 from toolkit.options import flat, without
 
 
-def text(name: str, conf: Path, arguments: Sequence[str]) -> str:
+def help_text(name: str, conf: Path, arguments: Sequence[str]) -> str:
     """The help of experiment ``name``, with the values that a command line gives."""
     conf_and_own = folders(conf, arguments)
     found = [f"file://{own.resolve()}" for own in conf_and_own[1:]]

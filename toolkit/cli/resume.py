@@ -11,9 +11,8 @@ from pathlib import Path
 import yaml
 
 from toolkit.cli.hydra_args import MULTIRUN, OWN_FOLDER, key_of, quoted, unquoted
-from toolkit.cli.ranks import is_rank_zero
-from toolkit.cli.status import STATUS
-from toolkit.cli.sweeps import sweep_options
+from toolkit.cli.process import is_rank_zero
+from toolkit.cli.sweeps import STATUS, sweep_options
 from toolkit.errors import UserError
 
 _OVERRIDES = Path(".hydra") / "overrides.yaml"
@@ -21,7 +20,7 @@ _OWN = ("resume", "hydra.run.dir")  # which it sets
 _SAME = {"workers": "microbatches", "microbatches": "workers"}  # of which the later one counts
 
 
-def resumed(arguments: Sequence[str], experiment: str) -> list[str]:
+def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
     """The command line with the options of the run that it resumes, but for those it gives itself.
 
     Raises:
@@ -94,7 +93,7 @@ def _made_by(folder: Path) -> str | None:
         return None
 
 
-def remembered(arguments: Sequence[str]) -> Callable[[], None]:
+def snapshot(arguments: Sequence[str]) -> Callable[[], None]:
     """What puts the options and the status of a run that is there already back as they are now.
 
     A run that is refused is then what it was before.

@@ -1,11 +1,15 @@
-"""Sweeps: many runs of one command line, which go on where they were broken off.
+"""Sweeps, and the status file of each run.
 
-Each run has a folder below the sweep's, and its status there. Started again in the same folder, a
-sweep passes over the runs that have finished and resumes those that have saved a checkpoint.
+``status.json`` in a run's folder says whether it runs, has ended, and how. A sweep that is started
+again in its folder skips runs that have finished and resumes those that have a checkpoint.
 """
 
+import fcntl
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,34 +17,101 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from toolkit.cli.hydra_args import key_of
-from toolkit.cli.ranks import is_rank_zero
-from toolkit.cli.status import (
-    FAILED,
-    FINISHED,
-    RUNNING,
-    STOPPED,
-    Status,
-    is_under_way,
-    read_status,
-)
+from toolkit.cli.process import is_rank_zero
 from toolkit.errors import UserError
-from toolkit.files import has_checkpoint
+from toolkit.files import has_checkpoint, write_json
 from toolkit.options import ENDED, UNDER_WAY
 
+FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
+STATUS = "status.json"
 _NAME = "sweep.json"
 
 
+@dataclass(frozen=True)
+class Status:
+    """State of a run.
+
+    Attributes:
+        state: ``running``, also of a run that was killed; ``finished``, ``failed`` or ``stopped``.
+        options: its command line.
+        message: why it failed.
+        objective: value that a sweep optimizes.
+    """
+
+    state: str
+    options: Sequence[str] = ()
+    message: str | None = None
+    objective: float | None = None
+
+
+def write_status(folder: Path, status: Status) -> None:
+    """Write ``status.json``; a folder that cannot be written is left without."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / STATUS, asdict(status))
+    except OSError:
+        return  # a full disk does not end the run; the result reports it
+
+
+def mark_failed(folder: Path, message: str) -> None:
+    """Set the status to failed, if it is running."""
+    status = read_status(folder)
+    if status is not None and status.state == RUNNING:
+        write_status(folder, replace(status, state=FAILED, message=message))
+
+
+def is_under_way(folder: Path) -> bool:
+    """Whether a process runs in ``folder``."""
+    status = read_status(folder)
+    if status is None or status.state != RUNNING:
+        return False
+    try:
+        with alone_in(folder):
+            return False
+    except ValueError:
+        return True
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock ``folder``, so that no other process runs in it.
+
+    Raises:
+        UserError: another process has the lock.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another process is at work in {folder}: wait until it has ended, or give another"
+                " hydra.run.dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(held)
+
+
+def read_status(folder: Path) -> Status | None:
+    """Read ``status.json``; None if it is missing or unreadable."""
+    try:
+        return Status(**json.loads((folder / STATUS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 class Sweep(Callback):
-    """Keeps a sweep's command line in its folder, which Hydra tells nobody else."""
+    """Hydra callback that writes a sweep's command line to its folder."""
 
     folder: ClassVar[Path | None] = None
-    """Of the sweep that this process has launched last."""
+    """Folder of the sweep that this process has launched last."""
     options: ClassVar[Sequence[str]] = ()
-    """Of the command line."""
+    """Options of the command line."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        from toolkit.files import write_json
-
         if not is_rank_zero():
             return
         Sweep.folder = folder = Path(config.hydra.sweep.dir)
@@ -49,15 +120,15 @@ class Sweep(Callback):
 
 
 def under_way() -> bool:
-    """Whether a run of the sweep that this process has launched has not ended."""
+    """Whether a run of this process's sweep has not ended."""
     return Sweep.folder is not None and any(map(is_under_way, Sweep.folder.iterdir()))
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
-    """A command line with what Optuna's sweeper should do here unless told otherwise.
+    """Add defaults for Optuna's sweeper to a command line.
 
-    It looks for the best accuracy, goes on when a run fails, and draws from a seed, so that a sweep
-    that was broken off draws the same options again.
+    It maximizes accuracy, continues when a run fails, and draws from a seed: an interrupted sweep
+    draws the same options again.
     """
     if "hydra/sweeper=optuna" not in arguments:
         return [*arguments]
@@ -70,7 +141,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def sweep_options(folder: Path) -> list[str] | None:
-    """The command line of the sweep in ``folder``; None if there is none."""
+    """Command line of the sweep in ``folder``; None if it is not a sweep's."""
     try:
         options = json.loads((folder / _NAME).read_text())["options"]
         return [str(option) for option in options]
@@ -79,14 +150,14 @@ def sweep_options(folder: Path) -> list[str] | None:
 
 
 def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
-    """The status of a run of an earlier start of the sweep, if it has finished.
+    """Status of a run that an earlier start of the sweep has finished; else None.
 
     Args:
         folder: of the run.
-        options: that it is to have now.
+        options: of the run, now.
 
     Raises:
-        ValueError: it had others.
+        UserError: its options were others.
     """
     before = read_status(folder)
     if before is None:
@@ -99,8 +170,8 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     return before if before.state == FINISHED else None
 
 
-def left_in(folder: Path) -> str:
-    """What ``folder`` has that a run, or a comparison, can go on from; "" if nothing."""
+def resumable_in(folder: Path) -> str:
+    """Name the checkpoints or runs in ``folder`` that can be resumed; "" if there are none."""
     if has_checkpoint(folder):
         return "the checkpoints of a run"
     begun = (folder / UNDER_WAY).glob("*")
@@ -109,10 +180,10 @@ def left_in(folder: Path) -> str:
 
 
 def summary(folder: Path) -> tuple[str, bool]:
-    """What has become of a sweep's runs, and whether all of them have finished.
+    """Summarize a sweep's runs.
 
     Returns:
-        a line, and one more for each run that has not finished.
+        a line, and one more for each unfinished run; whether all have finished.
     """
     found = {path.parent: read_status(path.parent) for path in folder.glob("**/status.json")}
     runs = {path: status for path, status in found.items() if status is not None}

@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.cli.ranks import is_rank_zero, restarted
-from toolkit.cli.run import STOPPED
+from toolkit.cli.command import STOPPED
+from toolkit.cli.process import is_rank_zero, restarted
 from toolkit.comparison.kept import (
     Key,
     RuleRun,

@@ -5,7 +5,7 @@ from omegaconf import DictConfig
 
 from toolkit.cli import schema
 from toolkit.cli.errors import explain
-from toolkit.cli.shorthands import check_given, settle, use_threads
+from toolkit.cli.validate import check_given, resolve_options, use_threads
 from toolkit.errors import UserError, suggest
 from toolkit.files import ROOT, conf
 
@@ -31,7 +31,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
         check_given(options)
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(experiment, list(options))
-        settle(config, options)
+        resolve_options(config, options)
         use_threads(config)
     except Exception as error:
         message = explain(error, experiment, folder, list(options))

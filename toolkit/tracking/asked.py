@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.shorthands import spell_out
+from toolkit.cli.validate import expand_workers
 from toolkit.tracking.reading import read_yaml, text_or_none
 
 _RESOLVER = re.compile(r"\$\{[^}]*:")  # as of the environment, which is nobody else's
@@ -20,7 +20,7 @@ def options_in(folder: Path) -> dict[str, Any]:
     config: Any = read_yaml(folder / ".hydra" / "config.yaml")
     if not isinstance(config, dict):
         config = {}
-    spell_out(config)
+    expand_workers(config)
     if not _RESOLVER.search(str(config)):
         with suppress(OmegaConfBaseException, ValueError):  # else as it was written
             config = OmegaConf.to_container(OmegaConf.create(config), resolve=True)

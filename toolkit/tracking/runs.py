@@ -8,7 +8,7 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.sweeps import left_in
+from toolkit.cli.sweeps import resumable_in
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import RESUMED_OTHERWISE
@@ -145,7 +145,7 @@ def _status(folder: Path, state: str, message: str) -> tuple[str, str]:
         raise DamagedError(f"status.json: unknown state {said!r}")
     if said == "finished" and state != "finished":
         return "damaged", "status.json says finished, and there is no result.json"
-    if said == "stopped" and not left_in(folder):
+    if said == "stopped" and not resumable_in(folder):
         return said, "it was stopped before anything of it was saved: start it again"
     return said, str(status.get("message") or _NOT_ENDED[said])
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from toolkit.cli.ranks import is_rank_zero
+from toolkit.cli.process import is_rank_zero
 from toolkit.errors import UserError, first_line
 from toolkit.training.data.in_memory import InMemory, Labelled
 

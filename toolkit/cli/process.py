@@ -1,0 +1,170 @@
+"""The process of a command: its rank, its signals and its output streams."""
+
+import atexit
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from toolkit.runtime.process_group.group import World
+
+_PATIENCE = 25.0  # seconds in which child runs save themselves; Slurm kills after 30
+
+
+def is_rank_zero() -> bool:
+    """Whether this process prints and writes: the first rank, or the only process."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the ranks again."""
+    return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def scratch_options() -> list[str]:
+    """Options with which Hydra writes to a temporary folder, for every rank but the first."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return [
+        "hydra.output_subdir=null",
+        f"hydra.run.dir={folder}",
+        f"hydra.sweep.dir={folder}",
+        "hydra.sweep.subdir=.",
+    ]
+
+
+def exit_with_error(message: str) -> None:
+    """Print a user's mistake once for all ranks; ranks that have met end here, together."""
+    if (world := _world()) is not None:
+        world.watch.give_up(message)
+    if is_rank_zero():
+        print(f"error: {message}", file=sys.stderr)
+
+
+def leave_ranks() -> None:
+    """Leave the process group, if this process has joined one."""
+    if _world() is not None:
+        from toolkit.runtime.process_group.group import leave
+
+        leave()
+
+
+def _world() -> "World | None":
+    """The ranks that this process has joined; torch is not loaded to find out."""
+    module = sys.modules.get("toolkit.runtime.process_group.group")
+    return module.joined() if module else None
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise :class:`TerminatedError` on SIGTERM, unless a handler or a rank's watch has it."""
+    is_rank = os.environ.get("WORLD_SIZE", "1") != "1"
+    if is_rank or not _is_main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def raise_it(number: int, frame: FrameType | None) -> None:
+        raise TerminatedError
+
+    signal.signal(signal.SIGTERM, raise_it)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def forward_signals(under_way: Callable[[], bool]) -> Iterator[None]:
+    """On SIGTERM and SIGINT, end child processes before this process is interrupted.
+
+    Args:
+        under_way: whether any run is; waiting ends with the last one.
+    """
+    if not _is_main_thread():
+        yield
+        return
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for process in multiprocessing.active_children():
+            with suppress(OSError):
+                os.kill(process.pid or 0, signal.SIGTERM)
+        deadline = time.monotonic() + _PATIENCE
+        while multiprocessing.active_children() and under_way() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
+
+    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class LossyStream:
+    """A text stream that discards what cannot be written, so that the run continues."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._discard(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._discard(error)
+
+    def _discard(self, error: OSError) -> None:
+        # A broken pipe stays broken: also silence C code and child processes that write to it.
+        if isinstance(error, BrokenPipeError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def lossy_output() -> Iterator[None]:
+    """Make standard output and error lossy; closed ones discard everything."""
+    before = sys.stdout, sys.stderr
+    if None in before:
+        # Descriptors 0 to 2 must be taken, or the next file that is opened gets printed text.
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(fd, True)
+        os.close(fd)
+    sys.stdout, sys.stderr = (
+        LossyStream(os.fdopen(fd, "w", closefd=False) if stream is None else stream)
+        for fd, stream in zip((1, 2), before, strict=True)
+    )
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
