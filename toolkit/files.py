@@ -60,8 +60,8 @@ def write_text(path: Path, text: str) -> None:
         OSError: it cannot be written; the error names ``path``.
     """
     try:
-        with replacing(path) as beside:
-            beside.write_text(text, encoding="utf-8", newline="")
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         if error.errno is not None:
             error.filename = str(path)
@@ -74,13 +74,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
     After an OSError the temporary file is removed and ``path`` is unchanged.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield beside
-        beside.replace(path)
+        yield temporary
+        temporary.replace(path)
     except OSError:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 

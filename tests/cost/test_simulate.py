@@ -306,21 +306,6 @@ def test_split_backwards_in_unit_time(make, per_rank, n):
     assert peaks == program.peak_activations()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("delay", RULES)
-def test_shifted_workers_hold_half_as_much(delay, n):
-    schedule = catalog.data_parallel(n) if delay == 0 else catalog.cyclic(n, delay)
-    timeline = simulate(schedule.lower(4), unit_costs(n), UNIT)
-    total = n * n if delay == 0 else n * (n + 1) / 2
-    assert timeline.peak_memory(kind="activations") == total
-    steady = [
-        n_bytes
-        for begin, n_bytes in timeline.memory(kind="activations")
-        if timeline.step_ends[0] < begin < timeline.step_ends[-2]
-    ]
-    assert not steady or max(steady) == total
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 @pytest.mark.parametrize("delay", RULES)
 def test_one_device_does_everything_in_turn(delay, n):
@@ -429,13 +414,6 @@ def test_memory_is_that_of_the_spans(program, latency):
         if change.kind == "gradients" and change.bytes > 0
     )
     assert gained == Counter((rank, when) for (rank, _, _), when in begun.items())
-
-
-def test_a_sum_begins_with_a_backward_where_what_is_added_to_it_comes_late():
-    stage = StageCost(0, 0, 10, 1, 1, 100, forward_seconds=1.0, backward_seconds=2.0)
-    late = Hardware("late", 1, 1e9, inf, 5)
-    timeline = simulate(catalog.cyclic(2, 1).lower(8), [stage] * 2, late)
-    assert timeline.peak_memory(1, "gradients") == 300
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8])

@@ -103,7 +103,7 @@ def test_a_moment_of_which_two_sums_of_seconds_differ():
     assert found.memory(kind="activations") == [(0.0, 1.0), (0.1 + 0.2, 1.0)]
 
 
-@pytest.mark.parametrize(("n", "s"), [(6, 4), (8, 3), (5, 2), (7, 7)])
+@pytest.mark.parametrize(("n", "s"), [(6, 4), (8, 3), (5, 2), (7, 7), (1, 1)])
 def test_all_ranks_peak_is_that_of_the_schedule(n, s):
     """Though stages begin at fractions of slots."""
     schedule = catalog.cyclic(n, n_stages=s)

@@ -87,10 +87,12 @@ def test_modules_in_evaluation_mode_stay_in_it():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
     model[1].eval()
     stages = partition(model, 2, ROWS, by=["2"])
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
     assert [evaluated(stage) for stage in stages] == [{"1"}, {"1"}]
     assert not in_training(stages[0].eval()).get_submodule("1").training
     assert in_training(stages[1].eval()).get_submodule("2").training
     whole = partition(model.eval(), 2, ROWS)  # a model that was only tested before
+    assert [module.training for module in model.modules()] == [False] * 5
     assert not evaluated(whole[0])
     assert not model.training
 

@@ -65,7 +65,7 @@ def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], d
     for label, method in METHODS.items():
         try:
             made[label] = _pipeline(method, p, m)
-        except ValueError as error:
+        except UserError as error:
             left_out[label] = str(error)
     return made, left_out
 
