@@ -87,7 +87,7 @@ def conclude(
 ) -> bool:
     """Print and write what came of all runs; returns whether it could be written."""
     from toolkit.figures import save, schedules
-    from toolkit.figures.accuracy import over_epochs
+    from toolkit.figures.curves_figure import over_epochs
     from toolkit.files import noted
     from toolkit.tracking import delay_means, describe, write_result
     from toolkit.training import pick_device

@@ -15,14 +15,11 @@ from toolkit.cli import build_schedule, schema
 from toolkit.cli.help import choices
 from toolkit.cli.validate import check_given
 from toolkit.figures.explorer import Choice
-from toolkit.figures.explorer.analysis import analyse, predict
+from toolkit.figures.explorer.analysis import analyse, find, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of
-from toolkit.figures.explorer.drawing import draw, frame_of
-from toolkit.figures.explorer.export import write_csv
-from toolkit.figures.explorer.hover import find
-from toolkit.figures.explorer.machines import cost_sources, hardware_presets
-from toolkit.figures.explorer.static import explored
-from toolkit.figures.explorer.svg import steps
+from toolkit.figures.explorer.controls import cost_sources, hardware_presets
+from toolkit.figures.explorer.drawing import draw, frame_of, steps
+from toolkit.figures.explorer.page import explored, write_csv
 from toolkit.schedule import RandomDelay, Schedule, steady_state
 from toolkit.schedule.footprint import footprint
 

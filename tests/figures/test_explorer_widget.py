@@ -14,7 +14,7 @@ from toolkit.cost import Hardware, profile, unit_costs
 from toolkit.figures import Explorer
 from toolkit.figures.explorer.analysis import predict
 from toolkit.figures.explorer.choice import OWN, SCHEDULES
-from toolkit.figures.explorer.machines import GIVEN, UNIFORM
+from toolkit.figures.explorer.controls import GIVEN, UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
 

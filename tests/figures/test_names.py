@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from toolkit.figures.names import name_points
+from toolkit.figures.pipelines_figure import name_points
 
 
 def placed(points):

@@ -56,7 +56,7 @@ def test_names_cover_neither_names_nor_points():
 
 def test_names_are_placed_once_panels_are(monkeypatch):
     seen = {}
-    module = sys.modules["toolkit.figures.pipelines"]  # the package has its function by that name
+    module = sys.modules["toolkit.figures.pipelines_figure"]
     monkeypatch.setattr(
         module, "name_points", lambda axes, _: seen.update({axes: axes.get_window_extent().bounds})
     )

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from toolkit.figures.rows import align
+from toolkit.figures.style import align
 
 
 def aligned(*rows):

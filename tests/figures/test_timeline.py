@@ -6,7 +6,7 @@ import pytest
 
 from toolkit.cost import UNIT, Timeline, simulate, unit_costs
 from toolkit.figures import activity, timelines
-from toolkit.figures.timeline import bytes_sent_by_bin
+from toolkit.figures.timeline_figure import bytes_sent_by_bin
 from toolkit.schedule import catalog
 
 

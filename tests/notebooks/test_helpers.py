@@ -25,7 +25,7 @@ from toolkit.notebook import (
     train_rules,
     watched,
 )
-from toolkit.pilot import pilot
+from toolkit.plan import pilot
 from toolkit.runtime import JobFailedError
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow

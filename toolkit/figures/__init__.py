@@ -2,14 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from toolkit.figures.accuracy import accuracy, loss
-from toolkit.figures.activity import activity
-from toolkit.figures.links import link_times
-from toolkit.figures.memory import memory_curves
-from toolkit.figures.pipelines import pipelines
-from toolkit.figures.schedule import schedules
+from toolkit.figures.curves_figure import accuracy, loss, memory_curves
+from toolkit.figures.links_figure import link_times
+from toolkit.figures.pipelines_figure import pipelines
+from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save, style
-from toolkit.figures.timeline import timelines
+from toolkit.figures.timeline_figure import activity, timelines
 
 if TYPE_CHECKING:
     from toolkit.figures.explorer import Explorer

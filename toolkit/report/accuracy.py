@@ -34,7 +34,7 @@ def accuracy_blocks(groups: Sequence[Group]) -> Iterator[Block]:
 
 
 def _comparison(name: str, groups: Sequence[Group]) -> Iterator[Block]:
-    from toolkit.figures.accuracy import over_epochs
+    from toolkit.figures.curves_figure import over_epochs
 
     by = groups[0].runs[0].judged_by
     curves = {group.label: found for group in groups if (found := _curves(group, by))}

@@ -108,7 +108,7 @@ def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
 def _explored(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
     """The first small ones, to point at."""
     from toolkit.figures.explorer.choice import Choice, choice_of
-    from toolkit.figures.explorer.static import explored
+    from toolkit.figures.explorer.page import explored
 
     choices: dict[str, Choice] = {}
     for name, schedule in schedules.items():

@@ -20,7 +20,7 @@ def draw_spans(path: Path, name: str) -> "Figure":
         ValueError: it cannot be read, or holds too many to draw.
     """
     from toolkit.cost.timeline import COMPUTED, LANES, Span, Timeline
-    from toolkit.figures.activity import activity
+    from toolkit.figures.timeline_figure import activity
 
     try:
         with path.open(newline="") as file:

@@ -9,10 +9,10 @@ import ipywidgets as ui
 
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError
-from toolkit.figures.explorer import export, hover, machines, page
-from toolkit.figures.explorer.analysis import Analysis, analyse, predict
+from toolkit.figures.explorer import controls, page
+from toolkit.figures.explorer.analysis import Analysis, analyse, find, predict
 from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes, choice_of
-from toolkit.figures.explorer.column import FIELD, Column, in_columns
+from toolkit.figures.explorer.controls import FIELD, Column, in_columns
 from toolkit.figures.explorer.drawing import draw, frame_of
 from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import collector_paused
@@ -197,19 +197,19 @@ class Explorer(ui.VBox):
         example: "Tensor | tuple[Tensor, ...] | None",
         hardware: "Hardware | None",
     ) -> None:
-        self._sources, self._machines = machines.cost_sources(), machines.hardware_presets()
-        chosen, machine = machines.UNIFORM, "unit"
+        self._sources, self._machines = controls.cost_sources(), controls.hardware_presets()
+        chosen, machine = controls.UNIFORM, "unit"
         if costs is not None:
-            chosen = machines.GIVEN
-            self._sources[chosen] = machines.given(costs)
+            chosen = controls.GIVEN
+            self._sources[chosen] = controls.given(costs)
         if model is not None:
             chosen = type(model).__name__
-            self._sources[chosen] = machines.profiled(model, example)
+            self._sources[chosen] = controls.profiled(model, example)
         if hardware is not None:
             check_hardware(hardware)
             machine = hardware.name
             self._machines[machine] = hardware
-        elif chosen != machines.UNIFORM:
+        elif chosen != controls.UNIFORM:
             machine = self._real()
         self.costs = ui.Dropdown(
             options=[*self._sources], value=chosen, description="stage costs", **FIELD
@@ -238,16 +238,16 @@ class Explorer(ui.VBox):
 
     def export_png(self) -> list[Path]:
         """Write the figure of what is shown, as PNG and SVG; return the PNG's path."""
-        return export.write_png([analysis for analysis, _ in self._good()], self._folder)
+        return page.write_png([analysis for analysis, _ in self._good()], self._folder)
 
     def export_csv(self) -> list[Path]:
         """Write the rank orders of each schedule, or its ops where it is no pipeline."""
-        return export.write_csv([analysis for analysis, _ in self._good()], self._folder)
+        return page.write_csv([analysis for analysis, _ in self._good()], self._folder)
 
     def export_trace(self) -> list[Path]:
         """Write the simulated timeline of each schedule, for ui.perfetto.dev."""
         analyses, timelines = zip(*self._good(), strict=True)
-        return export.write_traces(analyses, timelines, self._folder)
+        return page.write_traces(analyses, timelines, self._folder)
 
     @property
     def _folder(self) -> Path:
@@ -294,7 +294,7 @@ class Explorer(ui.VBox):
         """A model's stages take no time on the unit machine that would mean anything."""
         self._quiet = True
         try:
-            if self.costs.value != machines.UNIFORM and self.hardware.value == "unit":
+            if self.costs.value != controls.UNIFORM and self.hardware.value == "unit":
                 self.hardware.value = self._real()
         finally:
             self._quiet = False
@@ -344,7 +344,7 @@ class Explorer(ui.VBox):
         frame = frame_of([analysis for analysis, _ in good.values()])
         for k, (analysis, timeline) in good.items():
             drawn = draw(analysis.choice, self.n_steps.value, frame)
-            numbers = analysis.numbers(timeline, in_slots=self.costs.value == machines.UNIFORM)
+            numbers = analysis.numbers(timeline, in_slots=self.costs.value == controls.UNIFORM)
             self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
             self.columns[k].figure.value = self._panes[k]
 
@@ -361,7 +361,7 @@ class Explorer(ui.VBox):
         wanted = column.wanted.value.strip()
         column.found.value = ""
         if wanted and good:
-            column.found.value = page.looked_up(hover.find(good[0].drawn, wanted))
+            column.found.value = page.looked_up(find(good[0].drawn, wanted))
 
 
 def _chosen(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from toolkit.pilot import data
+from toolkit.plan import measure as data
 from toolkit.training.data import synthetic
 
 CPU = torch.device("cpu")

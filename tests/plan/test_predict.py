@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.cost import Hardware, unit_costs
-from toolkit.pilot.predict import predict
+from toolkit.plan.findings import predict
 from toolkit.schedule.paper_table import schedule_of
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from toolkit.cost import Hardware
 from toolkit.model import gpt
-from toolkit.pilot import data, measure, pilot
+from toolkit.plan import data, measure, pilot
 from toolkit.runtime.meters.predicted_vs_measured import alike_stages
 from toolkit.schedule import catalog
 from toolkit.training.data import Tokens, synthetic

@@ -12,8 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from toolkit.errors import UserError
-from toolkit.figures.rows import align
-from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, drawing, style
+from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, align, drawing, style
 from toolkit.schedule import Action, Program, Schedule
 from toolkit.schedule.grid import row_of, rows
 

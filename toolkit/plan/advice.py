@@ -5,7 +5,7 @@ from math import isfinite, isnan
 from shlex import quote
 
 from toolkit.format import size
-from toolkit.pilot.findings import Findings, RuleFindings, TrainingFindings
+from toolkit.plan.findings import Findings, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
 
 WORTH = 0.05

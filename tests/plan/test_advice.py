@@ -9,8 +9,8 @@ import pytest
 from toolkit.comparison import Estimate
 from toolkit.cost import Hardware
 from toolkit.notebook.settings import settings
-from toolkit.pilot import Pilot, RuleFindings, TrainingFindings, advise
-from toolkit.pilot.predict import Prediction
+from toolkit.plan import Pilot, RuleFindings, TrainingFindings, advise
+from toolkit.plan.findings import Prediction
 
 GIB = 2**30
 MACHINE = Hardware("machine", 1e12, 1e11, 1e9, memory=8 * GIB)

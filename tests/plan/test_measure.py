@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from toolkit.pilot import measure
-from toolkit.pilot.data import Data
+from toolkit.plan import measure
+from toolkit.plan.measure import Data
 from toolkit.runtime.microbatches import StepResult
 from toolkit.schedule import catalog
 
