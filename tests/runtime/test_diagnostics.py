@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from tests.runtime import conform
 from tests.runtime.models import assert_same, cut, make_batches, residual
+from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
@@ -85,7 +86,7 @@ def test_follows_its_definition():
 
 
 def test_is_of_one_process_that_groups():
-    with pytest.raises(ValueError, match="order=grouped: got 2 with order=scheduled"):
+    with pytest.raises(UserError, match=r"diagnostics.*2 .*scheduled"):
         make(catalog.cyclic(3), diagnostics=2, order="scheduled")
 
 

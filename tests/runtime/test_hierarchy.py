@@ -1,12 +1,8 @@
 """All-reduces in two tiers: who meets whom."""
 
 import pytest
-from torch.nn import functional as F
 
-from tests.runtime import conform, models
-from toolkit.runtime import Distributed
 from toolkit.runtime.hierarchy import groups
-from toolkit.schedule import catalog
 
 
 @pytest.mark.parametrize(
@@ -32,10 +28,3 @@ from toolkit.schedule import catalog
 )
 def test_who_meets(ranks, per_machine, expected):
     assert groups(ranks, per_machine) == expected
-
-
-def test_a_machine_has_ranks():
-    schedule = catalog.data_parallel(2)
-    stages = models.cut(models.residual(), schedule)
-    with pytest.raises(ValueError, match="per_machine is a number of ranks, 0 or more: got -1"):
-        Distributed(stages, schedule, conform.sgd, F.cross_entropy, per_machine=-1)

@@ -23,6 +23,7 @@ from tests.runtime.models import (
     residual,
 )
 from tests.thorough import thorough
+from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.ema import MovingAverage
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
@@ -460,7 +461,7 @@ def test_cuda_graphs_are_for_whole_steps(monkeypatch, mode):
     stages = models.cut(models.residual(), catalog.cyclic(2))
     arguments = (stages, catalog.cyclic(2), conform.sgd, F.cross_entropy)
     SingleProcess(*arguments, options=StepOptions(compile=mode))
-    with pytest.raises(ValueError, match=f"compile={mode} runs all forwards of a step"):
+    with pytest.raises(UserError, match=f"compile={mode}"):
         SingleProcess(*arguments, "scheduled", options=StepOptions(compile=mode))
 
 
@@ -524,26 +525,18 @@ def test_nothing_of_cuda_graphs_outlives_the_step(monkeypatch, others, frozen):
 
 
 WRONG = [
-    ({"precision": "fp8"}, "unknown precision 'fp8': choose one of fp32, tf32, bf16, fp16"),
-    ({"clip": 0.0}, "clip is a norm above 0"),
-    ({"clip_by": "layer"}, "unknown clip_by 'layer'"),
-    ({"ema": 1.0}, "ema is a decay between 0 and 1"),
-    ({"loss_scale": 0.0}, "loss_scale is a number above 0"),
-    ({"checkpoint": "some"}, "unknown checkpoint 'some': give none, all or a list of stages"),
-    ({"checkpoint": 3}, "unknown checkpoint 3: give none, all or a list of stages"),
-    ({"compile": "fast"}, "unknown compile 'fast'"),
-    ({"clip": "1"}, "clip is a norm above 0, or null: got '1'"),
-    ({"clip": True}, "clip is a norm above 0, or null: got True"),
-    ({"ema": "0.9"}, "ema is a decay between 0 and 1, or null: got '0.9'"),
-    ({"loss_scale": "2"}, "loss_scale is a number above 0: got '2'"),
-    ({"loss_scale": None}, "loss_scale is a number above 0: got None"),
+    *(("precision", "fp8"), ("clip_by", "layer"), ("compile", "fast")),
+    *(("clip", wrong) for wrong in (0.0, "1", True)),
+    *(("ema", wrong) for wrong in (1.0, "0.9")),
+    *(("loss_scale", wrong) for wrong in (0.0, "2", None)),
+    *(("checkpoint", wrong) for wrong in ("some", 3)),
 ]
 
 
-@pytest.mark.parametrize(("others", "message"), WRONG)
-def test_refuses_what_there_is_not(others, message):
-    with pytest.raises(ValueError, match=message):
-        StepOptions(**others)
+@pytest.mark.parametrize(("name", "wrong"), WRONG)
+def test_refuses_unknown_values(name, wrong):
+    with pytest.raises(UserError, match=f"{name}.*{wrong}"):
+        StepOptions(**{name: wrong})
 
 
 @pytest.mark.parametrize(
@@ -553,25 +546,25 @@ def test_refuses_what_there_is_not(others, message):
             catalog.cyclic(3),
             "grouped",
             MODEL_CLIP,
-            "CDP-v2 reads the first updates before the last",
+            "clip_by=model.*CDP-v2",
         ),
         (
             catalog.cyclic(3, [[1, 1, 0], [1, 0, 0], [0, 0, 0]]),
             "grouped",
             MODEL_CLIP,
-            "reads the first updates before the last",
+            "clip_by=model",
         ),
-        (catalog.cyclic(3, 1), "scheduled", MODEL_CLIP, "use clip_by=stage, or"),
+        (catalog.cyclic(3, 1), "scheduled", MODEL_CLIP, "clip_by=model"),
         (
             catalog.cyclic(3),
             "grouped",
             StepOptions(checkpoint=[3]),
-            "stage 3 and there are 3: choose from 0 to 2",
+            "stage 3",
         ),
     ],
 )
 def test_refuses_what_the_schedule_cannot_do(schedule, order, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         make(schedule, options, order)
 
 

@@ -1,4 +1,4 @@
-"""What the training loop asks of a runtime, whichever it is."""
+"""The base class of all runtimes."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ Steps = Generator[StepResult, None, None]
 
 
 class Runtime(ABC):
-    """Trains a model on global batches, as one of ``n_ranks`` processes that all call it alike.
+    """Trains a model on global batches, as one of ``n_ranks`` processes that make the same calls.
 
     Args:
         stages: the model, partitioned.
@@ -39,7 +39,7 @@ class Runtime(ABC):
         distributed: whether each rank of the schedule is a process of its own.
 
     Raises:
-        ValueError: stages, schedule, optimizer and options do not fit.
+        UserError: stages, schedule, optimizer and options do not fit.
     """
 
     world: World | None = None
@@ -120,7 +120,7 @@ class Runtime(ABC):
             the results of this rank's micro-batches.
 
         Raises:
-            ValueError: the batch cannot be divided into micro-batches of equal size.
+            UserError: the batch cannot be divided into micro-batches of equal size.
         """
         (result,) = self.run([(inputs, targets)])
         return result
@@ -139,7 +139,7 @@ class Runtime(ABC):
             n_steps: how many of them to take; all unless given.
 
         Raises:
-            ValueError: a batch cannot be divided, n_steps is no number of steps, there are fewer
+            UserError: a batch cannot be divided, n_steps is no number of steps, there are fewer
                 batches or, where steps overlap, their number is not known or the run before was
                 not exhausted.
         """
@@ -169,7 +169,7 @@ class Runtime(ABC):
     def _check_ended(self) -> None:
         if self._unfinished is not None:
             raise UserError(
-                "the last run() has not come to its end, and updates are missing: exhaust it, or"
+                "the last run() was not exhausted, and its last updates are missing: exhaust it, or"
                 f" {self._way_out}"
             )
 
@@ -231,9 +231,9 @@ class Runtime(ABC):
     def _part(self) -> dict[str, Any]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, but for the data; a copy, on every rank.
+        """Return a copy of all state except the position in the data, on every rank.
 
-        Every rank calls it. Any runtime that follows the same update rule can go on from it.
+        Every rank calls it. Any runtime with the same update rule can load it.
         """
         part = self.part()
         if self.world is None:
@@ -241,13 +241,13 @@ class Runtime(ABC):
         return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken, by whichever runtime. Every rank calls it.
+        """Continue from ``state``, taken by any runtime. Every rank calls it.
 
         Weights and optimizer states of other stages than :attr:`own` may be meta tensors. Where
         steps overlap it ends a run that was not exhausted; ``Distributed`` refuses that.
 
         Raises:
-            ValueError: the state is of other stages, lacks weights that the schedule reads, or is
+            UserError: the state is of other stages, lacks weights that the schedule reads, or is
                 formed otherwise than this runtime's.
         """
 

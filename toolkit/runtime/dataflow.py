@@ -9,7 +9,7 @@ from toolkit.schedule.dependencies import needs
 
 
 def in_background(i: Instruction) -> bool:
-    """Whether an instruction can go on beside the ops; the others keep their order."""
+    """Whether an instruction runs concurrently with the ops; the others keep their order."""
     frees_weights = i.action == Action.FREE and i.buffer == Buffer.WEIGHTS
     return i.action.communicates or i.action == Action.UPDATE or frees_weights
 

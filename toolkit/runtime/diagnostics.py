@@ -47,7 +47,7 @@ def compare_gradients(
     delayed: Sequence[Weights],
     fresh: Sequence[Weights],
 ) -> tuple[StageDelay, ...]:
-    """Each stage's delayed gradient at ``step`` beside the fresh one.
+    """Compare each stage's delayed gradient at ``step`` with the fresh one.
 
     Args:
         step: t.

@@ -54,7 +54,7 @@ class Distributed(Runtime):
         world: the ranks; those of this job unless given.
         record: first training steps of which messages, memory and time are measured (see
             :meth:`measurements`).
-        overlap: whether messages and updates go on beside computing, so that an op waits only
+        overlap: whether messages and updates run during computation, so that an op waits only
             for its inputs. If not, everything waits for its turn in the program.
         chunk_mb: largest part of a message that is sent at once, in MB; None: 1, or with NCCL all
             of it, unless it is paced.
@@ -72,7 +72,7 @@ class Distributed(Runtime):
         n_recorded: training steps that have been measured.
 
     Raises:
-        ValueError: stages, schedule and ranks do not fit, or an option has no such value.
+        UserError: stages, schedule and ranks do not fit, or an option has no such value.
     """
 
     world: World
@@ -166,7 +166,7 @@ class Distributed(Runtime):
         """Return what all ranks measured. Every rank calls it.
 
         Raises:
-            ValueError: nothing was recorded, or a run was not exhausted.
+            UserError: nothing was recorded, or a run was not exhausted.
         """
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:

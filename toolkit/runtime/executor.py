@@ -1,4 +1,4 @@
-"""A rank's program under way: ops one after another, and all else beside them.
+"""Executes a rank's program: ops one after another, messages and updates concurrently.
 
 The main thread computes, in the order of the program, and waits only for what the next op uses. A
 second thread begins messages and makes updates, each as soon as what it uses is there; others wait
@@ -28,8 +28,8 @@ class Waiter:
     """Deals with transfers one after another.
 
     Args:
-        do: waits for a transfer, of which it is told the number, and does what follows.
-        failed: told the number of one that has failed, and why. The waiter ends.
+        do: called with the number of a transfer and the transfer; waits for it.
+        failed: called with the number of a failed transfer and the error. The waiter ends.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Executor:
         program: verified.
         turn: when the rank starts.
         meter: writes down what is done; none, where nothing is measured.
-        overlap: whether messages and updates go on beside the ops. If not, each instruction is
+        overlap: whether messages and updates run beside the ops. If not, each instruction is
             waited for before the next, so that what is held when is what the program says.
 
     Attributes:
@@ -124,7 +124,7 @@ class Executor:
         self._thread.join()
         for waiter in self._waiters.values():
             waiter.close()
-        self._waiters.clear()  # or they and what they tell would hold each other, and the rank
+        self._waiters.clear()  # break the reference cycle that keeps the rank's memory alive
         if self._finished:  # otherwise a waiter may still be at it
             self._streams.close()
 
@@ -174,15 +174,15 @@ class Executor:
         self._finished = True
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
-        """Wait until ``done``. The watch is told who holds up ``what``."""
-        told = None
+        """Wait until ``done``. The watch learns which instruction holds up ``what``."""
+        reported = None
         with self._news:
             while self._failure is None and not done():
                 held_up = self._flow.held_up_by(what())
                 i = self._order[held_up]
-                if held_up != told and i.action.communicates:
+                if held_up != reported and i.action.communicates:
                     self._watch.at(i, i.step, i.peers)
-                    told = held_up
+                    reported = held_up
                 self._news.wait()
         if self._failure is not None:
             self._raise(*self._failure)

@@ -49,7 +49,7 @@ class SingleProcess(Runtime):
             in order "grouped" (see :class:`~toolkit.runtime.diagnostics.StageDelay`); 0: none.
 
     Raises:
-        ValueError: stages, schedule and options do not fit, or an unknown order.
+        UserError: stages, schedule and options do not fit, or an unknown order.
 
     Source: the update rules (DP), (CDP-v1) and (CDP-v2) of arXiv 2403.08837, section 3.
     """

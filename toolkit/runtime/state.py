@@ -84,7 +84,7 @@ def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weig
 def load_model(
     state: Mapping[str, Any], stages: Stages, updaters: Sequence[Updater], own: Collection[int]
 ) -> None:
-    """Copy what the model has in ``state``, but for the trained weights of stages not ``own``."""
+    """Copy the model's tensors from ``state``, except trained weights of stages not ``own``."""
     away = {name for j, u in enumerate(updaters) if j not in own for name in u.masters}
     for name, tensor in stages.model.state_dict().items():
         if name not in away:
@@ -106,7 +106,7 @@ def check_state(
     model: Mapping[str, Tensor],
     own: Collection[int],
 ) -> None:
-    """Refuse a state from which ``schedule`` cannot go on.
+    """Raise UserError if ``schedule`` cannot continue from ``state``.
 
     Args:
         updaters: of each stage.
@@ -114,7 +114,7 @@ def check_state(
         own: the stages that are updated here, and whose state is looked into.
 
     Raises:
-        ValueError: it is of other stages, lacks weights that the schedule reads, or is formed
+        UserError: it is of other stages, lacks weights that the schedule reads, or is formed
             otherwise than the state of these ``updaters`` and of the whole ``model``.
     """
     if missing := sorted(_KEYS - state.keys()):

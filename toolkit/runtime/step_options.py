@@ -42,7 +42,7 @@ class StepOptions:
         channels_last: keep images and the weights of convolutions in that memory format.
 
     Raises:
-        ValueError: an option has no such value.
+        UserError: an option has no such value.
     """
 
     precision: str = "fp32"
@@ -123,7 +123,7 @@ class StepOptions:
             whole_step: whether the runtime has all gradients of a step before its first update.
 
         Raises:
-            ValueError: stages that there are not; a norm that is not known in time; CUDA graphs
+            UserError: stages that there are not; a norm that is not known in time; CUDA graphs
                 where forwards and backwards take turns.
         """
         if self.in_cuda_graphs and not whole_step:
@@ -154,7 +154,7 @@ class StepOptions:
         """Refuse what differs from the default and is not among the ``possible`` options.
 
         Raises:
-            ValueError: with the first such option.
+            UserError: with the first such option.
         """
         plain = StepOptions()
         for name in self.__dataclass_fields__:

@@ -1,8 +1,8 @@
-"""What the threads of messages do on the device, beside the ops.
+"""CUDA streams for the threads that send, receive and update.
 
 On the CPU there is nothing to do. On a GPU each thread has a stream of its own, on which messages
 are packed, awaited, unpacked and turned into updates. A thread waits until that has been done, and
-before that until the ops whose results it uses have been done; so who is told of an end need not
+before that until the ops whose results it uses have been done; so whoever sees an end need not
 wait for the device. They sleep meanwhile: torch's default, to ask again and again, would take a
 core each.
 
@@ -45,7 +45,7 @@ def _take(device: torch.device) -> "torch.cuda.Stream":
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on ``device`` beside all else that is done there: on a stream of this thread's own."""
+    """Work on ``device`` on a stream that only this thread uses."""
     enter_device(device)
     if device.type != "cuda":
         yield
@@ -70,7 +70,7 @@ class Streams:
             self._taken: list[torch.cuda.Stream] = []
 
     def mark(self) -> "torch.cuda.Event | None":
-        """The end of what the ops have been told to do so far."""
+        """An event at the end of the ops launched so far; None on the CPU."""
         return _end_of(self._ops) if self._gpu else None
 
     @contextmanager
@@ -105,5 +105,5 @@ class Streams:
 
 
 def _end_of(stream: "torch.cuda.Stream") -> "torch.cuda.Event":
-    """The end of what ``stream`` has been given so far; who waits for it sleeps."""
+    """Record a blocking event on ``stream``."""
     return stream.record_event(torch.cuda.Event(blocking=True))

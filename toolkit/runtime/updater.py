@@ -84,7 +84,7 @@ class Updater:
         options: how it updates.
 
     Raises:
-        ValueError: an optimizer or a schedule whose step has to be told more than gradients.
+        UserError: an optimizer or a schedule whose step needs more than gradients.
 
     Attributes:
         masters: the trained parameters, by name.
@@ -127,7 +127,7 @@ class Updater:
         return optimizer, scheduler
 
     def state(self) -> dict[str, Any]:
-        """What the next updates depend on, beside the weights and the gradients."""
+        """Return what the next updates depend on, except weights and gradients."""
         return {
             "optimizer": self.optimizer.state_dict() if self.optimizer else None,
             "lr_scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -285,7 +285,7 @@ def join_averages(updaters: Iterable[Updater]) -> Weights:
 
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
-    """Refuse what cannot take a step unless it is told something, as LBFGS is a closure."""
+    """Raise UserError if ``step`` needs an argument, as LBFGS needs a closure."""
     if not callable(getattr(made, "step", None)):
         kind = made if made is None else f"a {type(made).__name__}"
         raise UserError(
