@@ -258,8 +258,7 @@ def test_adjacent_programs_continue_one_another(n):
 )
 def test_refuses_what_is_no_number_of_steps(n_steps, first_step):
     name, least, value = ("n_steps", 1, n_steps) if n_steps != 1 else ("first_step", 0, first_step)
-    message = f"^{name}.* of a program,? is a whole number, {least} or more: got {value!r}"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"^{name}.* {least} or more.*{value!r}"):
         catalog.cyclic(3).lower(n_steps, first_step)
 
 

@@ -67,6 +67,5 @@ def test_another_count_is_seen(row, quantity):
 
 @pytest.mark.parametrize("n", [1, 0, -3, 2.0, "2"])
 def test_fewer_than_two_workers_are_refused(n):
-    message = f"workers of a comparison is a whole number, 2 or more: got {n!r}"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"2 or more.*{n!r}"):
         compare(n)

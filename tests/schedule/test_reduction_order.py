@@ -208,14 +208,7 @@ def test_any_timing_and_delay_that_leave_time(schedule, n_steps, first_step, dat
         assert any((j, version) in read_by(i) for i in program.ranks[last])
 
 
-AS_MADE = (
-    r"takes a delay that leaves new weights time to go round the ranks: stage {} on micro-batch {}"
-    r" reads them as they are made, {} steps late; ask for delay={} there, or use chains=.in_order."
-)
-NO_RANK = (
-    "takes a rank for each micro-batch, the same at every stage: got placement '{}'; choose"
-    ' placement="per_microbatch", or use chains="in_order"'
-)
+AS_MADE = "stage {} on micro-batch {} .* {} steps late.* delay={}"
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -252,31 +245,24 @@ def test_takes_time_that_is_less_than_a_slot():
 @pytest.mark.parametrize("delay", [0, 1])
 def test_refuses_an_all_reduce(delay):
     when = timing.simultaneous(3, 3)
-    message = (
-        "takes micro-batches that end one after another: at stage 0 all 3 end at once, and their"
-        ' gradients meet in an all-reduce; choose another timing, or use chains="in_order"'
-    )
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=r"stage 0 .*in_order"):
         Schedule("own", 3, 3, when, "per_microbatch", delay, chains="rotated")
 
 
 @pytest.mark.parametrize("placement", ["one", "per_stage", "per_stage_and_microbatch"])
 def test_refuses_other_placements(placement):
-    with pytest.raises(UserError, match=NO_RANK.format(placement)):
+    with pytest.raises(UserError, match=f"'{placement}'"):
         catalog.cyclic(3, 1, placement, chains="rotated")
 
 
 def test_refuses_sharded_state():
-    message = 'takes state="replicated": got state=\'sharded\'; choose that, or use chains="in_or'
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="sharded"):
         catalog.cyclic(3, 1, state="sharded", chains="rotated")
 
 
 @pytest.mark.parametrize("chains", ["", "Rotated", None, True])
 def test_refuses_unknown_chains(chains):
-    with pytest.raises(
-        UserError, match=f"unknown chains {chains!r}: choose one of in_order, rotated"
-    ):
+    with pytest.raises(UserError, match=f"chains {chains!r}"):
         catalog.cyclic(3, 1, chains=chains)
 
 

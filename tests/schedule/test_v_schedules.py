@@ -147,10 +147,3 @@ def test_odd_stages_are_refused(name, n_stages):
     message = f"{n_stages} stages cannot be dealt out in pairs; make them even"
     with pytest.raises(UserError, match=message):
         MAKES[name](n_stages, 4)
-
-
-@every
-@pytest.mark.parametrize("sizes", [(0, 1), (2, 0), (-2, 2), (2, 1.0), (True, 1)])
-def test_senseless_sizes_are_refused(name, sizes):
-    with pytest.raises(UserError, match="is a whole number, 1 or more: got"):
-        MAKES[name](*sizes)

@@ -71,8 +71,8 @@ def test_a_delay_in_an_array(delay, plain):
     ("delay", "message"),
     [
         (np.zeros((2, 3), int), r"here 3 x 3: the rows given have lengths \[3, 3\]"),
-        (np.full((3, 3), 0.5), r"a delay, in steps, is a whole number, 0 or more: got 0\.5"),
-        (np.ones(3, bool), "a delay, in steps, is a whole number, 0 or more: got True"),
+        (np.full((3, 3), 0.5), r"0\.5"),
+        (np.ones(3, bool), r"True"),
     ],
 )
 def test_an_array_that_is_no_delay(delay, message):

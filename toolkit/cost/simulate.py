@@ -41,7 +41,7 @@ from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.replay import replay
-from toolkit.schedule.start_times import lookahead, turns
+from toolkit.schedule.start_times import first_forwards, lookahead
 from toolkit.schedule.steady import steady_steps
 from toolkit.schedule.traffic import traffic_of
 
@@ -162,7 +162,7 @@ class _Simulation:
         for op in timing.starts:
             rank = self.program.schedule.rank(op.stage, op.microbatch)
             busy[rank] += self.seconds[op.stage][Action(op.kind)] / self.hardware.speed(rank)
-        for rank, tick in turns(self.program).items():
+        for rank, tick in first_forwards(self.program).items():
             self.computed[rank] = tick / timing.period * max(busy)
 
     def _seconds(self, stage: int) -> dict[Action, float]:

@@ -192,7 +192,7 @@ def _name(rule: str, state: str, detail: str = "", accumulate: int = 1) -> str:
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
-    """What a name says of the delay; nothing for the freshest."""
+    """The delay's part of a name; empty for the freshest."""
     if isinstance(delay, str):
         return ""
     if isinstance(delay, RandomDelay):
@@ -206,7 +206,7 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
 
 
 def _sizes(n_stages: int | None, n_microbatches: int) -> tuple[int, int]:
-    """As many stages as micro-batches unless given."""
+    """Stages, by default as many as micro-batches, and micro-batches."""
     s, _, _, m = _accumulated(n_stages, n_microbatches, 1)
     return s, m
 
@@ -310,7 +310,7 @@ def build(name: str, **options: Any) -> Schedule:
 
 
 def plain_delay(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The option ``delay`` of plain values, as schedules take it; empty if there is none."""
+    """The option ``delay`` of plain values, as schedules take it; empty if absent."""
     if isinstance(options.get("delay"), Mapping):
         return {"delay": RandomDelay(**options["delay"])}
     return {"delay": options["delay"]} if "delay" in options else {}

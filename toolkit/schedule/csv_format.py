@@ -68,12 +68,12 @@ def _op(word: Op | str, where: str) -> Op:
 
 @dataclass(frozen=True)
 class Table:
-    """What a CSV file says.
+    """Contents of a CSV file.
 
     Attributes:
         orders: ``orders[rank]``, its ops.
         slots: the slot in which each op is written.
-        period: slots between the starts of training steps; None, where the file does not tell.
+        period: slots between the starts of training steps; None if the file has no period.
     """
 
     orders: list[list[Op]]
@@ -107,8 +107,8 @@ def read_csv(source: str | Path) -> Table:
             orders[-1].append(op)
             slots[op] = slot
     if len(periods) > 1:
-        told = " and ".join(f"period={period} ({where})" for period, where in periods.items())
-        raise UserError(f"a file has one period: got {told}; leave all but one out")
+        listed = " and ".join(f"period={period} ({where})" for period, where in periods.items())
+        raise UserError(f"a file has one period: got {listed}; leave all but one out")
     return Table(orders, slots, next(iter(periods), None))
 
 
@@ -137,7 +137,7 @@ def _content(source: str | Path) -> str:
 def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> str:
     """One training step as CSV: a row a rank, a cell a slot.
 
-    The op that starts first tells the period, where the orders alone would be timed otherwise.
+    The first op's cell carries the period if the orders alone would be timed differently.
 
     Raises:
         UserError: a stage runs on several ranks, a rank on none, or ops start between slots.
@@ -166,7 +166,7 @@ def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> st
 
 
 def _check_pipeline(name: str, timing: Timing, layout: Placement, n_stages: int) -> None:
-    """That each stage has one rank, and each op a slot."""
+    """Check that each stage has one rank, and each op a whole slot."""
     for j in range(n_stages):
         if len(layout.ranks(j)) > 1:
             raise UserError(

@@ -8,7 +8,7 @@ from toolkit.schedule.op import Kind, Op
 
 
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
-    """The ops whose results ``op`` needs; ``ops`` tells whether a backward is split."""
+    """The ops whose results ``op`` needs; ``ops`` decides if a backward is split."""
     kind, j, m = op
     if kind == Kind.FORWARD:
         if j > 0:
@@ -33,7 +33,7 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
 
 
 class _Needs:
-    """Who has made, and who uses, each buffer of the rank."""
+    """Positions that make, use and free each buffer of the rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -123,6 +123,6 @@ class _Needs:
         return self._takes(key, keep=True)
 
     def _takes(self, key: tuple, *, keep: bool = False) -> set[int]:
-        """Who has made a buffer; nobody, if it was there before the program."""
+        """The position that made a buffer; empty if it existed before the program."""
         maker = self.made.get(key) if keep else self.made.pop(key, None)
         return set() if maker is None else {maker}

@@ -1,4 +1,4 @@
-"""Pipelines: the order of each rank's ops, and when they start if none waits for nothing.
+"""Pipelines: the order of each rank's ops, and the earliest start times.
 
 Four stages, four micro-batches, one column a slot (``.`` idle)::
 
@@ -173,12 +173,12 @@ def as_early_as_possible(
     if waiting:
         on = {op: rank for rank, order in enumerate(orders) for op in order}
         stuck = {rank: op for op, ranks in waiting.items() for rank in ranks}
-        told = (
+        waits = (
             f"rank {rank} waits at {orders[rank][position[rank]]} for {stuck[rank]}"
             for rank in _round({rank: on[op] for rank, op in stuck.items()})
         )
         raise UserError(
-            f"the orders cannot be carried out: {'; '.join(told)}."
+            f"the orders cannot be carried out: {'; '.join(waits)}."
             " On its own rank, each op comes after those that it needs"
         )
     starts = {op: end - 1 for op, end in ends.items()}
@@ -204,7 +204,7 @@ def _period(
 
 
 def _round(waits: Mapping[int, int]) -> list[int]:
-    """Ranks that wait for each other in a round, the lowest first, where each waits for one."""
+    """The cycle of ranks that wait for each other, the lowest first."""
     rank = min(waits)
     for _ in waits:
         rank = waits[rank]

@@ -28,7 +28,7 @@ PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
 class Turns:
     """Stage j has ``replicas[j]`` ranks from ``first[j]`` on, which micro-batches take in turn.
 
-    The turn goes on from step to step, so a micro-batch may meet another rank in the next step
+    The turn continues from step to step, so a micro-batch may meet another rank in the next step
     where the number of micro-batches is not a multiple of the replicas.
     """
 

@@ -1,11 +1,11 @@
-"""The order in which ranks hand on the sum of a stage's gradient: the last of them updates.
+"""The order in which ranks add to the sum of a stage's gradient; the last one updates.
 
 ``in_order``
     as they finish. In cyclic timing it is the last rank that makes every update, and it and the
     rank before it send less than the others.
 ``rotated``
     as they finish, but stage j begins with the j-th rank and goes round: the rank before that one
-    updates. New weights go on round the same ring, so that each rank sends to one neighbour only.
+    updates. New weights travel round the same ring, so that each rank sends to one neighbour only.
     Where the stages are a multiple of the N ranks, every rank sends 2(N-1)/N models a step and
     makes as many updates as any other. In return sums wait for the rank that finishes last in the
     middle of their way, a rank holds gradients longer, at times of all stages, and the messages
@@ -37,10 +37,10 @@ def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[int, ...]:
 def check_chains(
     timing: Timing, layout: Placement, staleness: Staleness, state: str, n_workers: int
 ) -> None:
-    """Whether rotated chains can be honoured.
+    """Check that the schedule can honour rotated chains.
 
     Raises:
-        UserError: they cannot.
+        UserError: it cannot.
     """
     if state != "replicated":
         raise UserError(
@@ -65,7 +65,7 @@ def _has_a_rank_for_each_microbatch(layout: Placement, n_stages: int, n_workers:
 
 
 def _ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
-    """Of each rank: the tick at which its share of the gradient is complete."""
+    """Tick at which each rank's share of the gradient is complete."""
     ends: dict[int, int] = {}
     for m in range(layout.n_microbatches):
         rank = layout.rank(stage, m)
@@ -74,7 +74,7 @@ def _ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
 
 
 def _check_ends(timing: Timing, layout: Placement, stage: int) -> None:
-    """There is a chain, not an all-reduce."""
+    """Check that the stage has a chain, not an all-reduce."""
     ends = _ends(timing, layout, stage)
     n = len(ends)
     if len(set(ends.values())) == 1 < n:
@@ -86,7 +86,7 @@ def _check_ends(timing: Timing, layout: Placement, stage: int) -> None:
 
 
 def _check_delays(timing: Timing, layout: Placement, stage: int, row: tuple[int, ...]) -> None:
-    """No rank reads new weights at once: there is time for them to go round."""
+    """Check that new weights have time to go round before a rank reads them."""
     made = timing.update_ready(stage, layout.n_microbatches)
     for m, delay in enumerate(row):
         op = Op(Kind.FORWARD, stage, m)

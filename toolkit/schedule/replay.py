@@ -20,7 +20,7 @@ _Head = tuple[int, int, int]  # tick, phase, rank
 
 
 class DeadlockError(Exception):
-    """No rank can go on; ``waiting`` maps each rank that has not finished to its instruction."""
+    """Every unfinished rank waits: ``waiting`` maps it to its instruction."""
 
     def __init__(self, waiting: dict[int, Instruction]) -> None:
         super().__init__(f"{len(waiting)} ranks wait for each other")
@@ -36,13 +36,13 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
     """
     position = [0] * len(ranks)
     messages: dict[tuple, tuple[int, Instruction]] = {}  # sends and receives without the other
-    collectives: dict[tuple, dict[int, Instruction]] = {}  # who has come
-    strays: dict[int, Instruction] = {}  # who waits for a collective of others
+    collectives: dict[tuple, dict[int, Instruction]] = {}  # ranks that have arrived
+    strays: dict[int, Instruction] = {}  # ranks at a collective of others
     ready = [_head(order[0], rank) for rank, order in enumerate(ranks) if order]
     heapify(ready)
 
-    def go_on(rank: int) -> None:
-        """``rank`` has been waiting, and need not any longer."""
+    def resume(rank: int) -> None:
+        """Release a rank that was waiting."""
         position[rank] += 1
         if position[rank] < len(ranks[rank]):
             heappush(ready, _head(ranks[rank][position[rank]], rank))
@@ -64,7 +64,7 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
                     break
                 yield (rank, instruction) if sends else other
                 yield other if sends else (rank, instruction)
-                go_on(peer)
+                resume(peer)
             elif action in _COLLECTIVES:
                 if rank not in instruction.peers:
                     strays[rank] = instruction
@@ -76,7 +76,7 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
                 for partner in instruction.peers:
                     yield partner, present[partner]
                     if partner != rank:
-                        go_on(partner)
+                        resume(partner)
                 del collectives[instruction[1:]]
             else:
                 yield rank, instruction

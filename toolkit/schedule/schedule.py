@@ -115,8 +115,8 @@ class Schedule:
             raise UserError(f"predict is True or False: got {self.predict!r}")
         if self.predict and self.state != "replicated":
             raise UserError(
-                f'predict=True takes state="replicated": got state={self.state!r}, of which a rank'
-                " keeps no version but for one op; choose that, or predict=False"
+                f'predict=True takes state="replicated": got state={self.state!r}; a rank'
+                " keeps a sharded version for one op only; choose that, or predict=False"
             )
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class Schedule:
 
     @property
     def n_workers(self) -> int:
-        """Those of data parallelism, who run their micro-batches at the same time."""
+        """Workers of data parallelism, which run micro-batches at the same time."""
         return self.n_microbatches // self.accumulate
 
     @property
@@ -186,7 +186,7 @@ class Schedule:
 
     @cached_property
     def rings(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage where chains are rotated: who hands its gradient on, its owner last."""
+        """``[stage]``, ranks of its rotated chain, the owner last; empty if in order."""
         if self.chains == IN_ORDER:
             return ()
         return tuple(ring_of(self.timing, self.layout, j) for j in range(self.n_stages))
@@ -314,7 +314,7 @@ class Schedule:
         """One training step in the compute format of torch.distributed.pipelining.
 
         It says timing and placement, with the period where the pipeline does not drain; the
-        weights' delay, predictions and the state are told to :meth:`from_csv`.
+        weights' delay, predictions and the state are arguments of :meth:`from_csv`.
 
         Raises:
             UserError: the schedule is not a pipeline.
@@ -334,7 +334,7 @@ class Schedule:
         return lower(self, n_steps, first_step)
 
     def _settle(self) -> None:
-        """Numbers and delays as Python's own, which are compared and hashed."""
+        """Convert numbers and delays to Python's own, which compare and hash."""
         m = whole(self.n_microbatches, "the number of micro-batches", 1)
         k = whole(self.accumulate, "accumulate", 1)
         if m % k:
@@ -373,7 +373,7 @@ def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
 
 
 def labels(names: Mapping[str, str]) -> dict[str, str]:
-    """What each schedule is called: its name, and its key, too, where schedules share a name.
+    """Label each schedule by its name, with its key where schedules share a name.
 
     Args:
         names: of schedules, by keys that set them apart, such as the rules of a comparison.

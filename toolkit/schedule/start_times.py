@@ -18,7 +18,7 @@ def lookahead(schedule: Schedule) -> int:
     return slots * schedule.timing.ticks_per_slot
 
 
-def turns(program: Program) -> dict[int, int]:
+def first_forwards(program: Program) -> dict[int, int]:
     """The tick of the first forward of each rank that begins with the model's first stage."""
     found = {}
     for rank, instructions in enumerate(program.ranks):

@@ -14,7 +14,7 @@ class SteadyState:
 
     Where ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
     messages of the steps beside; :func:`~toolkit.schedule.footprint.footprint` counts those of one
-    step, of which there are always as many.
+    step, which are constant.
 
     Attributes:
         activations: ``[slot][rank]``, stage-activations alive during the slot.
@@ -46,7 +46,7 @@ def settled_steps(schedule: Schedule) -> int:
 
 
 def _whole(schedule: Schedule) -> int:
-    """The fewest periods that are a whole number of slots: one, as a rule."""
+    """The fewest periods that make a whole number of slots: usually one."""
     timing = schedule.timing
     return timing.ticks_per_slot // gcd(timing.period, timing.ticks_per_slot)
 
@@ -65,7 +65,7 @@ def steady_steps(schedule: Schedule, n_steps: int) -> range:
 
 
 def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
-    """The fewest training steps of which ``timed`` are steady, rounded up as in steady_steps."""
+    """The fewest training steps with ``timed`` steady ones, rounded up as in steady_steps."""
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
     return settled_steps(schedule) + 1 + rounds * threads + _unlike_others_at_the_end(schedule)

@@ -42,7 +42,7 @@ _INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of
 
 @dataclass(frozen=True)
 class _Block:
-    """When each rank runs a micro-batch, but for the backwards of the weights.
+    """When each rank runs a micro-batch, without the backwards of the weights.
 
     Args:
         down: slots from a rank to the next.
@@ -61,7 +61,7 @@ class _Block:
     ahead: bool
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
-        """The rank's ops, but for the backwards of the weights."""
+        """The rank's ops, without the backwards of the weights."""
         first, second, last = rank, 2 * n_ranks - 1 - rank, n_ranks - 1
         way_down, way_up = self.down * rank, self.up * (last - rank)
         turn_1 = self.down * last + self.turns[0]
@@ -85,7 +85,7 @@ def zb_v(n_stages: int, n_microbatches: int) -> Orders:
     """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on.
 
     Raises:
-        UserError: an odd number of stages.
+        UserError: ``n_stages`` is odd.
     """
     p = _ranks(n_stages)
     return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p, ahead=True), p, n_microbatches)
@@ -95,7 +95,7 @@ def v_half(n_stages: int, n_microbatches: int) -> Orders:
     """About half the activations of 1F1B's first rank, and half of its bubble.
 
     Raises:
-        UserError: an odd number of stages.
+        UserError: ``n_stages`` is odd.
     """
     p = _ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
@@ -106,7 +106,7 @@ def v_min(n_stages: int, n_microbatches: int) -> Orders:
     """About a third of the activations of 1F1B's first rank, and two thirds of its bubble.
 
     Raises:
-        UserError: an odd number of stages.
+        UserError: ``n_stages`` is odd.
     """
     p = _ranks(n_stages)
     turn = 1 if p % 3 else 3  # 1 would put ops of a rank into the same slot of six
@@ -126,7 +126,7 @@ class _Rank:
     """A rank that runs its ops as early as it can.
 
     Args:
-        planned: its ops but for the backwards of the weights, in the order of the block.
+        planned: its ops without the backwards of the weights, in the order of the block.
         block: bounds what the rank holds.
     """
 
@@ -166,7 +166,7 @@ class _Rank:
         return self._later_forward(ready) if self.ahead else None
 
     def _later_forward(self, ready: Callable[[Op], bool]) -> int | None:
-        """The place of the next F, if the bound has room for it beside what it passes."""
+        """The place of the next F, if the bound leaves room for it."""
         held = self.held
         for at, op in enumerate(self.planned):
             if held == self.bound:
@@ -178,7 +178,7 @@ class _Rank:
 
 
 def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
-    """The order in which each rank runs its ops, if none waits for nothing."""
+    """Each rank's ops in order, each as early as it can start."""
     ranks = [_Rank(block.order(r, n_ranks, n_microbatches), block) for r in range(n_ranks)]
     split = {op for rank in ranks for op in rank.planned}
     ends: dict[Op, int] = {}

@@ -1,4 +1,4 @@
-"""Whether the choices of a schedule fit together: its timing, its placement and its delays."""
+"""Check that a schedule's timing, placement and delays fit together."""
 
 from collections.abc import Collection
 
@@ -18,10 +18,10 @@ MOST = 2**20
 def check_dependencies(
     timing: Timing, layout: Placement, n_stages: int, n_microbatches: int
 ) -> None:
-    """Every op is of a stage and micro-batch that there are, and starts when its inputs are there.
+    """Check that every op is within the sizes and starts after its inputs are ready.
 
     Raises:
-        UserError: one does not.
+        UserError: an op is outside, or starts too early.
     """
     starts = timing.starts
     for op, start in starts.items():
@@ -40,10 +40,10 @@ def check_dependencies(
 
 
 def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
-    """No two ops at once on a rank, but for the single device, which runs them all.
+    """Check that no rank runs two ops at once; a single device may.
 
     Raises:
-        UserError: there are.
+        UserError: a rank does.
     """
     if layout.one_device:
         return
@@ -65,10 +65,10 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
 
 
 def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, delay: Delay) -> None:
-    """No weights are read before they are made.
+    """Check that no weights are read before they are made.
 
     Raises:
-        UserError: some are.
+        UserError: some weights are.
     """
     possible = freshest(timing, len(staleness), layout.n_microbatches)
     for j, row in enumerate(staleness):
@@ -88,7 +88,7 @@ def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, del
 def _busy(
     timing: Timing, layout: Placement, n_stages: int
 ) -> dict[int, tuple[list[tuple[int, Op]], int]]:
-    """Of each rank: (start, op) modulo the ticks after which it does the same again."""
+    """For each rank, (start, op) modulo its lap, and the lap in ticks."""
     period = timing.period
     turns = [layout.turns(stage) for stage in range(n_stages)]
     in_turn = [
@@ -131,10 +131,10 @@ def check_forwards(n_stages: int, n_microbatches: int) -> None:
 
 
 def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> None:
-    """Every stage has a forward and a whole backward for every micro-batch.
+    """Check that every stage has a forward and a whole backward for every micro-batch.
 
     Raises:
-        UserError: one has not; or an index has been left out, as where a larger one is mistyped.
+        UserError: an op or an index is missing.
     """
     for what, attribute in (("stage", "stage"), ("micro-batch", "microbatch")):
         present = {getattr(op, attribute) for op in ops}

@@ -230,7 +230,7 @@ class _Check:
             here.boundaries.add(key)
 
     def end(self) -> None:
-        """Everything has been done, and nothing is left but the newest weights."""
+        """Check that every op ran and only the newest weights remain."""
         schedule, steps = self.schedule, self.program.steps
         for op in schedule.timing.starts:
             for step in steps:
