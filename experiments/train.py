@@ -34,12 +34,12 @@ def main(config: DictConfig) -> Ended:
     from toolkit.training import prepare
     from toolkit.training.checkpoints import from_rank_0
     from toolkit.training.profiling import check_profile
-    from toolkit.training.run_with_checkpoints import check_keeping
+    from toolkit.training.run_with_checkpoints import check_saving
 
     start = time.perf_counter()
     check_profile(config.profile)
     job = prepare(config)
-    check_keeping(job)
+    check_saving(job)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if job.runtime.world is not None:  # whichever rank knows the reason tells it
         job.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(job.runtime, folder))

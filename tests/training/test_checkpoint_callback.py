@@ -9,7 +9,12 @@ import pytest
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.training import DivergedError
 from toolkit.training import checkpoint_callback as module
-from toolkit.training.checkpoint_callback import Keeper, Often, Signals, StoppedError
+from toolkit.training.checkpoint_callback import (
+    CheckpointCallback,
+    SaveIntervals,
+    Signals,
+    StoppedError,
+)
 from toolkit.training.loop import Epoch, Position
 
 
@@ -44,8 +49,8 @@ def clock(monkeypatch):
 @pytest.fixture
 def make(clock, tmp_path):
     def make(often=None, signals=None, measure=ACCURACY, **options):
-        often = often or Often()
-        return Keeper(
+        often = often or SaveIntervals()
+        return CheckpointCallback(
             runtime=SimpleNamespace(rank=0, total=lambda values: values),
             saves=not often.never,
             checkpoints=Checkpoints(tmp_path),
@@ -92,7 +97,7 @@ def test_the_best_is_that_of_the_highest_accuracy_the_latest_of_equals(make, clo
     assert found.best == [4, 12, 16]
 
 
-@pytest.mark.parametrize("often", [Often(epochs=2), Often(steps=6, epochs=None)])
+@pytest.mark.parametrize("often", [SaveIntervals(epochs=2), SaveIntervals(steps=6, epochs=None)])
 def test_the_best_is_saved_whenever_it_comes(make, clock, often):
     found = train(make(often), clock, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95])
     assert found.best == [4, 24]
@@ -106,16 +111,16 @@ def test_the_best_by_loss_is_that_of_the_lowest(make, clock):
 @pytest.mark.parametrize(
     ("often", "steps"),
     [
-        (Often(epochs=1), [4, 8, 12]),
-        (Often(epochs=2), [4, 8]),
-        (Often(epochs=None), []),
-        (Often(steps=3, epochs=None), [3, 4, 6, 9, 12]),
-        (Often(steps=3), [3, 4, 6, 8, 9, 12]),
+        (SaveIntervals(epochs=1), [4, 8, 12]),
+        (SaveIntervals(epochs=2), [4, 8]),
+        (SaveIntervals(epochs=None), []),
+        (SaveIntervals(steps=3, epochs=None), [3, 4, 6, 9, 12]),
+        (SaveIntervals(steps=3), [3, 4, 6, 8, 9, 12]),
         # every step takes 30 s, and minutes count from one checkpoint to the next
-        (Often(epochs=None, minutes=1), [2, 4, 6, 8, 10, 12]),
-        (Often(epochs=None, minutes=2), [4, 8, 12]),
-        (Often(epochs=None, minutes=2.5), [4, 9]),
-        (Often(epochs=1, minutes=1.5), [3, 4, 7, 8, 11, 12]),
+        (SaveIntervals(epochs=None, minutes=1), [2, 4, 6, 8, 10, 12]),
+        (SaveIntervals(epochs=None, minutes=2), [4, 8, 12]),
+        (SaveIntervals(epochs=None, minutes=2.5), [4, 9]),
+        (SaveIntervals(epochs=1, minutes=1.5), [3, 4, 7, 8, 11, 12]),
     ],
 )
 def test_saves_when_it_is_due(make, clock, often, steps):
@@ -153,13 +158,13 @@ def test_a_signal_stops_after_a_checkpoint_if_that_can_be_written(make, clock, f
 def test_what_is_never_saved_stops_at_a_signal_too(make, clock):
     signals = Signals(signal.SIGINT)
     with pytest.raises(StoppedError, match="SIGINT") as stopped:
-        train(make(Often(epochs=None), signals), clock, [0.1], n_steps=100)
+        train(make(SaveIntervals(epochs=None), signals), clock, [0.1], n_steps=100)
     assert not stopped.value.saved
 
 
 def test_no_signal_stops_a_run_that_is_done(make, clock):
     signals = Signals(signal.SIGTERM)
-    keeper = make(Often(epochs=None), signals)
+    keeper = make(SaveIntervals(epochs=None), signals)
     keeper.epochs = 1
     keeper.end(Position(epoch=1))
     assert signals.agreed == signal.SIGTERM

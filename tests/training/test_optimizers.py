@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tests.cli.test_presets import CONF, composed
 from toolkit.cli.help import choices
+from toolkit.errors import UserError
 from toolkit.model import build, gpt, partition
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import takes_names
@@ -152,7 +153,7 @@ def test_stages_are_updated_like_the_whole_model(name):
 @pytest.mark.parametrize(("name", "make"), [("lars", lars), ("lamb", lamb)])
 def test_without_timm(monkeypatch, name, make):
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ValueError, match=f"^optimizer={name} needs timm: pip install timm"):
+    with pytest.raises(UserError, match=f"{name}"):
         make([nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ValueError, match=r"cannot be made: optimizer=.* needs timm: pip install"):
+    with pytest.raises(UserError):
         chosen(name)

@@ -19,10 +19,11 @@ from tests.experiments.command import TINY
 from tests.stages import cut
 from tests.thorough import THOROUGH, more, thorough
 from toolkit.cli import schema
+from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
 from toolkit.training import DivergedError, StoppedError, loop, prepare, run_with_checkpoints
-from toolkit.training.checkpoint_callback import Keeper
+from toolkit.training.checkpoint_callback import CheckpointCallback
 from toolkit.training.loop import Evaluation, Position
 from toolkit.training.run_with_checkpoints import without_delay
 from toolkit.training.training_run import TrainingRun
@@ -189,9 +190,7 @@ def test_a_run_that_has_ended_is_not_made_another(tmp_path):
     run_with_checkpoints(prepare(configured("epochs=1")), tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
     changed = configured("epochs=1", "optimizer.lr=0.5")
-    with pytest.raises(
-        ValueError, match=r"ended after 1 epochs.*with optimizer.lr=0.5 \(was 0.1\)"
-    ):
+    with pytest.raises(UserError, match=r"optimizer\.lr"):
         run_with_checkpoints(prepare(changed), tmp_path, resume=True)
     assert {path: path.read_bytes() for path in kept} == kept
     again = run_with_checkpoints(
@@ -199,7 +198,7 @@ def test_a_run_that_has_ended_is_not_made_another(tmp_path):
     )
     assert len(again.epochs) == 1
     run_with_checkpoints(prepare(configured("epochs=2", "optimizer.lr=0.5")), tmp_path, resume=True)
-    with pytest.raises(ValueError, match="the run has done 2 epochs and epochs=1: ask for more"):
+    with pytest.raises(UserError):
         run_with_checkpoints(prepare(configured("epochs=1")), tmp_path, resume=True)
 
 
@@ -211,7 +210,7 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(ValueError, match="has the checkpoints of a run: give another folder"):
+    with pytest.raises(UserError):
         run_with_checkpoints(prepare(configured()), tmp_path)
     with pytest.raises(StoppedError, match="SIGINT"):  # they are one, as when torchrun hands it on
         run_with_checkpoints(prepare(configured()), tmp_path, resume=True, on_step=twice)
@@ -304,13 +303,13 @@ def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
 
 def test_what_has_no_way_back_is_refused_at_once(tmp_path):
     job = prepare(configured("schedule=pipedream_2bw", "guard=rollback"))
-    with pytest.raises(ValueError, match="in the place of PipeDream-2BW"):
+    with pytest.raises(UserError):
         run_with_checkpoints(job, tmp_path)
-    with pytest.raises(ValueError, match="unknown guard 'maybe'"):
+    with pytest.raises(UserError):
         run_with_checkpoints(prepare(configured("guard=maybe")), tmp_path)
-    with pytest.raises(ValueError, match=r"guard_factor is above 1; 10 is usual: got -1"):
+    with pytest.raises(UserError, match="guard_factor"):
         run_with_checkpoints(prepare(configured("guard_factor=-1")), tmp_path)
-    with pytest.raises(ValueError, match=r"save.steps is above 0, or null: got 0"):
+    with pytest.raises(UserError, match=r"save\.steps"):
         run_with_checkpoints(prepare(configured("save.steps=0")), tmp_path)
 
 
@@ -500,7 +499,7 @@ def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeyp
 
 
 def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypatch):
-    check, planted = Keeper.check, []
+    check, planted = CheckpointCallback.check, []
 
     def once(keeper, position):
         if position.steps_done == 16 and not planted:
@@ -508,7 +507,7 @@ def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypat
             raise DivergedError("planted")
         check(keeper, position)
 
-    monkeypatch.setattr(Keeper, "check", once)
+    monkeypatch.setattr(CheckpointCallback, "check", once)
     options = "schedule=cdp_v1", "guard=rollback"
     stopped(tmp_path, 20, *options)  # of which 8 were in vain
     outcome = run_with_checkpoints(prepare(configured(*options)), tmp_path, resume=True)
@@ -518,11 +517,11 @@ def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypat
 
 
 def test_other_ranks_have_no_way_back():
-    with pytest.raises(ValueError, match="it takes 9 ranks"):
+    with pytest.raises(UserError):
         without_delay(catalog.cyclic(3, placement="per_stage_and_microbatch"))
 
 
 @pytest.mark.parametrize("factor", [-1, 0.5, 1])
 def test_refuses_a_guard_factor(tmp_path, factor):
-    with pytest.raises(ValueError, match="guard_factor is above 1"):
+    with pytest.raises(UserError, match="guard_factor"):
         run_with_checkpoints(prepare(configured(f"guard_factor={factor}")), tmp_path)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.training.test_run_with_checkpoints import configured, stopped, weights
+from toolkit.errors import UserError
 from toolkit.runtime.updater import Updater
 from toolkit.training import prepare, run_with_checkpoints
 
@@ -71,7 +72,7 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
 def test_an_epoch_of_another_length_is_refused(tmp_path, changed):
     """Also after its last step: rates go by epochs."""
     run_with_checkpoints(prepare(configured("epochs=1", "schedule=dp")), tmp_path)
-    with pytest.raises(ValueError, match=r"saved after 8 steps, in epoch 1 after step 0"):
+    with pytest.raises(UserError):
         run_with_checkpoints(
             prepare(configured("epochs=2", "schedule=dp", changed)), tmp_path, resume=True
         )

@@ -36,7 +36,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Often:
+class SaveIntervals:
     """When checkpoints are saved; None: not for that reason.
 
     Args:
@@ -45,7 +45,7 @@ class Often:
         minutes: time from one to the next.
 
     Raises:
-        ValueError: an interval that is not above 0.
+        UserError: an interval that is not above 0.
     """
 
     steps: int | None = None
@@ -99,7 +99,7 @@ class Signals:
 
 
 @dataclass
-class Keeper(Stretches):
+class CheckpointCallback(Stretches):
     """Saves, stops and watches a run at the pauses between its stretches.
 
     Args:
@@ -125,7 +125,7 @@ class Keeper(Stretches):
     runtime: Runtime
     saves: bool
     checkpoints: Checkpoints
-    often: Often
+    often: SaveIntervals
     extra: Mapping[str, Any]
     guard: str
     guard_factor: float

@@ -94,7 +94,7 @@ class Checkpoints:
             skip: how many of the latest to pass over; the oldest is never passed over.
 
         Raises:
-            ValueError: there is none.
+            UserError: there is none.
         """
         damaged: list[str] = []
         paths = self.paths()

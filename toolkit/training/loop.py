@@ -122,7 +122,7 @@ class Position:
         """The position whose ``state_dict`` was taken.
 
         Raises:
-            ValueError: it is formed otherwise.
+            UserError: it is formed otherwise.
         """
         history = state["history"] if isinstance(state, dict) and "history" in state else []
         n_epochs = len(history) if isinstance(history, list) else 0
@@ -222,7 +222,7 @@ def fit(
 
     Raises:
         DivergedError: the loss is no longer finite.
-        ValueError: epochs had another number of steps before ``position``.
+        UserError: epochs had another number of steps before ``position``.
     """
     position = position or Position()
     stretches = stretches or Stretches()

@@ -33,7 +33,7 @@ class Muon(AdamW):
         options: those of AdamW: ``lr`` and ``weight_decay`` for all, the others for its groups.
 
     Raises:
-        ValueError: an option out of its range, or a group for Muon with a vector.
+        UserError: an option out of its range, or a group for Muon with a vector.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
     """timm's Lars, of You et al., arXiv 1708.03888.
 
     Raises:
-        ValueError: timm is not installed.
+        UserError: timm is not installed.
     """
     return _timm("lars").Lars(params, **options)
 
@@ -38,7 +38,7 @@ def lamb(
     """timm's Lamb, of You et al., arXiv 1904.00962; it clips only if told to.
 
     Raises:
-        ValueError: timm is not installed.
+        UserError: timm is not installed.
     """
     return _timm("lamb").Lamb(params, betas=tuple(betas), max_grad_norm=max_grad_norm, **options)
 

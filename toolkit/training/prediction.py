@@ -20,7 +20,7 @@ def beside_prediction(
         form: of its samples.
 
     Raises:
-        ValueError: what runs cannot be analysed.
+        UserError: what runs cannot be analysed.
     """
     example = form.example(config.batch, "meta")
     model = build_model(config.model, form).to("meta")

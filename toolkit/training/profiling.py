@@ -31,7 +31,7 @@ class Profile:
         here: whether this process is the one that is traced.
 
     Raises:
-        ValueError: fewer than none.
+        UserError: fewer than none.
     """
 
     def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.errors import UserError, check_choice, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.schedule import Schedule, timing
-from toolkit.training.checkpoint_callback import GUARDS, Keeper, Often, Signals
+from toolkit.training.checkpoint_callback import GUARDS, CheckpointCallback, SaveIntervals, Signals
 from toolkit.training.checkpoints import Checkpoints, check_keep, from_rank_0
 from toolkit.training.config_diff import FREE, changed_options, rate_follows_epochs
 from toolkit.training.data import SampleSet
@@ -63,13 +63,13 @@ def run_with_checkpoints(
         signals: those that end it; SIGTERM and SIGINT of this process unless given.
 
     Raises:
-        ValueError: there is no checkpoint to resume from, or it is of another run; there are
+        UserError: there is no checkpoint to resume from, or it is of another run; there are
             checkpoints, and none is to be resumed from; an option that the runtime cannot serve.
         StoppedError: a signal has ended the run.
         DivergedError: the loss has diverged, and there is no way back.
     """
     options = job.config
-    safe = check_keeping(job)
+    safe = check_saving(job)
     often = _often(options)
     folder = from_rank_0(job.runtime, folder.resolve())
     checkpoints = Checkpoints(
@@ -94,7 +94,7 @@ def run_with_checkpoints(
     with (signals or Signals()).heard() as signals:
         while True:
             saves = safe is not None or not often.never
-            keeper = _keeper(job, checkpoints, often, signals, saves, weights, rolled_back)
+            keeper = _callback(job, checkpoints, often, signals, saves, weights, rolled_back)
             if safe is not None and position is None:
                 keeper.save(Position())
             try:
@@ -120,19 +120,19 @@ def check_run(config: DictConfig, samples: SampleSet) -> None:
     """Refuse options with which no run can begin, before anything is left of it.
 
     Raises:
-        ValueError: as :func:`toolkit.training.prepare` and :func:`check_keeping` do.
+        UserError: as :func:`toolkit.training.prepare` and :func:`check_saving` do.
     """
-    check_keeping(prepare(config, samples))
+    check_saving(prepare(config, samples))
 
 
-def check_keeping(job: TrainingRun) -> Schedule | None:
+def check_saving(job: TrainingRun) -> Schedule | None:
     """Refuse options by which ``job`` cannot be saved or watched.
 
     Returns:
         the schedule by which it goes on where ``guard=rollback`` goes back; None for other guards.
 
     Raises:
-        ValueError: an interval that is not above 0, or a guard that cannot be.
+        UserError: an interval that is not above 0, or a guard that cannot be.
     """
     options = job.config
     check_choice("guard", options.guard, GUARDS)
@@ -143,22 +143,22 @@ def check_keeping(job: TrainingRun) -> Schedule | None:
     return _safe(job) if options.guard == "rollback" else None
 
 
-def _often(options: DictConfig) -> Often:
+def _often(options: DictConfig) -> SaveIntervals:
     """When a run with these options is saved."""
-    return Often(options.save.steps, options.save.epochs, options.save.minutes)
+    return SaveIntervals(options.save.steps, options.save.epochs, options.save.minutes)
 
 
-def _keeper(
+def _callback(
     job: TrainingRun,
     checkpoints: Checkpoints,
-    often: Often,
+    often: SaveIntervals,
     signals: Signals,
     saves: bool,
     weights: bool,
     rolled_back: bool,
-) -> Keeper:
+) -> CheckpointCallback:
     options = job.config
-    return Keeper(
+    return CheckpointCallback(
         runtime=job.runtime,
         saves=saves,
         checkpoints=checkpoints,
@@ -202,7 +202,7 @@ def without_delay(schedule: Schedule) -> Schedule:
     """Data parallelism on the same stages, micro-batches and ranks.
 
     Raises:
-        ValueError: there is no such schedule.
+        UserError: there is no such schedule.
     """
     if schedule.max_staleness == 0:
         return schedule
@@ -229,7 +229,7 @@ def _safe(job: TrainingRun) -> Schedule:
     """The schedule by which ``job`` goes on once it has diverged.
 
     Raises:
-        ValueError: there is none that its runtime can run.
+        UserError: there is none that its runtime can run.
     """
     found = without_delay(job.schedule)
     if not job.runtime.can_run(found):

@@ -169,7 +169,7 @@ def prepare(
         schedule: a schedule in the place of the one that ``config`` describes.
 
     Raises:
-        ValueError: a part cannot be built, or does not fit the others; or the runtime takes many
+        UserError: a part cannot be built, or does not fit the others; or the runtime takes many
             processes and this is not one of them.
     """
     check_counts(config, "stages", "microbatches", "batch", "epochs")
@@ -236,7 +236,7 @@ def join_ranks(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], 
     """The runtime's own options; and the ranks, where it takes a process for each.
 
     Raises:
-        ValueError: this process is a rank where it should be none, or the other way round; or the
+        UserError: this process is a rank where it should be none, or the other way round; or the
             runtime cannot run the schedule.
     """
     options: dict[str, Any] = dict(config.runtime)
@@ -294,7 +294,7 @@ def pick_device(name: str) -> torch.device:
     """``auto`` is CUDA where there is one.
 
     Raises:
-        ValueError: no such device here.
+        UserError: no such device here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -25,7 +25,7 @@ def rows_of(batch_size: int, n_parts: int, wanted: Wanted) -> Rows:
     """The rows of the ``wanted`` ones of ``n_parts`` equal parts.
 
     Raises:
-        ValueError: a batch cannot be divided.
+        UserError: a batch cannot be divided.
     """
 
     def rows(batch: int, size: int) -> Tensor:
@@ -111,7 +111,7 @@ def shuffled(
     """The numbers of ``n`` samples in the order of an epoch, and what draws all else in it.
 
     Raises:
-        ValueError: they are fewer than a training step takes.
+        UserError: they are fewer than a training step takes.
     """
     if batch_size > n:
         raise UserError(

@@ -25,7 +25,7 @@ def skips(damaged: str) -> bool:
     """Whether damaged images are skipped, by the option ``data.damaged``.
 
     Raises:
-        ValueError: it has no such value.
+        UserError: it has no such value.
     """
     if damaged not in _CHOICES:
         raise UserError(f"unknown data.damaged {damaged!r}: choose {' or '.join(_CHOICES)}")

@@ -29,7 +29,7 @@ class Datasets:
         form: what a sample is, if it is no image.
 
     Raises:
-        ValueError: they have no length, or no such samples.
+        UserError: they have no length, or no such samples.
     """
 
     def __init__(

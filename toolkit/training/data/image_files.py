@@ -43,7 +43,7 @@ class ClassFolders(ImageFolder):
     """torchvision's, with the same images; but what it cannot read it does not leave out.
 
     Raises:
-        ValueError: a folder cannot be read, holds no folders of classes, or has a class without
+        UserError: a folder cannot be read, holds no folders of classes, or has a class without
             images.
     """
 
@@ -122,7 +122,7 @@ def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
     """The training and the test images, of the same classes.
 
     Raises:
-        ValueError: there are none, or their classes differ.
+        UserError: there are none, or their classes differ.
     """
     images, test_images = ClassFolders(str(train)), ClassFolders(str(test))
     if differing := sorted(set(images.classes) ^ set(test_images.classes)):

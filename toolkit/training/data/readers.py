@@ -27,7 +27,7 @@ def n_workers(asked: int | None) -> int:
     """As many as asked for, but at most one a core; unless asked, this rank's share of the cores.
 
     Raises:
-        ValueError: fewer than none.
+        UserError: fewer than none.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -69,7 +69,7 @@ class Readers:
         collate: makes a batch of a list of images.
 
     Raises:
-        ValueError: nothing is read ahead.
+        UserError: nothing is read ahead.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def load(config: DictConfig) -> SampleSet:
     """The set of a group's options.
 
     Raises:
-        ValueError: they describe none.
+        UserError: they describe none.
     """
     check_target(config, "data", "toolkit.training.data.digits")
     look_here()

@@ -45,7 +45,7 @@ def synthetic(
     """Random images, a pattern and noise a class: learnable, of any size, with no file.
 
     Raises:
-        ValueError: a number below 1.
+        UserError: a number below 1.
     """
     sizes = {"n_train": n_train, "n_test": n_test, "n_classes": n_classes}
     for name, size in (sizes | {"image_size": image_size, "in_channels": in_channels}).items():
@@ -85,7 +85,7 @@ def cifar10(
             class stands in for each.
 
     Raises:
-        ValueError: the folder is missing or holds something else, or fewer images; or an option
+        UserError: the folder is missing or holds something else, or fewer images; or an option
             has no such value.
     """
     from toolkit.training.data.corrupt_images import Skipped, skips
@@ -148,7 +148,7 @@ def image_folder(
             order of their paths, stands in for each.
 
     Raises:
-        ValueError: the folder is missing or holds something else, or an option has no such value.
+        UserError: the folder is missing or holds something else, or an option has no such value.
     """
     expected = f"train/ and {validation}/ with one folder of images a class"
     if not validation:
@@ -247,7 +247,7 @@ def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
         their numbers, ascending.
 
     Raises:
-        ValueError: there are not so many.
+        UserError: there are not so many.
     """
     everything = torch.arange(len(labels))
     if n is None:

@@ -32,7 +32,7 @@ class Tokens:
         vocabulary: how many different tokens there are.
 
     Raises:
-        ValueError: there are too few tokens for a sequence, or an option has no such value.
+        UserError: there are too few tokens for a sequence, or an option has no such value.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
         test_share: of the text, at its end.
 
     Raises:
-        ValueError: there is no such text, or an option has no such value.
+        UserError: there is no such text, or an option has no such value.
     """
     if not 0 < test_share < 1:
         raise UserError(f"data.test_share is a share between 0 and 1: got {test_share}")
@@ -140,7 +140,7 @@ def token_files(
         dtype: of the numbers in the files, as numpy calls it.
 
     Raises:
-        ValueError: the folder is missing or holds something else, or an option has no such value.
+        UserError: the folder is missing or holds something else, or an option has no such value.
     """
     if root is None:
         raise UserError("data=tokens reads a folder: set data.root to one with train.bin, val.bin")
