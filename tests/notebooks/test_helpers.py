@@ -304,7 +304,7 @@ def test_an_error_in_a_cell_is_one_sentence():
     with pytest.raises(ValueError, match="n_workers") as refused, Live("pilot"):
         pilot(torch.nn.Linear(3, 2), torch.randn(8, 3), n_workers=0)
     (line,) = refused.value._render_traceback_()
-    assert line == f"ValueError: {refused.value}"
+    assert line == f"UserError: {refused.value}"
     live = Live("pilot")
     assert "running for" in live._repr_html_()
     with pytest.raises(KeyError) as bug, live:
