@@ -84,12 +84,6 @@ def test_opening_by_tick():
     assert begun(flow) == [3, 4]
 
 
-def test_ops_are_not_begun_by_it():
-    flow = flow_of(op(), op(Action.BACKWARD), activation(Action.RECV, 1, stage=4))
-    flow.open(3)
-    assert begun(flow) == [2]
-
-
 def test_what_ends_lets_others_begin():
     """Once they are open, too: before, to lack nothing is not enough."""
     flow = flow_of(op(), activation(Action.SEND, 1), op(stage=1), activation(Action.SEND, 1, 1))
@@ -100,19 +94,6 @@ def test_what_ends_lets_others_begin():
     flow.end(2)
     assert flow.next() is None
     flow.open(4)
-    assert begun(flow) == [3]
-
-
-def test_what_needs_two_begins_after_both():
-    update = Instruction(0, Action.UPDATE, 0, None, 0, 1)
-    flow = flow_of(op(), op(Action.BACKWARD), summed(Action.RECV, 1), update)
-    flow.open(4)
-    assert begun(flow) == [2]
-    flow.end(2)
-    assert flow.next() is None
-    flow.end(0)
-    assert flow.next() is None
-    flow.end(1)
     assert begun(flow) == [3]
 
 
@@ -231,13 +212,6 @@ def test_first_left():
     assert [flow.has_ended(p) for p in range(3)] == [True, False, True]
     flow.end(1)
     assert flow.n_left == 0
-
-
-def test_ends_once():
-    flow = flow_of(op())
-    flow.end(0)
-    with pytest.raises(AssertionError):
-        flow.end(0)
 
 
 # Of any program
