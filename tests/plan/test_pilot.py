@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.cost import Hardware
+from toolkit.errors import UserError
 from toolkit.model import gpt
-from toolkit.plan import data, measure, pilot
+from toolkit.plan import measure, pilot
 from toolkit.runtime.meters.predicted_vs_measured import alike_stages
 from toolkit.schedule import catalog
 from toolkit.training.data import Tokens, synthetic
@@ -19,6 +20,7 @@ from toolkit.training.data import Tokens, synthetic
 LINK = Hardware("link", 1e12, 5e10, 1e5)
 IMAGES = torch.randn(40, 3, 6, 6)
 CLASSES = torch.arange(40) % 4
+PAIR = (IMAGES, CLASSES)
 
 
 def net(n_classes=4):
@@ -95,9 +97,9 @@ def test_other_machines_of_the_same_findings(found):
     (alone,), each = (f.of("DP").predicted.memories for f in (together, found))
     assert alone > max(each)
     assert len(each) == 4
-    with pytest.raises(ValueError, match="unknown placement 'two': choose one of"):
+    with pytest.raises(UserError, match="'two'"):
         found.elsewhere(placement="two")
-    with pytest.raises(ValueError, match="Hardware: got 'quick'"):
+    with pytest.raises(UserError, match="'quick'"):
         found.elsewhere("quick")
 
 
@@ -208,7 +210,7 @@ class Pairs(torch.utils.data.Dataset):
         return IMAGES[k], int(CLASSES[k])
 
 
-@pytest.mark.parametrize("images", [IMAGES, (IMAGES, CLASSES), Pairs()], ids=["x", "xy", "set"])
+@pytest.mark.parametrize("images", [IMAGES, PAIR, Pairs()], ids=["x", "xy", "set"])
 def test_images_in_any_form(images):
     found = pilot(net, images, 2, batch=4, steps=2, seeds=1, compute="roofline")
     assert found.model == f"{net.__module__}.net"
@@ -223,7 +225,7 @@ def test_images_in_any_form(images):
 
 def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on():
     def tested(n):
-        return data.read((IMAGES[:n], CLASSES[:n]), 8, torch.device("cpu")).n_tested
+        return measure.read((IMAGES[:n], CLASSES[:n]), 8, torch.device("cpu")).n_tested
 
     assert [tested(n) for n in (8, 9, 10, 20)] == [0, 1, 2, 4]
     found = pilot(net(), (IMAGES[:8], CLASSES[:8]), 2, batch=4, steps=2)
@@ -244,11 +246,9 @@ def test_a_decoder_and_its_text():
     decoder = partial(gpt, **of_bytes.form.arguments, layers=2, width=8, heads=2)
     assert "data=text data.root=MY_TEXT data.length=8" in str(pilot(decoder, of_bytes, 2, steps=0))
     small = partial(gpt, 10, 8, layers=2, width=8, heads=2)
-    with pytest.raises(
-        ValueError, match=r"for 4 sequences has shape \[4, 8, 10\] and these are of 11"
-    ):
+    with pytest.raises(UserError, match=r"\[4, 8, 10\].* 11"):
         pilot(small, words, 2, batch=4, steps=4)
-    with pytest.raises(ValueError, match=r"\[4, 11\] and these .* expected \[4, 8, 11\] or wider"):
+    with pytest.raises(UserError, match=r"\[4, 11\].*\[4, 8, 11\]"):
         pilot(
             nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(32, 11)), words, 2, batch=4
         )
@@ -257,19 +257,19 @@ def test_a_decoder_and_its_text():
 def test_text_is_given_as_a_set():
     tokens = torch.randint(9, (40, 8))
     for wrong in (tokens, (tokens.float(), tokens), torch.utils.data.TensorDataset(tokens, tokens)):
-        with pytest.raises(ValueError, match=r"text is given as a set of toolkit.training.data"):
+        with pytest.raises(UserError, match=r"training\.data"):
             pilot(net(), wrong, 2)
 
 
 def test_what_is_told_of_the_progress_ends_at_its_end():
     told = []
-    images = (IMAGES, CLASSES)
+    images = PAIR
     pilot(net(), images, 2, batch=4, steps=0, on_progress=lambda *said: told.append(said))
     assert told[-1] == ("predicting", 1.0)
 
 
 def test_a_model_and_images_of_unlike_types():
-    found = pilot(net().double(), (IMAGES, CLASSES), np.int64(2), batch=4, steps=2, seeds=1)
+    found = pilot(net().double(), PAIR, np.int64(2), batch=4, steps=2, seeds=1)
     assert found.training.n_steps == 2
     assert found.n_workers == 2
 
@@ -278,7 +278,7 @@ def test_divergence_is_told():
     def wild(parameters):
         return torch.optim.SGD(parameters, lr=1e6)
 
-    found = pilot(net(), (IMAGES, CLASSES), 2, batch=4, steps=6, seeds=1, optimizer=wild)
+    found = pilot(net(), PAIR, 2, batch=4, steps=6, seeds=1, optimizer=wild)
     assert found.training.diverged == ("DP", "CDP-v2")
     assert found.advice.choice == "undecided"
 
@@ -300,7 +300,7 @@ def test_a_function_draws_weights_for_every_seed():
 
 
 def test_a_model_that_cannot_be_cut():
-    found = pilot(Recurrent(), (IMAGES, CLASSES), 2, batch=4)
+    found = pilot(Recurrent(), PAIR, 2, batch=4)
     assert (found.n_stages, found.rules, found.training) == (1, (), None)
     assert found.advice.choice == "DP"
     assert "cannot be cut" in str(found)
@@ -310,54 +310,37 @@ def test_a_model_that_cannot_be_cut():
 @pytest.mark.parametrize(
     ("model", "images", "options", "message"),
     [
-        (
-            net(),
-            (IMAGES, CLASSES),
-            {"n_workers": 0},
-            "n_workers is a whole number, 2 or more",
-        ),
-        (
-            net(),
-            (IMAGES, CLASSES),
-            {"n_workers": 2.0},
-            "n_workers is a whole number, 2",
-        ),
-        (net(), (IMAGES, CLASSES), {"batch": 0}, "batch is a whole number, 1 or more: got 0"),
-        (net(), (IMAGES, CLASSES), {"batch": 11}, "takes 44 images .* and there are 40"),
-        (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "takes 44 images and there are 20"),
-        (net(), (IMAGES, CLASSES), {"seeds": 0}, "seeds is a whole number, 1 or more: got 0"),
-        (net(), (IMAGES, CLASSES), {"steps": -1}, "steps is a whole number, 0 or more: got -1"),
-        (net(), (IMAGES, CLASSES), {"budget": 0}, "budget is a number of seconds above 0"),
-        (net(), (IMAGES, CLASSES), {"budget": "60"}, "budget is a number .* got '60'"),
-        (net(), (IMAGES, CLASSES), {"placement": "x"}, "unknown placement 'x': choose one of"),
-        (net(), (IMAGES, CLASSES), {"compute": "x"}, "unknown compute 'x': choose one of"),
-        (net(3), (IMAGES, CLASSES), {}, r"expected \[8, 4\] or wider"),
-        (net(), (IMAGES, CLASSES[:9]), {}, "classes are whole numbers, one an image"),
-        (net(), (IMAGES, CLASSES - 1), {}, "numbered from 0: got -1"),
-        (net(), "images", {}, "got a str"),
-        (net(), [1, 2], {}, "a data set gives"),
-        (net(), (torch.randn(40, 5), CLASSES), {}, "cannot train on an example of shape"),
-        (nn.Flatten(), (IMAGES, CLASSES), {}, "Flatten has nothing to train"),
-        (
-            nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic()),
-            (IMAGES, CLASSES),
-            {},
-            "cannot trace Sequential",
-        ),
-        (7, (IMAGES, CLASSES), {}, "got a int"),
-        (lambda: 7, (IMAGES, CLASSES), {}, r"model\(\) gives a int"),
+        (net(), PAIR, {"n_workers": 0}, "n_workers"),
+        (net(), PAIR, {"n_workers": 2.0}, "n_workers"),
+        (net(), PAIR, {"batch": 0}, "batch.* 0"),
+        (net(), PAIR, {"batch": 11}, "44 .*40"),
+        (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "44 .*20"),
+        (net(), PAIR, {"seeds": 0}, "seeds.* 0"),
+        (net(), PAIR, {"steps": -1}, "steps.* -1"),
+        (net(), PAIR, {"budget": 0}, "budget.* 0"),
+        (net(), PAIR, {"budget": "60"}, "budget.* '60'"),
+        (net(), PAIR, {"placement": "x"}, "placement 'x'"),
+        (net(), PAIR, {"compute": "x"}, "compute 'x'"),
+        (net(3), PAIR, {}, r"\[8, 4\]"),
+        (net(), (IMAGES, CLASSES[:9]), {}, "classes"),
+        (net(), (IMAGES, CLASSES - 1), {}, "-1"),
+        (net(), "images", {}, "str"),
+        (net(), [1, 2], {}, "data set"),
+        (net(), (torch.randn(40, 5), CLASSES), {}, "shape"),
+        (nn.Flatten(), PAIR, {}, "Flatten"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic()), PAIR, {}, "Sequential"),
+        (7, PAIR, {}, "int"),
+        (lambda: 7, PAIR, {}, r"model\(\).* int"),
     ],
 )
 def test_mistakes_are_one_sentence(model, images, options, message):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         pilot(model, images, **options)
     assert "\n" not in str(refused.value)
 
 
 def test_what_is_no_hardware_is_refused_before_anything_is_measured():
     said = []
-    with pytest.raises(ValueError, match="Hardware: got 'a100'"):
-        pilot(
-            net(), (IMAGES, CLASSES), hardware="a100", on_progress=lambda *what: said.append(what)
-        )
+    with pytest.raises(UserError, match="'a100'"):
+        pilot(net(), PAIR, hardware="a100", on_progress=lambda *what: said.append(what))
     assert not said
