@@ -124,6 +124,11 @@ def test_one_that_fails_does_not_lose_the_others(swept):
     ]
     result = json.loads((folder / "0" / "result.json").read_text())
     assert read_status(folder / "0").objective == result["metrics"]["top1"]
+    results = [json.loads((folder / k / "result.json").read_text()) for k in "02"]
+    assert [found["schedule"] for found in results] == ["DP", "DP"]
+    rates = [found["provenance"]["config"]["optimizer"]["lr"] for found in results]
+    assert rates == [0.1, 0.2]
+    assert not (folder / "1" / "result.json").exists()
 
 
 def test_a_sweep_passes_over_what_is_done_and_resumes_what_is_not(swept):

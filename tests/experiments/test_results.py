@@ -119,23 +119,6 @@ def test_a_batch_has_as_many_micro_batches_as_the_schedule(tmp_path):
     assert result["provenance"]["config"]["schedule"]["n"] == 2
 
 
-def test_a_sweep_has_a_result_for_each_job(tmp_path):
-    arguments = ("schedule=dp,cdp_v2", "seed=0,1")
-    finished = run("train", "-m", *TINY, *arguments, f"hydra.sweep.dir={tmp_path}")
-    assert finished.status == 0, finished.err
-    results = [json.loads((tmp_path / str(k) / "result.json").read_text()) for k in range(4)]
-    assert [result["schedule"] for result in results] == ["DP"] * 2 + ["CDP-v2"] * 2
-    assert [result["provenance"]["seed"] for result in results] == [0, 1] * 2
-
-
-def test_a_mistake_in_one_job_does_not_lose_the_others(tmp_path):
-    finished = run("train", "-m", *TINY, "stages=2,100,3", f"hydra.sweep.dir={tmp_path}")
-    assert finished.status == 2
-    assert "error: this model can be cut into 1 to 24 stages: got n_stages=100" in finished.err
-    assert "Traceback" not in finished.err
-    assert [(tmp_path / str(k) / "result.json").exists() for k in range(3)] == [True, False, True]
-
-
 def test_compare(tmp_path):
     result = complete("compare", tmp_path, *TINY, "seeds=2", "epochs=2", "seed=5")
     assert_provenance(result["provenance"], "compare", *TINY)
