@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.cli.process import is_rank_zero
-from toolkit.errors import UserError, first_line
+from toolkit.errors import UserError
 from toolkit.training.data.in_memory import InMemory, Labelled
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ def _published(root: Path, train: bool) -> Labelled:
         found = CIFAR10(str(root), train=train, download=False)
     except (RuntimeError, OSError) as error:
         raise UserError(
-            f"data.root={root}: {root / _PUBLISHED} is incomplete or damaged ({first_line(error)}):"
-            " unpack cifar-10-python.tar.gz there again"
+            f"data.root={root}: {root / _PUBLISHED} is incomplete or damaged: unpack"
+            " cifar-10-python.tar.gz there again"
         ) from error
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
     return Labelled(images, torch.tensor(found.targets))
