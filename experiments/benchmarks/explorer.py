@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from toolkit.cli.validate import check_counts
 from toolkit.figures import Explorer
-from toolkit.figures.explorer import analysis, choice, drawing
+from toolkit.figures.explorer import choice, drawing, inspection
 
 _BOUND = 0.3  # seconds
 _PLACED = {
@@ -39,7 +39,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 def _redrawn(explorer: Explorer) -> float:
     explorer.n_steps.value = 2
-    for module in (choice, analysis, drawing):
+    for module in (choice, inspection, drawing):
         for function in vars(module).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()

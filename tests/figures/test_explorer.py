@@ -15,10 +15,10 @@ from toolkit.cli import build_schedule, schema
 from toolkit.cli.help import choices
 from toolkit.cli.validate import check_given
 from toolkit.figures.explorer import Choice
-from toolkit.figures.explorer.analysis import analyse, find, predict
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of
 from toolkit.figures.explorer.controls import cost_sources, hardware_presets
 from toolkit.figures.explorer.drawing import draw, frame_of, steps
+from toolkit.figures.explorer.inspection import analyse, find, predict
 from toolkit.figures.explorer.page import explored, write_csv
 from toolkit.schedule import RandomDelay, Schedule, steady_state
 from toolkit.schedule.footprint import footprint

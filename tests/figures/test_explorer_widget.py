@@ -12,9 +12,9 @@ from torch import nn
 
 from toolkit.cost import Hardware, profile, unit_costs
 from toolkit.figures import Explorer
-from toolkit.figures.explorer.analysis import predict
 from toolkit.figures.explorer.choice import OWN, SCHEDULES
 from toolkit.figures.explorer.controls import GIVEN, UNIFORM
+from toolkit.figures.explorer.inspection import predict
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
 

@@ -1,7 +1,7 @@
 """What notebooks need beside the toolkit: settings from anywhere, live progress, tables."""
 
 from toolkit.notebook.live import Live, beside_prediction, train_on_ranks, watched
-from toolkit.notebook.runs import (
+from toolkit.notebook.run_tables import (
     by_epoch,
     by_rank,
     counted_and_measured,

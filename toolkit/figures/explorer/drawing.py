@@ -6,8 +6,8 @@ from functools import lru_cache
 from html import escape
 from typing import NamedTuple
 
-from toolkit.figures.explorer.analysis import Analysis, analyse, texts
 from toolkit.figures.explorer.choice import Choice
+from toolkit.figures.explorer.inspection import Analysis, analyse, texts
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.grid import row_of, rows
 

@@ -8,9 +8,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.figures.explorer.analysis import Analysis, Number, analyse, predict
 from toolkit.figures.explorer.choice import ORDERS_FILE, OWN, Choice
 from toolkit.figures.explorer.drawing import draw, element, frame_of, table
+from toolkit.figures.explorer.inspection import Analysis, Number, analyse, predict
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import BLUE, ORANGE, PURPLE, SKY, VERMILION, YELLOW, save
 from toolkit.schedule import Schedule

@@ -10,10 +10,10 @@ import ipywidgets as ui
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError
 from toolkit.figures.explorer import controls, page
-from toolkit.figures.explorer.analysis import Analysis, analyse, find, predict
 from toolkit.figures.explorer.choice import LARGEST, OWN, Choice, check_sizes, choice_of
 from toolkit.figures.explorer.controls import FIELD, Column, in_columns
 from toolkit.figures.explorer.drawing import draw, frame_of
+from toolkit.figures.explorer.inspection import Analysis, analyse, find, predict
 from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import collector_paused
 
