@@ -21,7 +21,7 @@ def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 
     from toolkit.format import table
-    from toolkit.tracking import describe, write_result
+    from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()

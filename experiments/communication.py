@@ -33,8 +33,8 @@ rounds: messages of a stage that wait for each other between two slots
 @entry_point("communication", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> int:
     from toolkit.format import agreement, counted_cells, measured_cells, table
+    from toolkit.results import describe_cpu, write_result
     from toolkit.schedule.paper_table import compare
-    from toolkit.tracking import describe_cpu, write_result
 
     start = time.perf_counter()
     rows = compare(config.workers)
@@ -75,9 +75,9 @@ def main(config: DictConfig) -> int:
 def measure(config: DictConfig, folder: Path) -> list[Any]:
     """Run every setting, and draw one beside its prediction."""
     from toolkit.figures import save, timelines
+    from toolkit.results import Progress
     from toolkit.runtime import launch
     from toolkit.runtime.meters import predicted_vs_measured
-    from toolkit.tracking import Progress
 
     check_counts(config, "width", "batch")
     n = config.workers

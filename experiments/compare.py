@@ -30,15 +30,15 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
-    from toolkit.comparison.kept import RuleRun
+    from toolkit.results.comparison_folder import RuleRun
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
     from toolkit.cli import build_schedule
-    from toolkit.comparison.kept import asked_for, kept_or_why
-    from toolkit.comparison.train import before, train_all
-    from toolkit.tracking.provenance import gone_on_with
+    from toolkit.results.comparison import before, train_all
+    from toolkit.results.comparison_folder import asked_for, kept_or_why
+    from toolkit.results.provenance import gone_on_with
     from toolkit.training import StoppedError
     from toolkit.training.data import load
 
@@ -89,7 +89,7 @@ def conclude(
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.files import noted
-    from toolkit.tracking import delay_means, describe, write_result
+    from toolkit.results import delay_means, describe, write_result
     from toolkit.training import pick_device
 
     folder = Path(HydraConfig.get().runtime.output_dir)
@@ -223,7 +223,7 @@ def compared(runs: list["RuleRun"], name: str, first: str, by: Metric) -> dict[s
 
     Runs that have diverged are left out.
     """
-    from toolkit.comparison import over_seeds
+    from toolkit.results import over_seeds
 
     final, base = (
         {run.seed: by.factor * run.epochs[-1][by.key] for run in runs if run.rule == rule}

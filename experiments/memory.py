@@ -26,7 +26,7 @@ def main(config: DictConfig) -> None:
     from toolkit.cost import AXES, memory_curve
     from toolkit.figures import memory_curves, save
     from toolkit.format import reduction_cells, table
-    from toolkit.tracking import describe, write_result
+    from toolkit.results import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()

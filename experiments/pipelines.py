@@ -34,7 +34,7 @@ def main(config: DictConfig) -> None:
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
     from toolkit.format import pipeline_cells, table
-    from toolkit.tracking import Progress, describe_cpu, write_result
+    from toolkit.results import Progress, describe_cpu, write_result
 
     start = time.perf_counter()
     check_counts(config, "ranks")

@@ -20,7 +20,7 @@ from toolkit.cli import entry_point
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:
-    from toolkit.tracking.run import Run
+    from toolkit.results.run_record import Run
 
 _MOST_NAMED = 10
 
@@ -37,10 +37,10 @@ def main(config: DictConfig) -> None:
 
     from toolkit import __version__
     from toolkit.files import write_csv
-    from toolkit.report import build_report, publish, write_html
-    from toolkit.report.words import count
-    from toolkit.tracking.collect import frame
-    from toolkit.tracking.runs import read_runs
+    from toolkit.results.all_runs import read_runs
+    from toolkit.results.collect import frame
+    from toolkit.results.report import build_report, publish, write_html
+    from toolkit.results.report_format import count
 
     runs = read_runs(folders)
     report = build_report(runs, config.title)

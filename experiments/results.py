@@ -25,7 +25,7 @@ from toolkit.format import (
     table as format_table,
 )
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.tracking.provenance import begun_anew
+from toolkit.results.provenance import begun_anew
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"

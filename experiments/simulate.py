@@ -40,9 +40,9 @@ def main(config: DictConfig) -> None:
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.format import table
+    from toolkit.results import describe, write_result
     from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
-    from toolkit.tracking import describe, write_result
     from toolkit.training import pick_device
 
     start = time.perf_counter()

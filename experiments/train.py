@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @entry_point("train", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
     from toolkit.files import write_json
-    from toolkit.tracking import describe, track
+    from toolkit.results import describe, track
     from toolkit.training import prepare
     from toolkit.training.checkpoints import from_rank_0
     from toolkit.training.profiling import check_profile
@@ -64,7 +64,7 @@ def train(
 ) -> tuple[Ended, dict[str, Any]]:
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
     from toolkit.files import noted, write_json
-    from toolkit.tracking.provenance import gone_on_with
+    from toolkit.results.provenance import gone_on_with
     from toolkit.training import StoppedError, run_with_checkpoints
 
     with Records(config, job, folder, tracker) as records:
@@ -115,7 +115,7 @@ class Records:
     """
 
     def __init__(self, config: DictConfig, job: Any, folder: Path, tracker: Any) -> None:
-        from toolkit.tracking import Curves, Ledger, Progress, track_schedule
+        from toolkit.results import Curves, Ledger, Progress, track_schedule
         from toolkit.training.profiling import Profile
 
         track_schedule(tracker, job.schedule)
@@ -209,10 +209,10 @@ def result_of(
     seconds: float,
 ) -> dict[str, Any]:
     """What ``result.json`` holds; its last metrics and notes are tracked, too."""
-    from toolkit.tracking import delay_means, describe, keys, provenance
+    from toolkit.results import delay_means, describe, metric_names, provenance
 
     job, tracker, final = outcome.job, records.tracker, as_row(outcome.epochs[-1])
-    tracker.summary({keys.final(name): value for name, value in final.items()})
+    tracker.summary({metric_names.final(name): value for name, value in final.items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     return {
         "schedule": job.schedule.name,
@@ -294,7 +294,7 @@ def write_measured(
     """
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
-    from toolkit.tracking import track_measured
+    from toolkit.results import track_measured
 
     figure, timeline = timelines(lines), lines[0]
     write_csv(folder / "ranks.csv", ranks)

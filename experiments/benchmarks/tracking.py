@@ -16,9 +16,9 @@ from benchmarks.timing import ratios
 from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.model import build, partition
+from toolkit.results import Curves, describe, track
 from toolkit.runtime import SingleProcess
 from toolkit.schedule import catalog
-from toolkit.tracking import Curves, describe, track
 from toolkit.training import Step
 from toolkit.training.data import synthetic
 

@@ -12,10 +12,10 @@ import pytest
 from tests.experiments.command import TINY, refused, run
 from tests.experiments.test_results import complete, rows
 from tests.thorough import thorough
-from toolkit.comparison import kept as in_folder
-from toolkit.comparison.kept import RuleRun, keep_options, keep_runs
 from toolkit.notebook import settings
-from toolkit.tracking.runs import read_runs
+from toolkit.results import comparison_folder as in_folder
+from toolkit.results.all_runs import read_runs
+from toolkit.results.comparison_folder import RuleRun, keep_options, keep_runs
 from toolkit.training import DivergedError, Epoch, loop, training_run
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -30,7 +30,7 @@ def stopped_in_run(k, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return training_run.prepare(*arguments)
 
-    monkeypatch.setattr("toolkit.comparison.train.prepare", prepared)
+    monkeypatch.setattr("toolkit.results.comparison.prepare", prepared)
 
 
 OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
@@ -177,7 +177,7 @@ def test_models_of_earlier_runs_make_room(tmp_path, monkeypatch):
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared
 
-    monkeypatch.setattr("toolkit.comparison.train.prepare", counted)
+    monkeypatch.setattr("toolkit.results.comparison.prepare", counted)
     complete("compare", tmp_path, *TINY, "epochs=1", "seeds=2", "~rules.cdp_v1")
     assert len(seen) > 4
     assert alive == [0, 0, 0, 0]

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.experiments.command import refused, run
-from tests.report import folders
+from tests.results import folders
 
 KEY = "0123456789" * 4
 

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY, run
-from tests.tracking.wandb_files import found
-from toolkit import tracking
-from toolkit.tracking import tracker
+from tests.results.wandb_files import found
+from toolkit import results as tracking
+from toolkit.results import tracker
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
 TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"

@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 
-from toolkit.comparison import Estimate
+from toolkit.results import Estimate
 from toolkit.cost import Hardware
 from toolkit.notebook.settings import settings
 from toolkit.plan import Pilot, RuleFindings, TrainingFindings, advise

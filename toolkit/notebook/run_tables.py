@@ -45,9 +45,9 @@ def train_rules(
     import pandas as pd
 
     from toolkit.cli import build_schedule
-    from toolkit.comparison.kept import run_options, seeds_of
+    from toolkit.results.comparison_folder import run_options, seeds_of
+    from toolkit.results.reader import numbers_of, per_cent
     from toolkit.schedule import labels
-    from toolkit.tracking.reading import numbers_of, per_cent
     from toolkit.training import prepare
     from toolkit.training.data import load
 
@@ -130,7 +130,7 @@ def differences(
     """
     import pandas as pd
 
-    from toolkit.comparison import over_seeds
+    from toolkit.results import over_seeds
 
     found = _values(epochs, measure)
     if baseline not in found:

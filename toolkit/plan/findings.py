@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
-from toolkit.comparison import Estimate
+from toolkit.results import Estimate
 from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import check_choice

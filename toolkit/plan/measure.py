@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.comparison import Estimate, binomial_half_width, paired_difference
+from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
 from toolkit.model import Stages

@@ -26,7 +26,7 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import RULES, schedule_of
-from toolkit.tracking import describe
+from toolkit.results import describe
 from toolkit.training.data import Batch
 from toolkit.training.loop import cross_entropy
 

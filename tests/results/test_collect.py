@@ -1,0 +1,349 @@
+"""Runs of every kind and state become rows; what is damaged is a row, and never an exception."""
+
+import json
+import math
+
+import pytest
+import yaml
+
+from tests.results import folders
+from toolkit.errors import UserError
+from toolkit.results import collect, learning_curves
+from toolkit.results.all_runs import read_runs
+from toolkit.results.schedule_from_config import rebuild_schedule
+
+
+def test_a_job_that_a_launcher_has_started_is_what_hydra_says(tmp_path):
+    result = folders.train(tmp_path / "0", command="python _submit.py /a/.submitit/%j")
+    folders.job(tmp_path / "1", result["provenance"]["config"])
+    (tmp_path / "0" / "result.json").rename(tmp_path / "1" / "result.json")
+    (tmp_path / "0" / "epochs.csv").rename(tmp_path / "1" / "epochs.csv")
+    (row,) = collect(tmp_path).itertuples()
+    assert (row.kind, row.state, row.top1) == ("train", "finished", 90)
+
+
+def test_a_sweep_is_a_row_a_job(tmp_path):
+    for number, (rule, lr) in enumerate([("dp", 0.1), ("cdp_v2", 0.1), ("cdp_v2", 0.2)]):
+        optimizer = {"_target_": "torch.optim.SGD", "lr": lr}
+        folders.train(tmp_path / str(number), rule, top1=0.9 + lr / 10, optimizer=optimizer)
+    found = collect(tmp_path)
+    assert found.folder.tolist() == [str(tmp_path / name) for name in "012"]
+    assert found.kind.tolist() == ["train"] * 3
+    assert found.state.tolist() == ["finished"] * 3
+    assert found.schedule.tolist() == ["DP", "CDP-v2", "CDP-v2"]
+    assert found.top1.tolist() == pytest.approx([91, 91, 92])  # per cent
+    assert found["optimizer.lr"].tolist() == [0.1, 0.1, 0.2]
+    assert found["schedule.delay"].tolist() == [0, "freshest", "freshest"]
+    assert found.seed.tolist() == [0, 0, 0]
+    assert "runtime.order" not in found  # all runs have the same
+    first = found.iloc[0]
+    assert (first.model, first.data, first.runtime) == ("resnet8", "digits", "SingleProcess")
+    assert (first.commit, first.torch, first.seconds) == ("0123456789abcdef+", "2.15.0", 12.5)
+    assert first.device == "a processor, 2 threads"
+    assert first.command == "python experiments/train.py"
+
+
+def test_learning_curves_have_the_options_in_which_runs_differ(tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        optimizer = {"_target_": "torch.optim.SGD", "lr": lr}
+        folders.train(tmp_path / name, optimizer=optimizer)
+    found = learning_curves(tmp_path)
+    assert found["optimizer.lr"].tolist() == [0.1, 0.1, 0.2, 0.2]
+    assert "batch" not in found
+
+
+def test_sizes_are_those_of_the_schedule(tmp_path):
+    """An option of the schedule's own counts; a file has sizes that its options do not tell."""
+    for name, own in (("a", {"n": 8, "n_stages": 3}), ("b", {"n": 8, "file": "orders.csv"})):
+        folders.train(tmp_path / name, schedule=folders.schedule("dp") | own)
+    assert collect(tmp_path)[["microbatches", "stages"]].values.tolist() == [[8, 3], [2, 2]]
+
+
+def test_a_run_of_a_file_is_called_by_its_own_name(tmp_path):
+    folder = tmp_path / "a"
+    folders.train(folder, schedule=folders.schedule("dp") | {"file": "orders.csv"})
+    path = folder / "result.json"
+    path.write_text(path.read_text().replace('"DP"', '"orders"'))
+    (folder / ".hydra").mkdir()
+    hydra = {"hydra": {"job": {"name": "train"}, "runtime": {"choices": {"schedule": "cdp_v2"}}}}
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
+    assert collect(folder)[["rule", "schedule"]].values.tolist() == [["orders", "orders"]]
+
+
+def test_lists_are_json_and_a_group_without_options_is_none(tmp_path):
+    for name, nodes, arguments in (("a", [1, 2], {}), ("b", [3], {"depth": 2}), ("c", [3], {})):
+        data = {"_target_": "own.data", "nodes": nodes, "arguments": arguments, "at": {"x": [1]}}
+        folders.train(tmp_path / name, data=data)
+    found = collect(tmp_path)
+    assert found["data.nodes"].tolist() == ["[1, 2]", "[3]", "[3]"]
+    assert not [name for name in found if name.startswith(("data.arguments", "data.at"))]
+
+
+def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
+    for number in (10, 9, 1):
+        folders.train(tmp_path / str(number), seed=number)
+    assert collect(tmp_path).seed.tolist() == [1, 9, 10]
+
+
+def test_a_comparison_is_a_row_a_rule_and_seed(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
+    folders.train(tmp_path / "a" / "jobs" / "0")  # as if the comparison had started it
+    found = collect(tmp_path, tmp_path / "a")  # once, though found twice
+    keys = ["rule", "schedule", "seed", "top1"]
+    assert found[keys].values.tolist() == [
+        ["dp", "DP", 0, pytest.approx(90)],
+        ["cdp_v1", "CDP-v1", 0, pytest.approx(70)],
+        ["dp", "DP", 1, pytest.approx(80)],
+        ["cdp_v1", "CDP-v1", 1, pytest.approx(60)],
+    ]
+    assert found["schedule.delay"].tolist() == [0, 1, 0, 1]
+    assert found.kind.eq("compare").all()
+
+
+def test_a_rule_that_a_comparison_has_left_out_since_keeps_its_schedule(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
+    path = tmp_path / "a" / "result.json"
+    result = json.loads(path.read_text())
+    of_config = result["provenance"]["config"]
+    (tmp_path / "a" / "runs.yaml").write_text(json.dumps(of_config))
+    of_config["rules"] = {"dp": of_config["rules"]["dp"]}
+    folders.write_json(path, result | {"metrics": result["metrics"][:1]})
+    found = collect(tmp_path)
+    assert found.schedule.tolist() == ["DP", "CDP-v1"]
+    assert found["schedule.delay"].tolist() == [0, 1]
+
+
+def test_a_comparison_under_way_tells_what_has_ended(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
+    options = json.loads((tmp_path / "a" / "result.json").read_text())["provenance"]["config"]
+    (tmp_path / "a" / "result.json").unlink()
+    folders.job(tmp_path / "a", options, name="compare", status={"state": "failed", "message": "x"})
+    lines = (tmp_path / "a" / "runs.csv").read_text().splitlines()
+    (tmp_path / "a" / "runs.csv").write_text("\n".join(lines[:4]) + "\n")  # dp; half of cdp_v1
+    found = collect(tmp_path)
+    assert found.state.tolist() == ["finished", "failed", "unfinished", "unfinished"]
+    assert found.message.tolist() == ["", "x", *["it has not begun"] * 2]
+    assert found.top1.tolist()[0] == pytest.approx(90)
+    assert found.top1[1:].isna().all()
+
+
+def test_means_stand_for_runs_that_were_not_kept(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
+    (tmp_path / "a" / "runs.csv").unlink()
+    found = collect(tmp_path)
+    assert found.top1.tolist() == pytest.approx([85, 65])
+    assert found.seed.isna().all()
+    assert found.message.eq("runs.csv has not been kept: means over seeds").all()
+
+
+def test_other_results_are_rows_without_metrics(tmp_path):
+    (tmp_path / "m").mkdir()
+    source = folders.provenance({"model": {"name": "vit_b_16"}}, "python experiments/memory.py")
+    folders.write_json(tmp_path / "m" / "result.json", {"metrics": [], "provenance": source})
+    found = collect(tmp_path)
+    assert (found.kind[0], found.state[0], found.model[0]) == ("memory", "finished", "vit_b_16")
+    assert math.isnan(found.top1[0])
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "message"),
+    [
+        (None, "unfinished", "there is no result.json"),
+        ({"state": "failed", "message": "the loss is NaN"}, "failed", "the loss is NaN"),
+        ({"state": "running", "message": None}, "running", "it is running, or was killed"),
+        (
+            {"state": "stopped"},
+            "stopped",
+            "it was stopped before anything of it was saved: start it again",
+        ),
+        (
+            {"state": "finished"},
+            "damaged",
+            "status.json says finished, and there is no result.json",
+        ),
+        ({"state": "lost"}, "damaged", "status.json: unknown state 'lost'"),
+    ],
+)
+def test_a_job_without_result_tells_its_options(tmp_path, status, state, message):
+    own = folders.schedule("cdp_v1") | {"n": "${microbatches}", "n_stages": "${stages}"}
+    options = folders.config(schedule=own, seed=3, workers=8, stages=8)
+    folders.job(tmp_path / "a", options, rule="cdp_v1", status=status)
+    row = collect(tmp_path).iloc[0]
+    assert (row.state, row.message) == (state, message)
+    assert (row.rule, row.schedule, row.seed) == ("cdp_v1", "CDP-v1", 3)
+    assert (row.microbatches, row["optimizer.lr"]) == (8, 0.1)
+    assert math.isnan(row.top1)
+
+
+def test_what_was_saved_before_it_was_stopped_goes_on(tmp_path):
+    folders.job(tmp_path / "a", folders.config(schedule={}), status={"state": "stopped"})
+    (tmp_path / "a" / "checkpoints").mkdir()
+    (tmp_path / "a" / "checkpoints" / "step_000000002.ckpt").touch()
+    assert collect(tmp_path).message[0] == "it was stopped: resume=FOLDER goes on"
+
+
+def test_a_run_resumed_under_another_rule_tells_of_both(tmp_path):
+    note = "resumed with other options than those of the checkpoint: schedule.delay=1 (was 0)"
+    result = folders.train(tmp_path / "a", "cdp_v1")
+    folders.write_json(tmp_path / "a" / "result.json", result | {"notes": ["another", note]})
+    folders.train(tmp_path / "b", "cdp_v1")
+    assert collect(tmp_path).message.tolist() == [note, ""]
+
+
+def test_nothing_of_the_environment_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    folders.job(tmp_path / "a", folders.config(schedule={}, note="${oc.env:WANDB_API_KEY}"))
+    folders.job(tmp_path / "b", folders.config(schedule={}, note="x"))
+    assert "secret" not in collect(tmp_path).to_csv()
+
+
+DAMAGE = {
+    "result.json cannot be read": lambda f: (f / "result.json").write_text('{"metrics": {'),
+    "result.json is not a JSON object": lambda f: (f / "result.json").write_text("[1]"),
+    "result.json cannot be read:": lambda f: (f / "result.json").write_bytes(b"\xff\xfe\0"),
+    "epochs.csv cannot be read: line 3 has 1 cells of 5": lambda f: cut(f / "epochs.csv"),
+    "epochs.csv cannot be read: could not convert": lambda f: (f / "epochs.csv").write_text(
+        "epoch,top1\n0,high\n"
+    ),
+    "epochs.csv cannot be read: it is empty": lambda f: (f / "epochs.csv").write_text(""),
+    "status.json cannot be read": lambda f: (f / "status.json").write_text("{"),
+}
+
+
+def cut(path):
+    """As of a disk that was full."""
+    path.write_text("\n".join([*path.read_text().splitlines()[:2], "1"]) + "\n")
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_a_damaged_run_is_a_row_that_says_so(tmp_path, message):
+    folders.train(tmp_path / "a")
+    folders.train(tmp_path / "b")
+    DAMAGE[message](tmp_path / "a")
+    found = collect(tmp_path)
+    assert found.state.tolist() == ["damaged", "finished"]
+    assert found.message[0].startswith(message)
+    assert math.isnan(found.top1[0])
+    assert learning_curves(tmp_path).folder.unique().tolist() == [str(tmp_path / "b")]
+
+
+def test_a_damaged_comparison_is_one_row(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
+    (tmp_path / "a" / "runs.csv").write_text("rule,epoch,top1\ndp,0,0.5\n")
+    found = collect(tmp_path)
+    assert found.state.tolist() == ["damaged"]
+    assert found.message[0] == "runs.csv: a row without rule and seed"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"delays": float("nan")},
+        {"metrics": [{"rule": {"a": 1}}, 3]},
+        {"provenance": {"config": {"rules": ["dp"], "seeds": 10**400, "seed": 10**400}}},
+        {"provenance": {"config": {"rules": {"dp": 3}, "seeds": True}, "command": 5}},
+    ],
+)
+def test_odd_content_is_no_exception(tmp_path, change):
+    folders.compare(tmp_path / "a", {"dp": [0.9]})
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    folders.write_json(tmp_path / "a" / "result.json", result | change)
+    folders.job(tmp_path / "a", folders.config(), name="compare")
+    assert collect(tmp_path).top1.tolist() == [pytest.approx(90)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"provenance": None}, "result.json has no provenance: it is of another version"),
+        ({"metrics": [1, 2]}, "the metrics in result.json have no top1: they are of another"),
+        ({"metrics": {"top1": "90 %"}}, "the metrics in result.json have no top1: they are of"),
+    ],
+)
+def test_a_result_of_another_version_says_what_it_lacks(tmp_path, change, message):
+    result = folders.train(tmp_path / "a")
+    folders.write_json(tmp_path / "a" / "result.json", result | change)
+    folders.job(tmp_path / "a", folders.config(schedule=folders.schedule("dp"), seed=0))
+    row = collect(tmp_path).iloc[0]
+    assert row.state == "finished"
+    assert row.message.startswith(message)
+
+
+def test_reports_are_no_runs(tmp_path):
+    folders.train(tmp_path / "a")
+    folders.job(tmp_path / "b", {"runs": "a"}, name="report", status={"state": "running"})
+    assert len(collect(tmp_path)) == 1
+
+
+def test_learning_curves_are_a_row_an_epoch(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
+    folders.train(tmp_path / "b", "cdp_v2", seed=5)
+    found = learning_curves(tmp_path)
+    assert found[["rule", "seed", "epoch"]].values.tolist() == [
+        *(["dp", 0, k] for k in (0, 1)),
+        *(["cdp_v1", 0, k] for k in (0, 1)),
+        *(["CDP-v2", 5, k] for k in (0, 1)),
+    ]
+    assert found.top1.tolist() == pytest.approx([45, 90, 35, 70, 45, 90])
+
+
+def test_what_is_no_folder_of_runs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere is not a folder: give the output folder"):
+        collect(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no runs in .*: looked for result.json, status.json and"):
+        collect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"_target_": "os.system", "command": "false"},
+        {"_target_": "exec"},
+        {"_target_": "toolkit.schedule.catalog.Schedule.from_csv"},
+        {"_target_": "toolkit.schedule.catalog.cyclic", "n": "${oc.env:HOME}"},
+        {"_target_": "toolkit.schedule.catalog.cyclic", "n": 10**7},
+        {"_target_": "toolkit.schedule.catalog.cyclic", "n": 4, "of_tomorrow": 1},
+        {"_target_": "toolkit.schedule.catalog.whole", "value": 1},
+        {"_target_": "toolkit.schedule.catalog.cyclic", "n": {"_target_": "builtins.int"}},
+        {"_target_": "toolkit.schedule.catalog.cyclic", "_args_": [4]},
+        {"_target_": None},
+        {},
+    ],
+)
+def test_only_the_catalogue_is_called(options):
+    with pytest.raises(UserError):
+        rebuild_schedule(options)
+
+
+def test_a_result_without_provenance_is_left_out_of_figures(tmp_path):
+    folders.train(tmp_path / "a")
+    path = tmp_path / "a" / "result.json"
+    result = json.loads(path.read_text())
+    folders.job(tmp_path / "a", result.pop("provenance")["config"])
+    path.write_text(json.dumps(result))
+    (run,) = read_runs([tmp_path])
+    assert (run.state, run.metrics["top1"]) == ("finished", 90)
+    assert not run.counts
+
+
+def test_a_run_that_is_found_by_two_names_is_one(tmp_path):
+    folders.train(tmp_path / "a" / "0")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert len(read_runs([tmp_path / "a", tmp_path / "b"])) == 1
+
+
+def test_seeds_of_a_comparison_begin_with_its_own(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8]})
+    options = json.loads((tmp_path / "a" / "result.json").read_text())["provenance"]["config"]
+    for name in ("result.json", "runs.csv"):
+        (tmp_path / "a" / name).unlink()
+    status = {"state": "running", "message": None}
+    folders.job(tmp_path / "a", options | {"seed": 3, "seeds": 2}, name="compare", status=status)
+    assert [run.seed for run in read_runs([tmp_path])] == [3, 4]
+
+
+def test_a_long_delay_makes_no_large_schedule():
+    options = {"_target_": "toolkit.schedule.catalog.cyclic", "n": 64, "n_stages": 64}
+    assert rebuild_schedule(options | {"delay": 250}).max_staleness == 250
+    with pytest.raises(ValueError, match="not those of a schedule that has run"):
+        rebuild_schedule(options | {"n": 10**6})

@@ -1,0 +1,287 @@
+"""What W&B would be sent, and what a server at home receives."""
+
+import builtins
+import json
+import re
+import socket
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.results import folders
+from toolkit.cost import UNIT, simulate, unit_costs
+from toolkit.metric import ACCURACY, LOSS
+from toolkit.results import Tracker, track_measured, track_schedule
+from toolkit.results.all_runs import read_runs
+from toolkit.results.metric_names import group_of
+from toolkit.results.publish import wandb_report, wandb_workspace
+from toolkit.results.report import (
+    SECTIONS,
+    Command,
+    Report,
+    Section,
+    Table,
+    Text,
+    build_report,
+    publish,
+)
+from toolkit.results.report import publish as publish_function
+from toolkit.schedule import catalog
+
+pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
+KEY = "0123456789" * 4
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folders.compare(tmp_path / "c", {"dp": [0.9, 0.8], "cdp_v2": [0.7, 0.6]}, tracking={})
+    folders.train(tmp_path / "t", batch=8)
+    (tmp_path / "t" / "tracked.jsonl").write_text('{"id": "abc12345", "group": null}\n{"a"')
+    return read_runs([tmp_path])
+
+
+def spec_of(report, runs):
+    return json.loads(wandb_report(report, runs, "me", "cdp")._to_model().model_dump_json())["spec"]
+
+
+def test_the_report_has_the_sections_and_their_panels(runs):
+    spec = spec_of(build_report(runs, "Title"), runs)
+    headings = [b["children"][0]["text"] for b in spec["blocks"] if b["type"] == "heading"]
+    assert tuple(headings) == SECTIONS
+    grids = [b["metadata"] for b in spec["blocks"] if b["type"] == "panel-grid"]
+    told = [json.dumps(grid["panel_bank_section_config"]) for grid in grids]
+    assert len(told) == 3
+    for words, logged in zip(
+        told,
+        (
+            ("epoch/top1", "epoch/test_loss", "train/loss", "final/top1", "delay/cosine_stage_.*"),
+            ("schedule/grid", "schedule/activations_by_slot", "measured/memory"),
+            ("measured/timeline", "schedule/traffic_by_slot", "measured/ranks"),
+        ),
+        strict=True,
+    ):
+        for key in logged:
+            assert f'"{key}"' in words
+
+
+def test_run_sets_are_the_groups_and_the_runs_in_none(runs):
+    spec = spec_of(build_report(runs, "Title"), runs)
+    grid = next(b["metadata"] for b in spec["blocks"] if b["type"] == "panel-grid")
+    groups, single = grid["run_sets"]
+    assert '"group"' in json.dumps(groups["filters"])
+    assert '["c"]' in json.dumps(groups["filters"])
+    assert '["abc12345"]' in json.dumps(single["filters"])
+
+
+def test_a_comparison_of_a_sweep_has_the_group_that_its_runs_were_tracked_in(tmp_path):
+    folders.compare(tmp_path / "s" / "0", {"dp": [0.9], "cdp_v2": [0.7]}, tracking={})
+    (tmp_path / "s" / "sweep.json").write_text("{}")
+    assert group_of(tmp_path / "s" / "0") == "s/0"
+    runs = read_runs([tmp_path])
+    spec = spec_of(build_report(runs, "Title"), runs)
+    assert '["s/0"]' in json.dumps(spec)
+
+
+@pytest.mark.parametrize(
+    ("judged_by", "bars"),
+    [
+        ([], ["top1"]),
+        ([ACCURACY, ACCURACY], ["top1"]),
+        ([LOSS], ["test_loss"]),
+        ([LOSS, ACCURACY], ["test_loss", "top1"]),
+    ],
+)
+def test_bars_are_of_what_the_runs_are_judged_by(runs, judged_by, bars):
+    judged = [replace(run, judged_by=by) for run, by in zip(runs, judged_by, strict=False)]
+    other = replace(runs[0], kind="memory")
+    report = Report("T", [Section(name, []) for name in SECTIONS])
+    told = json.dumps(spec_of(report, [*judged, other]))
+    for metric in ("top1", "test_loss"):
+        assert (f'"final/{metric}"' in told) == (metric in bars)
+    space = wandb_workspace(report, judged, "me", "cdp")._to_model()
+    sections = space.spec.section.panel_bank_config.sections
+    (panels,) = (section.panels for section in sections if section.name == "Accuracy")
+    assert len(panels) == 6 + len(bars)
+
+
+def test_what_panels_show_is_logged():
+    """Panels of what nobody logs would be empty."""
+    logged = Logged()
+    schedule = catalog.cyclic(2)
+    track_schedule(logged, schedule)
+    track_measured(logged, simulate(schedule.lower(1), unit_costs(2), UNIT), None, [{}])
+    spec = spec_of(Report("T", [Section(name, []) for name in SECTIONS]), [])
+    shown = re.findall(r'"((?:schedule|measured)/\w+)"', json.dumps(spec))
+    assert set(shown) == logged.keys - {"measured/messages"}
+
+
+class Logged(Tracker):
+    """Keeps the names of images and tables."""
+
+    on = True
+
+    def __init__(self):
+        super().__init__()
+        self.keys = set()
+
+    def figure(self, key, figure):
+        self.keys.add(key)
+
+    def table(self, key, rows):
+        self.keys.add(key)
+
+
+def test_text_is_no_markup():
+    hostile = "a|b <i>*c*</i> [d](javascript:e) `f`\n# g"
+    blocks = [Text(hostile), Table([{hostile: hostile}], hostile), Command("run 'x'", "note")]
+    spec = spec_of(Report(hostile, [Section(hostile, blocks)]), [])
+    text, table = (b["content"] for b in spec["blocks"] if b["type"] == "markdown-block")
+    escaped = r"a\|b &lt;i&gt;\*c\*&lt;/i&gt; \[d\]\(javascript:e\) \`f\` \# g"
+    assert text == escaped
+    assert table == f"{escaped}\n\n| {escaped} |\n| --- |\n| {escaped} |"
+    (code,) = (b for b in spec["blocks"] if b["type"] == "code-block")
+    assert code["children"][0]["children"][0]["text"] == "run 'x'\n# note"
+
+
+def test_the_workspace_has_the_same_panels():
+    report = Report("Runs = <1>", [Section(name, []) for name in SECTIONS])
+    space = wandb_workspace(report, [], "me", "cdp")._to_model()
+    assert space.display_name == "Runs    1"  # no symbols
+    sections = space.spec.section.panel_bank_config.sections
+    named = {section.name: len(section.panels) for section in sections}
+    assert {name: named[name] for name in ("Accuracy", "Memory", "Communication")} == {
+        "Accuracy": 7,
+        "Memory": 3,
+        "Communication": 3,
+    }
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers what the client asks, and keeps it."""
+
+    seen: list = []  # noqa: RUF012
+    status = 200
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path != "/graphql":
+            return self.answer({})
+        asked = json.loads(body)
+        query, variables = asked["query"], asked.get("variables") or {}
+        self.seen.append((query, variables))
+        view = {"id": "Vmlldzox", "type": "runs", "name": "n", "displayName": "t", "spec": "{}"}
+        view |= {"description": "", "updatedAt": "2026-01-01T00:00:00", "spec": "{}"}
+        view |= {"project": {"id": "1", "name": "cdp", "entityName": "me"}}
+        project = {"id": "1", "name": "cdp", "entityName": "me", "__typename": "Project"}
+        user = {"id": "1", "entity": "me", "username": "me", "email": "", "flags": "{}"}
+        answers = {
+            "upsertView": {"upsertView": {"view": view, "inserted": True}},
+            "upsertModel": {"result": {"project": project, "model": project, "inserted": True}},
+            "models": {
+                "models": {"edges": [], "pageInfo": {"endCursor": "", "hasNextPage": False}}
+            },
+            "viewer": {"viewer": user | {"teams": {"edges": []}}},
+        }
+        found = next((answer for name, answer in answers.items() if name in query), {})
+        return self.answer({"data": found})
+
+    def answer(self, content):
+        body = json.dumps(content).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    Server.seen, Server.status = [], 200
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_it_is_published(server, runs, capfd):
+    report = build_report(runs, "A title")
+    page, space = publish(report, runs, "me", "cdp")
+    address = f"http://127.0.0.1:{server.server_port}/me/cdp"
+    assert page == f"{address}/reports/A-title--Vmlldzox"
+    assert space.startswith(address)
+    made = [variables for query, variables in Server.seen if "upsertModel" in query]
+    assert made[0]["input"] == {"name": "cdp", "entityName": "me"}
+    views = [variables for query, variables in Server.seen if "upsertView" in query]
+    assert [(v["type"], v["entityName"], v["projectName"]) for v in views] == [
+        ("runs", "me", "cdp"),
+        ("project-view", "me", "cdp"),
+    ]
+    assert [v["displayName"] for v in views] == ["A title", "A title"]
+    blocks = json.loads(views[0]["spec"])["blocks"]
+    assert sum(block["type"] == "panel-grid" for block in blocks) == 3
+    assert "epoch/top1" in views[1]["spec"]
+    assert KEY not in json.dumps(Server.seen)
+    said = capfd.readouterr()
+    assert KEY not in said.out + said.err
+
+    Server.status = 401
+    with pytest.raises(
+        ValueError, match=r"has refused it \(.*check the key, entity=me and"
+    ) as found:
+        publish(report, runs, "me", "cdp")
+    assert KEY not in str(found.value)
+
+
+def test_without_a_key_nobody_is_asked(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ValueError, match=r"needs a key for .*: log in with `wandb login`, or set"):
+        publish_function(Report("T", []), [], "me", "cdp")
+
+
+def test_a_key_is_found_where_login_leaves_it(monkeypatch, tmp_path):
+    from toolkit.results.publish import _key_and_server
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.home:80")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "netrc").write_text(f"machine wandb.home login user password {KEY}\n")
+    assert _key_and_server() == (KEY, "http://wandb.home:80")
+
+
+def test_without_network_it_says_so(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with pytest.raises(ValueError, match=rf"127.0.0.1:{port} cannot be reached \(.*refused"):
+        publish_function(Report("T", []), [], "me", "cdp")
+
+
+def test_without_the_package_it_tells_how_to_install_it(monkeypatch):
+    genuine = builtins.__import__
+
+    def missing(name, *arguments, **options):
+        if name.startswith("wandb_workspaces"):
+            raise ImportError(f"No module named {name!r}")
+        return genuine(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ValueError, match=r"pip install 'cdp-toolkit\[reports\]'"):
+        publish_function(Report("T", []), [], "me", "cdp")

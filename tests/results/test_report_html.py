@@ -1,0 +1,146 @@
+"""The page is one file, inert, and fits a phone."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure as Drawing
+
+from tests.results import folders
+from toolkit.results.all_runs import read_runs
+from toolkit.results.report import (
+    Command,
+    Figure,
+    Report,
+    Section,
+    Table,
+    Text,
+    build_report,
+    to_html,
+    write_html,
+)
+from toolkit.results.report_format import NONE
+
+HOSTILE = "<script>alert(1)</script>\"'&"
+CHROMIUM = shutil.which("chromium") or ""
+
+
+def drawing():
+    figure = Drawing(figsize=(2, 1))
+    figure.subplots().plot([1, 2], label="<b>")
+    return figure
+
+
+def test_everything_is_escaped():
+    blocks = [
+        Text(HOSTILE),
+        Table([{HOSTILE: HOSTILE}], HOSTILE),
+        Figure(drawing(), HOSTILE, HOSTILE),
+        Command(HOSTILE, HOSTILE),
+    ]
+    page = to_html(Report(HOSTILE, [Section(HOSTILE, blocks)]), HOSTILE)
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") == 14
+
+
+def test_a_run_of_any_name_is_inert(tmp_path):
+    folders.train(tmp_path / "<script>alert(1)<", command=f"python {HOSTILE}")
+    result = (tmp_path / "<script>alert(1)<" / "result.json").read_text()
+    named = result.replace('"schedule": "DP"', '"schedule": "<script>alert(2)<"', 1)
+    (tmp_path / "<script>alert(1)<" / "result.json").write_text(named)
+    page = to_html(build_report(read_runs([tmp_path]), "Runs"))
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(2)&lt;" in page
+
+
+def test_it_needs_no_other_file():
+    page = to_html(Report("T", [Section("S", [Figure(drawing(), "c", "a")])]))
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', page)
+    assert {source.partition(",")[0] for source in sources} == {
+        "#section-1",
+        "data:",
+        "data:image/svg+xml;base64",
+    }
+    assert "default-src 'none'" in page
+    assert "@import" not in page
+    assert "url(" not in page
+
+
+def test_it_says_the_same_each_time():
+    pages = {to_html(Report("T", [Section("S", [Figure(drawing(), "c", "a")])])) for _ in "12"}
+    assert len(pages) == 1
+
+
+def test_names_are_unique_and_figures_told(tmp_path):
+    sections = [Section("A", [Figure(drawing(), "c", "what it shows")]), Section("A", [Text("t")])]
+    page = to_html(Report("T", sections))
+    names = re.findall(r' id="([^"]+)"', page)
+    assert len(names) == len(set(names)) == 2
+    assert [f'href="#{name}"' in page for name in names] == [True, True]
+    assert 'alt="what it shows"' in page
+    assert "<figcaption>c</figcaption>" in page
+
+
+def test_numbers_are_aligned():
+    rows = [{"rule": "DP", "acc": "1.25", "d": "± 0.5"}, {"rule": "1F1B", "acc": NONE, "d": "2 %"}]
+    page = to_html(Report("T", [Section("S", [Table(rows, "c")])]))
+    assert re.findall(r'<th scope="col" class="(\w+)">', page) == ["short", "number", "number"]
+
+
+def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    write_html(tmp_path / "r.html", Report("Old", []))
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_html(tmp_path / "r.html", Report("New", []))
+    assert "Old" in (tmp_path / "r.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    """All that a report can hold, with names that are long."""
+    path = tmp_path_factory.mktemp("runs")
+    folders.compare(path / "c", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6], "cdp_v2": [0.8, 0.9]})
+    long = "a_name_" * 20
+    folders.train(path / long, batch=8, command=f"python experiments/train.py x={long}")
+    folders.measured(path / long)
+    folders.job(path / "f", folders.config(), status={"state": "failed", "message": long})
+    write_html(path / "report.html", build_report(read_runs([path]), f"Title {long}"), "end")
+    return path / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not CHROMIUM:
+        pytest.skip("there is no chromium")
+    with api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield found
+        found.close()
+
+
+@pytest.mark.parametrize("size", [(390, 844), (1280, 900)], ids=str)
+def test_a_browser_shows_it(browser, page_file, size):
+    page = browser.new_page(viewport=dict(zip(("width", "height"), size, strict=True)))
+    said = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(page_file.as_uri())
+    drawn = page.evaluate(
+        "[...document.images].map(i => [i.naturalWidth, i.getBoundingClientRect().width])"
+    )
+    width = page.evaluate("document.scrollingElement.scrollWidth")
+    links = page.evaluate(
+        "[...document.querySelectorAll('nav a')].map(a => !!document.querySelector(a.hash))"
+    )
+    page.close()
+    assert not said
+    assert len(drawn) == 6
+    assert all(natural > 0 and shown > 100 for natural, shown in drawn)
+    assert width <= size[0]
+    assert links == [True] * 5

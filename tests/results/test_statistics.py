@@ -1,0 +1,88 @@
+import math
+from statistics import stdev
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.results import (
+    binomial_half_width,
+    paired_by_seed,
+    paired_difference,
+    spread,
+)
+
+VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stats():
+    """Seconds to load: not for tests of other modules to wait, nor of an example's time."""
+    from scipy import stats
+
+    return stats
+
+
+@given(st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=8))
+def test_interval_is_that_of_the_paired_t_test(stats, pairs):
+    values, baseline = map(list, zip(*pairs, strict=True))
+    if np.ptp(np.subtract(values, baseline)) < 1e-6:
+        return  # scipy's interval is undefined where all differences are equal
+    expected = stats.ttest_rel(values, baseline).confidence_interval(0.95)
+    found = paired_difference(values, baseline)
+    assert found.interval == pytest.approx((expected.low, expected.high), rel=1e-6, abs=1e-9)
+    assert found.mean == pytest.approx(np.mean(np.subtract(values, baseline)), abs=1e-9)
+
+
+@pytest.mark.parametrize("by", [1.0, 0.1, 0.0])
+def test_equal_differences_show_no_spread(by):
+    """They claim no certainty: counts of few images are equal by chance."""
+    found = paired_difference([2.0 + by, 3.0 + by, 5.3 + by], [2.0, 3.0, 5.3])
+    assert found.mean == pytest.approx(by)
+    assert math.isnan(found.half_width)
+
+
+def test_a_single_pair_has_no_interval():
+    found = paired_difference([2.0], [1.5])
+    assert found.mean == 0.5
+    assert math.isnan(found.half_width)
+
+
+@pytest.mark.parametrize(("values", "baseline"), [([1.0], [1.0, 2.0]), ([], [])])
+def test_refuses_what_does_not_pair(values, baseline):
+    with pytest.raises(ValueError, match=f"got {len(values)} and {len(baseline)}"):
+        paired_difference(values, baseline)
+
+
+def test_runs_pair_by_their_seeds_in_whatever_order_they_come():
+    baseline = {0: 90.0, 1: 80.0, 2: 70.0}
+    found = paired_by_seed({2: 71.0, 7: 5.0, 0: 92.0, 1: 81.0}, baseline)
+    assert found == paired_difference([1.0, 2.0, 1.0], [0.0, 0.0, 0.0])
+
+
+def test_a_run_that_has_diverged_makes_no_pair():
+    baseline = {0: 90.0, 1: 80.0, 2: math.nan, 3: 70.0}
+    found = paired_by_seed({0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0}, baseline)
+    assert found == paired_difference([91.0, 73.0], [90.0, 70.0])
+    assert math.isnan(paired_by_seed({0: 91.0}, {0: math.nan}).mean)
+
+
+@pytest.mark.parametrize(("values", "told"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])
+def test_runs_without_a_shared_seed_do_not_pair(values, told):
+    with pytest.raises(ValueError, match=f"share none: got {told} and 0, 1; train both"):
+        paired_by_seed(values, {0: 1.0, 1: 1.0})
+
+
+def test_spread():
+    assert spread([1.0, 2.0, 4.0]) == stdev([1, 2, 4])
+    assert math.isnan(spread([1.0]))
+
+
+def test_a_binomial_interval_by_hand():
+    """90 of 100, of which z^2 more are added, half of them right: 91.92 of 103.84."""
+    p = 91.9208 / 103.8416
+    assert binomial_half_width(0.9, 100) == pytest.approx(1.96 * math.sqrt(p * (1 - p) / 103.8416))
+    for share in (0.0, 1.0):
+        assert 0 < binomial_half_width(share, 100) < 0.04
+    assert binomial_half_width(0.5, 10_000) == pytest.approx(0.0098, rel=1e-3)

@@ -1,0 +1,42 @@
+"""Results of runs: records with their origin, tables, statistics, W&B and reports."""
+
+from toolkit.results.collect import collect, learning_curves
+from toolkit.results.csv_log import Ledger
+from toolkit.results.delays import delay_means
+from toolkit.results.progress import Progress
+from toolkit.results.provenance import describe, describe_cpu, provenance
+from toolkit.results.result import write_result
+from toolkit.results.session import track
+from toolkit.results.statistics import (
+    Estimate,
+    binomial_half_width,
+    over_seeds,
+    paired_by_seed,
+    paired_difference,
+    spread,
+)
+from toolkit.results.tracker import Tracker
+from toolkit.results.training_log import Curves, track_measured, track_schedule
+
+__all__ = [
+    "Curves",
+    "Estimate",
+    "Ledger",
+    "Progress",
+    "Tracker",
+    "binomial_half_width",
+    "collect",
+    "delay_means",
+    "describe",
+    "describe_cpu",
+    "learning_curves",
+    "over_seeds",
+    "paired_by_seed",
+    "paired_difference",
+    "provenance",
+    "spread",
+    "track",
+    "track_measured",
+    "track_schedule",
+    "write_result",
+]
