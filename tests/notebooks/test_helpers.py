@@ -26,11 +26,11 @@ from toolkit.notebook import (
     watched,
 )
 from toolkit.plan import pilot
+from toolkit.results.collect import learning_curves
 from toolkit.runtime import JobFailedError
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
 from toolkit.schedule.paper_table import compare
-from toolkit.results.collect import learning_curves
 
 
 def test_settings_from_any_folder(tmp_path, monkeypatch):

@@ -6,11 +6,11 @@ from math import inf, nan
 
 import pytest
 
-from toolkit.results import Estimate
 from toolkit.cost import Hardware
 from toolkit.notebook.settings import settings
 from toolkit.plan import Pilot, RuleFindings, TrainingFindings, advise
 from toolkit.plan.findings import Prediction
+from toolkit.results import Estimate
 
 GIB = 2**30
 MACHINE = Hardware("machine", 1e12, 1e11, 1e9, memory=8 * GIB)

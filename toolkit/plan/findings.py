@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
-from toolkit.results import Estimate
 from toolkit.cost import Costs, Hardware, StageCost, simulate
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import check_choice
+from toolkit.results import Estimate
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady import steps_to_time
 

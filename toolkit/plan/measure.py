@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.plan.findings import TrainingFindings
+from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.microbatches import MicrobatchQueue

@@ -22,11 +22,11 @@ from toolkit.plan import measure
 from toolkit.plan.advice import Advice, advise
 from toolkit.plan.findings import Findings, RuleFindings, TrainingFindings, check_placement, predict
 from toolkit.plan.measure import Data, read
+from toolkit.results import describe
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import RULES, schedule_of
-from toolkit.results import describe
 from toolkit.training.data import Batch
 from toolkit.training.loop import cross_entropy
 
