@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, random_delays, schedules, shifted
-from toolkit.errors import UserError
 from toolkit.schedule import RandomDelay, Schedule, catalog, steady_state
 from toolkit.schedule.footprint import footprint
-from toolkit.schedule.random_delay import draws
+from toolkit.schedule.random_delay import DISTRIBUTIONS, draws
 
 GEOMETRIC = RandomDelay("geometric", 1, 3, p=0.5, seed=7)
 POISSON = RandomDelay("poisson", 0, 2, mean=2, seed=7)
@@ -115,10 +114,10 @@ def test_draws_do_not_follow_each_other():
     [
         ({"distribution": "normal"}, "unknown distribution of delays 'normal': choose one of unif"),
         ({"per": "worker"}, "unknown per of a random delay 'worker': choose one of microbatch, st"),
-        ({"most": 1.5}, r"1\.5"),
-        ({"least": True}, r"True"),
-        ({"seed": "1"}, r"'1'"),
-        ({"most": None}, r"None"),
+        ({"most": 1.5}, r"most of a random delay is a whole number: got 1\.5"),
+        ({"least": True}, "least of a random delay is a whole number: got True"),
+        ({"seed": "1"}, "seed of a random delay is a whole number: got '1'"),
+        ({"most": None}, "most of a random delay is a whole number: got None"),
         ({"least": -1}, "from least to most, 0 or more: got least=-1, most=1"),
         ({"least": 2}, "from least to most, 0 or more: got least=2, most=1"),
         ({"p": 0.5}, "p is of distribution=geometric: leave it out for uniform, or choose that"),
@@ -140,8 +139,12 @@ def test_draws_do_not_follow_each_other():
     ids=str,
 )
 def test_refuses_what_is_no_random_delay(options, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=message):
         RandomDelay(**options)
+
+
+def test_every_distribution_is_tried_here():
+    assert {delay.distribution for delay in DELAYS} == set(DISTRIBUTIONS)
 
 
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
@@ -183,7 +186,7 @@ def test_any_timing_takes_what_it_can_honour(schedule, data):
     replace(schedule, delay=delay).lower(3).verify()
     if least:
         delay = replace(delay, least=least - 1)
-        with pytest.raises(UserError, match="cannot read weights") as refusal:
+        with pytest.raises(ValueError, match="cannot read weights") as refusal:
             replace(schedule, delay=delay)
         first, head, *grid = str(refusal.value).splitlines()
         assert f"cannot read weights {least - 1} steps late" in first
@@ -192,13 +195,25 @@ def test_any_timing_takes_what_it_can_honour(schedule, data):
         assert "\n".join(grid).count("[") == 1
 
 
+def test_shows_where_the_least_delay_is_too_small():
+    with pytest.raises(ValueError, match="stage 0 on micro-batch 0 cannot read") as refusal:
+        catalog.cyclic(2, RandomDelay(most=5))
+    assert str(refusal.value).splitlines() == [
+        "stage 0 on micro-batch 0 cannot read weights 0 steps late: the timing makes them available"
+        " 1 step late; draw delays of least=1 or more",
+        "slot   0     1   2   3   4   5",
+        "rank 0 [0F0] 1F0 1B0 0B0 .   .",
+        "rank 1 .     .   0F1 1F1 1B1 0B1",
+    ]
+
+
 def test_rotated_chains_take_a_delay_whose_least_leaves_time():
     """The update ends at tick 4, when micro-batch 0 of the next step starts."""
     when = shifted(1, (0, 2), 4)
     late, fresh = RandomDelay(least=1, most=2), RandomDelay(most=2)
     Schedule("own", 1, 2, when, "per_microbatch", fresh)
     Schedule("own", 1, 2, when, "per_microbatch", late, chains="rotated").lower(6).verify()
-    with pytest.raises(UserError, match="on micro-batch 0 reads them as they are made, 0 steps"):
+    with pytest.raises(ValueError, match="on micro-batch 0 reads them as they are made, 0 steps"):
         Schedule("own", 1, 2, when, "per_microbatch", fresh, chains="rotated")
 
 
@@ -239,5 +254,5 @@ def test_long_delays_are_drawn_at_once(options):
     delay = RandomDelay(most=1000, **options)
     assert delay._bounds[-1] == 2**64
     assert 0 <= delay.draw(0, 0, 0) < 50
-    with pytest.raises(UserError, match=r"at most 1000 steps, .* got most=1001"):
+    with pytest.raises(ValueError, match=r"at most 1000 steps, .* got most=1001"):
         replace(delay, most=1001)

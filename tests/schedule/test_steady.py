@@ -78,6 +78,31 @@ def test_peak_activations_cdp(n, delay, state):
 
 
 @pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(
+    "placement", ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
+)
+def test_cyclic_total_is_n_plus_1_over_2_microbatches_wherever_it_runs(n, placement):
+    found = steady("freshest", n, placement)
+    assert found.peak_activations == n * (n + 1) // 2
+    if placement != "per_stage":
+        # Each slot ends as many activations as it begins: none is above or below.
+        assert {sum(alive) for alive in found.activations} <= {n * (n + 1) // 2}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_one_period_is_2n_slots(n):
+    found = steady(1, n)
+    assert len(found.activations) == len(found.traffic) == 2 * n
+    assert {len(slot) for slot in (*found.activations, *found.traffic)} == {n}
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_traffic_per_step_is_that_of_dp(n):
+    for rule in (DP, *RULES):
+        assert sum(steady(rule, n).units_by_slot) == 2 * (n - 1) * n
+
+
+@pytest.mark.parametrize("n", SIZES)
 def test_dp_traffic_is_all_as_the_backwards_end(n):
     """Stage j's backward runs in slot 2N-1-j, so its all-reduce begins slot 2N-j."""
     ends = {(2 * n - j) % (2 * n) for j in range(n)}
@@ -153,6 +178,32 @@ def test_with_model_parallelism_stage_j_hands_on_among_its_n_minus_j_ranks(n, de
     for j in range(n):
         for kind in ("sum", "weights"):
             assert {made[kind, j, t] for t in (1, 2)} == {n - 1 - j}
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("delay", RULES)
+@pytest.mark.parametrize("placement", ["one", "per_stage"])
+def test_a_stage_on_one_rank_sends_no_parameters(n, delay, placement):
+    assert sum(steady(delay, n, placement).units_by_slot) == 0
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sharded_dp_traffic(n):
+    """A broadcast for each forward and backward, but one for both at the last stage; N sums."""
+    found = steady(DP, n, "per_microbatch", "sharded")
+    assert sum(found.units_by_slot) == (n - 1) * (2 * n - 1) + n * (n - 1)
+    rounds = (n - 1).bit_length()
+    most = max(t.messages for slot in found.traffic for t in slot)
+    assert most == rounds + 1
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sharded_cdp_traffic(n):
+    """Weights go from op to op, in v2 as many times as they are broadcast in DP."""
+    units = {
+        delay: sum(steady(delay, n, "per_microbatch", "sharded").units_by_slot) for delay in RULES
+    }
+    assert units == {1: 3 * n * (n - 1), "freshest": (n - 1) * (3 * n - 1)}
 
 
 @pytest.mark.parametrize("n", SIZES)
