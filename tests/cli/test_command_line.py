@@ -119,7 +119,7 @@ data=imagenet | data=image_folder
 data=tokens | data=tokens
 data=text | model=resnet8
 model=gpt | model=gpt
-model=gpt data=text model.heads=3 | got model.heads=3 and model.width=128
+model=gpt data=text model.heads=3 | model.heads=3: got 128
 data=cifar10 data.root=/no/such | data.root=/no/such
 data=imagenet data.root=/no/such | data.root=/no/such
 -m schedule=dp,foo | schedule=foo
