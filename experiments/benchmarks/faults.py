@@ -5,6 +5,7 @@ Linux only: what is looked at from outside lies in /proc.
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, TCPStore
 
 from toolkit.errors import UserError
-from toolkit.runtime.process_group.shared_status import Process, SharedStatus, machine
+from toolkit.runtime.process_group.shared_status import Process, SharedStatus
 
 _LOOK = 0.02  # seconds between looks at the processes
 _PIDFD_GETFD = 438  # the system call's number, the same on every architecture since Linux 5.6
@@ -98,12 +99,11 @@ class Rank(NamedTuple):
     @property
     def place(self) -> str:
         """Where it is, or was at its end."""
-        what, step = self.word.read()
-        return f"in step {step} at {what}"
+        return str(self.word.read().position)
 
     @property
     def step(self) -> int:
-        step = self.word.read()[1]
+        step = self.word.read().position.step
         return -1 if step is None else step
 
 
@@ -134,16 +134,16 @@ def _at_work(
     port: int, n_ranks: int, step: int, patience: float, when: Callable[[Callable[[], bool]], bool]
 ) -> list[Rank]:
     store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
-    beats, key = PrefixStore("watch", store), f"on/{machine()}"
+    beats = PrefixStore("watch", store)
     ranks: dict[int, Rank] = {}
 
     def all_known() -> bool:
-        if beats.check([key]):
-            for entry in beats.get(key).decode().splitlines():
-                rank, pid, started, fd = entry.split(" ")
-                word = SharedStatus.of(int(pid), int(fd))
+        for rank in range(n_ranks):
+            if beats.check([f"process/{rank}"]):
+                _, pid, started, fd = json.loads(beats.get(f"process/{rank}"))
+                word = SharedStatus.of(pid, fd)
                 if word is not None:
-                    ranks[int(rank)] = Rank(Process(int(pid), started), word)
+                    ranks[rank] = Rank(Process(pid, started), word)
         return len(ranks) == n_ranks
 
     if when(all_known) and when(lambda: all(rank.step >= step for rank in ranks.values())):

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.metric import Metric
 from toolkit.runtime.base import Runtime
-from toolkit.runtime.process_group.watch import ECHO
 from toolkit.training.checkpoint import serialised, write_bytes
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.loop import DivergedError, Epoch, Position, Stretches, is_best
@@ -25,6 +24,9 @@ GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
 _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE = 5.0  # seconds between two pauses at which ranks hear of signals
+# Seconds in which a repeated signal counts as the same one: torchrun passes to its ranks what Slurm
+# sends to every process.
+ECHO = 2.0
 
 
 class StoppedError(Exception):

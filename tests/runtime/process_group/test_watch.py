@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.thorough import more, thorough
-from toolkit.runtime.process_group.diagnosis import RankStatus
+from toolkit.runtime.process_group.diagnosis import Position, RankStatus, Record
 from toolkit.runtime.process_group.shared_status import Process, SharedStatus
 from toolkit.runtime.process_group.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
 from toolkit.schedule import Action, Buffer, Instruction
@@ -163,17 +163,17 @@ def test_all_ranks_may_end_in_the_normal_way(tmp_path):
 @pytest.mark.parametrize("step", [None, 0, 7])
 def test_a_position_is_read_as_it_was_written(what, step):
     shared = SharedStatus.make()
-    shared.write("a text that is longer than all others: " + 3000 * "x", 3)
-    shared.write(what, step)
-    shared.status = RankStatus.DONE
-    assert (shared.status, shared.read()) == (RankStatus.DONE, (str(what), step))
+    shared.write(Record(Position("a text that is longer than all others: " + 3000 * "x", 3)))
+    shared.write(Record(Position(what, step, (1, 2)), 0.5, RankStatus.DONE, "an error", 7, "b"))
+    found = Position(str(what), step, (1, 2)), 0.5, RankStatus.DONE, "an error", 7, "b"
+    assert shared.read() == found
 
 
 def test_a_position_outlives_its_process():
     code = (
         "import sys; from toolkit.runtime.process_group.shared_status import SharedStatus;"
-        "word = SharedStatus.make();"
-        "word.write('BACKWARD', 3); print(word.fd, flush=True); sys.stdin.read()"
+        "from toolkit.runtime.process_group.diagnosis import *; word = SharedStatus.make();"
+        "word.write(Record(Position('BACKWARD', 3))); print(word.fd, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -186,7 +186,7 @@ def test_a_position_outlives_its_process():
     child.communicate()
     assert process.gone
     assert word is not None
-    assert word.read() == ("BACKWARD", 3)
+    assert word.read().position == ("BACKWARD", 3, ())
 
 
 def test_a_number_that_another_process_has_now_is_not_the_process():
@@ -223,7 +223,7 @@ def test_an_error_where_no_rank_is_waited_for_is_the_users():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-@pytest.mark.parametrize("what", more(["announce"], ["announce", "Watch._store_is_lost"]))
+@pytest.mark.parametrize("what", more(["announce"], ["announce", "Watch._judge"]))
 def test_nothing_that_goes_wrong_in_the_watch_leaves_a_rank_waiting(what):
     """As when nobody reads standard error any more."""
     program = f"""
@@ -257,8 +257,7 @@ def test_stop_gives_the_signals_back(handler):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_hears_signals_by_itself_is_left_to_it(number, monkeypatch):
-    """Once: with the second of a kind there is no more patience."""
+def test_a_users_handler_has_its_signals_to_itself(number):
     here = watch()
     here.start()
     heard: list[int] = []
@@ -268,26 +267,9 @@ def test_who_hears_signals_by_itself_is_left_to_it(number, monkeypatch):
         time.sleep(3 * _GRACE)  # this process would have ended by now, or the watch be about to
         assert heard == [number]
         assert here._signal == 0
-        assert not here._obeys(number)  # its echo
-        monkeypatch.setattr("toolkit.runtime.process_group.watch.ECHO", 0.0)
-        assert here._obeys(number)
-        signal.signal(number, lambda number, frame: heard.append(number))  # of the next training
-        assert not here._obeys(number)
     finally:
         signal.signal(number, before)
         here.stop()
-
-
-def test_a_failure_is_told_once():
-    """By who says the reason before it has left: what others tell later is less."""
-    here = watch()
-    told: list[str] = []
-    here.on_failure = told.append
-    here._message = "rank 1 has died"
-    here._report_failure()
-    here._message = "another rank has said why"
-    here._report_failure()
-    assert told == ["rank 1 has died"]
 
 
 def test_a_signal_to_a_forked_process_is_not_one_to_the_rank():

@@ -1,16 +1,16 @@
-"""Which rank is to blame when a job is stuck: from what each rank does and waits for.
+"""Find the rank to blame when a job is stuck, from what each rank does and waits for.
 
 Nothing here talks to a process: :mod:`toolkit.runtime.process_group.watch` collects the facts.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
 
 class RankStatus(IntEnum):
-    """What has become of a rank."""
+    """State of a rank. It reports the first four itself; others observe the last three."""
 
     RUNNING = 0
     DONE = 1  # it has left in the normal way
@@ -18,39 +18,52 @@ class RankStatus(IntEnum):
     FAILED = 3  # it leaves because of a diagnosis
     DEAD = 4  # its process is gone
     STOPPED = 5  # its process is stopped, as by SIGSTOP
-    SILENT = 6  # its beats have stopped for long
+    SILENT = 6  # its record has not changed for long
 
 
 class Position(NamedTuple):
     """Where a rank's program is, and the ranks ``peers`` that it waits for there."""
 
     what: object
-    step: int | None
-    peers: tuple[int, ...]
+    step: int | None = None
+    peers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return str(self.what) if self.step is None else f"in step {self.step} at {self.what}"
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A rank as another one sees it.
+class Record(NamedTuple):
+    """What a rank reports about itself, or what another rank sees of it.
 
     Attributes:
         position: where it is.
         seconds: for how long.
-        status: what has become of it.
-        error: what its backend says of the connection it waited on; empty if nothing.
-        host: the machine it runs on.
-        exact: whether the position is that of now, not that of the last message.
+        status: its state.
+        error: the backend's error in the connection it waited on, the diagnosis if it has failed;
+            otherwise empty.
+        beat: number of its watch's looks so far.
+        host: name of its machine; empty if that is the reader's own.
     """
 
     position: Position
     seconds: float = 0.0
     status: RankStatus = RankStatus.RUNNING
     error: str = ""
+    beat: int = 0
     host: str = ""
-    exact: bool = True
+
+    def encode(self) -> bytes:
+        (what, step, peers), *rest = self
+        return json.dumps([str(what)[:2000], step, peers, *rest]).encode()
+
+    @classmethod
+    def decode(cls, text: bytes) -> "Record":
+        what, step, peers, seconds, status, *rest = json.loads(text)
+        return cls(Position(what, step, tuple(peers)), seconds, RankStatus(status), *rest)
+
+    @property
+    def place(self) -> str:
+        return f"{'last seen ' if self.host else ''}{self.position}"
 
 
 class Diagnosis(NamedTuple):
@@ -60,7 +73,7 @@ class Diagnosis(NamedTuple):
     message: str
 
 
-Ranks = Mapping[int, Seen]
+Ranks = Mapping[int, Record]
 
 
 def diagnose(ranks: Ranks, me: int, timeout: float, patience: float) -> Diagnosis | None:
@@ -72,102 +85,51 @@ def diagnose(ranks: Ranks, me: int, timeout: float, patience: float) -> Diagnosi
         patience: seconds left in which a better reason than a lost connection may appear.
     """
     mine = ranks[me]
-    waiters = _waiters(ranks, me)
-    late, hurt = mine.seconds >= timeout, bool(mine.error)
-    near = [*waiters, *(r for r in ranks if r not in waiters and r != me)]  # nearest first
-
-    def first(status: RankStatus, among: Iterable[int]) -> int | None:
-        return next((r for r in among if ranks[r].status == status), None)
-
-    # The best reason first: a dead rank explains all that others show.
-    if (dead := first(RankStatus.DEAD, near)) is not None:
-        return _blame(ranks, dead, waiters.get(dead, me), "has died (its process is gone)")
-    for status, enough, how in (
-        (RankStatus.DONE, late or hurt, "has finished"),
-        (RankStatus.TERMINATED, late or (hurt and not patience), "was ended by a signal"),
-    ):
-        if enough and (gone := first(status, waiters)) is not None:
-            return _blame(ranks, gone, waiters[gone], how)
-    for status, why in (
-        (RankStatus.STOPPED, "its process is stopped"),
-        (RankStatus.SILENT, "its process or its connection hangs"),
-    ):
-        if late and (gone := first(status, near)) is not None:
-            how = f"has stalled: for {timeout:g} s it has not answered ({why})"
-            return _blame(ranks, gone, waiters.get(gone, me), how)
-    for rank in waiters if late else ():
-        if not ranks[rank].position.peers and (seconds := ranks[rank].seconds) >= timeout:
-            how = f"has stalled: for {seconds:.0f} s it has not got on (its process is running)"
-            end = "; if it only takes long, raise timeout"
-            return _blame(ranks, rank, waiters[rank], how, end)
-    if hurt and not patience:
-        return _lost_connection(ranks, me)
-    circle = [me, *waiters]
-    # Ranks at one place may only take long there: a lost message becomes a backend's error.
-    together = len({(str(p.what), *p[1:]) for p in (ranks[r].position for r in circle)}) == 1
-    if late and waiters and not together and all(_waits(ranks[r], timeout) for r in circle):
-        places = "; ".join(f"rank {r} {_where(ranks[r])}" for r in circle)
-        return Diagnosis(None, f"ranks wait for each other for more than {timeout:g} s: {places}")
-    return None
-
-
-def lost_store(ranks: Ranks, me: int, address: str) -> Diagnosis:
-    """Return the diagnosis for ranks that cannot reach their store any more."""
-    return Diagnosis(
-        None,
-        f"rank {me} has lost the others: the store at {address}, through which ranks meet, does not"
-        f" answer (rank 0 or the launcher holds it); rank {me} was {_where(ranks[me])}",
-    )
-
-
-def _waits(seen: Seen, timeout: float) -> bool:
-    return bool(seen.position.peers) and seen.seconds >= timeout
-
-
-def _waiters(ranks: Ranks, me: int) -> dict[int, int]:
-    """Map the ranks that ``me`` waits for, directly or not, to their waiters; nearest first."""
-    found: dict[int, int] = {}
-    queue = [me]
+    late, lost = mine.seconds >= timeout, bool(mine.error) and not patience
+    queue = [me]  # then the ranks that it waits for, directly or not; nearest first
     for waiter in queue:
-        if ranks[waiter].status not in (RankStatus.RUNNING, RankStatus.FAILED):
-            continue
-        for rank in ranks[waiter].position.peers:
-            if rank not in found and rank not in (me, waiter) and rank in ranks:
-                found[rank] = waiter
-                queue.append(rank)
-    return found
-
-
-def _blame(ranks: Ranks, rank: int, waiter: int, how: str, end: str = "") -> Diagnosis:
-    waits = rank in ranks[waiter].position.peers
-    return Diagnosis(
-        rank,
-        f"rank {rank}{_host(ranks, rank)} {how}, {_where(ranks[rank])};"
-        f" rank {waiter} {'waited for it' if waits else 'was then'} {_where(ranks[waiter])}{end}",
-    )
+        if ranks[waiter].status in (RankStatus.RUNNING, RankStatus.FAILED):
+            queue += (r for r in ranks[waiter].position.peers if r in ranks and r not in queue)
+    waited = queue[1:]
+    everyone = [*waited, *(r for r in ranks if r not in queue)]
+    stalled = f"has stalled: for {timeout:g} s it has not answered"
+    # The best reason first: a dead rank explains all that others show.
+    for status, among, enough, how in (
+        (RankStatus.DEAD, everyone, True, "has died (its process is gone)"),
+        (RankStatus.DONE, waited, late or lost, "has finished"),
+        (RankStatus.TERMINATED, waited, late or lost, "was ended by a signal"),
+        (RankStatus.STOPPED, everyone, late, f"{stalled} (its process is stopped)"),
+        (RankStatus.SILENT, everyone, late, f"{stalled} (its process or its connection hangs)"),
+        (
+            RankStatus.RUNNING,
+            waited,
+            late,
+            f"has stalled: for {timeout:g} s at one place (it runs; if that is usual, raise timeout)",
+        ),
+    ):
+        for rank in among if enough else ():
+            seen = ranks[rank]
+            # A running rank that waits, or that moved lately, is not to blame.
+            active = bool(seen.position.peers) or seen.seconds < timeout
+            if seen.status == status and not (status == RankStatus.RUNNING and active):
+                waiter = next((r for r in queue if rank in ranks[r].position.peers), me)
+                on = f" (on {seen.host})" if seen.host else ""
+                waits = " waited for it" if rank in ranks[waiter].position.peers else " was"
+                what = f"rank {rank}{on} {how}, {seen.place}"
+                return Diagnosis(rank, f"{what}; rank {waiter}{waits} {ranks[waiter].place}")
+    return _lost_connection(ranks, me) if lost else None
 
 
 def _lost_connection(ranks: Ranks, me: int) -> Diagnosis:
     mine = ranks[me]
     peers = [r for r in mine.position.peers if r != me and r in ranks]
-    hurt = [r for r in peers if ranks[r].error and me in ranks[r].position.peers]
-    ends = hurt if len(hurt) == 1 else peers
+    ends = [r for r in peers if ranks[r].error and me in ranks[r].position.peers] or peers
     if not ends:
-        return Diagnosis(me, f"rank {me} cannot go on, {_where(mine)}: {mine.error}")
-    whom = ("rank " if len(ends) == 1 else "one of ranks ") + ", ".join(map(str, ends))
-    places = "".join(f"; rank {r} was {_where(ranks[r])}" for r in ends)
-    run = "both" if len(ends) == 1 else "all"
+        return Diagnosis(me, f"rank {me} cannot continue, {mine.place}: {mine.error}")
+    whom = "rank " if len(ends) == 1 else "one of ranks "
+    places = "".join(f"; rank {r} was {ranks[r].place}" for r in ends)
     return Diagnosis(
         None,
-        f"the connection between rank {me} and {whom} is lost, and {run} run: rank {me} was"
-        f" {_where(mine)}{places} ({mine.error})",
+        f"the connection between rank {me} and {whom}{', '.join(map(str, ends))} is lost, and all"
+        f" run: rank {me} was {mine.place}{places} ({mine.error})",
     )
-
-
-def _where(seen: Seen) -> str:
-    return f"{'' if seen.exact else 'last seen '}{seen.position}"
-
-
-def _host(ranks: Ranks, rank: int) -> str:
-    host = ranks[rank].host
-    return f" (on {host})" if host and any(s.host not in ("", host) for s in ranks.values()) else ""

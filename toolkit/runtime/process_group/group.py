@@ -18,7 +18,7 @@ from torch import Tensor
 from toolkit.errors import UserError, check_choice
 from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.process_group import watch as watching
-from toolkit.runtime.process_group.shared_status import boot
+from toolkit.runtime.process_group.shared_status import machine
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import enter_device, finish_stream
 
@@ -154,7 +154,7 @@ class World:
 
         Ranks of one machine share the counter. Between machines the moment is when a gather ends.
         """
-        mine = (boot(), time.perf_counter())
+        mine = (machine(), time.perf_counter())
         first, *_ = self.gather(mine)
         return first[1] if first[0] == mine[0] else time.perf_counter()
 

@@ -1,107 +1,100 @@
-"""What ranks say about themselves: beats in the store, and memory shared on one machine."""
+"""The other ranks' records: of this machine by shared memory, of other machines by the store."""
 
+import contextlib
 import json
 import os
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from toolkit.runtime.process_group.diagnosis import Position, RankStatus, Seen
+from toolkit.runtime.process_group.diagnosis import Position, Record, RankStatus
 from toolkit.runtime.process_group.shared_status import Process, SharedStatus, machine
 
 
 class Heartbeat:
-    """A thread that publishes this rank's state and reads that of the others.
+    """Reads the other ranks' records.
 
-    The store hangs if its host does, so the watch never reads from it in its own thread.
+    A store hangs if its host does. So a thread of its own publishes this rank's record and reads
+    those of other machines.
+
+    Args:
+        store: store that all ranks share.
+        rank: rank of this process.
+        size: number of ranks. All of them construct one at the same time.
+        own: this rank's memory.
+        timeout: seconds to wait for the others.
+        every: seconds between two beats.
 
     Attributes:
-        heard: last beat of each other rank, and the beat's number.
-        local: processes of the other ranks of this machine, with their memory if readable.
-        listening: whether to read the beats of others.
-        rounds: how often the store has answered.
-        lost: whether the store is gone.
-        blamed: rank that the job's diagnosis blames, -1 for no single one, None before it.
+        local: processes of the other ranks of this machine, and their memory.
+        listening: whether to read the records of other machines.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, own: SharedStatus, state: Callable[[], Seen]
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        own: SharedStatus,
+        timeout: float,
+        every: float,
     ) -> None:
-        self.heard: dict[int, tuple[int, Seen]] = {}
-        self.local: dict[int, tuple[Process, SharedStatus | None]] = {}
-        self.listening = False
-        self.rounds = 0
-        self.lost = False
-        self.blamed: int | None = None
         self.store = dist.PrefixStore("watch", store.clone())
-        self._rank, self._others = rank, [other for other in range(size) if other != rank]
-        self._own, self._state = own, state
-        self._stopping = False
-        self._wake = threading.Event()
+        self.listening = False
+        self.local: dict[int, tuple[Process, SharedStatus]] = {}
+        self._rank, self._own, self._every = rank, own, every
+        self._heard: dict[int, Record] = {}
+        process, here = Process(os.getpid()), machine()
+        entry = [here, process.pid, process.started, own.fd]
+        self.store.set(f"process/{rank}", json.dumps(entry))
+        keys = [f"process/{r}" for r in range(size)]
+        with contextlib.suppress(RuntimeError):  # the watch will name a rank that does not come
+            self.store.wait(keys, timedelta(seconds=timeout))
+        others = [r for r in range(size) if r != rank]
+        for other in others:
+            if self.store.check([keys[other]]):
+                where, pid, started, fd = json.loads(self.store.get(keys[other]))
+                shared = SharedStatus.of(pid, fd) if where == here else None
+                if shared is not None:
+                    self.local[other] = Process(pid, started), shared
+        self.remote: Sequence[int] = [r for r in others if r not in self.local]
+        self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        if self.remote:
+            self._thread.start()
 
-    def start(self, every: float, timeout: float) -> None:
-        """Wait until all ranks start, so that those of this machine know each other."""
-        self._every = every
-        self.store.set_timeout(timedelta(seconds=timeout))
-        here, process = f"on/{machine()}", Process(os.getpid())
-        entry = f"{self._rank} {process.pid} {process.started} {self._own.fd}\n"
-        self.store.append(here, entry)  # type: ignore[attr-defined]  # missing from torch's stub
-        self.store.add("begun", 1)
-        end = time.monotonic() + timeout
-        while self.store.add("begun", 0) <= len(self._others) and time.monotonic() < end:
-            time.sleep(0.02)
-        for line in self.store.get(here).decode().splitlines():
-            rank, pid, started, fd = line.split(" ")
-            if int(rank) != self._rank:
-                shared = SharedStatus.of(int(pid), int(fd))
-                self.local[int(rank)] = Process(int(pid), started), shared
-        self._thread.start()
+    def see(self) -> dict[int, Record]:
+        """Return the latest record of each other rank."""
+        unheard = Record(Position("start"), host="another machine")
+        seen = {rank: self._heard.get(rank, unheard) for rank in self.remote}
+        for rank, (process, shared) in self.local.items():
+            gone, stopped = process.gone, process.stopped  # before its last record is read
+            record = shared.read()._replace(host="")
+            if record.status == RankStatus.RUNNING and (gone or stopped):
+                record = record._replace(status=RankStatus.DEAD if gone else RankStatus.STOPPED)
+            seen[rank] = record
+        return seen
 
     def stop(self, seconds: float) -> None:
-        """Publish the last state; wait for that at most ``seconds``."""
+        """Publish the last record; wait for that at most ``seconds``."""
         self._stopping = True
         self._wake.set()
-        self._thread.join(seconds)
-
-    def hurry(self) -> None:
-        """Start the next round now."""
-        self._wake.set()
+        if self.remote:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
-        try:
-            while True:
+        with contextlib.suppress(RuntimeError):  # without a store, other machines fall silent
+            last = False
+            while not last:
                 last = self._stopping
-                self._round()
-                self.rounds += 1
-                if last:
-                    return
-                self._wake.wait(self._every)
-                self._wake.clear()
-        except RuntimeError:  # includes torch.distributed's errors
-            self.lost = True
-
-    def _round(self) -> None:
-        store = self.store
-        store.set(f"beat/{self._rank}", _encode(self.rounds, self._state()))
-        if store.check(["blamed"]):
-            self.blamed = int(store.get("blamed"))
-        if self.listening:
-            ranks = [rank for rank in self._others if store.check([f"beat/{rank}"])]
-            beats = store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
-            self.heard |= zip(ranks, map(_decode, beats), strict=True)
-
-
-def _encode(number: int, seen: Seen) -> str:
-    what, step, peers = seen.position
-    status = seen.seconds, seen.status, seen.error, seen.host
-    return json.dumps([number, str(what), step, peers, *status])
-
-
-def _decode(beat: bytes) -> tuple[int, Seen]:
-    number, what, step, peers, seconds, status, error, host = json.loads(beat)
-    position = Position(what, step, tuple(peers))
-    return number, Seen(position, seconds, RankStatus(status), error, host)
+                self.store.set(f"beat/{self._rank}", self._own.read().encode())
+                known = [r for r in self.remote if self.store.check([f"beat/{r}"])]
+                if not self.listening:
+                    self._heard = {}
+                elif known:
+                    beats = self.store.multi_get([f"beat/{rank}" for rank in known])
+                    self._heard = dict(zip(known, map(Record.decode, beats), strict=True))
+                if not last:
+                    self._wake.wait(self._every)

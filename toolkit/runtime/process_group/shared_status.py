@@ -1,24 +1,25 @@
-"""A rank's position, in memory that outlives it and that other ranks of the machine read."""
+"""A rank's record, in memory that outlives it and that the other ranks of its machine read."""
 
 import contextlib
 import fcntl
 import mmap
 import os
 import signal
-import struct
-import tempfile
 import weakref
 from pathlib import Path
 
-from toolkit.runtime.process_group.diagnosis import RankStatus
+from toolkit.runtime.process_group.diagnosis import Position, Record
 
-_STATUS = struct.Struct("<q")
-_POSITION = struct.Struct("<q2000s")  # step or -1, and a text padded with zeros
-_SIZE = _STATUS.size + _POSITION.size
+_SLOT = 1 << 16  # bytes; only the pages that are written take memory
 
 
 class Process:
-    """A process of this machine. Its start time tells it from a later one with its number."""
+    """A process of this machine. Its start time distinguishes it from a later one of its number.
+
+    Args:
+        pid: its number.
+        started: its start time; read from the running process unless given.
+    """
 
     def __init__(self, pid: int, started: str | None = None) -> None:
         self.pid = pid
@@ -26,11 +27,6 @@ class Process:
 
     @property
     def gone(self) -> bool:
-        if not Path("/proc/self/stat").exists():  # as on macOS
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, 0)
-                return False
-            return True
         state, started = _stat(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
@@ -45,22 +41,23 @@ class Process:
 
 
 class SharedStatus:
-    """A rank's status and position. Each instruction writes it, so that must be quick."""
+    """A rank's record in shared memory. Each instruction writes it, so that must be quick."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._memory = mmap.mmap(fd, _SIZE)
-        weakref.finalize(self, os.close, fd)
+        self._memory = mmap.mmap(fd, 1 + 2 * _SLOT)
+        if fd >= 0:
+            weakref.finalize(self, os.close, fd)
 
     @classmethod
     def make(cls) -> "SharedStatus":
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("watch")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
-        os.ftruncate(fd, _SIZE)
-        return cls(fd)
+        """Make that of this process. Only Linux shares it."""
+        fd = os.memfd_create("watch") if hasattr(os, "memfd_create") else -1
+        if fd >= 0:
+            os.ftruncate(fd, 1 + 2 * _SLOT)
+        made = cls(fd)
+        made.write(Record(Position("start")))
+        return made
 
     @classmethod
     def of(cls, pid: int, fd: int) -> "SharedStatus | None":
@@ -70,27 +67,22 @@ class SharedStatus:
         except (OSError, ValueError):
             return None
 
-    @property
-    def status(self) -> RankStatus:
-        return RankStatus(*_STATUS.unpack_from(self._memory))
+    def write(self, record: Record) -> None:
+        """Write the record. Two threads must not do so at the same time."""
+        # Into the unused slot, so that a rank that is killed here leaves its last record.
+        slot, text = 1 - self._memory[0], record.encode() + b"\0"
+        self._memory[1 + slot * _SLOT : 1 + slot * _SLOT + len(text)] = text
+        self._memory[0] = slot
 
-    @status.setter
-    def status(self, status: RankStatus) -> None:
-        _STATUS.pack_into(self._memory, 0, status)
-
-    def write(self, what: object, step: int | None) -> None:
-        """Write the position."""
-        # One call, so that a rank that is killed leaves the old position or the new one.
-        known = -1 if step is None else step
-        _POSITION.pack_into(self._memory, _STATUS.size, known, str(what).encode())
-
-    def read(self) -> tuple[str, int | None]:
-        """Return the position's text, and the step."""
-        step, text = _POSITION.unpack_from(self._memory, _STATUS.size)
-        return text.rstrip(b"\0").decode(errors="replace"), None if step == -1 else step
+    def read(self) -> Record:
+        """Return the latest record."""
+        while True:  # a running rank may write while this one reads
+            start = 1 + self._memory[0] * _SLOT
+            with contextlib.suppress(ValueError, TypeError):
+                return Record.decode(self._memory[start : self._memory.find(b"\0", start)])
 
     def lock(self) -> bool:
-        """Return whether this process is the first to lock it, for good."""
+        """Return whether this process is the first to lock the memory, for good."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -99,17 +91,10 @@ class SharedStatus:
 
 
 def machine() -> str:
-    """Return a name that only processes share that see the same process numbers."""
+    """Return a name that only processes share that have the same clock and process numbers."""
     with contextlib.suppress(OSError):
-        return f"{boot()}/{os.readlink('/proc/self/ns/pid')}"
-    return boot()
-
-
-def boot() -> str:
-    """Return a name of this machine since its start; its processes share a clock."""
-    with contextlib.suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{os.uname().nodename}/{boot_id}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     return os.uname().nodename
 
 
