@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from toolkit.runtime.process_group.diagnosis import Position, Record, RankStatus
+from toolkit.runtime.process_group.diagnosis import Position, RankStatus, Record
 from toolkit.runtime.process_group.shared_status import Process, SharedStatus, machine
 
 
