@@ -92,30 +92,23 @@ def diagnose(ranks: Ranks, me: int, timeout: float, patience: float) -> Diagnosi
             queue += (r for r in ranks[waiter].position.peers if r in ranks and r not in queue)
     waited = queue[1:]
     everyone = [*waited, *(r for r in ranks if r not in queue)]
-    stalled = f"has stalled: for {timeout:g} s it has not answered"
+    stuck = [r for r in waited if not ranks[r].position.peers and ranks[r].seconds >= timeout]
+    stalled = f"has stalled: for {timeout:g} s it has not "
     # The best reason first: a dead rank explains all that others show.
     for status, among, enough, how in (
         (RankStatus.DEAD, everyone, True, "has died (its process is gone)"),
         (RankStatus.DONE, waited, late or lost, "has finished"),
         (RankStatus.TERMINATED, waited, late or lost, "was ended by a signal"),
-        (RankStatus.STOPPED, everyone, late, f"{stalled} (its process is stopped)"),
-        (RankStatus.SILENT, everyone, late, f"{stalled} (its process or its connection hangs)"),
-        (
-            RankStatus.RUNNING,
-            waited,
-            late,
-            f"has stalled: for {timeout:g} s at one place (it runs; if that is usual, raise timeout)",
-        ),
+        (RankStatus.STOPPED, everyone, late, f"{stalled}answered (its process is stopped)"),
+        (RankStatus.SILENT, everyone, late, f"{stalled}answered (its process or network hangs)"),
+        (RankStatus.RUNNING, stuck, late, f"{stalled}moved (it runs; if slow, raise timeout)"),
     ):
         for rank in among if enough else ():
-            seen = ranks[rank]
-            # A running rank that waits, or that moved lately, is not to blame.
-            active = bool(seen.position.peers) or seen.seconds < timeout
-            if seen.status == status and not (status == RankStatus.RUNNING and active):
+            if ranks[rank].status == status:
                 waiter = next((r for r in queue if rank in ranks[r].position.peers), me)
-                on = f" (on {seen.host})" if seen.host else ""
                 waits = " waited for it" if rank in ranks[waiter].position.peers else " was"
-                what = f"rank {rank}{on} {how}, {seen.place}"
+                on = f" (on {ranks[rank].host})" if ranks[rank].host else ""
+                what = f"rank {rank}{on} {how}, {ranks[rank].place}"
                 return Diagnosis(rank, f"{what}; rank {waiter}{waits} {ranks[waiter].place}")
     return _lost_connection(ranks, me) if lost else None
 

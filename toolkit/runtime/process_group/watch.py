@@ -275,10 +275,10 @@ class Watch:
         for rank, seen in ranks.items():
             if seen.beat != self._changed.get(rank, (-1, 0.0))[0]:
                 self._changed[rank] = seen.beat, self._now
+            silent = self._now - self._changed[rank][1]
             # This rank stood for a while before it listened.
-            elif self._now - self._changed[rank][1] >= self.timeout - 3 * self._beat:
-                if seen.status == RankStatus.RUNNING:
-                    ranks[rank] = seen._replace(status=RankStatus.SILENT)
+            if seen.status == RankStatus.RUNNING and silent >= self.timeout - 3 * self._beat:
+                ranks[rank] = seen._replace(status=RankStatus.SILENT)
             if self._signal and seen.status == RankStatus.TERMINATED:  # like this rank
                 ranks[rank] = seen._replace(status=RankStatus.RUNNING)
         ranks[self.rank] = self._record._replace(host="")
