@@ -54,14 +54,14 @@ def exit_with_error(message: str) -> None:
 def leave_ranks() -> None:
     """Leave the process group, if this process has joined one."""
     if _world() is not None:
-        from toolkit.runtime.process_group.group import leave
+        from toolkit.runtime.process_group.join import leave
 
         leave()
 
 
 def _world() -> "World | None":
     """The ranks that this process has joined; torch is not loaded to find out."""
-    module = sys.modules.get("toolkit.runtime.process_group.group")
+    module = sys.modules.get("toolkit.runtime.process_group.join")
     return module.joined() if module else None
 
 

@@ -2,7 +2,8 @@
 
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.group import World, join, leave
+from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.join import join, leave
 from toolkit.runtime.process_group.launch import RankError, launch
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.process_group.worker import report

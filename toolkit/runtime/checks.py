@@ -53,7 +53,7 @@ def checked_world(world: "World | None", stages: Stages, schedule: Schedule) -> 
     and on another device than the model."""
     on = {tensor.device for tensor in stages.model.parameters()}
     if world is None:
-        from toolkit.runtime.process_group.group import join
+        from toolkit.runtime.process_group.join import join
 
         on_cpu = all(device.type == "cpu" for device in on)
         world = join(schedule.n_ranks, device="cpu" if on_cpu else "auto")

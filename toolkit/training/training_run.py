@@ -21,7 +21,8 @@ from toolkit.errors import UserError, first_line
 from toolkit.model import partition
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.process_group.group import World, join
+from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.join import join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import Schedule

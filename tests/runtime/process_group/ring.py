@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.runtime.process_group import group as world
+from toolkit.runtime.process_group import join as world
 from toolkit.schedule import Action, Instruction
 
 STEP = 300

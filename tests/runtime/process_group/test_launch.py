@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from toolkit.errors import UserError
-from toolkit.runtime.process_group import group as world
+from toolkit.runtime.process_group import join as world
 from toolkit.runtime.process_group.launch import RankError, launch
 from toolkit.runtime.process_group.shared_status import Process
 from toolkit.runtime.process_group.watch import JobFailedError

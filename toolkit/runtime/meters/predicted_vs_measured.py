@@ -11,7 +11,7 @@ from toolkit.cost import Timeline, predict_calibrated, profile
 from toolkit.model import Stages, partition
 from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
-from toolkit.runtime.process_group.group import join
+from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.worker import report
 from toolkit.schedule import Buffer, Program
 from toolkit.schedule.footprint import belongs_to, footprint

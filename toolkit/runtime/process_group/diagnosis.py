@@ -52,12 +52,12 @@ class Record(NamedTuple):
     beat: int = 0
     host: str = ""
 
-    def encode(self) -> bytes:
+    def encode(self) -> str:
         (what, step, peers), *rest = self
-        return json.dumps([str(what)[:2000], step, peers, *rest]).encode()
+        return json.dumps([str(what)[:2000], step, peers, *rest])
 
     @classmethod
-    def decode(cls, text: bytes) -> "Record":
+    def decode(cls, text: str | bytes) -> "Record":
         what, step, peers, seconds, status, *rest = json.loads(text)
         return cls(Position(what, step, tuple(peers)), seconds, RankStatus(status), *rest)
 

@@ -70,7 +70,7 @@ class SharedStatus:
     def write(self, record: Record) -> None:
         """Write the record. Two threads must not do so at the same time."""
         # Into the unused slot, so that a rank that is killed here leaves its last record.
-        slot, text = 1 - self._memory[0], record.encode() + b"\0"
+        slot, text = 1 - self._memory[0], record.encode().encode() + b"\0"
         self._memory[1 + slot * _SLOT : 1 + slot * _SLOT + len(text)] = text
         self._memory[0] = slot
 

@@ -89,6 +89,7 @@ class Watch:
         self.on_failure: Callable[[str], None] = lambda message: None
         self._shared, self._writing = SharedStatus.make(), threading.Lock()
         self._record = Record(self.position, host=socket.gethostname())
+        self._seen, self._since, self._now = self.position, 0.0, 0.0
         self._beat = min(0.5, timeout / 8)
         self._reason: Diagnosis | None = None
         self._watching = False
@@ -104,11 +105,14 @@ class Watch:
         if step is None:
             step = self.position.step
         self.position = Position(what, step, tuple(peers))
-        self._write(seconds=0.0)
+        self._write()
 
     def _write(self, **changes: Any) -> None:
         with self._writing:  # the main thread and the watch's write
-            self._record = self._record._replace(position=self.position, **changes)
+            position = self.position
+            # The main thread may have moved since the watch looked.
+            seconds = self._now - self._since if position is self._seen else 0.0
+            self._record = self._record._replace(position=position, seconds=seconds, **changes)
             self._shared.write(self._record)
 
     @contextlib.contextmanager
@@ -162,8 +166,8 @@ class Watch:
     def start(self) -> None:
         """Start to watch. In the main thread, also take over SIGTERM."""
         self._seen, self._error = self.position, ""
-        self._since = self._now = 0.0  # seconds for which this process has run
-        self._well_at = 0.0  # when the backend had no error yet
+        self._since = self._now  # seconds for which the watch has run
+        self._well_at = self._now  # when the backend had no error yet
         self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
         self._changed: dict[int, tuple[int, float]] = {}  # of each rank: last beat, and when
         self._write(status=RankStatus.RUNNING, error="")
@@ -252,13 +256,14 @@ class Watch:
     def _look(self) -> None:
         if self.position is not self._seen:
             self._seen, self._since = self.position, self._now
-        seconds, error = self._now - self._since, self._error
-        self._write(seconds=seconds, error=error, beat=self._record.beat + 1)
+        error = self._error
+        self._write(error=error, beat=self._record.beat + 1)
+        stands = self._record.seconds > 2 * self._beat
         if self._reason is not None:
             self._end(self._reason)
         if not error:
             self._well_at = self._now
-        self._others.listening = bool(error or self._signal or seconds > 2 * self._beat)
+        self._others.listening = bool(error or self._signal or stands)
         if self._others.listening:
             self._judge()
         else:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from toolkit.errors import UserError
-from toolkit.runtime.process_group import group, watch
+from toolkit.runtime.process_group import join, watch
 from toolkit.runtime.process_group.watch import JobFailedError, is_backend_error
 
 
@@ -64,7 +64,7 @@ def main(connection: int, job: int) -> None:
     try:
         function, args, kwargs = _load(job)
         result = function(*args, **kwargs)
-        group.leave()
+        join.leave()
         packed = _pack(result, "the result")
     except (Exception, KeyboardInterrupt) as error:
         _send("raised", _describe(error))

@@ -14,7 +14,7 @@ from torch.distributed import HashStore, TCPStore
 from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import join, launch
-from toolkit.runtime.process_group import group as world
+from toolkit.runtime.process_group import join as world
 from toolkit.runtime.process_group.group import Place, World
 
 

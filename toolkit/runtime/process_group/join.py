@@ -1,0 +1,236 @@
+"""How a rank meets the others: its place, its GPU, the store, the backend."""
+
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, cast
+
+import torch
+import torch.distributed as dist
+
+from toolkit.errors import UserError, check_choice
+from toolkit.runtime.process_group import watch as watching
+from toolkit.runtime.process_group.group import Place, World, backend_timeout
+from toolkit.runtime.process_group.watch import Watch
+from toolkit.runtime.streams import enter_device
+
+BACKENDS = ("auto", "nccl", "gloo")
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SUBMITIT = "SUBMITIT_EXECUTOR"  # set in tasks that submitit has started
+
+_joined: World | None = None
+
+
+def join(
+    n_ranks: int | None = None,
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout: float = 120.0,
+    interface: str | None = None,
+) -> World:
+    """Meet the other ranks of this job, as torchrun, Slurm or ``launch`` started them.
+
+    A process joins once; a second call returns the same world.
+
+    Args:
+        n_ranks: required number of ranks; any number unless given.
+        device: ``auto`` is this rank's GPU if it has one, else the CPU; ``cuda`` or ``cpu``.
+        backend: ``auto`` is NCCL if every rank has a GPU of its own, else gloo, whose messages
+            go through the CPU's memory.
+        timeout: seconds after which a rank that does not answer ends the job.
+        interface: network interface of this machine's messages, such as ``eth1``; by the
+            environment (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
+
+    Raises:
+        UserError: this process is not a rank, or of another number than ``n_ranks``; there is no
+            such interface, or no GPU a rank for NCCL.
+        SystemExit: other ranks do not come; the reason has been printed.
+    """
+    global _joined
+    check_choice("backend", backend, BACKENDS)
+    if not timeout > 0:
+        raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
+    place = _place(n_ranks)
+    if n_ranks is not None and place.size != n_ranks:
+        raise UserError(
+            f"the schedule has {n_ranks} ranks and {place.size} were started: {command(n_ranks)}"
+        )
+    if _joined is not None:
+        return _joined
+    _choose_interface(interface)
+    if backend != "gloo" and device != "cpu":
+        # NCCL's channels have a stream each. A stream that shares one of a GPU's 8 queues with an
+        # early receive waits as long as that. CUDA reads the variable as it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        # Loading a kernel at its first use waits for such a receive, too.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    on = _device(device, place)
+    enter_device(on)
+    store = _meet(place, timeout, _gpu(on))
+    backend = _backend(backend, [store.get(f"came/{rank}").decode() for rank in range(place.size)])
+    watch = Watch(store, place.rank, place.size, timeout)
+    watch.start()
+    objects = None
+    with watch.waiting("connections to all ranks", range(place.size)):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=backend_timeout(timeout),
+            device_id=on if backend == "nccl" else None,
+        )
+        if backend == "nccl":
+            made = dist.new_group(backend="gloo", timeout=backend_timeout(timeout))
+            objects = cast(dist.ProcessGroup, made)
+    _joined = World(place, on, backend, watch, store, objects=objects)
+    return _joined
+
+
+def joined() -> World | None:
+    """Return the ranks that this process has joined, or None."""
+    return _joined
+
+
+def leave() -> None:
+    """Leave the other ranks after the work is done."""
+    global _joined
+    if _joined is not None:
+        _joined.watch.stop()
+        dist.destroy_process_group()
+        _joined = None
+
+
+def command(n_ranks: int) -> str:
+    """Return the command that starts this program on ``n_ranks`` ranks of one machine."""
+    if _SUBMITIT in os.environ:
+        return f"make hydra.launcher.nodes times hydra.launcher.tasks_per_node {n_ranks}"
+    script, *arguments = sys.argv
+    if not script.endswith(".py"):
+        return f"toolkit.runtime.launch(function, {n_ranks})"
+    path = Path(script).resolve()
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"torchrun --nproc-per-node {n_ranks} {shlex.join([str(shown), *arguments])}"
+
+
+def _place(n_ranks: int | None) -> Place:
+    if "RANK" not in os.environ and _SUBMITIT in os.environ:
+        from submitit.helpers import TorchDistributedEnvironment
+
+        TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    missing = [name for name in _VARIABLES if name not in os.environ]
+    if missing:
+        raise UserError(
+            f"this process was not started as a rank ({', '.join(missing)} not set):"
+            f" {command(n_ranks or 2)}"
+        )
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    except ValueError as error:
+        raise UserError(f"torchrun's variables are whole numbers: {error}") from error
+    if not 0 <= rank < size:
+        raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
+    return Place(rank, size, local_rank)
+
+
+def _device(name: str, place: Place) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if name not in ("auto", "cuda"):
+        raise UserError(f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu")
+    if not torch.cuda.is_available():
+        raise UserError("device=cuda cannot be used: there is no GPU; try device=auto")
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def _choose_interface(name: str | None) -> None:
+    there = [interface for _, interface in socket.if_nameindex()]
+    if name is None:
+        # With NCCL, too, objects are gathered over gloo, by the same interface if one is named.
+        named = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
+        if named in there:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", named)
+        return
+    if name not in there:
+        raise UserError(f"no network interface {name!r} here: choose one of {', '.join(there)}")
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def _gpu(device: torch.device) -> str:
+    """Return the GPU's identity, whatever its number in this process; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _backend(name: str, gpus: Sequence[str]) -> str:
+    """Return the backend of ranks with these ``gpus``."""
+    n_gpus = len({*gpus} - {""})
+    own = n_gpus == len(gpus)
+    if name == "nccl" and not own:
+        time.sleep(1)  # all have seen the store before rank 0 leaves
+        raise UserError(
+            f"backend=nccl takes a GPU a rank, and {len(gpus)} ranks have {n_gpus}: use"
+            " backend=gloo, or fewer ranks a machine"
+        )
+    return ("nccl" if own else "gloo") if name == "auto" else name
+
+
+def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
+    """Return the store that all ranks share, once all have written their GPU to it."""
+    # Like torch.distributed's env://, which does not name the ranks that are missing.
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    end = time.monotonic() + timeout
+    where = f"{host}:{port} within {timeout:g} s"
+    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        if not hosts:
+            _await_port(host, port, end)
+        patience = timedelta(seconds=timeout)
+        store: dist.Store = dist.TCPStore(
+            host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=hosts
+        )
+    except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
+        reason = str(error).splitlines()[0]
+        watching.announce(
+            f"rank {place.rank} cannot meet the others at {where}: {reason}; is rank 0 running, and"
+            " the port open?"
+        )
+        raise SystemExit(watching.EXIT_FAILED) from error
+    if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        store = dist.PrefixStore(f"attempt_{attempt}", store)  # ignore earlier attempts' keys
+    store.set(f"came/{place.rank}", gpu)
+    came = [f"came/{rank}" for rank in range(place.size)]
+    while not store.check(came):
+        if time.monotonic() > end:
+            _miss(store, [r for r in range(place.size) if not store.check(came[r : r + 1])], where)
+        time.sleep(0.05)
+    return store
+
+
+def _miss(store: dist.Store, ranks: Sequence[int], where: str) -> NoReturn:
+    """End this rank because other ``ranks`` have not come; one rank says so."""
+    if store.add("missing", 1) == 1:
+        watching.announce(
+            f"rank {', '.join(map(str, ranks))} has not come to {where}: look at its log, or start"
+            " all ranks at the same time"
+        )
+    time.sleep(1)  # the announcement is out before a rank leaves, and all have seen the store
+    raise SystemExit(watching.EXIT_FAILED)
+
+
+def _await_port(host: str, port: int, end: float) -> None:
+    """Wait until the port listens; TCPStore itself tries for longer than its time-out."""
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, end - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
