@@ -6,8 +6,8 @@ to another: links are set to ratios of M to C. In every round all methods train 
 random order; medians over rounds are quoted, and ratios to DDP. Linux, as root.
 """
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
@@ -21,20 +21,25 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks import network
-from benchmarks.links_rank import ALL, COMPUTE, Ranks, Task
-from benchmarks.network import Array, Network, Traffic
-from benchmarks.timing import ratios
+from benchmarks.links_rank import (
+    ALL,
+    COMPUTE,
+    Link,
+    Task,
+    Times,
+    link_name,
+    step_time,
+    train_all,
+)
+from benchmarks.network import Array, Traffic
 from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
 from toolkit.format import table as format_table
 from toolkit.model import MODELS
+from toolkit.runtime import launch
 
-_CLOSE = 0.03  # of M/C, beside what was asked for
-_CORRECTIONS = 3
-_COMPUTES = 5  # runs without messages, of which the median counts
-_SENDS = 3  # of all parameters, of which the median counts
 _DRAWN = ("DDP", "CDP-v1", "CDP-v1 paced")  # whose traffic is shown ...
 _DRAWN_AT = (1.0, 0.0)  # ... at these ratios
 
@@ -49,21 +54,6 @@ Curves = dict[str, dict[str, Array]]
 
 
 @dataclass(frozen=True)
-class Link:
-    """One setting of the links."""
-
-    workers: int
-    ratio: float  # of M to C that was asked for; 0: no limit
-    mbit: float | None  # a second, of the limit
-    compute: float  # C: seconds of a step without messages
-    one_way: float  # M: seconds in which all parameters go from one rank to another
-
-    @property
-    def name(self) -> str:
-        return link_name(self.ratio)
-
-
-@dataclass(frozen=True)
 class Run:
     """What one run of a method has shown."""
 
@@ -75,121 +65,73 @@ class Run:
     peak_over_mean: float  # of all ranks' traffic together
     mb_sent: float  # by a rank in a step
 
-    @property
-    def link(self) -> str:
-        return link_name(self.ratio)
 
-
-def link_name(ratio: float) -> str:
-    return "unshaped" if ratio == 0 else f"M = {'' if ratio == 1 else f'{ratio:g} '}C"
-
-
-def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
+def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     """A row for each number of workers, link and method; then one a bar."""
     check(config, device)
     folder = Path(HydraConfig.get().runtime.output_dir)
     runs: list[Run] = []
     links: list[Link] = []
     for workers in config.workers:
-        curves: Curves = {}
-        with network.network(workers) as net, network.sampled(net) as sent:
-            task = _task(config, workers, seed)
-            log = folder / f"ranks_{workers}.log"
-            with Ranks(net, task, config.timeout, log) as ranks:
-                here = calibrate(config, net, ranks, workers)
-                links += here
-                write_csv(folder / "links.csv", [asdict(link) for link in links])
-                for done, curve in _all_runs(config, seed, net, sent, ranks, here):
-                    runs.append(done)
-                    write_csv(folder / "runs.csv", [asdict(each) for each in runs])
-                    if done.round == 0 and done.method in _DRAWN and done.ratio in _DRAWN_AT:
-                        curves.setdefault(done.link, {})[done.method] = curve
-        _show(links, runs, workers, curves, folder)
-    print(f"\n{format_table([_shown(link) for link in links])}\n\n{WORDS}")
+        options: Any = OmegaConf.to_container(config)
+        train(Task(**options | {"workers": workers, "seed": seed}), folder, links, runs)
+    shown = [
+        {
+            "workers": link.workers,
+            "link": link.name,
+            "Mbit/s": None if link.mbit is None else round(link.mbit, 1),
+            "C (s)": round(link.compute, 4),
+            "M (s)": round(link.one_way, 4),
+            "M/C": round(link.one_way / link.compute, 3),
+        }
+        for link in links
+    ]
+    print(f"\n{format_table(shown)}\n\n{WORDS}")
     rows = table(runs, links)
     return [*rows, *bars(rows)]
 
 
-def calibrate(config: DictConfig, net: Network, ranks: Ranks, workers: int) -> list[Link]:
-    """Measure C, and find the rates at which M/C is what was asked for."""
-    n_bytes, *_ = ranks.order("hello")
-    alone = (ranks.order("train", method=COMPUTE, steps=config.steps) for _ in range(_COMPUTES))
-    compute = median(step_time(answers, config.skip) for answers in alone)
-    return [_find(ratio, n_bytes, compute, net, ranks, workers) for ratio in config.ratios]
+def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
+    """Train one number of workers; add to ``links`` and ``runs``, write them and a figure."""
+    curves: Curves = {}
+    n_runs = task.rounds * len(task.ratios) * len(task.methods or ALL)
+    with (
+        tqdm(total=n_runs, unit="run", leave=False) as bar,
+        network.network(task.workers) as net,
+        closing(Traffic(net)) as traffic,
+    ):
+
+        def take(_: int, found: Any) -> None:
+            if isinstance(found, list):
+                links.extend(found)
+                write_csv(folder / "links.csv", [asdict(link) for link in links])
+                return
+            done, curve = measured(task, traffic, *found)
+            runs.append(done)
+            write_csv(folder / "runs.csv", [asdict(each) for each in runs])
+            if done.round == 0 and done.method in _DRAWN and done.ratio in _DRAWN_AT:
+                curves.setdefault(link_name(done.ratio), {})[done.method] = curve
+            bar.update()
+
+        launch(train_all, task.workers, net, task, on_report=take, timeout=task.timeout)
+    rows = table(runs, [link for link in links if link.workers == task.workers])
+    save(link_times(rows, curves, network.WINDOW), folder / f"links_{task.workers}")
 
 
-def _find(
-    ratio: float, n_bytes: int, compute: float, net: Network, ranks: Ranks, workers: int
-) -> Link:
-    def measured(rate: float | None) -> Link:
-        net.shape(rate)
-        begins, ends, *_ = ranks.order("send", bytes=n_bytes, times=_SENDS)
-        one_way = median(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Link(workers, ratio, None if rate is None else rate / 1e6, compute, one_way)
-
-    if ratio == 0:
-        return measured(None)
-    rate = 8 * n_bytes / (ratio * compute)
-    link = measured(rate)
-    for _ in range(_CORRECTIONS):
-        off = link.one_way / (ratio * compute)
-        if abs(off - 1) <= _CLOSE:
-            break
-        rate *= off
-        link = measured(rate)
-    return link
-
-
-def _all_runs(
-    config: DictConfig, seed: int, net: Network, sent: Traffic, ranks: Ranks, links: list[Link]
-) -> Iterator[tuple[Run, Array]]:
-    """:func:`one_run` of every method in all rounds on all links."""
-    methods = list(config.methods) or list(ALL)
-    n = config.rounds * len(links) * len(methods)
-    with tqdm(total=n, unit="run", leave=False) as bar:
-        for number in range(config.rounds):
-            for link in links:
-                net.shape(None if link.mbit is None else 1e6 * link.mbit)
-                order = random.Random(f"{seed} {number} {link.name}").sample(methods, len(methods))
-                for method in order:
-                    bar.set_description_str(f"{link.workers} workers, {link.name}, {method}")
-                    yield one_run(config, link, number, method, ranks, sent)
-                    bar.update()
-
-
-def one_run(
-    config: DictConfig, link: Link, number: int, method: str, ranks: Ranks, sent: Traffic
+def measured(
+    task: Task, traffic: Traffic, link: Link, number: int, method: str, times: Times
 ) -> tuple[Run, Array]:
-    """Train some steps, of which the first do not count; also the traffic of two, in Mbit/s."""
-    sent.mark()
-    answers = ranks.order("train", method=method, steps=config.steps)
-    seconds = step_time(answers, config.skip)
-    start, end = answers[0][config.skip], answers[0][-1]
-    samples = sent.samples(end)
-    windows = network.in_windows(*samples, start, end)
-    n_steps = config.steps - 1 - config.skip
-    all_sent = np.array([np.interp((start, end), samples[0], of) for of in samples[1].T])
-    done = Run(
-        link.workers,
-        link.ratio,
-        number,
-        method,
-        seconds,
-        network.peak_over_mean(windows),
-        float((all_sent[:, 1] - all_sent[:, 0]).mean()) / n_steps / 1e6,
-    )
+    """A run, and the traffic of two of its steps, in Mbit/s."""
+    seconds = step_time(times, task.skip)
+    start, end = times[0][task.skip], times[0][-1]
+    moments, sent = traffic.samples(start, end)
+    windows = network.in_windows(moments, sent, start, end)
+    sums = np.array([np.interp((start, end), moments, of_rank) for of_rank in sent.T])
+    mb_sent = float((sums[:, 1] - sums[:, 0]).mean()) / (task.steps - 1 - task.skip) / 1e6
+    peak = network.peak_over_mean(windows)
     shown = windows[: round(2 * seconds / network.WINDOW)].sum(axis=1)
+    done = Run(link.workers, link.ratio, number, method, seconds, peak, mb_sent)
     return done, 8e-6 * shown / network.WINDOW
-
-
-def step_time(answers: list[list[float]], skip: int) -> float:
-    """Seconds of a step, of the slowest rank.
-
-    Args:
-        answers: of each rank, the moments at which its steps ended.
-        skip: steps are timed from the end of step ``skip`` on, the first being 0.
-    """
-    return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in answers)
 
 
 def check(config: DictConfig, device: torch.device) -> None:
@@ -197,123 +139,72 @@ def check(config: DictConfig, device: torch.device) -> None:
     if device.type != "cpu":
         raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
     check_counts(config, "image_size", "batch", "stages", "rounds", of="bench.")
-    if config.skip < 0 or config.steps < config.skip + 2:
-        raise UserError(
-            f"bench.steps is bench.skip and 2 or more, and bench.skip 0 or more:"
-            f" got {config.steps} and {config.skip}"
-        )
+
+    def need(holds: bool, name: str, rule: str) -> None:
+        if not holds:
+            raise UserError(f"bench.{name} {rule}: got {config[name]}")
+
+    need(config.skip >= 0, "skip", "is 0 or more")
+    need(config.steps >= config.skip + 2, "steps", "is bench.skip and 2 or more")
     for name in ("timeout", "chunk_mb"):
-        if config[name] is not None and not config[name] > 0:
-            raise UserError(f"bench.{name} is above 0: got {config[name]}")
+        need(config[name] is None or config[name] > 0, name, "is above 0")
+    for name in ("workers", "ratios", "methods"):
+        need(len(set(config[name])) == len(config[name]), name, "are all different")
     for name in ("workers", "ratios"):
-        if not config[name] or len(set(config[name])) < len(config[name]):
-            raise UserError(f"bench.{name} are one or more, all different: got {config[name]}")
-    if min(config.ratios) < 0:
-        raise UserError(f"bench.ratios are of M to C, 0 for no limit: got {config.ratios}")
-    if set(config.methods) - set(ALL) or len(set(config.methods)) < len(config.methods):
-        raise UserError(
-            f"bench.methods are some of {', '.join(ALL)}, each once: got {config.methods}"
-        )
-    if config.model not in MODELS:
-        raise UserError(f"bench.model is one of {', '.join(MODELS)}: got {config.model}")
+        need(len(config[name]) > 0, name, "are one or more")
+    need(min(config.ratios) >= 0, "ratios", "are of M to C, 0 for no limit")
+    need(set(config.methods) <= {*ALL}, "methods", f"are of {', '.join(ALL)}")
+    need(config.model in MODELS, "model", f"is one of {', '.join(MODELS)}")
     for workers in config.workers:
         network.check(workers)
 
 
-def _task(config: DictConfig, workers: int, seed: int) -> Task:
-    same = ("model", "image_size", "batch", "stages", "chunk_mb", "chains")
-    cuts = config.partition
-    partition = OmegaConf.to_container(cuts) if OmegaConf.is_config(cuts) else cuts
-    options = {name: config[name] for name in same}
-    return Task(workers=workers, partition=partition, seed=seed, **options)
+_DIGITS = {
+    "workers": 0, "link": 0, "M/C": 3, "method": 0, "step (s)": 4, "min": 4, "max": 4, "/ DDP": 3,
+    "paired": 3, "least": 3, "most": 3, "/ tuned": 3, "peak/mean": 2, "MB sent": 2, "measured": 3,
+    "at most": 3, "failed": 0,
+}  # fmt: skip
+"""The columns of the table, and the decimals of those that are rounded."""
 
 
-def _show(links: list[Link], runs: list[Run], workers: int, curves: Curves, folder: Path) -> None:
-    """The figure of a number of workers, and the traffic in it."""
-    here = [link for link in links if link.workers == workers]
-    save(link_times(table(runs, here), curves, network.WINDOW), folder / f"links_{workers}")
-    series = [
-        {"link": link, "method": method, "seconds": round(k * network.WINDOW, 3), "Mbit/s": value}
-        for link, by_method in curves.items()
-        for method, curve in by_method.items()
-        for k, value in enumerate(curve.round(3).tolist())
-    ]
-    if series:
-        write_csv(folder / f"traffic_{workers}.csv", series)
-
-
-def _shown(link: Link) -> dict[str, Any]:
-    return {
-        "workers": link.workers,
-        "link": link.name,
-        "Mbit/s": None if link.mbit is None else round(link.mbit, 1),
-        "C (s)": round(link.compute, 4),
-        "M (s)": round(link.one_way, 4),
-        "M/C": round(link.one_way / link.compute, 3),
-    }
+def _filled(values: Row) -> Row:
+    """A row with all columns; None where there is no number."""
+    row = {name: values.get(name) for name in _DIGITS}
+    for name, value in row.items():
+        if isinstance(value, float):
+            row[name] = None if isnan(value) else round(value, _DIGITS[name])
+    return row
 
 
 def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
     """A row for each number of workers, link and method."""
-    order = {(link.workers, link.ratio): link for link in links}
-    found: list[Row] = []
-    for place, link in order.items():
-        here = [run for run in runs if (run.workers, run.ratio) == place]
-        by_method: dict[str, list[Run]] = {}
-        for run in sorted(here, key=lambda run: run.round):
-            by_method.setdefault(run.method, []).append(run)
-        found += [_row(link, by_method[name], by_method) for name in ALL if name in by_method]
-    return found
+    rows: list[Row] = []
+    for link in links:
+        taken: dict[str, list[Run]] = {}
+        for run in sorted(runs, key=lambda run: run.round):
+            if (run.workers, run.ratio) == (link.workers, link.ratio):
+                taken.setdefault(run.method, []).append(run)
+        rows += [_row(link, name, taken) for name in ALL if name in taken]
+    return rows
 
 
-def _row(link: Link, taken: list[Run], all_taken: dict[str, list[Run]]) -> Row:
-    name = taken[0].method
-    seconds = [run.seconds for run in taken]
-    talks = name != COMPUTE
-    paired: tuple[float | None, ...] = (None, None, None)
-    if "DDP" in all_taken:
-        base = {run.round: run.seconds for run in all_taken["DDP"]}
-        both = [run for run in taken if run.round in base]
-        if both:
-            paired = ratios([run.seconds for run in both], [base[run.round] for run in both])
-    least, middle, most = paired
-    return _filled(
-        {
-            "workers": link.workers,
-            "link": link.name,
-            "M/C": _rounded(link.one_way / link.compute),
-            "method": name,
-            "step (s)": _rounded(median(seconds), 4),
-            "min": _rounded(min(seconds), 4),
-            "max": _rounded(max(seconds), 4),
-            "/ DDP": _rounded(_of(seconds, all_taken.get("DDP"))),
-            "paired": _rounded(middle),
-            "least": _rounded(least),
-            "most": _rounded(most),
-            "/ tuned": _rounded(_of(seconds, all_taken.get("DDP tuned"))),
-            "peak/mean": _rounded(median(r.peak_over_mean for r in taken) if talks else None, 2),
-            "MB sent": _rounded(median(run.mb_sent for run in taken) if talks else None, 2),
-        }
-    )
-
-
-_COLUMNS = (
-    "workers", "link", "M/C", "method", "step (s)", "min", "max", "/ DDP", "paired", "least",
-    "most", "/ tuned", "peak/mean", "MB sent", "measured", "at most", "failed",
-)  # fmt: skip
-
-
-def _filled(values: Row) -> Row:
-    return {name: values.get(name) for name in _COLUMNS}
-
-
-def _of(seconds: list[float], base: list[Run] | None) -> float | None:
-    """The ratio of medians."""
-    return median(seconds) / median(run.seconds for run in base) if base else None
-
-
-def _rounded(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None or isnan(value) else round(value, digits)
+def _row(link: Link, name: str, taken: dict[str, list[Run]]) -> Row:
+    seconds = {of: {run.round: run.seconds for run in runs} for of, runs in taken.items()}
+    mine, ddp = seconds[name], seconds.get("DDP", {})
+    step = median(mine.values())
+    paired = [mine[k] / ddp[k] for k in mine.keys() & ddp]
+    row: Row = {"workers": link.workers, "link": link.name, "method": name}
+    row |= {"M/C": link.one_way / link.compute, "step (s)": step}
+    row |= {"min": min(mine.values()), "max": max(mine.values())}
+    for base, column in (("DDP", "/ DDP"), ("DDP tuned", "/ tuned")):
+        if base in seconds:
+            row[column] = step / median(seconds[base].values())
+    if paired:
+        row |= {"least": min(paired), "paired": median(paired), "most": max(paired)}
+    if name != COMPUTE:
+        row["peak/mean"] = median(run.peak_over_mean for run in taken[name])
+        row["MB sent"] = median(run.mb_sent for run in taken[name])
+    return _filled(row)
 
 
 BARS = (
@@ -332,25 +223,25 @@ _WORKERS = 2
 def bars(rows: Sequence[Row]) -> list[Row]:
     """A row for each bar of which both sides were measured, with ``failed`` 0 or 1."""
     found = {(row["link"], row["method"]): row for row in rows if row["workers"] == _WORKERS}
-    held: list[Row] = []
-
-    def hold(link: str, what: str, measured: float, most: float) -> None:
-        judged = {"measured": round(measured, 3), "at most": most, "failed": int(measured > most)}
-        held.append(_filled({"workers": _WORKERS, "link": link, "method": what} | judged))
-
+    judged: list[tuple[float, str, float, float]] = []
     for ratio, method, base, most in BARS:
         one, other = (found.get((link_name(ratio), name)) for name in (method, base))
         if one and other:
-            hold(one["link"], f"{method} / {base}", one["step (s)"] / other["step (s)"], most)
+            relative = one["step (s)"] / other["step (s)"]
+            judged.append((ratio, f"{method} / {base}", relative, most))
     free = {name: row for (link, name), row in found.items() if link == link_name(0)}
     ddp = free.get("DDP")
-    others = {name: row for name, row in free.items() if name not in ("DDP", COMPUTE)}
+    others = {name: row["step (s)"] for name, row in free.items() if name not in ("DDP", COMPUTE)}
     if others and ddp:
-        slowest = max(others, key=lambda name: float(others[name]["step (s)"]))
-        measured = others[slowest]["step (s)"] / ddp["step (s)"]
-        hold(ddp["link"], f"slowest ({slowest}) / DDP", measured, _UNSHAPED)
+        slowest = max(others, key=others.__getitem__)
+        relative = others[slowest] / ddp["step (s)"]
+        judged.append((0, f"slowest ({slowest}) / DDP", relative, _UNSHAPED))
     name, most = _PEAK
     if name in free and free[name]["peak/mean"] is not None:
-        beside = f" (DDP: {ddp['peak/mean']})" if ddp else ""
-        hold(link_name(0), f"peak/mean of {name}{beside}", free[name]["peak/mean"], most)
-    return held
+        known = f" (DDP: {ddp['peak/mean']})" if ddp else ""
+        judged.append((0, f"peak/mean of {name}{known}", free[name]["peak/mean"], most))
+    return [
+        _filled({"workers": _WORKERS, "link": link_name(ratio), "method": what})
+        | {"measured": round(value, 3), "at most": most, "failed": int(value > most)}
+        for ratio, what, value, most in judged
+    ]

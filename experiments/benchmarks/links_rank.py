@@ -1,65 +1,47 @@
-"""The ranks of the benchmark of links: what each trains, and how the benchmark orders it.
+"""The ranks of the benchmark of links: what each trains, and in which order."""
 
-Orders are JSON lines on a rank's standard input, the same for all ranks; it answers by one line:
-
-{"do": "train", "method": ..., "steps": ...}  the moment at the end of each step
-{"do": "send", "bytes": ..., "times": ...}    from rank 0 to 1: moments of the begin, or of the end
-{"do": "hello"}                               bytes of the model's parameters
-
-Moments are those of time.monotonic(), which all processes of a machine share.
-"""
-
-import json
 import os
-import re
-import subprocess
-import sys
-import threading
+import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.network import INTERFACE, Network
+from benchmarks import network
 from toolkit.model import build, partition
-from toolkit.runtime import Distributed, JobFailedError, World, join, leave
+from toolkit.runtime import Distributed, World, join, report
 from toolkit.runtime.baselines import DDP, DelayedAllReduce
 from toolkit.schedule import Schedule, catalog
 
-COMPUTE = "compute"
-"""The same computation without any message: a lower bound, not a method."""
-
+Task = SimpleNamespace
+"""What every method trains: the options of the benchmark, and ``workers`` and ``seed``."""
 Train = Callable[[int], Iterator[object]]
 """Trains a number of steps, and yields at the end of each."""
+Times = list[list[float]]
+"""Of each rank when its steps ended, by time.monotonic(), which a machine's processes share."""
 
 _PIECE = 2**20  # bytes
-_PARTING = 10.0  # seconds in which ranks without an order end
-
-
-@dataclass(frozen=True)
-class Method:
-    runtime: Callable[..., Any]
-    delay: Any  # of the weights
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
+_CLOSE = 0.03  # largest error of M/C, relative to the ratio that was asked for
+_CORRECTIONS = 3
+_COMPUTES = 5  # runs without messages, of which the median counts
+_SENDS = 3  # of all parameters, of which the median counts
 _HALF = {"compression": "bf16"}
 _PACED = {"pacing": True, "chunk_mb": 0.25}
-METHODS = {
-    "DDP": Method(DDP, 0),
-    "DDP tuned": Method(DDP, 0, {"bucket_mb": 4.0, "bucket_view": True}),
-    "DDP 16-bit": Method(DDP, 0, _HALF),
-    "delayed all-reduce": Method(DelayedAllReduce, 1),
-    "delayed all-reduce 16-bit": Method(DelayedAllReduce, 1, _HALF),
+METHODS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
+    "DDP": (DDP, 0, {}),
+    "DDP tuned": (DDP, 0, {"bucket_mb": 4.0, "bucket_view": True}),
+    "DDP 16-bit": (DDP, 0, _HALF),
+    "delayed all-reduce": (DelayedAllReduce, 1, {}),
+    "delayed all-reduce 16-bit": (DelayedAllReduce, 1, _HALF),
     **{
-        f"{name}{suffix}": Method(Distributed, delay, options)
+        f"{name}{suffix}": (Distributed, delay, options)
         for name, delay in (("CDP-v1", 1), ("CDP-v2", "freshest"))
         for suffix, options in (
             ("", {}),
@@ -69,64 +51,70 @@ METHODS = {
         )
     },
 }
+"""Of each method the runtime, the delay of its weights, and the runtime's options."""
+COMPUTE = "compute"
+"""The same computation without any message: a lower bound, not a method."""
 ALL = (COMPUTE, *METHODS)
 
 
 @dataclass(frozen=True)
-class Task:
-    """What every method trains.
-
-    Attributes:
-        batch: images of a worker.
-        chunk_mb: of CDP's messages; None: the default of its runtime.
-        chains: of CDP-v1; None: the default of its schedule.
-    """
+class Link:
+    """One setting of the links."""
 
     workers: int
-    model: str
-    image_size: int
-    batch: int
-    stages: int
-    partition: Any
-    chunk_mb: float | None
-    chains: str | None
-    seed: int
+    ratio: float  # of M to C that was asked for; 0: no limit
+    mbit: float | None  # a second, of the limit
+    compute: float  # C: seconds of a step without messages
+    one_way: float  # M: seconds in which all parameters go from one rank to another
 
-    def images(self) -> tuple[Tensor, Tensor]:
-        """Random images of all workers ``[workers * batch, 3, size, size]``, and their classes."""
-        generator = torch.Generator().manual_seed(self.seed)
-        n, size = self.workers * self.batch, self.image_size
-        images = torch.randn(n, 3, size, size, generator=generator)
-        return images, torch.randint(10, (n,), generator=generator)
-
-    def fresh_model(self) -> torch.nn.Module:
-        torch.manual_seed(self.seed)
-        return build(self.model, 10, self.image_size)
-
-    def schedule(self, method: Method) -> Schedule:
-        if method.delay == 0:
-            return catalog.data_parallel(self.workers, n_stages=self.stages)
-        chained = method.runtime is Distributed and method.delay == 1 and self.chains is not None
-        more: dict[str, Any] = {"chains": self.chains} if chained else {}
-        return catalog.cyclic(self.workers, method.delay, n_stages=self.stages, **more)
-
-    def make(self, name: str, world: World) -> Train:
-        """Make a method, ready to train from the first weights on. Every rank calls it."""
-        images, classes = self.images()
-        if name == COMPUTE:
-            mine = (images.chunk(self.workers)[world.rank], classes.chunk(self.workers)[world.rank])
-            return _plain(self.fresh_model(), *mine)
-        method, options = METHODS[name], dict(METHODS[name].options)
-        stages = partition(self.fresh_model(), self.stages, images[: self.batch], by=self.partition)
-        if method.runtime is Distributed and self.chunk_mb is not None:
-            options["chunk_mb"] = self.chunk_mb
-        runtime = method.runtime(
-            stages, self.schedule(method), _sgd, F.cross_entropy, world=world, **options
-        )
-        return lambda n_steps: runtime.run([(images, classes)] * n_steps)
+    @property
+    def name(self) -> str:
+        return link_name(self.ratio)
 
 
-def _plain(model: torch.nn.Module, images: Tensor, classes: Tensor) -> Train:
+def link_name(ratio: float) -> str:
+    return "unshaped" if ratio == 0 else f"M = {'' if ratio == 1 else f'{ratio:g} '}C"
+
+
+def images_of(task: Task) -> tuple[Tensor, Tensor]:
+    """Random images of all workers ``[workers * batch, 3, size, size]``, and their classes."""
+    generator = torch.Generator().manual_seed(task.seed)
+    n, size = task.workers * task.batch, task.image_size
+    images = torch.randn(n, 3, size, size, generator=generator)
+    return images, torch.randint(10, (n,), generator=generator)
+
+
+def fresh_model(task: Task) -> nn.Module:
+    torch.manual_seed(task.seed)
+    return build(task.model, 10, task.image_size)
+
+
+def schedule_of(task: Task, method: str) -> Schedule:
+    runtime, delay, _ = METHODS[method]
+    if delay == 0:
+        return catalog.data_parallel(task.workers, n_stages=task.stages)
+    chained = runtime is Distributed and delay == 1 and task.chains is not None
+    more = {"chains": task.chains} if chained else {}
+    return catalog.cyclic(task.workers, delay, n_stages=task.stages, **more)
+
+
+def make(task: Task, method: str, world: World) -> Train:
+    """Make a method, ready to train from the first weights on. Every rank calls it."""
+    images, classes = images_of(task)
+    model = fresh_model(task)
+    if method == COMPUTE:
+        mine = (whole.chunk(task.workers)[world.rank] for whole in (images, classes))
+        return _plain(model, *mine)
+    runtime, _, options = METHODS[method]
+    stages = partition(model, task.stages, images[: task.batch], by=task.partition)
+    if runtime is Distributed and task.chunk_mb is not None:
+        options = options | {"chunk_mb": task.chunk_mb}
+    schedule = schedule_of(task, method)
+    made = runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
+    return lambda n_steps: made.run([(images, classes)] * n_steps)
+
+
+def _plain(model: nn.Module, images: Tensor, classes: Tensor) -> Train:
     optimizer = _sgd(model.parameters())
 
     def train(n_steps: int) -> Iterator[None]:
@@ -143,158 +131,91 @@ def _sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-class Ranks:
-    """One process a rank, each in its namespace; a context that ends with none of them left.
+def train_all(net: network.Network, task: Task) -> None:
+    """Measure the links, then train by every method in all rounds on all links, as one rank.
 
-    Args:
-        network: has as many ranks as ``task`` has workers.
-        task: what they train.
-        timeout: seconds in which an order has to be carried out.
-        log: the file to which they print.
+    Rank 0 reports the links, then of each run its link, round, method, and :data:`Times`.
     """
+    rank = int(os.environ["RANK"])
+    network.enter(net.ranks[rank])
+    # The store of ``launch`` cannot be reached from here, so rank 0 has another.
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    os.environ |= {"MASTER_ADDR": network.address(0), "MASTER_PORT": "29500"}
+    os.environ["GLOO_SOCKET_IFNAME"] = network.INTERFACE
+    torch.set_num_threads(1)
+    world = join(device="cpu", timeout=task.timeout)
+    made: dict[str, Train] = {}
 
-    def __init__(self, network: Network, task: Task, timeout: float, log: Path) -> None:
-        self._timeout, self._log = timeout, log
-        self._processes: list[subprocess.Popen[str]] = []
-        experiments = str(Path(__file__).parents[1])
-        path = os.pathsep.join(filter(None, (experiments, os.environ.get("PYTHONPATH"))))
-        common = {
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": INTERFACE,
-            "MASTER_ADDR": network.address(0),
-            "MASTER_PORT": "29500",
-            "WORLD_SIZE": str(task.workers),
-            "LOCAL_WORLD_SIZE": str(task.workers),
-        }
-        # Half the time-out: ranks know the reason of a failure, so they report it first.
-        options = json.dumps(asdict(task) | {"timeout": timeout / 2})
-        command = [sys.executable, "-m", "benchmarks.links_rank", options]
-        try:
-            with log.open("ab") as file:
-                for rank in range(task.workers):
-                    place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    process = subprocess.Popen(
-                        [*network.inside(rank), *command],
-                        env=dict(os.environ) | common | place,
-                        bufsize=1,
-                        text=True,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=file,
-                        start_new_session=True,  # so that Ctrl-C reaches the benchmark alone
-                    )
-                    self._processes.append(process)
-        except BaseException:
-            self._kill()
-            raise
+    def shape(rate: float | None) -> None:
+        if rank == 0:
+            net.shape(rate)
+        world.barrier()
 
-    def __enter__(self) -> "Ranks":
-        return self
+    def train(method: str) -> Times:
+        if method not in made:
+            made[method] = make(task, method, world)
+        world.barrier()
+        return world.gather([time.monotonic() for _ in made[method](task.steps)])
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            for process in self._processes:
-                assert process.stdin is not None
-                with suppress(OSError):
-                    process.stdin.close()  # the end of orders
-            end = time.monotonic() + _PARTING
-            while time.monotonic() < end and any(each.poll() is None for each in self._processes):
-                time.sleep(0.02)
-        self._kill()
-
-    def order(self, do: str, **how: Any) -> list[Any]:
-        """Have every rank ``do`` something; return their answers.
-
-        Raises:
-            JobFailedError: a rank has ended, or does not answer in time.
-        """
-        # Reading blocks, so that a time-out ends the ranks, and with them the reading.
-        start = time.monotonic()
-        timer = threading.Timer(self._timeout, self._kill)
-        timer.start()
-        answers, rank = [], 0
-        try:
-            for rank, process in enumerate(self._processes):  # noqa: B007
-                assert process.stdin is not None
-                process.stdin.write(json.dumps({"do": do} | how) + "\n")
-            for rank, process in enumerate(self._processes):  # noqa: B007
-                assert process.stdout is not None
-                answers.append(json.loads(process.stdout.readline()))
-            return answers
-        except (OSError, ValueError) as error:
-            expired = time.monotonic() - start >= self._timeout
-            late = f" within {self._timeout:g} s (bench.timeout)" if expired else ""
-            raise JobFailedError(
-                f"{do}: rank {rank} has not answered{late}: {self._reason()}; see {self._log}"
-            ) from error
-        finally:
-            timer.cancel()
-
-    def _reason(self) -> str:
-        """The line of the log that gives a reason."""
-        time.sleep(1)  # ranks write it while they end
-        text = self._log.read_text(errors="replace")
-        errors = re.findall(r"^error: (.+)", text, re.MULTILINE)
-        return next(iter(errors), (text.strip().splitlines() or ["nothing is printed"])[-1])
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with suppress(OSError):
-                process.stdin.close()
-            process.stdout.close()
-
-
-class Rank:
-    """Carries out orders; a method is made when it is first asked for, and kept."""
-
-    def __init__(self, task: Task, world: World) -> None:
-        self.task, self.world = task, world
-        self._made: dict[str, Train] = {}
-
-    def hello(self) -> int:
-        return sum(4 * parameter.numel() for parameter in self.task.fresh_model().parameters())
-
-    def train(self, method: str, steps: int) -> list[float]:
-        if method not in self._made:
-            self._made[method] = self.task.make(method, self.world)
-        self.world.barrier()
-        return [time.monotonic() for _ in self._made[method](steps)]
-
-    def send(self, bytes: int, times: int) -> list[float]:
-        """When rank 0 begins to send; when all has come to another rank."""
-        pieces = torch.zeros(bytes, dtype=torch.uint8).split(_PIECE)
-        return [self._send_once(pieces) for _ in range(times)]
-
-    def _send_once(self, pieces: tuple[torch.Tensor, ...]) -> float:
-        rank = self.world.rank
+    def send(n_bytes: int) -> float:
+        """Seconds from rank 0 to rank 1."""
+        pieces = torch.zeros(n_bytes, dtype=torch.uint8).split(_PIECE)
         works = [dist.irecv(piece, 0, tag=k) for k, piece in enumerate(pieces)] if rank == 1 else []
-        self.world.barrier()
+        world.barrier()
         begin = time.monotonic()
         if rank == 0:
             works = [dist.isend(piece, 1, tag=k) for k, piece in enumerate(pieces)]
         for work in filter(None, works):
             work.wait()
-        return begin if rank == 0 else time.monotonic()
+        moments = world.gather(begin if rank == 0 else time.monotonic())
+        return moments[1] - moments[0]
+
+    n_bytes = sum(4 * parameter.numel() for parameter in fresh_model(task).parameters())
+    links = calibrate(task, n_bytes, shape, train, send)
+    methods = list(task.methods or ALL)
+    if rank == 0:
+        report(links)
+    for number in range(task.rounds):
+        for link in links:
+            shape(None if link.mbit is None else 1e6 * link.mbit)
+            chance = random.Random(f"{task.seed} {number} {link.name}")
+            for method in chance.sample(methods, len(methods)):
+                times = train(method)
+                if rank == 0:
+                    report((link, number, method, times))
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    options = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    timeout = options.pop("timeout")
-    task = Task(**options)
-    rank = Rank(task, join(task.workers, device="cpu", timeout=timeout))
-    for line in sys.stdin:
-        order: dict[str, Any] = json.loads(line)
-        print(json.dumps(getattr(rank, order.pop("do"))(**order)), file=answers)
-    leave()
+def calibrate(
+    task: Task,
+    n_bytes: int,
+    shape: Callable[[float | None], object],
+    train: Callable[[str], Times],
+    send: Callable[[int], float],
+) -> list[Link]:
+    """Measure C, and find the rates at which M/C is what was asked for."""
+    compute = median(step_time(train(COMPUTE), task.skip) for _ in range(_COMPUTES))
+
+    def measured(ratio: float, rate: float | None) -> Link:
+        shape(rate)
+        one_way = median(send(n_bytes) for _ in range(_SENDS))
+        return Link(task.workers, ratio, None if rate is None else rate / 1e6, compute, one_way)
+
+    def found(ratio: float) -> Link:
+        if ratio == 0:
+            return measured(ratio, None)
+        rate = 8 * n_bytes / (ratio * compute)
+        link = measured(ratio, rate)
+        for _ in range(_CORRECTIONS):
+            off = link.one_way / (ratio * compute)
+            if abs(off - 1) <= _CLOSE:
+                break
+            rate *= off
+            link = measured(ratio, rate)
+        return link
+
+    return [found(ratio) for ratio in task.ratios]
 
 
-if __name__ == "__main__":
-    main()
+def step_time(times: Times, skip: int) -> float:
+    """Seconds of a step of the slowest rank, from the end of step ``skip`` (from 0) on."""
+    return max((moments[-1] - moments[skip]) / (len(moments) - 1 - skip) for moments in times)
