@@ -7,7 +7,6 @@ python experiments/bench.py grouped device=cuda bench.batch=64
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -27,24 +26,17 @@ def main(config: DictConfig) -> int:
     start = time.perf_counter()
     device = pick_device(config.device)
     rows = get_method(config.bench._target_)(config.bench, device, config.seed)
+    hydra = HydraConfig.get().runtime
     if not rows:
-        raise UserError(f"bench={choice()} has nothing to measure: one of its lists is empty")
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    seconds, where = time.perf_counter() - start, describe(device)
+        raise UserError(f"bench={hydra.choices['bench']} has nothing to measure: a list is empty")
+    folder, seconds, where = Path(hydra.output_dir), time.perf_counter() - start, describe(device)
     write_result(folder, "bench", rows, config, where, seconds)
-    shown = [{k: _short(value) for k, value in row.items()} for row in rows]
+    shown = [
+        {k: f"{v[:57]}..." if isinstance(v, str) and len(v) > 60 else v for k, v in row.items()}
+        for row in rows
+    ]
     print(f"\n{table(shown)}\n\n{where}\nwritten to {folder}")
     return int(any(row.get("failed") for row in rows))
-
-
-def choice() -> str:
-    """The name of the benchmark."""
-    return str(HydraConfig.get().runtime.choices["bench"])
-
-
-def _short(value: Any) -> Any:
-    """As much of a text as a column of the terminal's table shows."""
-    return f"{value[:57]}..." if isinstance(value, str) and len(value) > 60 else value
 
 
 if __name__ == "__main__":

@@ -21,20 +21,25 @@ _PLACED = {
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a schedule and placement: median and longest milliseconds; nothing is remembered."""
+    """A row a schedule and placement: median and longest milliseconds, with empty caches."""
     del device, seed
     check_counts(config, "size", "rounds", of="bench.")
     cases: list[tuple[str, str | None]] = [(name, None) for name in choice.METHODS]
     cases += [(name, placement) for name, placed in _PLACED.items() for placement in placed]
-    explorers = {
-        case: Explorer(case[0], config.size, config.size, placement=case[1])
-        for case in tqdm(cases, unit="explorer", leave=False)
-    }
-    seconds: dict[tuple[str, str | None], list[float]] = {case: [] for case in cases}
-    for _ in tqdm(range(config.rounds), unit="round", leave=False):
-        for case, explorer in explorers.items():
-            seconds[case].append(_redrawn(explorer))
-    return [_row(case, taken) for case, taken in seconds.items()]
+    explorers = [Explorer(name, config.size, config.size, placement=p) for name, p in cases]
+    rounds = tqdm(range(config.rounds), unit="round", leave=False)
+    seconds = [[_redrawn(explorer) for explorer in explorers] for _ in rounds]
+    return [
+        {
+            "schedule": name,
+            "placement": placement or "",
+            "median ms": round(1e3 * median(taken)),
+            "longest ms": round(1e3 * max(taken)),
+            "bound ms": round(1e3 * _BOUND),
+            "failed": int(median(taken) > _BOUND),
+        }
+        for (name, placement), taken in zip(cases, zip(*seconds, strict=True), strict=True)
+    ]
 
 
 def _redrawn(explorer: Explorer) -> float:
@@ -48,14 +53,3 @@ def _redrawn(explorer: Explorer) -> float:
     taken = time.perf_counter() - begin
     assert not explorer.columns[0].message.value
     return taken
-
-
-def _row(case: tuple[str, str | None], taken: list[float]) -> dict[str, Any]:
-    return {
-        "schedule": case[0],
-        "placement": case[1] or "",
-        "median ms": round(1e3 * median(taken)),
-        "longest ms": round(1e3 * max(taken)),
-        "bound ms": round(1e3 * _BOUND),
-        "failed": int(median(taken) > _BOUND),
-    }

@@ -4,8 +4,7 @@ All compute with the same precision, memory format and compilation.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import count
 from statistics import median
 from typing import Any
@@ -15,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.timing import alternate, ratios
+from benchmarks.timing import alternate, ratio_cells
 from toolkit.cli.validate import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions
@@ -25,6 +24,9 @@ from toolkit.schedule import Schedule, catalog
 from toolkit.training.data import Batches, synthetic
 
 _WARM_UP = 3  # weights of two versions are first read in the second step
+_COUNTS = ("image_size", "microbatches", "stages", "batch", "rounds", "steps")
+
+Step = Callable[[Tensor, Tensor], object]
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -32,25 +34,22 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     A step's images are on the device already; those of a loop of ``steps`` steps are read,
     augmented and moved there, and the loop's losses are collected. On a GPU, which works while the
-    next step is begun, ``steps`` steps are timed at once.
+    next step begins, ``steps`` steps are timed at once.
 
-    *operations*: what torch is told to do in a step, where it is not compiled. Where they are
-    small, a GPU's time goes by them.
+    *operations*: torch operations of a step, where it is not compiled. Where they are small, they
+    set a GPU's time.
     """
-    check_counts(
-        config, "image_size", "microbatches", "stages", "batch", "rounds", "steps", of="bench."
-    )
+    check_counts(config, *_COUNTS, of="bench.")
     torch.manual_seed(seed)
-    n_images = config.microbatches * config.batch
-    model = build(config.model, 10, config.image_size).to(device)
-    inputs = torch.randn(n_images, 3, config.image_size, config.image_size, device=device)
+    n_images, size = config.microbatches * config.batch, config.image_size
+    model = build(config.model, 10, size).to(device)
+    inputs = torch.randn(n_images, 3, size, size, device=device)
     targets = torch.randint(10, (n_images,), device=device)
-
     options = StepOptions(
         precision=config.precision, channels_last=config.channels_last, compile=config.compile
     )
     allow_tf32(options.precision == "tf32")
-    plain = _Plain(copy.deepcopy(model), options, device)
+    plain = Plain(copy.deepcopy(model), options, device)
 
     def runtime(schedule: Schedule) -> SingleProcess:
         stages = partition(copy.deepcopy(model), config.stages, inputs[: config.batch])
@@ -58,40 +57,39 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     cyclic = runtime(catalog.cyclic(config.microbatches, n_stages=config.stages))
     parallel = runtime(catalog.data_parallel(config.microbatches, n_stages=config.stages))
-    images = synthetic(n_images * config.steps, 1, 10, config.image_size)
-    epochs = count()
-
-    def loop(train: Callable[[Batches], Iterator[Tensor]]) -> None:
-        batches = images.train(n_images, seed, next(epochs), device)
-        torch.stack(list(train(batches))).cpu()
-
+    images, epochs = synthetic(n_images * config.steps, 1, 10, size), count()
     n_timed = config.steps if device.type == "cuda" else 1
 
-    def timed(step: Callable[[Tensor, Tensor], object]) -> None:
-        for _ in range(n_timed):
-            step(inputs, targets)
+    def timed(step: Step) -> Callable[[], object]:
+        return lambda: [step(inputs, targets) for _ in range(n_timed)]
 
-    def train(grouped: SingleProcess, batches: Batches) -> Iterator[Tensor]:
-        return (result.loss for result in grouped.run(batches))
+    def loop(train: Callable[[Batches], Iterable[Tensor]]) -> Callable[[], object]:
+        def epoch() -> Tensor:
+            batches = images.train(n_images, seed, next(epochs), device)
+            return torch.stack(list(train(batches))).cpu()
 
-    steps = {
-        "plain PyTorch, step": lambda: timed(plain.step),
-        f"{cyclic.schedule.name} grouped, step": lambda: timed(cyclic.step),
+        return epoch
+
+    def grouped(runtime: SingleProcess) -> Callable[[], object]:
+        return loop(lambda batches: (result.loss for result in runtime.run(batches)))
+
+    steps = {"plain PyTorch, step": timed(plain.step), "CDP-v2 grouped, step": timed(cyclic.step)}
+    loops = {
+        "plain PyTorch, loop": loop(lambda batches: (plain.step(*batch) for batch in batches)),
+        "DP grouped, loop": grouped(parallel),
+        "CDP-v2 grouped, loop": grouped(cyclic),
     }
-    loops = {"plain PyTorch, loop": lambda: loop(lambda b: (plain.step(*batch) for batch in b))}
-    for grouped in (parallel, cyclic):
-        loops[f"{grouped.schedule.name} grouped, loop"] = partial(loop, partial(train, grouped))
     rows = [
         *_rows(alternate(steps, config.rounds, device, _WARM_UP), n_images, n_timed),
         *_rows(alternate(loops, config.rounds, device), n_images, config.steps),
     ]
     if config.compile == "none":
         for row, step in zip(rows, (plain.step, cyclic.step), strict=False):
-            row["operations"] = count_operations(partial(step, inputs, targets)).total()
+            row["operations"] = count_operations(lambda: step(inputs, targets)).total()  # noqa: B023
     return rows
 
 
-class _Plain:
+class Plain:
     """A model under plain PyTorch, as one would write it."""
 
     def __init__(self, model: nn.Module, options: StepOptions, device: torch.device) -> None:
@@ -99,9 +97,8 @@ class _Plain:
         if options.channels_last:
             model = model.to(memory_format=torch.channels_last)
         self.optimizer = _sgd(model.parameters())
-        self.model = (
-            model if options.compile == "none" else torch.compile(model, mode=options.compile)
-        )
+        compiled = options.compile != "none"
+        self.model = torch.compile(model, mode=options.compile) if compiled else model
         self.options, self.device = options, device
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -118,23 +115,18 @@ class _Plain:
 
 
 def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[dict[str, Any]]:
-    """Of methods that have run ``n_steps`` steps at a time."""
-    first = next(iter(seconds))
-    rows = []
-    for name, taken in seconds.items():
-        low, middle, high = ratios(taken, seconds[first])
-        rows.append(
-            {
-                "method": name,
-                "seconds": round(median(taken) / n_steps, 5),
-                "images/s": round(n_steps * n_images / median(taken), 1),
-                "ratio": round(middle, 3),
-                "ratio_min": round(low, 3),
-                "ratio_max": round(high, 3),
-                "operations": None,
-            }
-        )
-    return rows
+    """Of methods that have run ``n_steps`` steps at a time; the first is the baseline."""
+    first, *_ = seconds.values()
+    return [
+        {
+            "method": name,
+            "seconds": round(median(taken) / n_steps, 5),
+            "images/s": round(n_steps * n_images / median(taken), 1),
+            **ratio_cells(taken, first),
+            "operations": None,
+        }
+        for name, taken in seconds.items()
+    ]
 
 
 def _sgd(parameters: Any) -> torch.optim.SGD:

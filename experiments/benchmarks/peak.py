@@ -1,10 +1,10 @@
 """Peak memory of one GPU that runs the micro-batches of N workers by the slots of a schedule.
 
 Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
-allocator measures it; beside it stand the peak of the lowered program, from the stages' costs, and,
-unless stages compute their forward twice, that of experiments/memory.py, which shifts one worker's
-memory curve operation by operation. Workers shifted by stages hold more: where stages keep equally
-much, (N + 1) / 2N of what all hold together.
+allocator measures it. The table compares it with the peak of the lowered program, from the stages'
+costs, and, unless stages compute their forward twice, with that of experiments/memory.py, which
+shifts one worker's memory curve operation by operation. Workers shifted by stages hold more: where
+stages keep equally much, (N + 1) / 2N of what all hold together.
 """
 
 import gc
@@ -39,8 +39,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     """
     if device.type != "cuda":
         raise UserError(
-            f"a GPU's peak is measured on a GPU: got device={device}; what ranks hold on a CPU is"
-            " counted by experiments/communication.py measured=true"
+            f"bench=peak needs a GPU: got device={device}; for a CPU use"
+            " experiments/communication.py measured=true"
         )
     check_counts(config, "batch", "image_size", of="bench.")
     options = StepOptions(config.precision, checkpoint=config.checkpoint)
@@ -50,42 +50,32 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
         images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
-        again = options.checkpoint != "none"
-        by_curve = None if again else curve_peaks(name, n, images, options.precision)
-        for schedule in (
-            catalog.data_parallel(n, "one"),
-            catalog.cyclic(n, 1, "one"),
-            catalog.cyclic(n, "freshest", "one"),
+        curve = None
+        if options.checkpoint == "none":
+            model = build(name, _CLASSES, config.image_size).to(device)
+            curve = memory_curve(model, images, "measured", precision=options.precision)
+        for schedule, shifted in (
+            (catalog.data_parallel(n, "one"), False),
+            (catalog.cyclic(n, 1, "one"), True),
+            (catalog.cyclic(n, "freshest", "one"), True),
         ):
             measured, asked_for = held(name, schedule, images, options, config.partition)
             predicted = foreseen(name, schedule, images, options, config.partition)
-            rows.append(
-                {
-                    "model": name,
-                    "workers": n,
-                    "rule": schedule.name,
-                    "measured": round(measured / GIB, 3),
-                    "program": round(predicted / GIB, 3),
-                    "/ program": round(measured / predicted, 3),
-                    "asked for": round(asked_for / GIB, 3),
-                    "asked for / program": round(asked_for / predicted, 3),
-                }
-            )
-            if by_curve:
-                together, shifted = by_curve
-                expected = together if schedule.name == "DP" else shifted
-                rows[-1] |= {
-                    "curve": round(expected / GIB, 3),
-                    "/ curve": round(measured / expected, 3),
-                }
+            row = {
+                "model": name,
+                "workers": n,
+                "rule": schedule.name,
+                "measured": measured / GIB,
+                "program": predicted / GIB,
+                "/ program": measured / predicted,
+                "asked for": asked_for / GIB,
+                "asked for / program": asked_for / predicted,
+            }
+            if curve:
+                expected = float(curve.shifted(n)[1].max()) if shifted else n * curve.peak
+                row |= {"curve": expected / GIB, "/ curve": measured / expected}
+            rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     return rows
-
-
-def curve_peaks(name: str, n: int, images: Tensor, precision: str) -> tuple[float, float]:
-    """Bytes of ``n`` workers by the memory curve of one: together, and shifted."""
-    model = build(name, _CLASSES, images.shape[-1]).to(images.device)
-    curve = memory_curve(model, images, "measured", precision=precision)
-    return n * curve.peak, float(curve.shifted(n)[1].max())
 
 
 def held(
@@ -97,9 +87,8 @@ def held(
         those that it gave, and those that it was asked for.
     """
     model = build(name, _CLASSES, images.shape[-1]).to(images.device)
-    stages = partition(model, schedule.n_stages, images, by)
     runtime = SingleProcess(
-        stages,
+        partition(model, schedule.n_stages, images, by),
         schedule,
         lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         F.cross_entropy,

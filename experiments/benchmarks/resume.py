@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import Tensor
 from tqdm import tqdm
 
 from toolkit.cli.validate import check_counts
@@ -29,7 +27,7 @@ _RUNTIMES = ("single_process", "distributed", "restarted")
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """A row a runtime and rule: runs that were killed, how often, and those that ended alike.
 
-    ``restarted`` is runtime=distributed, of which one rank is killed and torchrun starts all again.
+    ``restarted`` is runtime=distributed. One of its ranks is killed; torchrun starts all again.
     """
     check_counts(config, "runs", "kills", "ranks", "epochs", of="bench.")
     if unknown := [name for name in config.runtimes if name not in _RUNTIMES]:
@@ -43,55 +41,45 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         for runtime, rule in cases:
             bar.set_description_str(f"{runtime}, {rule}")
             chance = random.Random(f"{seed} {runtime} {rule}")
-            folder = Path(scratch) / f"{runtime}_{rule}"
+            whole = Path(scratch) / f"{runtime}_{rule}"
             taken = "distributed" if runtime == "restarted" else runtime
             options = [f"schedule={rule}", f"runtime={taken}", f"device={device}", f"seed={seed}"]
-            _train(config, options, folder)
-            expected, n_steps = _weights(folder), _steps_saved(folder)
+            _train(config, options, whole)
             bar.update()
             n_kills = n_alike = 0
             for _ in range(config.runs):
-                again = folder.with_name(f"{folder.name}_again")
+                again = whole.with_name(f"{whole.name}_again")
                 if runtime == "restarted":
                     n_kills += _restarted(config, options, again, chance)
-                for _ in range(config.kills if runtime != "restarted" else 0):
-                    n_kills += _killed(config, options, again, n_steps, chance)
-                if runtime != "restarted":
+                else:
+                    for _ in range(config.kills):
+                        n_kills += _killed(config, options, again, _saved(whole)[-1], chance)
                     _train(config, options, again)
-                n_alike += _alike(_weights(again), expected)
+                n_alike += _same_weights(whole, again)
                 shutil.rmtree(again)
                 bar.update()
-            rows.append(
-                {
-                    "runtime": runtime,
-                    "rule": rule,
-                    "runs": config.runs,
-                    "kills": n_kills,
-                    "bit-identical": n_alike,
-                    "failed": int(n_alike < config.runs or n_kills == 0),
-                }
-            )
+            failed = int(n_alike < config.runs or n_kills == 0)
+            row = {"runtime": runtime, "rule": rule, "runs": config.runs, "kills": n_kills}
+            rows.append(row | {"bit-identical": n_alike, "failed": failed})
     return rows
-
-
-def _command(config: DictConfig, options: list[str], folder: Path, *more: str) -> list[str]:
-    """Begins, or goes on where there is a checkpoint."""
-    python = [sys.executable]
-    if "runtime=distributed" in options:
-        here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={config.ranks}"]
-        python += ["-m", "torch.distributed.run", *here, *more]
-    if any((folder / "checkpoints").glob("step_*.ckpt")):
-        return [*python, str(_TRAIN), f"resume={folder}"]
-    sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
-    sizes += ["threads=1", "save.steps=3", *config.options, f"hydra.run.dir={folder}"]
-    return [*python, str(_TRAIN), *options, *sizes]
 
 
 def _start(
     config: DictConfig, options: list[str], folder: Path, *more: str
 ) -> subprocess.Popen[bytes]:
+    """Start training, or resume it where there is a checkpoint; ``more`` is for torchrun."""
+    command = [sys.executable]
+    if "runtime=distributed" in options:
+        here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={config.ranks}"]
+        command += ["-m", "torch.distributed.run", *here, *more]
+    if _saved(folder):
+        command += [str(_TRAIN), f"resume={folder}"]
+    else:
+        sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
+        sizes += ["threads=1", "save.steps=3", *config.options, f"hydra.run.dir={folder}"]
+        command += [str(_TRAIN), *options, *sizes]
     return subprocess.Popen(
-        _command(config, options, folder, *more),
+        command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -102,46 +90,37 @@ def _start(
 def _train(config: DictConfig, options: list[str], folder: Path) -> None:
     """To the end."""
     process = _start(config, options, folder)
-    _, said = process.communicate()
+    _, printed = process.communicate()
     if process.returncode:
-        lines = said.decode(errors="replace").strip().splitlines()
-        told = [line for line in lines if line.startswith("error: ")] or lines[-60:]
-        text = "\n  ".join([f"training ended with status {process.returncode}", *told])
-        raise RuntimeError(text)
+        lines = printed.decode(errors="replace").strip().splitlines()
+        errors = [line for line in lines if line.startswith("error: ")] or lines[-60:]
+        ended = f"training ended with status {process.returncode}"
+        raise RuntimeError("\n  ".join([ended, *errors]))
 
 
 def _killed(
     config: DictConfig, options: list[str], folder: Path, n_steps: int, chance: random.Random
 ) -> bool:
     """Train, and kill every process on the way; whether there was something to kill."""
-    step = chance.uniform(_steps_saved(folder), n_steps - 1)
+    step = chance.uniform(max(_saved(folder), default=0), n_steps - 1)
     process = _start(config, options, folder)
-    while process.poll() is None and _steps_saved(folder) < step:
+    while process.poll() is None and max(_saved(folder), default=0) < step:
         time.sleep(0.01)
     time.sleep(chance.uniform(0, 0.1))
     alive = process.poll() is None
     if alive:
-        ranks = _children(process.pid)  # which torchrun gives sessions of their own
-        for pid in (process.pid, *ranks):
+        for pid in (process.pid, *_children(process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     process.communicate()
     return alive
 
 
-def _steps_saved(folder: Path) -> int:
-    """The training step of the latest checkpoint; 0 where there is none."""
-    saved = [int(path.stem[5:]) for path in folder.glob("checkpoints/step_*.ckpt")]
-    return max(saved, default=0)
-
-
 def _restarted(config: DictConfig, options: list[str], folder: Path, chance: random.Random) -> bool:
     """Train to the end under torchrun, with one rank killed on the way."""
     process = _start(config, options, folder, "--max-restarts=3")
-    wanted = chance.randrange(1, 4)
-    while process.poll() is None and len([*folder.glob("checkpoints/step_*.ckpt")]) < min(
-        2, wanted
-    ):
+    wanted = min(2, chance.randrange(1, 4))
+    while process.poll() is None and len(_saved(folder)) < wanted:
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 0.3))
     ranks = _children(process.pid)
@@ -151,21 +130,19 @@ def _restarted(config: DictConfig, options: list[str], folder: Path, chance: ran
     return bool(ranks)
 
 
+def _saved(folder: Path) -> list[int]:
+    """The training steps of the checkpoints."""
+    return sorted(int(path.stem[5:]) for path in folder.glob("checkpoints/step_*.ckpt"))
+
+
 def _children(pid: int) -> list[int]:
-    try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-    except FileNotFoundError:  # it has ended
-        return []
+    """torchrun's ranks, which have sessions of their own; none if it has ended."""
+    with suppress(FileNotFoundError):
+        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    return []
 
 
-def _weights(folder: Path) -> Mapping[str, Tensor]:
-    found: Mapping[str, Tensor] = torch.load(folder / "model.pt", weights_only=True)
-    return found
-
-
-def _alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in expected.items()
-    )
+def _same_weights(whole: Path, again: Path) -> bool:
+    expected, found = (torch.load(f / "model.pt", weights_only=True) for f in (whole, again))
+    same = (torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return found.keys() == expected.keys() and all(same)

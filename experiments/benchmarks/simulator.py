@@ -1,6 +1,6 @@
-"""Lowering, verifying and simulating, in seconds, and beside torch.distributed.pipelining's own."""
+"""Seconds to lower, verify and simulate, against torch.distributed.pipelining's own functions."""
 
-import time
+import resource
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -8,47 +8,42 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch.distributed.pipelining import schedules as theirs
-from tqdm import tqdm
 
+from benchmarks.timing import alternate
 from toolkit.cli.validate import check_counts
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.schedule import Schedule, catalog
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a job: its ops, median seconds, microseconds an op, and what they are relative to."""
+    """A row a job: its ops, median seconds, microseconds an op, and the ratio to torch's."""
     del device, seed
     check_counts(config, "stages", "microbatches", "cyclic", "rounds", of="bench.")
-    large = (config.stages, config.microbatches)
-    small = (config.stages, max(config.stages, config.microbatches // 8))
-    jobs: dict[str, tuple[int, Callable[[], object]]] = {}
-    for stages, microbatches in (small, large):
-        schedule = catalog.one_f_one_b(stages, microbatches)
-        n_ops = len(schedule.timing.starts)
-        jobs[f"1F1B {stages}x{microbatches}"] = (n_ops, _ours(schedule))
-        jobs[f"1F1B {stages}x{microbatches}, torch"] = (n_ops, _torch(schedule))
-    cyclic = catalog.cyclic(config.cyclic)
-    jobs[f"CDP-v2 {config.cyclic}x{config.cyclic}"] = (len(cyclic.timing.starts), _ours(cyclic))
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in tqdm(range(config.rounds), unit="round", leave=False):
-        for name, (_, job) in jobs.items():
-            start = time.perf_counter()
-            job()
-            seconds[name].append(time.perf_counter() - start)
-    rows = []
-    for name, (n_ops, _) in jobs.items():
-        taken = median(seconds[name])
-        pair = seconds.get(f"{name}, torch")
-        row = {
+    ops: dict[str, int] = {}
+    jobs: dict[str, Callable[[], object]] = {}
+    for microbatches in (max(config.stages, config.microbatches // 8), config.microbatches):
+        schedule = catalog.one_f_one_b(config.stages, microbatches)
+        name = f"1F1B {config.stages}x{microbatches}"
+        jobs[name], jobs[f"{name}, torch"] = _ours(schedule), _torch(schedule)
+        ops[name] = ops[f"{name}, torch"] = len(schedule.timing.starts)
+    cyclic, name = catalog.cyclic(config.cyclic), f"CDP-v2 {config.cyclic}x{config.cyclic}"
+    jobs[name], ops[name] = _ours(cyclic), len(cyclic.timing.starts)
+    taken = alternate(jobs, config.rounds, torch.device("cpu"), warm_up=0)
+    seconds = {name: median(of_job) for name, of_job in taken.items()}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    return [
+        {
             "job": name,
-            "ops": n_ops,
-            "seconds": round(taken, 3),
-            "us an op": round(taken / n_ops * 1e6, 2),
-            "of torch's": round(taken / median(pair), 3) if pair else None,
-            "peak GB": round(_peak_gigabytes(), 2),
+            "ops": ops[name],
+            "seconds": round(mine, 3),
+            "us an op": round(mine / ops[name] * 1e6, 2),
+            "of torch's": round(mine / torchs, 3)
+            if (torchs := seconds.get(f"{name}, torch"))
+            else None,
+            "peak GB": round(peak, 2),
         }
-        rows.append(row)
-    return rows
+        for name, mine in seconds.items()
+    ]
 
 
 def _ours(schedule: Schedule) -> Callable[[], object]:
@@ -62,22 +57,10 @@ def _torch(schedule: Schedule) -> Callable[[], object]:
         rank: [theirs._Action.from_str(cell) for cell in row.split(",") if cell]
         for rank, row in enumerate(schedule.to_csv().splitlines())
     }
-    n_stages = schedule.n_stages
+    places: Any = {"stage_to_rank": lambda stage: stage, "num_stages": schedule.n_stages}
 
     def lower_and_simulate() -> object:
-        lowered = theirs._add_send_recv(
-            {rank: list(order) for rank, order in orders.items()},
-            stage_to_rank=lambda stage: stage,
-            num_stages=n_stages,
-        )
-        return theirs._simulate_comms_compute(
-            lowered, stage_to_rank=lambda stage: stage, num_stages=n_stages
-        )
+        copied = {rank: list(order) for rank, order in orders.items()}
+        return theirs._simulate_comms_compute(theirs._add_send_recv(copied, **places), **places)
 
     return lower_and_simulate
-
-
-def _peak_gigabytes() -> float:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

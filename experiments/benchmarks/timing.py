@@ -17,21 +17,17 @@ def alternate(
 ) -> dict[str, list[float]]:
     """Seconds of each call: ``rounds`` of each method, in turn, after ``warm_up`` uncounted."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for counted in tqdm([False] * warm_up + [True] * rounds, unit="round", leave=False):
+    for k in tqdm(range(-warm_up, rounds), unit="round", leave=False):
         for name, method in methods.items():
-            taken = _timed(method, device)
-            if counted:
-                seconds[name].append(taken)
+            start = synchronized_time(device)
+            method()
+            if k >= 0:
+                seconds[name].append(synchronized_time(device) - start)
     return seconds
 
 
-def ratios(seconds: list[float], baseline: list[float]) -> tuple[float, float, float]:
-    """Smallest, median and largest ratio, round by round."""
+def ratio_cells(seconds: list[float], baseline: list[float], digits: int = 3) -> dict[str, float]:
+    """Median, smallest and largest ratio, round by round."""
     found = [mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)]
-    return min(found), median(found), max(found)
-
-
-def _timed(method: Callable[[], object], device: torch.device) -> float:
-    start = synchronized_time(device)
-    method()
-    return synchronized_time(device) - start
+    cells = {"ratio": median(found), "ratio_min": min(found), "ratio_max": max(found)}
+    return {name: round(value, digits) for name, value in cells.items()}
