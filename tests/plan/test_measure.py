@@ -1,15 +1,89 @@
-"""What a short training comes to."""
+"""The pilot's data, measurements and predictions."""
 
+import copy
+from functools import partial
 from math import nan
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+from toolkit.cost import Hardware, unit_costs
 from toolkit.plan import measure
+from toolkit.plan.findings import predict
 from toolkit.plan.measure import Data
+from toolkit.runtime.meters.predicted_vs_measured import alike_stages
 from toolkit.runtime.microbatches import StepResult
 from toolkit.schedule import catalog
+from toolkit.schedule.paper_table import schedule_of
+from toolkit.training.data import synthetic
+
+CPU = torch.device("cpu")
+
+
+def test_test_images_are_not_trained_on():
+    pixels = torch.arange(20.0).view(20, 1).expand(20, 2)
+    found = measure.read((pixels, torch.arange(20)), 4, CPU)
+    tested = {int(k) for _, labels in found.test() for k in labels}
+    orders = [[int(k) for _, labels in found.epoch(0, e) for k in labels] for e in range(3)]
+    for trained in orders:
+        assert len(trained) == len({*trained}) == 16
+        assert not tested & {*trained}
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(("n", "tested"), [(8, 0), (9, 1), (10, 2), (20, 4)])
+def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on(n, tested):
+    images = torch.rand(n, 3, 2, 2), torch.zeros(n, dtype=torch.long)
+    assert measure.read(images, 8, CPU).n_tested == tested
+
+
+class Sorted:
+    """Class after class, as folders of classes are."""
+
+    def __init__(self, n, n_classes):
+        self.n, self.each, self.read = n, n // n_classes, []
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, k):
+        self.read.append(k)
+        return torch.zeros(2, 2), k // self.each
+
+
+def test_images_of_all_classes_are_read_from_a_large_data_set():
+    many, again, few = Sorted(10**6, 10), Sorted(10**6, 10), Sorted(40, 4)
+    found = measure.read(many, 4, CPU)
+    assert len(many.read) == len({*many.read}) == 2048
+    assert found.n_tested == 2048 // 5
+    counts = torch.cat([labels for _, labels in found.test()]).bincount(minlength=10)
+    assert counts.min() > 20
+    measure.read(again, 4, CPU)
+    assert again.read == many.read
+    measure.read(few, 4, CPU)
+    assert few.read == [*range(40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.ones(20, 1, 4, 4, dtype=torch.float64),
+        torch.ones(20, 1, 4, 4),
+        torch.full((20, 1, 4, 4), 255, dtype=torch.uint8),
+        synthetic(20, 8, 4, 4, 1),
+    ],
+    ids=["float64", "float32", "bytes", "set"],
+)
+def test_images_are_in_the_type_of_the_model(images, dtype):
+    found = measure.read(images, 4, CPU, dtype)
+    batches = [*found.epoch(0, 0), *found.test()]
+    assert {pixels.dtype for pixels, _ in batches} == {dtype}
+    if isinstance(images, torch.Tensor):
+        assert {float(pixels.max()) for pixels, _ in batches} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +113,7 @@ def test_findings_of_a_training_by_hand():
                 yield StepResult(step, (0,), torch.tensor([loss]), torch.empty(0), delays)
 
         def module(self):
-            return torch.nn.Identity()
+            return nn.Identity()
 
     batch = (torch.eye(2), torch.tensor([0, 0]))
     data = Data(lambda seed, epoch: [batch], lambda: [batch], True, 2, 2)
@@ -54,3 +128,78 @@ def test_findings_of_a_training_by_hand():
     assert found.loss_ratio == pytest.approx(3 / 2)  # of whole tenths
     assert found.highest == pytest.approx(1.0)
     assert found.cosine == pytest.approx(0.7)  # without the first, at which nothing is late
+
+
+def test_a_device_holds_what_the_schedule_holds():
+    """Stages that are alike: N micro-batches under DP, (N + 1)/2 under CDP."""
+    n, width, batch = 4, 8, 2
+    one = n * batch * width * 4  # bytes of the outputs of the tanhs of a micro-batch
+    inputs, make = torch.randn(n * batch, width), partial(torch.optim.SGD, lr=0.1)
+    schedules = catalog.data_parallel(n, "one"), catalog.cyclic(n, placement="one")
+    held = [
+        measure.held(alike_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss)
+        for schedule in schedules
+    ]
+    # The loss keeps what it compares in the last stage, beside what is counted of the model.
+    assert [peak for peak, _ in held] == [n * one, (n + 1) * one / 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_peak_excludes_the_optimizers_state():
+    """Such as a momentum, which the first step creates."""
+    inputs = torch.randn(2, 2048, device="cuda")
+
+    def peak(**options):
+        stages = alike_stages(2, 2048, 1)
+        stages.model.cuda()
+        make = partial(torch.optim.SGD, lr=0.1, **options)
+        schedule = catalog.data_parallel(2, "one")
+        return measure.held(stages, schedule, (inputs, inputs), make, F.mse_loss)[1]
+
+    assert peak(momentum=0.9) == pytest.approx(peak(), rel=0.1)
+
+
+class Frozen(nn.Sequential):
+    """Its first norm stays in evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_those_of_the_last_images(training):
+    torch.manual_seed(0)
+    model = Frozen(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).train(training)
+    frozen = copy.deepcopy(model[0].state_dict())
+    batches = [(3 + torch.randn(64, 2), None) for _ in range(4)]
+    measure.settle_norms(model, iter(batches))
+    inputs = [model[0](x) for x, _ in batches]
+    mean = torch.stack([x.mean(0) for x in inputs]).mean(0)
+    torch.testing.assert_close(model[1].running_mean, mean)
+    assert all(torch.equal(frozen[k], v) for k, v in model[0].state_dict().items())
+
+
+def test_waiting_includes_latency():
+    slow = Hardware("slow", 1.0, 1e9, 1e9, link_latency=1.0)
+    schedules = [schedule_of("DP", 2, "per_microbatch")]
+    (found,) = predict(schedules, unit_costs(2), slow, [0, 0], (1.0, 1.0))
+    assert found.without_links == pytest.approx(4, rel=1e-3)
+    assert found.seconds > found.without_links + 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "more"), [("per_microbatch", (8, 8)), ("per_stage", (5, 3)), ("one", (8,))]
+)
+def test_devices_keep_the_optimizers_of_what_they_update(placement, more):
+    schedules = [schedule_of("DP", 2, placement)]
+    machine = Hardware("quick", 1.0, 1e9, 1e9)
+
+    def memories(state):
+        (found,) = predict(schedules, unit_costs(2), machine, state, (1.0, 1.0))
+        return found.memories
+
+    pairs = zip(memories([5, 3]), memories([0, 0]), strict=True)
+    assert tuple(mine - without for mine, without in pairs) == more

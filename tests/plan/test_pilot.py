@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.model import gpt
-from toolkit.plan import measure, pilot
-from toolkit.runtime.meters.predicted_vs_measured import alike_stages
-from toolkit.schedule import catalog
+from toolkit.plan import pilot
 from toolkit.training.data import Tokens, synthetic
 
 LINK = Hardware("link", 1e12, 5e10, 1e5)
@@ -50,8 +48,7 @@ class Recurrent(nn.Module):
 def found():
     torch.manual_seed(0)
     images = synthetic(200, 80, 4, 6, 3)
-    said = []
-    model = net()
+    said, model = [], net()
     before = copy.deepcopy(model.state_dict())
     drawn = torch.get_rng_state()
     result = pilot(
@@ -122,95 +119,9 @@ def test_workers_that_share_a_device_have_stages_that_keep_equally_much():
     assert "partition" not in apart.advice.command
 
 
-def test_what_a_device_holds_is_that_of_the_schedule():
-    """Stages that are alike: N micro-batches under DP, (N + 1)/2 under CDP."""
-    n, width, batch = 4, 8, 2
-    one = n * batch * width * 4  # bytes of the outputs of the tanhs of a micro-batch
-    inputs = torch.randn(n * batch, width)
-    held = [
-        measure.held(
-            alike_stages(n, width, batch),
-            schedule,
-            (inputs, inputs),
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            F.mse_loss,
-        )
-        for schedule in (catalog.data_parallel(n, "one"), catalog.cyclic(n, placement="one"))
-    ]
-    # The loss keeps what it compares in the last stage, beside what is counted of the model.
-    assert [peak for peak, _ in held] == [n * one, (n + 1) * one / 2]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_what_stays_between_steps_is_not_of_a_gpu_s_peak():
-    """Such as a momentum, which is first there after the first of them."""
-    inputs = torch.randn(2, 2048, device="cuda")
-
-    def peak(**options):
-        stages = alike_stages(2, 2048, 1)
-        stages.model.cuda()
-        make = partial(torch.optim.SGD, lr=0.1, **options)
-        schedule = catalog.data_parallel(2, "one")
-        return measure.held(stages, schedule, (inputs, inputs), make, F.mse_loss)[1]
-
-    assert peak(momentum=0.9) == pytest.approx(peak(), rel=0.1)
-
-
-def test_norms_know_the_last_images_only_for_the_test():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    before = copy.deepcopy(model.state_dict())
-    batches = [(3 + torch.randn(64, 2), None) for _ in range(4)]
-    with measure.settled_norms(model, iter(batches)):
-        mean = torch.stack([x.mean(0) for x, _ in batches]).mean(0)
-        torch.testing.assert_close(model[0].running_mean, mean)
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert model[0].momentum == 0.1
-
-
-class Frozen(nn.Sequential):
-    """Its norm stays in evaluation mode."""
-
-    def train(self, mode=True):
-        super().train(mode)
-        self[0].eval()
-        return self
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_frozen_norms_keep_what_they_know(training):
-    model = Frozen(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).train(training)
-    before = copy.deepcopy(model[0].state_dict())
-    batches = [(3 + torch.randn(64, 2), None) for _ in range(4)]
-    with measure.settled_norms(model, iter(batches)):
-        assert all(torch.equal(before[k], v) for k, v in model[0].state_dict().items())
-        assert model[1].running_mean.min() > 2
-    assert [module.training for module in model.modules()] == [training, False, training]
-
-
-def test_norms_are_as_they_were_after_batches_that_cannot_be_read():
-    def batches():
-        yield torch.randn(4, 2), None
-        raise OSError("gone")
-
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(OSError, match="gone"), measure.settled_norms(model, batches()):
-        pass
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-    assert model[0].momentum == 0.1
-
-
-class Pairs(torch.utils.data.Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, k):
-        return IMAGES[k], int(CLASSES[k])
-
-
-@pytest.mark.parametrize("images", [IMAGES, PAIR, Pairs()], ids=["x", "xy", "set"])
+@pytest.mark.parametrize(
+    "images", [IMAGES, PAIR, [*zip(IMAGES, CLASSES.tolist(), strict=True)]], ids=["x", "xy", "set"]
+)
 def test_images_in_any_form(images):
     found = pilot(net, images, 2, batch=4, steps=2, seeds=1, compute="roofline")
     assert found.model == f"{net.__module__}.net"
@@ -221,15 +132,6 @@ def test_images_in_any_form(images):
     else:
         assert found.training.n_tested == 8
         assert not found.training.learned
-
-
-def test_a_fifth_is_for_the_test_where_enough_is_left_to_train_on():
-    def tested(n):
-        return measure.read((IMAGES[:n], CLASSES[:n]), 8, torch.device("cpu")).n_tested
-
-    assert [tested(n) for n in (8, 9, 10, 20)] == [0, 1, 2, 4]
-    found = pilot(net(), (IMAGES[:8], CLASSES[:8]), 2, batch=4, steps=2)
-    assert found.untrained == "none of the images is left to test on: give more"
 
 
 def test_a_decoder_and_its_text():
@@ -254,18 +156,13 @@ def test_a_decoder_and_its_text():
         )
 
 
-def test_text_is_given_as_a_set():
-    tokens = torch.randint(9, (40, 8))
-    for wrong in (tokens, (tokens.float(), tokens), torch.utils.data.TensorDataset(tokens, tokens)):
-        with pytest.raises(UserError, match=r"training\.data"):
-            pilot(net(), wrong, 2)
-
-
-def test_what_is_told_of_the_progress_ends_at_its_end():
-    told = []
-    images = PAIR
-    pilot(net(), images, 2, batch=4, steps=0, on_progress=lambda *said: told.append(said))
-    assert told[-1] == ("predicting", 1.0)
+def test_without_training_steps_progress_ends_with_the_prediction():
+    said = []
+    images = IMAGES[:8], CLASSES[:8]
+    found = pilot(net(), images, 2, batch=4, steps=2, on_progress=lambda *what: said.append(what))
+    assert said[-1] == ("predicting", 1.0)
+    assert found.training is None
+    assert "left to test on" in found.untrained
 
 
 def test_a_model_and_images_of_unlike_types():
@@ -307,40 +204,44 @@ def test_a_model_that_cannot_be_cut():
     assert "cannot be cut" in found._repr_html_()
 
 
+TOKENS = torch.randint(9, (40, 8))
+UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
+
+
 @pytest.mark.parametrize(
     ("model", "images", "options", "message"),
     [
-        (net(), PAIR, {"n_workers": 0}, "n_workers"),
-        (net(), PAIR, {"n_workers": 2.0}, "n_workers"),
-        (net(), PAIR, {"batch": 0}, "batch.* 0"),
-        (net(), PAIR, {"batch": 11}, "44 .*40"),
+        (net(), PAIR, {"n_workers": 0}, "n_workers .*got 0"),
+        (net(), PAIR, {"n_workers": 2.0}, "n_workers .*got 2.0"),
+        (net(), PAIR, {"batch": 0}, "batch .*got 0"),
+        (net(), PAIR, {"batch": 11}, "batch = 44 .*got 40"),
         (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "44 .*20"),
-        (net(), PAIR, {"seeds": 0}, "seeds.* 0"),
-        (net(), PAIR, {"steps": -1}, "steps.* -1"),
-        (net(), PAIR, {"budget": 0}, "budget.* 0"),
-        (net(), PAIR, {"budget": "60"}, "budget.* '60'"),
+        (net(), PAIR, {"seeds": 0}, "seeds .*got 0"),
+        (net(), PAIR, {"steps": -1}, "steps .*got -1"),
+        (net(), PAIR, {"budget": 0}, "budget .*got 0"),
+        (net(), PAIR, {"budget": "60"}, "budget .*got '60'"),
         (net(), PAIR, {"placement": "x"}, "placement 'x'"),
         (net(), PAIR, {"compute": "x"}, "compute 'x'"),
-        (net(3), PAIR, {}, r"\[8, 4\]"),
-        (net(), (IMAGES, CLASSES[:9]), {}, "classes"),
-        (net(), (IMAGES, CLASSES - 1), {}, "-1"),
-        (net(), "images", {}, "str"),
-        (net(), [1, 2], {}, "data set"),
-        (net(), (torch.randn(40, 5), CLASSES), {}, "shape"),
-        (nn.Flatten(), PAIR, {}, "Flatten"),
-        (nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic()), PAIR, {}, "Sequential"),
-        (7, PAIR, {}, "int"),
-        (lambda: 7, PAIR, {}, r"model\(\).* int"),
+        (net(), PAIR, {"hardware": "a100"}, "hardware .*got 'a100'"),
+        (net(3), PAIR, {}, r"of 4 classes has shape \[8, 3\]"),
+        (net(), (IMAGES, CLASSES[:9]), {}, r"classes .*shape \[9\].* 40 images"),
+        (net(), (IMAGES, CLASSES - 1), {}, "classes .*least -1"),
+        (net(), (IMAGES, CLASSES.float()), {}, "classes .*got torch.float32"),
+        (net(), "images", {}, "images .*got a str"),
+        (net(), [1, 2], {}, "images .*got a list"),
+        (net(), (TOKENS.float(), TOKENS), {}, r"classes .*shape \[40, 8\].*training\.data"),
+        (net(), TOKENS, {}, r"images .*int64 \[40, 8\].*training\.data"),
+        (net(), TensorDataset(TOKENS, TOKENS), {}, r"images .*TensorDataset.*training\.data"),
+        (net(), (torch.randn(40, 5), CLASSES), {}, r"Sequential.*\[8, 5\]"),
+        (nn.Flatten(), PAIR, {}, "Flatten has no parameter"),
+        (UNTRACEABLE, PAIR, {}, "torch.fx cannot trace Sequential"),
+        (7, PAIR, {}, "model is a torch.nn.Module.*got 7"),
+        (lambda: 7, PAIR, {}, r"model\(\) returns .*got 7"),
     ],
 )
-def test_mistakes_are_one_sentence(model, images, options, message):
-    with pytest.raises(UserError, match=message) as refused:
-        pilot(model, images, **options)
-    assert "\n" not in str(refused.value)
-
-
-def test_what_is_no_hardware_is_refused_before_anything_is_measured():
+def test_a_mistake_is_one_sentence_before_anything_is_measured(model, images, options, message):
     said = []
-    with pytest.raises(UserError, match="'a100'"):
-        pilot(net(), PAIR, hardware="a100", on_progress=lambda *what: said.append(what))
-    assert not said
+    with pytest.raises(UserError, match=message) as refused:
+        pilot(model, images, on_progress=lambda what, share: said.append(what), **options)
+    assert "\n" not in str(refused.value)
+    assert {*said} <= {"cutting the model"}

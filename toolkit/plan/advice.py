@@ -1,4 +1,4 @@
-"""The rule by which findings become advice: a pure function of them."""
+"""From a pilot's findings to advice, by a fixed rule."""
 
 from dataclasses import dataclass
 from math import isfinite, isnan
@@ -8,15 +8,12 @@ from toolkit.format import size
 from toolkit.plan.findings import Findings, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
 
-WORTH = 0.05
-"""The least share of a training step that is worth stale weights."""
-TOLERANCE = 1.0
-"""Points of accuracy: where the interval reaches further below, longer runs have to tell."""
-COSINE = 0.9
-"""Below it a delayed gradient is no longer nearly the fresh one."""
+WORTH = 0.05  # least share of a training step that justifies stale weights
+TOLERANCE = 1.0  # points of accuracy that the interval may reach below 0 without longer runs
+COSINE = 0.9  # below it a delayed gradient differs noticeably from the fresh one
 
 STAY, ADOPT, TRY, UNDECIDED = "DP", "CDP-v2", "CDP-v2 on trial", "undecided"
-_TITLES = {
+_VERDICTS = {
     STAY: "Stay with data parallelism (DP)",
     ADOPT: "Use CDP-v2",
     TRY: "Try CDP-v2: it may pay, and its accuracy is not known yet",
@@ -30,10 +27,10 @@ class Advice:
 
     Attributes:
         choice: ``DP``, ``CDP-v2``, ``CDP-v2 on trial`` or ``undecided``.
-        reasons: with their numbers.
-        watch: what to look at in the runs to come.
-        roll_back: when to go back to DP.
-        command: with which to go on.
+        reasons: sentences with their numbers.
+        watch: what to look at in later runs.
+        roll_back: when to return to DP.
+        command: command line of the next run.
     """
 
     choice: str
@@ -45,10 +42,10 @@ class Advice:
     @property
     def verdict(self) -> str:
         """The choice as a sentence, without its full stop."""
-        return _TITLES[self.choice]
+        return _VERDICTS[self.choice]
 
     def text(self) -> str:
-        """The verdict, its reasons and what to do about it, in lines."""
+        """The verdict, its reasons and the next steps, as lines of text."""
         lines = [self.verdict + ".", *(f"- {reason}" for reason in self.reasons)]
         for title, found in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
             lines += [title, *(f"- {line}" for line in found)] if found else []
@@ -56,75 +53,79 @@ class Advice:
 
 
 def advise(found: Findings) -> Advice:
-    """What follows from ``found``.
+    """Derive the advice from ``found``.
 
-    Accuracy decides first: stale weights that cost it, or do not train at all, are refused. Then
-    something has to be gained: DP does not fit and CDP-v2 does, or CDP-v2's training step is
-    predicted to be shorter by more than :data:`WORTH`, even where computing takes another time than
-    it did. What is gained is taken if accuracy was measured, could have shown a difference and is
-    sure to :data:`TOLERANCE`, and tried otherwise.
+    Accuracy decides first: CDP-v2 is refused if it diverges or loses accuracy. Then it has to gain
+    something: either it fits in memory and DP does not, or its training step is predicted to be
+    shorter by more than :data:`WORTH` over the whole range of computing times. A gain is adopted
+    if the training could show a difference in accuracy and excludes a loss of more than
+    :data:`TOLERANCE`; otherwise CDP-v2 is tried.
     """
+    choice, reasons = _decide(found)
+    known = choice in (ADOPT, TRY)
+    watch, back = (_watch(found), _roll_back(found, choice)) if known else ((), ())
+    return Advice(choice, tuple(reasons), watch, back, _command(found, choice))
+
+
+def _decide(found: Findings) -> tuple[str, list[str]]:
     if found.n_stages < 2:
-        why = (
-            "torch.fx traces the model, but it cannot be cut into two stages, and there is nothing"
-            " to stagger: write the model as a sequence of modules, or keep each parameter in one"
-            " of them"
-        )
-        return _advice(found, STAY, [why])
+        return STAY, [
+            "the model cannot be cut into two stages, so there is nothing to stagger: write it as"
+            " a sequence of modules, or keep each parameter in one of them"
+        ]
     trained = found.training
-    if trained is not None and "DP" in trained.diverged:
-        why = (
-            f"DP diverged within {trained.n_steps} training steps, so that nothing can be held"
-            " against it: lower the learning rate and run the pilot again"
-        )
-        return _advice(found, UNDECIDED, [why])
+    if trained and "DP" in trained.diverged:
+        return UNDECIDED, [
+            f"DP diverged within {trained.n_steps} training steps: lower the learning rate and run"
+            " the pilot again"
+        ]
     gains, others = _gains(found)
-    if trained is not None and "CDP-v2" in trained.diverged:
-        why = f"CDP-v2 diverged within {trained.n_steps} training steps, and DP did not"
-        return _advice(found, STAY, [why, *gains, *others, *_instead(found)])
-    if trained is not None and trained.learned and trained.difference.interval[1] < 0:
-        why = (
-            f"CDP-v2 is {_points(trained)} of accuracy from DP: a loss, by its interval, over"
+    lost = ""
+    if trained and "CDP-v2" in trained.diverged:
+        lost = f"CDP-v2 diverged within {trained.n_steps} training steps, and DP did not"
+    elif trained and trained.learned and trained.difference.interval[1] < 0:
+        lost = (
+            f"accuracy: CDP-v2 is {_points(trained)} from DP, a loss by its interval, after"
             f" {trained.n_steps} training steps"
         )
-        return _advice(found, STAY, [why, *gains, *others, *_instead(found)])
+    if lost:
+        fits = found.fits(found.of("DP"))
+        smaller = "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
+        return STAY, [lost, *gains, *others, *([] if fits else [smaller])]
     if not gains:
-        why = "CDP-v2 would gain nothing that counts"
-        return _advice(found, STAY, [why, *others, *_accuracy(trained, found)])
-    known = trained is not None and trained.learned and not trained.blind
-    sure = known and trained is not None and trained.difference.interval[0] >= -TOLERANCE
-    choice = ADOPT if sure else TRY
-    return _advice(found, choice, [*gains, *others, *_accuracy(trained, found)])
+        return STAY, ["CDP-v2 would gain nothing that counts", *others, _accuracy(found)]
+    sure = (
+        trained
+        and trained.learned
+        and not trained.blind
+        and trained.difference.interval[0] >= -TOLERANCE
+    )
+    return ADOPT if sure else TRY, [*gains, *others, _accuracy(found)]
 
 
 def _gains(found: Findings) -> tuple[list[str], list[str]]:
-    """What CDP-v2 gains on the user's machines; and what is to be said where it does not."""
+    """What CDP-v2 gains on the user's machines, and the remarks where it gains nothing."""
     gains, others = [], []
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
-    if not found.fits(dp) and found.fits(v2):
-        gains.append(
-            f"memory: DP needs {_need(found, dp)} on the fullest device, and CDP-v2"
-            f" {_need(found, v2)}"
-        )
-    elif not found.fits(dp):
-        others.append(
-            f"memory: neither DP ({_need(found, dp)} on the fullest device) nor CDP-v2"
-            f" ({_need(found, v2)}) fits: lower batch, or take checkpoint=all"
-        )
-    else:
+    fullest = f"DP needs {_need(found, dp)} on the fullest device, and CDP-v2 {_need(found, v2)}"
+    if found.fits(dp):
         others.append(_activations(found, dp, v2))
+    elif found.fits(v2):
+        gains.append(f"memory: {fullest}")
+    else:
+        others.append(f"memory: neither fits: {fullest}; lower batch, or try checkpoint=all")
     least, middle, most = v2.predicted.ratio
     speed = (
-        f"speed: {dp.waiting:.0%} of a DP step is predicted to be messages; a CDP-v2 step takes"
+        f"speed: a DP step is predicted to spend {dp.waiting:.0%} on messages; a CDP-v2 step takes"
         f" {middle:.2f} ({least:.2f} to {most:.2f}) of a DP step's time"
     )
     if most < 1 - WORTH:
         gains.append(
-            f"{speed}. Other remedies for slow links, to be compared: runtime.compression=bf16,"
-            " and an all-reduce that is a step late (runtime=delayed_allreduce)"
+            f"{speed}. Compare other remedies for slow links: runtime.compression=bf16, and an"
+            " all-reduce that is a step late (runtime=delayed_allreduce)"
         )
     else:
-        others.append(f"{speed}, and a gain counts if it is surely more than {WORTH:.0%}")
+        others.append(f"{speed}; a gain counts if it is surely more than {WORTH:.0%}")
         if v1.predicted.ratio[2] < 1 - WORTH:
             others.append(
                 f"CDP-v1 would take {v1.predicted.ratio[1]:.2f} of DP's time, with every weight a"
@@ -135,101 +136,88 @@ def _gains(found: Findings) -> tuple[list[str], list[str]]:
 
 def _activations(found: Findings, dp: RuleFindings, v2: RuleFindings) -> str:
     share = 1 - v2.activations / dp.activations
-    told = f"memory: all workers together keep {share:.0%} less activations with CDP-v2"
+    saved = f"memory: all workers together keep {share:.0%} less activations with CDP-v2"
     if found.placement == "per_microbatch":
         return (
-            f"{told}, but each has a device of its own, and on that device nothing is saved: it"
-            " counts where they share a device (placement='one') or, on its later stages, a"
-            " pipeline (placement='per_stage')"
+            f"{saved}, but a worker with its own device saves nothing there: it counts where"
+            " workers share a device (placement='one'), or on the later stages of a pipeline"
+            " (placement='per_stage')"
         )
-    if found.limited:
-        return f"{told}; DP fits as well"
-    return f"{told}; whether that is needed only Hardware(memory=...) can tell"
+    fits = "DP fits as well" if found.limited else "give Hardware(memory=...) to see if DP fits"
+    return f"{saved}; {fits}"
 
 
-def _accuracy(trained: TrainingFindings | None, found: Findings) -> list[str]:
+def _accuracy(found: Findings) -> str:
+    trained = found.training
     if trained is None:
-        return [f"accuracy: not measured, since {found.untrained}"]
+        return f"accuracy: not measured, since {found.untrained}"
     if not trained.learned:
         dp = trained.accuracy["DP"]
-        return [
-            f"accuracy: unknown. After {trained.n_steps} training steps DP names"
-            f" {sum(dp) / len(dp):.1%} of the {trained.tested} and chance {trained.chance:.1%}: on"
-            f" random {trained.tested}, or after too few steps, rules cannot differ"
-        ]
+        return (
+            f"accuracy: unknown. After {trained.n_steps} training steps DP has"
+            f" {sum(dp) / len(dp):.1%} of the {trained.tested} right and chance"
+            f" {trained.chance:.1%}: on random {trained.tested}, or after too few steps, rules"
+            " cannot differ"
+        )
     if trained.blind:
-        return [f"accuracy: cannot tell. After {trained.n_steps} training steps {trained.blind}"]
+        return f"accuracy: unknown. After {trained.n_steps} training steps {trained.blind}"
     lowest = trained.difference.interval[0]
     if isnan(lowest):
-        return [f"accuracy: CDP-v2 is {_points(trained)} from DP in one run, which proves nothing"]
-    return [
+        return f"accuracy: CDP-v2 is {_points(trained)} from DP in one run, which proves nothing"
+    return (
         f"accuracy: CDP-v2 is {_points(trained)} from DP after {trained.n_steps} training steps;"
         f" a loss of up to {max(0.0, -lowest):.1f} points is not excluded"
-    ]
-
-
-def _instead(found: Findings) -> list[str]:
-    if found.fits(found.of("DP")):
-        return []
-    return ["DP does not fit: checkpoint=all keeps next to no activations, at the price of time"]
-
-
-def _advice(found: Findings, choice: str, reasons: list[str]) -> Advice:
-    watch = back = tuple[str, ...]()
-    if choice in (ADOPT, TRY):
-        watch, back = _watch(found), _roll_back(found, choice)
-    return Advice(choice, tuple(reasons), watch, back, _command(found, choice))
+    )
 
 
 def _watch(found: Findings) -> tuple[str, ...]:
-    cosine = ratio = "not measured here"
-    trained = found.training
-    if trained is not None and trained.learned:
+    trained, cosine, ratio = found.training, "not measured here", "not measured here"
+    if trained and trained.learned:
         cosine, ratio = f"{trained.cosine:.2f} here", f"{trained.loss_ratio:.2f} here"
     return (
-        f"the training loss by that of a DP run with the same seed ({ratio}): above 1.1 for"
-        " longer than warm-up, compare again",
-        f"the cosine of delayed and fresh gradients by stage ({cosine}), with diagnostics=20 in"
-        f" one process and runtime.order=grouped: below {COSINE} the delay begins to tell",
-        "ema_top1 beside top1, with ema=0.999: an average far better than the weights says"
-        " that the learning rate is too high for stale weights",
+        f"training loss divided by that of a DP run with the same seed ({ratio}): if it stays above"
+        " 1.1 after warm-up, compare again",
+        f"cosine of delayed and fresh gradients by stage ({cosine}), from diagnostics=20 with"
+        f" runtime.order=grouped: below {COSINE} the delay matters",
+        "ema_top1 beside top1, with ema=0.999: an average far better than the weights means that"
+        " the learning rate is too high for stale weights",
     )
 
 
 def _roll_back(found: Findings, choice: str) -> tuple[str, ...]:
-    factor = _guard_factor(found.training)
-    bound = f"if the loss is not finite, or {factor:g} times that of the first steps"
-    guard = f"guard=rollback goes back to the last checkpoint and on with DP {bound}"
+    bound = f"if the loss is not finite, or {_guard_factor(found):g} times that of the first steps"
+    guard = f"guard=rollback returns to the last checkpoint and continues with DP {bound}"
     if found.placement == "per_stage":
-        guard = f"guard=stop ends the run {bound}: pipelines cannot go on as DP"
+        guard = f"guard=stop ends the run {bound}: pipelines cannot continue as DP"
     if choice == TRY:
         return (
             "keep DP if the interval of CDP-v2's difference, in this comparison, reaches more than"
             f" {TOLERANCE:g} point below zero",
-            f"a comparison has no guard; in a training by CDP-v2 after it, {guard}",
+            f"a comparison has no guard; in a later training by CDP-v2, {guard}",
         )
     return (
         guard,
-        "go back by hand (resume=FOLDER with schedule=dp) if test accuracy is below a DP run's"
-        " by more than its spread over seeds for three epochs",
+        "return by hand (resume=FOLDER with schedule=dp) if test accuracy is below a DP run's by"
+        " more than its spread over seeds for three epochs",
     )
 
 
-def _guard_factor(trained: TrainingFindings | None) -> float:
-    """Twice as high as a healthy loss has come, and at least 2; 10 where none was seen."""
+def _guard_factor(found: Findings) -> float:
+    """Twice the highest loss ratio of a healthy run, at least 2; 10 where none was seen."""
+    trained = found.training
     if trained is None or not trained.learned or not isfinite(trained.highest):
         return 10.0
     return max(2.0, round(2 * trained.highest, 1))
 
 
 def _command(found: Findings, choice: str) -> str:
-    """To train by the advice; or, where accuracy is to be found out first, to compare."""
+    """Command that trains by the advice, or compares where accuracy is not known yet."""
     data = "data=MY_DATA"
-    if found.samples == "sequences":
+    if found.samples == "sequences" and found.n_classes == BYTES:
         data = f"data=text data.root=MY_TEXT data.length={found.shape[0]}"
-        if found.n_classes != BYTES:
-            data = f"data=tokens data.root=MY_TOKENS data.length={found.shape[0]}"
-            data += f" data.vocabulary={found.n_classes}"
+    elif found.samples == "sequences":
+        data = f"data=tokens data.root=MY_TOKENS data.length={found.shape[0]}"
+        data += f" data.vocabulary={found.n_classes}"
     elif found.shape[0] == 3:
         data = f"data=image_folder data.root=MY_IMAGES data.image_size={found.shape[-1]}"
     options = [
@@ -239,27 +227,31 @@ def _command(found: Findings, choice: str) -> str:
     ]
     if found.partition != "flops":
         options.append(f"partition={found.partition}")
+    alone = found.placement == "one"
     if choice == TRY:
-        rest = [quote("~rules.cdp_v1"), "seeds=5 diagnostics=20 ema=0.999"]
-        if found.placement == "one":  # by its slots, beside what trains as DP in less memory
-            rest = [rest[0], "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"]
-            rest += ["runtime.order=scheduled seeds=5 ema=0.999"]
-        return " ".join(["python experiments/compare.py", *options, *rest])
-    ranks = {"one": 1, "per_microbatch": found.n_workers, "per_stage": found.n_stages}
-    n_ranks = ranks[found.placement]
-    many = choice == ADOPT or found.placement == "per_microbatch"
-    start = ["python experiments/train.py"]
-    if n_ranks > 1 and many:
-        start = [f"torchrun --nproc-per-node {n_ranks} experiments/train.py runtime=distributed"]
-    rule = ["schedule=cdp_v2" if choice == ADOPT else "schedule=dp"]
-    if choice == ADOPT:
-        if found.placement != "per_microbatch":
-            rule.append(f"schedule.placement={found.placement}")
-        if n_ranks == 1:
-            rule.append("runtime.order=scheduled")
-        guard = "stop" if found.placement == "per_stage" else "rollback"
-        rule.append(f"guard={guard} guard_factor={_guard_factor(found.training):g} ema=0.999")
-    return " ".join([*start, *rule, *options])
+        options.append(quote("~rules.cdp_v1") + " seeds=5 ema=0.999")
+        options.append(
+            # DP in as little memory, beside CDP slot by slot
+            "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"
+            " runtime.order=scheduled"
+            if alone
+            else "diagnostics=20"
+        )
+        return " ".join(["python experiments/compare.py", *options])
+    adopt, pipeline = choice == ADOPT, found.placement == "per_stage"
+    start = "python experiments/train.py"
+    if not alone and (adopt or not pipeline):
+        n_ranks = found.n_stages if pipeline else found.n_workers
+        start = f"torchrun --nproc-per-node {n_ranks} experiments/train.py runtime=distributed"
+    rule = ["schedule=cdp_v2" if adopt else "schedule=dp"]
+    if adopt and (alone or pipeline):
+        rule.append(f"schedule.placement={found.placement}")
+    if adopt and alone:
+        rule.append("runtime.order=scheduled")
+    if adopt:
+        guard = "stop" if pipeline else "rollback"
+        rule.append(f"guard={guard} guard_factor={_guard_factor(found):g} ema=0.999")
+    return " ".join([start, *rule, *options])
 
 
 def _points(trained: TrainingFindings) -> str:

@@ -1,12 +1,11 @@
-"""What a pilot has measured and predicted."""
+"""What a pilot measured and predicted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 
-from toolkit.cost import Costs, Hardware, StageCost, simulate
+from toolkit.cost import Costs, Hardware, simulate
 from toolkit.cost.hardware import check_hardware
-from toolkit.errors import check_choice
 from toolkit.results import Estimate
 from toolkit.schedule import Schedule
 from toolkit.schedule.steady import steps_to_time
@@ -20,24 +19,15 @@ class Prediction:
 
     Attributes:
         seconds: from step to step.
-        ratio: least, middle and largest ratio of that to DP's, with the slack of computing.
+        ratio: least, middle and largest ratio of that to DP's, over the slack of computing.
         without_links: seconds if messages took no time.
-        memories: bytes of each device, at most.
+        memories: peak bytes of each device.
     """
 
     seconds: float
     ratio: tuple[float, float, float]
     without_links: float
     memories: tuple[float, ...]
-
-
-def check_placement(placement: str) -> None:
-    """Refuse what is no placement of a pilot's workers.
-
-    Raises:
-        ValueError: it is another.
-    """
-    check_choice("placement", placement, PLACEMENTS)
 
 
 def predict(
@@ -47,45 +37,38 @@ def predict(
     optimizer_bytes: Sequence[int],
     slack: tuple[float, float],
 ) -> list[Prediction]:
-    """A prediction of each schedule, the first of which is DP's.
+    """Predict a training step of each schedule, the first of which is DP's.
 
     Args:
-        costs: of the stages; their seconds count, where they were measured.
+        schedules: one a rule.
+        costs: of the stages; measured seconds count where they are given.
         hardware: the machines.
-        optimizer_bytes: of the optimizer's state, by stage.
+        optimizer_bytes: bytes of the optimizer's state, by stage.
         slack: least and largest factor on the seconds of computing.
     """
     check_hardware(hardware)
     free = replace(hardware, link_bandwidth=inf, link_latency=0.0)
-    slackened = [_scaled(costs, factor, hardware) for factor in slack]
+    seconds = [cost.seconds(hardware) for cost in costs]
+    versions = [costs] + [
+        tuple(
+            replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
+            for cost, (forward, backward) in zip(costs, seconds, strict=True)
+        )
+        for factor in slack
+    ]
     found: list[Prediction] = []
     baseline: list[float] = []
     for schedule in schedules:
         program = schedule.lower(steps_to_time(schedule)).verify()
-        timeline, *others = (
-            simulate(program, version, hardware, optimizer_bytes) for version in (costs, *slackened)
-        )
-        times = [timeline.step_time, *(other.step_time for other in others)]
+        timelines = [simulate(program, version, hardware, optimizer_bytes) for version in versions]
+        times = [timeline.step_time for timeline in timelines]
         baseline = baseline or times
         ratios = [mine / theirs for mine, theirs in zip(times, baseline, strict=True)]
-        found.append(
-            Prediction(
-                seconds=times[0],
-                ratio=(min(ratios), ratios[0], max(ratios)),
-                without_links=simulate(program, costs, free, optimizer_bytes).step_time,
-                memories=tuple(timeline.peak_memory(rank) for rank in range(timeline.n_ranks)),
-            )
-        )
+        memories = tuple(map(timelines[0].peak_memory, range(timelines[0].n_ranks)))
+        without_links = simulate(program, costs, free, optimizer_bytes).step_time
+        bounds = min(ratios), ratios[0], max(ratios)
+        found.append(Prediction(times[0], bounds, without_links, memories))
     return found
-
-
-def _scaled(costs: Costs, factor: float, hardware: Hardware) -> tuple[StageCost, ...]:
-    """The same stages where computing takes ``factor`` of the time."""
-    timed = [(cost, cost.seconds(hardware)) for cost in costs]
-    return tuple(
-        replace(cost, forward_seconds=factor * forward, backward_seconds=factor * backward)
-        for cost, (forward, backward) in timed
-    )
 
 
 @dataclass(frozen=True)
@@ -94,12 +77,12 @@ class RuleFindings:
 
     Attributes:
         rule: DP, CDP-v1 or CDP-v2.
-        activations: measured: the most bytes that autograd kept, all workers together.
-        cuda_peak: measured: the most bytes that CUDA allocated above those between training
-            steps, all workers on one GPU; None on the CPU.
+        activations: measured: peak bytes that autograd kept, all workers together.
         seconds: measured: median time of a training step, all micro-batches in one process.
         ratio: measured: quartiles of the ratio of that time to DP's, the median in the middle.
         predicted: on the user's machines.
+        cuda_peak: measured: peak bytes that CUDA allocated above those held between training
+            steps, all workers on one GPU; None on the CPU.
     """
 
     rule: str
@@ -111,7 +94,7 @@ class RuleFindings:
 
     @property
     def waiting(self) -> float:
-        """The share of the predicted training step that messages cost."""
+        """Share of the predicted training step that messages cost."""
         return 1 - self.predicted.without_links / self.predicted.seconds
 
 
@@ -121,20 +104,18 @@ class TrainingFindings:
 
     Attributes:
         n_steps: training steps of a run.
-        seeds: one a run of each rule: of the order of samples, and of weights where every seed
-            begins from its own.
-        n_tested: images, or tokens, on which accuracy is measured.
-        accuracy: by rule and run, the share of them that is right in the end.
-        difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval that is no
-            narrower than the binomial one of ``n_tested`` answers.
-        loss_ratio: training loss of CDP-v2 by that of DP at the end, the mean over seeds.
-        highest: of all runs, the largest mean loss over a tenth of the run, by the loss of its
-            first training step.
-        chance: accuracy of naming the most frequent class.
-        learned: whether DP came to be surely better than that.
-        diverged: rules of which a run's loss did not stay finite, or near that of its first step.
-        cosine: between the gradient under CDP-v2 and the fresh one, the mean over a run; of the
-            stage where it is smallest.
+        seeds: one for each run of a rule.
+        n_tested: images, or tokens, in the test.
+        accuracy: by rule and run, the share of them that is right at the end.
+        difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval at least as
+            wide as the binomial one of ``n_tested`` answers.
+        loss_ratio: CDP-v2's training loss by that of DP at the end, the mean over seeds.
+        highest: largest mean loss over a tenth of a run, by the loss of its first step.
+        chance: accuracy of always naming the most frequent class.
+        learned: whether DP became surely better than that.
+        diverged: rules whose loss did not stay finite, or near that of the first step, in a run.
+        cosine: between gradients at stale and at fresh weights under CDP-v2, the mean over a run,
+            in the stage where it is smallest.
         tested: what ``n_tested`` counts, ``images`` or ``tokens``.
     """
 
@@ -153,47 +134,43 @@ class TrainingFindings:
 
     @property
     def blind(self) -> str:
-        """Why the accuracies could not show a difference if there were one; empty: they could."""
+        """Why these accuracies could not show a difference; empty if they could."""
         late, base = self.accuracy["CDP-v2"], self.accuracy["DP"]
         if {*late, *base} == {1.0}:
-            return (
-                f"both rules name all {self.n_tested} test {self.tested} right, so these are too"
-                " easy to tell them apart"
-            )
+            return f"both rules have all {self.n_tested} test {self.tested} right: too easy a test"
         differences = {round(x - y, 9) for x, y in zip(late, base, strict=True)}
         if len(base) > 1 and len(differences) == 1:
             return (
-                f"the difference is the same with every seed, so there is no spread to hold it"
-                f" against: {self.n_tested} test {self.tested} are too few, or too much alike"
+                f"the difference is the same with every seed: {self.n_tested} test {self.tested}"
+                " are too few, or too much alike"
             )
         return ""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a small trial has measured and predicted, of all rules.
+    """What a pilot measured and predicted, for all rules.
 
     Attributes:
         n_workers: micro-batches of a training step.
-        n_stages: into which the model could be cut; 1: not at all.
+        n_stages: stages of the model; 1 if it cannot be cut.
         batch: samples of a micro-batch.
         placement: of the workers on the user's machines: ``per_microbatch``, ``per_stage`` or
             ``one``.
-        partition: by which measure the stages are equal: FLOPs, or, where the workers were to share
-            a device, what they keep.
-        device: on which it was measured, in words.
-        hardware: the user's machines, for which it was predicted.
-        compute: where the predictions have their seconds of computing from: ``measured`` on
-            ``device``, or the ``roofline`` of ``hardware``.
-        rules: the findings of DP, CDP-v1 and CDP-v2; empty where the model cannot be cut.
-        training: what a short training came to; None where there was none.
+        device: name of the device that was measured.
+        hardware: the user's machines.
+        compute: source of the predicted seconds of computing: ``measured`` on ``device``, or the
+            ``roofline`` of ``hardware``.
+        rules: DP, CDP-v1 and CDP-v2; empty if the model cannot be cut.
+        training: a short training; None if there was none.
         untrained: why there was none.
-        model: ``package.module.function`` that makes the model; empty where no command line could
-            name it.
+        model: ``package.module.function`` that makes the model; empty if it has no such name.
         shape: of a sample: ``(channels, height, width)`` of an image, ``(tokens,)`` of a sequence.
-        samples: what the samples are called, ``images`` or ``sequences``.
-        n_classes: classes of an image; of text, how many tokens there are.
-        slack: least and largest factor on the seconds of computing that predictions allow for.
+        samples: ``images`` or ``sequences``.
+        partition: what the stages have equal shares of: ``flops``, or ``activations`` if the
+            workers share a device.
+        n_classes: classes of an image, or size of the vocabulary.
+        slack: least and largest factor on the seconds of computing in predictions.
         seconds: that the pilot took.
         costs: of the stages.
         optimizer_bytes: bytes of the optimizer's state, by stage.
@@ -220,7 +197,7 @@ class Findings:
     optimizer_bytes: Sequence[int] = field(default=(), repr=False)
 
     def of(self, rule: str) -> RuleFindings:
-        """What was found of ``rule``."""
+        """The findings of ``rule``."""
         return next(found for found in self.rules if found.rule == rule)
 
     def fits(self, found: RuleFindings) -> bool:
@@ -229,7 +206,7 @@ class Findings:
         return peak <= memory
 
     def tightest(self, found: RuleFindings) -> tuple[float, float]:
-        """Bytes needed, and there, on the device that the rule fills the most."""
+        """Bytes needed and bytes available on the device that the rule fills most."""
         peaks = enumerate(found.predicted.memories)
         pairs = ((peak, self.hardware.memory_of(rank)) for rank, peak in peaks)
         return max(pairs, key=lambda pair: (pair[0] / pair[1], pair[0]))

@@ -1,19 +1,18 @@
 """The measurements of a pilot: memory, time, and a short training."""
 
-import copy
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
 from math import inf, isfinite, nan
 from statistics import mean, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import default_collate
 
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
@@ -28,11 +27,18 @@ from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.training.data import Batch
-from toolkit.training.data.batches import shuffled
 from toolkit.training.loop import evaluate, evaluated_at_once
 
-_MOST = 2048  # images of a data set of the user's own that are read
-_TESTED = 5  # one image in so many is kept for the test
+Loss = Callable[[Tensor, Tensor], Tensor]
+OnProgress = Callable[[str, float], object]
+"""Called with the present activity, and the share of it that is done."""
+
+NORM_BATCHES = 4  # batches for the running statistics before the test
+_MOST = 2048  # samples read from a user's data set
+_TESTED = 5  # one sample in so many is kept for the test
+_STEPS = 2  # training steps after which a schedule has reached its peak memory
+_DIVERGED = 10.0  # times the first loss
+_SURE = 3.0  # standard errors above chance from which on DP has learned
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,11 @@ class Data:
 
     Attributes:
         epoch: the batches of one epoch, by seed and epoch; all of the same size.
-        test: the samples that are not trained on.
-        labelled: whether their classes are known, and not made up.
-        n_tested: how many samples the test has.
-        n_classes: how many classes the labels name.
-        samples: what they are called.
+        test: batches of samples that are not trained on.
+        labelled: whether the classes are the user's.
+        n_tested: number of test samples.
+        n_classes: number of classes.
+        samples: ``images`` or ``sequences``.
     """
 
     epoch: Callable[[int, int], Iterable[Batch]]
@@ -56,7 +62,7 @@ class Data:
     samples: str = "images"
 
     def train(self, seed: int) -> Iterator[Batch]:
-        """Batches for ever, epoch after epoch."""
+        """Endless batches, epoch after epoch."""
         for epoch in count():
             yield from self.epoch(seed, epoch)
 
@@ -64,36 +70,66 @@ class Data:
 def read(
     images: Any, batch_size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Data:
-    """The user's data as batches of ``batch_size`` on ``device``, images in ``dtype``.
+    """Read the user's data as batches of ``batch_size`` on ``device``, images in ``dtype``.
 
     Args:
-        images: a set of :mod:`toolkit.training.data`, of text, too; images and their classes,
+        images: a set of :mod:`toolkit.training.data`; images and their classes,
             ``(Tensor [n, channels, height, width], Tensor [n])``; images alone; or a data set
-            that gives one such pair an index, of which 2048 drawn at random are taken.
+            that returns one such pair by index, of which up to 2048 random ones are taken.
+        batch_size: samples of a training step.
+        device: where the batches are.
+        dtype: floating-point type of the model.
 
     Raises:
-        ValueError: it is something else, or has fewer images than a training step takes.
+        UserError: another kind of data, or fewer images than a training step takes.
     """
     if hasattr(images, "train") and hasattr(images, "test"):
-        first = images.train(batch_size, 0, 0, device)
-        n_tested = sum(len(labels) for _, labels in images.test(batch_size, device))
-        if len(first) == 0:
-            raise UserError(_too_few(batch_size, "fewer"))
+        _check_enough(batch_size, batch_size * len(images.train(batch_size, 0, 0, device)))
+        at_once = evaluated_at_once(images.form, batch_size)
         return Data(
             lambda seed, epoch: _cast(images.train(batch_size, seed, epoch, device), dtype),
-            lambda: _cast(images.test(evaluated_at_once(images.form, batch_size), device), dtype),
+            lambda: _cast(images.test(at_once, device), dtype),
             True,
-            n_tested,
+            sum(len(labels) for _, labels in images.test(at_once, device)),
             images.form.n_classes,
             images.form.samples,
         )
-    pixels, labels = _tensors(images)
-    if len(pixels) < batch_size:
-        raise UserError(_too_few(batch_size, f"{len(pixels)}"))
-    labelled = labels is not None
-    if labels is None:
-        labels = torch.zeros(len(pixels), dtype=torch.long)
-    return _split(pixels.to(device, dtype), labels.to(device), labelled, batch_size)
+    inputs, classes = _tensors(images)
+    _check_enough(batch_size, len(inputs))
+    labelled = classes is not None
+    labels = torch.zeros(len(inputs), dtype=torch.long) if classes is None else classes
+    if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.min() < 0:
+        raise UserError(
+            f"classes are whole numbers from 0, one an image: got {labels.dtype} of shape"
+            f" {list(labels.shape)}, least {labels.min():g}, for {len(inputs)} images; {_TEXT}"
+        )
+    scale = 1.0 if inputs.is_floating_point() else 255.0  # bytes become 0 to 1
+    inputs, labels = (inputs / scale).to(device, dtype), labels.long().to(device)
+    n_tested = min(len(inputs) // _TESTED, len(inputs) - batch_size)
+    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
+    tested, trained = order[:n_tested], order[n_tested:]
+
+    def batches(rows: Tensor, size: int) -> list[Batch]:
+        return [(inputs[part], labels[part]) for part in rows.to(device).split(size) if len(part)]
+
+    def epoch(seed: int, number: int) -> list[Batch]:
+        generator = torch.Generator().manual_seed(hash((seed, number)))
+        mixed = trained[torch.randperm(len(trained), generator=generator)]
+        return batches(mixed[: len(mixed) // batch_size * batch_size], batch_size)
+
+    n_classes = int(labels.max()) + 1
+    return Data(epoch, lambda: batches(tested, 256), labelled, n_tested, n_classes)
+
+
+_TEXT = "text is given as a set of toolkit.training.data: text(), token_files() or Tokens"
+
+
+def _check_enough(batch_size: int, n: int) -> None:
+    if n < batch_size:
+        raise UserError(
+            f"a training step takes n_workers x batch = {batch_size} images: got {n}; give more"
+            " images, or lower batch"
+        )
 
 
 def _cast(batches: Iterable[Batch], dtype: torch.dtype) -> Iterator[Batch]:
@@ -101,160 +137,93 @@ def _cast(batches: Iterable[Batch], dtype: torch.dtype) -> Iterator[Batch]:
         yield inputs.to(dtype) if inputs.is_floating_point() else inputs, labels
 
 
-def _too_few(batch_size: int, n: str) -> str:
-    return (
-        f"a training step takes {batch_size} images (n_workers times batch) and there are {n}:"
-        " give more images, or make batch smaller"
-    )
-
-
-def _split(pixels: Tensor, labels: Tensor, labelled: bool, batch_size: int) -> Data:
-    """A fifth of the images for the test, if that leaves enough to train on."""
-    n_tested = min(len(pixels) // _TESTED, len(pixels) - batch_size)
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-    held, kept = order[:n_tested].to(pixels.device), order[n_tested:]
-
-    def epoch(seed: int, number: int) -> list[Batch]:
-        mixed, _ = shuffled(len(kept), batch_size, seed, number, "images")
-        chosen = kept[mixed].to(pixels.device)
-        parts = chosen[: len(kept) // batch_size * batch_size].split(batch_size)
-        return [(pixels[part], labels[part]) for part in parts]
-
-    def test() -> list[Batch]:
-        return [(pixels[part], labels[part]) for part in held.split(256) if len(part)]
-
-    return Data(epoch, test, labelled, n_tested, int(labels.max()) + 1)
-
-
 def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
-    """Pixels as floats, and classes where there are any."""
-    if isinstance(images, Tensor):
-        return _pixels(images), None
-    if isinstance(images, tuple | list) and len(images) == 2 and _are_tensors(images):
-        pixels, labels = images
-        if labels.dim() != 1 or len(labels) != len(pixels) or labels.is_floating_point():
-            raise UserError(
-                f"classes are whole numbers, one an image: got shape {list(labels.shape)} and"
-                f" {labels.dtype} for {len(pixels)} images; {_TEXT}"
-            )
-        if len(labels) and labels.min() < 0:
-            raise UserError(f"classes are numbered from 0: got {int(labels.min())}")
-        return _pixels(pixels), labels.long()
-    if hasattr(images, "__getitem__") and hasattr(images, "__len__") and not _are_tensors(images):
-        pairs = [_pair(images[k]) for k in _some(len(images))]
-        if pairs:
-            if len({pixels.shape for pixels, _ in pairs}) > 1:
-                raise UserError("images of one size are needed: resize them in the data set")
-            return _tensors(
-                (torch.stack([x for x, _ in pairs]), torch.tensor([y for _, y in pairs]))
-            )
-    raise UserError(
-        f"images are a tensor [n, channels, height, width], such a tensor with its classes [n], a"
-        f" data set of (image, class), or a set of toolkit.training.data: got a"
-        f" {type(images).__name__}"
+    """Images as one tensor of floats or bytes, and their classes if there are any."""
+    labels: Any = None
+    pixels = images
+    if not isinstance(images, Tensor):
+        try:
+            if len(images) == 2 and all(isinstance(x, Tensor) for x in images):
+                pixels, labels = images
+            else:
+                # The first images of a folder may all be of one class.
+                chosen = random.Random(0).sample(range(len(images)), min(_MOST, len(images)))
+                pixels, labels = default_collate([images[k] for k in sorted(chosen)])
+        except (TypeError, ValueError, RuntimeError, KeyError):
+            pixels = None
+    floats_or_bytes = isinstance(pixels, Tensor) and (
+        pixels.is_floating_point() or pixels.dtype == torch.uint8
     )
-
-
-def _some(n: int) -> list[int]:
-    """Which images are read: of a folder of classes the first ones would be of one class."""
-    return sorted(random.Random(0).sample(range(n), min(_MOST, n)))
-
-
-def _are_tensors(images: Any) -> bool:
-    return isinstance(images, tuple | list) and all(isinstance(x, Tensor) for x in images)
-
-
-def _pixels(images: Tensor) -> Tensor:
-    if images.dim() < 2:
-        raise UserError(f"images have shape [n, channels, height, width]: got {list(images.shape)}")
-    if images.dtype not in (torch.uint8, *_FLOATS):
-        raise UserError(f"images are floats or bytes: got {images.dtype}; {_TEXT}")
-    return images if images.is_floating_point() else images.float() / 255
-
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_TEXT = "text is given as a set of toolkit.training.data: text(), token_files() or Tokens"
-
-
-def _pair(item: Any) -> tuple[Tensor, int]:
-    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], Tensor):
-        if isinstance(item[1], Tensor) and item[1].numel() != 1:
-            raise UserError(f"a class is one number: got shape {list(item[1].shape)}; {_TEXT}")
-        return item[0], int(item[1])
-    raise UserError(
-        f"a data set gives (image as a tensor, class): got a {type(item).__name__}; add a transform"
-        " such as torchvision.transforms.ToTensor()"
-    )
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-Say = Callable[[str, float], object]
-"""Called with what is under way, and the share of it that is done."""
-
-_STEPS = 2  # training steps in which each schedule comes to hold the most
-_DIVERGED = 10.0  # times the first loss
-NORMS = 4  # batches of which running statistics are taken before the test
-_SURE = 3.0  # standard errors of chance by which learning is told from it
+    if not floats_or_bytes or pixels.dim() < 2 or not isinstance(labels, Tensor | None):
+        raise UserError(
+            "images are floats or bytes [n, channels, height, width], such images with their"
+            " classes [n], a data set of (image as a tensor of one size, class), or a set of"
+            f" toolkit.training.data: got a {type(images).__name__}"
+            + (f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else "")
+            + f"; {_TEXT}"
+        )
+    return pixels, labels
 
 
 def held(
     stages: Stages, schedule: Schedule, batch: Batch, optimizer: MakeOptimizer, loss: Loss
 ) -> tuple[int, int | None]:
-    """The most bytes that autograd keeps at once when one device runs a program, by its slots.
+    """Run a one-device program slot by slot and measure its memory.
 
     Returns:
-        that; and the most that CUDA allocated above what stays between training steps, None on
-        the CPU.
+        peak bytes that autograd keeps; and peak bytes that CUDA allocates above those held
+        between training steps, None on the CPU.
     """
     device = batch[0].device
     runners = dict(enumerate(StageRunner(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
     versions = {j: {0: runner.newest()} for j, runner in runners.items()}
-    share = (batch[0],), batch[1]
-    feed = MicrobatchQueue(repeat(share), 0, lambda _: range(schedule.n_microbatches))
+    shares = repeat(((batch[0],), batch[1]))
+    feed = MicrobatchQueue(shares, 0, lambda _: range(schedule.n_microbatches))
     meter = Meter(0, device, 0.0)
-    watching = meter.activations.watch
     program = schedule.lower(_STEPS).verify()
-    rank = Rank(program, runners, runners, versions, loss, feed, watching)
+    rank = Rank(program, runners, runners, versions, loss, feed, meter.activations.watch)
     rank.weights |= {(j, 0): weights[0] for j, weights in versions.items()}
-    (instructions,) = program.ranks
     most = 0
-    for i in instructions:
+    for i in program.ranks[0]:
         rank.execute(i)
         most = max(most, meter.activations.bytes)
         if i.step is not None and feed.n_finished(i.step) == schedule.n_microbatches:
-            feed.result(i.step)  # whoever trains takes it then
+            feed.result(i.step)  # a runtime takes the result here, which frees it
     if device.type != "cuda":
         return most, None
-    stays = torch.cuda.memory_allocated(device)  # the states of optimizers among it
-    return most, torch.cuda.max_memory_allocated(device) - stays
+    # What stays allocated contains the optimizers' state, which the first update creates.
+    return most, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def step_times(
-    runtimes: Mapping[str, SingleProcess], batch: Batch, rounds: int, budget: float, say: Say
+    runtimes: Mapping[str, SingleProcess],
+    batch: Batch,
+    rounds: int,
+    budget: float,
+    on_progress: OnProgress,
 ) -> dict[str, list[float]]:
-    """Seconds of training steps, the runtimes taking turns, after two uncounted ones of each.
+    """Measure seconds of training steps in turns, after two steps of warm-up.
 
-    Of ``rounds`` at least three, and no more once they have taken ``budget`` seconds.
+    After three rounds it stops once they have taken ``budget`` seconds.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runtimes}
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for k in range(-2, rounds):
-        if k >= 3 and time.perf_counter() - begun > budget:
+        if k >= 3 and time.perf_counter() - start > budget:
             break
         for name, runtime in runtimes.items():
             begin = synchronized_time(batch[0].device)
             runtime.step(*batch)
             if k >= 0:
                 seconds[name].append(synchronized_time(batch[0].device) - begin)
-        say("timing steps", (k + 3) / (rounds + 2))
+        on_progress("timing steps", (k + 3) / (rounds + 2))
     return seconds
 
 
 def ratios(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
     """Quartiles of the ratio, round by round."""
-    low, middle, high = quantiles(
-        [mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)], n=4
-    )
+    by_round = [mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)]
+    low, middle, high = quantiles(by_round, n=4)
     return low, middle, high
 
 
@@ -264,29 +233,32 @@ def train(
     data: Data,
     n_steps: int,
     seeds: Sequence[int],
-    say: Say,
+    on_progress: OnProgress,
 ) -> TrainingFindings:
     """Train under DP and CDP-v2, from the same weights and on the same batches.
 
     Args:
-        make: a runtime from a seed, a schedule, and the steps between two looks at the delay.
+        make: makes a runtime from a seed, a schedule, and the steps between two diagnostics.
         rules: DP, then the other.
+        data: to train and test on.
+        n_steps: training steps of a run.
+        seeds: one for each run of a rule.
+        on_progress: see :data:`OnProgress`.
     """
     runs: dict[str, list[_Run]] = {schedule.name: [] for schedule in rules}
     for k, seed in enumerate(seeds):
         for j, schedule in enumerate(rules):
             done = (k * len(rules) + j) / (len(rules) * len(seeds))
-            say(f"training {schedule.name}, seed {seed}", done)
-            looks = max(1, n_steps // 4) if (k, j) == (0, 1) else 0  # one run shows the delay
-            runs[schedule.name].append(_run(make(seed, schedule, looks), data, n_steps, seed))
+            on_progress(f"training {schedule.name}, seed {seed}", done)
+            every = max(1, n_steps // 4) if (k, j) == (0, 1) else 0  # one run shows the delay
+            runs[schedule.name].append(_run(make(seed, schedule, every), data, n_steps, seed))
+    on_progress("training", 1.0)
     base, late = runs.values()
     labels = torch.cat([labels.flatten() for _, labels in data.test()])
     chance = float(labels.bincount().max() / len(labels))
     error = (chance * (1 - chance) / len(labels)) ** 0.5
     right = {rule: tuple(run.accuracy for run in found) for rule, found in runs.items()}
-    losses = [(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in zip(late, base, strict=True)]
-    cosines = [cosine for run in late for cosine in run.cosines]
-    say("training", 1.0)
+    pairs = zip(late, base, strict=True)
     return TrainingFindings(
         n_steps=n_steps,
         seeds=tuple(seeds),
@@ -294,79 +266,73 @@ def train(
         tested="tokens" if data.samples == "sequences" else data.samples,
         accuracy=right,
         difference=_difference(right[rules[1].name], right[rules[0].name], len(labels)),
-        loss_ratio=mean(_ratio(mine, theirs) for mine, theirs in losses),
-        highest=max(_ratio(max(run.tenths), run.first) for found in runs.values() for run in found),
+        loss_ratio=mean(_ratio(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in pairs),
+        highest=max(_ratio(max(run.tenths), run.first) for run in [*base, *late]),
         chance=chance,
         learned=mean(right[rules[0].name]) > chance + _SURE * error,
         diverged=tuple(rule for rule, found in runs.items() if any(run.diverged for run in found)),
-        cosine=min(cosines, default=nan),
+        cosine=min((cosine for run in late for cosine in run.cosines), default=nan),
     )
 
 
 def _ratio(loss: float, other: float) -> float:
-    """Of losses, which 32 bits round to 0 where a model is sure of itself."""
+    """Ratio of two losses, either of which float32 may have rounded to 0."""
     if other:
         return loss / other
     return inf if loss else 1.0
 
 
 def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> Estimate:
-    """Between accuracies in points, with an interval that is as wide as so few images make it.
+    """Difference of accuracies in points, paired by seed.
 
-    Seeds show what training leaves to chance, and not that another test set would be answered
-    otherwise: all of them are tested on the same images. So the interval of the pairs is widened
-    to the binomial one of their mean accuracy. That is the error of the difference where the two
-    rules' mistakes correlate by 1/2, for its variance is 2 (1 - correlation) p (1 - p) / n_tested.
+    All seeds are tested on the same images, so their spread does not show the error of a small
+    test set. The interval is at least the binomial one of the mean accuracy, which is the error of
+    the difference if the rules' mistakes correlate by 1/2: its variance is
+    2 (1 - correlation) p (1 - p) / n_tested.
     """
     found = paired_difference([100 * share for share in late], [100 * share for share in base])
     least = 100 * binomial_half_width(mean([*late, *base]), n_tested)
-    if len(late) == 1:
+    if len(late) == 1 or found.half_width >= least:
         return found
-    return found if found.half_width >= least else replace(found, half_width=least)
+    return replace(found, half_width=least)
 
 
-class _Run:
-    """What a training came to.
+class _Run(NamedTuple):
+    """A training: first loss, mean loss of each tenth, mean cosine of each stage."""
 
-    Attributes:
-        first: loss of its first training step.
-        tenths: mean loss of each tenth of it.
-        diverged: whether a loss was not finite, or far above the first.
-        cosines: of delayed and fresh gradients, the mean of each stage over the looks.
-        accuracy: share of the test that is right; 0 where the training diverged.
-    """
-
-    def __init__(self, losses: list[float], looks: list[list[float]]) -> None:
-        self.first = losses[0]
-        size = max(1, len(losses) // 10)
-        self.tenths = [mean(losses[k : k + size]) for k in range(0, len(losses) - size + 1, size)]
-        self.diverged = not all(map(isfinite, losses)) or max(self.tenths) > _DIVERGED * self.first
-        self.cosines = [mean(of_stage) for of_stage in zip(*looks, strict=True)]
-        self.accuracy = 0.0
+    first: float
+    tenths: list[float]
+    cosines: list[float]
+    diverged: bool
+    accuracy: float  # 0 if the training diverged
 
 
 def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
-    losses: list[Tensor] = []
+    found: list[Tensor] = []
     looks: list[list[float]] = []
     for result in runtime.run(islice(data.train(seed), n_steps)):
-        losses.append(result.loss)
-        if result.delays and result.step:  # nothing is late at the first
+        found.append(result.loss)
+        if result.delays and result.step:  # at step 0 nothing is late
             looks.append([delay.cosine for delay in result.delays])
-    run = _Run(torch.stack(losses).double().tolist(), looks)
-    if not run.diverged:
-        with settled_norms(runtime.module(), islice(data.train(seed), NORMS)):
-            run.accuracy = evaluate(runtime.module(), data.test()).top1  # type: ignore[arg-type]
-    return run
+    losses = torch.stack(found).double().tolist()
+    size = max(1, len(losses) // 10)
+    tenths = [mean(losses[k : k + size]) for k in range(0, len(losses) - size + 1, size)]
+    diverged = not all(map(isfinite, losses)) or max(tenths) > _DIVERGED * losses[0]
+    accuracy = 0.0
+    if not diverged:
+        model = runtime.module()
+        settle_norms(model, islice(data.train(seed), NORM_BATCHES))
+        accuracy = evaluate(model, data.test()).top1  # type: ignore[arg-type]
+    cosines = [mean(of_stage) for of_stage in zip(*looks, strict=True)]
+    return _Run(losses[0], tenths, cosines, diverged, accuracy)
 
 
-@contextmanager
-def settled_norms(model: nn.Module, batches: Iterator[Batch]) -> Iterator[None]:
-    """Within, batch norms know the statistics of ``batches`` under the weights as they are.
+def settle_norms(model: nn.Module, batches: Iterator[Batch]) -> None:
+    """Set the batch norms' running statistics to those of ``batches`` under the present weights.
 
-    After a few training steps their running statistics are still those of the beginning. Norms that
-    stay in evaluation mode while the model is trained keep theirs.
+    After a few training steps they are still those of the beginning. Norms that stay in evaluation
+    mode while the model trains keep theirs.
     """
-    modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()
     norms = [
@@ -374,19 +340,10 @@ def settled_norms(model: nn.Module, batches: Iterator[Batch]) -> Iterator[None]:
         for module in model.modules()
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
     ]
-    kept = [(copy.deepcopy(norm.state_dict()), norm.momentum) for norm in norms]
-    try:
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # the mean over all batches
-        if norms:
-            with torch.no_grad():
-                for inputs, _ in batches:
-                    model(inputs)
-        yield
-    finally:
-        for norm, (state, momentum) in zip(norms, kept, strict=True):
-            norm.load_state_dict(state)
-            norm.momentum = momentum
-        for module, training in modes:
-            module.training = training
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the mean over all batches
+    if norms:
+        with torch.no_grad():
+            for inputs, _ in batches:
+                model(inputs)
