@@ -83,8 +83,8 @@ def test_the_explorer_in_jupyterlab(tmp_path):
         page.wait_for_selector('.cdp-grid[aria-label^="CDP-v2"]', timeout=WAIT)
 
         page.evaluate("() => { window.redraws = []; }")
-        _press_to(page, explorer, "stages", "Home", "ArrowRight", 2)
-        _press_to(page, explorer, "micro-batches", "Home", "ArrowRight", 2)
+        _press_to(page, explorer, "stages", "Home", "ArrowRight", 1)
+        _press_to(page, explorer, "micro-batches", "Home", "ArrowRight", 1)
         explorer.wait_for_ops(3 * 2 * 2 * 2)
         page.screenshot(path=pictures / "explorer_2.png")
         _press_to(page, explorer, "stages", "End", "", 0)

@@ -29,8 +29,20 @@ _ROW, _TALLEST = 0.13, 6.0  # inches of a row at least, and of a grid at most
 _LETTERS, _SMALLEST = 5.5, 4.0  # points: in a cell, and where they are left out
 
 
-class _Cell(NamedTuple):
-    """An op in its place."""
+class Cell(NamedTuple):
+    """An op in its place of the grid.
+
+    Attributes:
+        slot: where it starts.
+        row: its row, see :func:`toolkit.schedule.grid.rows`.
+        action: its kind.
+        stage: its stage.
+        step: its training step.
+        stale: whether it reads late weights.
+        label: its text, such as ``0F1``.
+        rank: rank that runs it.
+        position: its place among the rank's instructions.
+    """
 
     slot: float
     row: int
@@ -38,13 +50,9 @@ class _Cell(NamedTuple):
     stage: int
     step: int
     stale: bool
-
-
-class _Scale(NamedTuple):
-    """Points of a slot and of a row, about."""
-
-    slot: float
-    row: float
+    label: str
+    rank: int
+    position: int
 
 
 def schedules(
@@ -65,7 +73,11 @@ def schedules(
     Raises:
         ValueError: there is no schedule, or something else among them.
     """
-    shown = _checked([shown] if isinstance(shown, Schedule | str) else shown)
+    shown = [shown] if isinstance(shown, Schedule | str) else [*shown]
+    wrong = [schedule for schedule in shown if not isinstance(schedule, Schedule)]
+    if wrong or not shown:
+        given = repr(wrong[0]) if wrong else "none"
+        raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
     programs = [schedule.lower(n_steps) for schedule in shown]
     shapes = [rows(schedule.layout) for schedule in shown]
     alive = [_alive(program) for program in programs]
@@ -75,36 +87,24 @@ def schedules(
     most = max(n for _, n in shapes)
     height = min(_TALLEST, max(_GRID, _ROW * most))
     with style():
-        size = (_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)
-        figure = drawing(size)
+        figure = drawing((_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND))
         grids, memories = figure.subplots(
             2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex=True
         )
-        scale = _Scale(_WIDE / n_slots, 72 * height / most)
-        for program, grid in zip(programs, grids, strict=True):
-            _draw_grid(grid, program, scale)
+        for program, totals, grid, memory in zip(programs, alive, grids, memories, strict=True):
+            _draw_grid(grid, program, _WIDE / n_slots, 72 * height / most)
             grid.set_title(program.schedule.name)
-        align(grids, shapes)
-        for totals, memory in zip(alive, memories, strict=True):
             _draw_memory(memory, totals)
             memory.set_ylim(0, 1.2 * highest)
             memory.set_xlabel("slot")
             memory.tick_params(labelleft=memory is memories[0])
+        align(grids, shapes)
         memories[0].set_ylabel("activations\n(micro-batches)")
         memories[0].set_xlim(0, n_slots)
         keys = _keys(shown)
         ncols = 2 if len(shown) == 1 and len(keys) > 3 else len(keys)
         figure.legend(handles=keys, loc="outside lower center", ncols=ncols)
         return figure
-
-
-def _checked(shown: Sequence[Schedule]) -> Sequence[Schedule]:
-    found = [*shown]
-    wrong = [schedule for schedule in found if not isinstance(schedule, Schedule)]
-    if wrong or not found:
-        given = repr(wrong[0]) if wrong else "none"
-        raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
-    return found
 
 
 def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
@@ -123,35 +123,37 @@ def _alive(program: Program) -> list[float]:
     return [alive / program.schedule.n_stages for alive in program.total_activations()]
 
 
-def _cells(program: Program) -> Iterator[_Cell]:
-    tick = program.schedule.timing.ticks_per_slot
+def cells(program: Program) -> Iterator[Cell]:
+    """The ops of ``program`` as cells of its grid."""
+    tick, layout = program.schedule.timing.ticks_per_slot, program.schedule.layout
     delays = {step: program.schedule.delays(step) for step in program.steps}
     for rank, instructions in enumerate(program.ranks):
-        for i in instructions:
+        for k, i in enumerate(instructions):
             if i.action.computes:
-                step, microbatch = i.step or 0, i.microbatch or 0
-                stale = delays[step][i.stage][microbatch] > 0
-                row = row_of(program.schedule.layout, rank, microbatch)
-                yield _Cell(i.tick / tick, row, i.action, i.stage, step, stale)
+                step, m = i.step or 0, i.microbatch or 0
+                stale = delays[step][i.stage][m] > 0
+                place = i.tick / tick, row_of(layout, rank, m)
+                yield Cell(*place, i.action, i.stage, step, stale, i.label, rank, k)
 
 
-def _draw_grid(axes: Axes, program: Program, scale: _Scale) -> None:
-    cells = list(_cells(program))
+def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> None:
+    """Draw the cells, each about ``width`` times ``height`` points."""
+    shown = list(cells(program))
     boxes = [
-        [(x, y - 0.45), (x + 1, y - 0.45), (x + 1, y + 0.45), (x, y + 0.45)] for x, y, *_ in cells
+        [(x, y - 0.45), (x + 1, y - 0.45), (x + 1, y + 0.45), (x, y + 0.45)] for x, y, *_ in shown
     ]
-    fills = [to_rgba(_FILL[cell.action], 0.4 + 0.3 * (cell.step % 3)) for cell in cells]
-    thin = min(0.6, 0.1 * scale.slot, 0.1 * scale.row)
+    fills = [to_rgba(_FILL[cell.action], 0.4 + 0.3 * (cell.step % 3)) for cell in shown]
+    thin = min(0.6, 0.1 * width, 0.1 * height)
     axes.add_collection(
         PolyCollection(boxes, facecolors=fills, edgecolors="white", linewidths=thin)
     )
-    bars = [[(c.slot + 0.2, c.row + 0.34), (c.slot + 0.8, c.row + 0.34)] for c in cells if c.stale]
-    thick = min(1.0, 0.15 * scale.row)
+    bars = [[(c.slot + 0.2, c.row + 0.34), (c.slot + 0.8, c.row + 0.34)] for c in shown if c.stale]
+    thick = min(1.0, 0.15 * height)
     axes.add_collection(LineCollection(bars, colors=BLACK, linewidths=thick, capstyle="projecting"))
     digits = len(str(program.schedule.n_stages - 1))
-    letters = min(_LETTERS, 1.3 * scale.slot / digits, 0.75 * scale.row)
+    letters = min(_LETTERS, 1.3 * width / digits, 0.75 * height)
     if letters >= _SMALLEST:
-        for cell in cells:
+        for cell in shown:
             axes.text(
                 cell.slot + 0.5, cell.row, str(cell.stage), ha="center", va="center",
                 fontsize=letters, color=BLACK, in_layout=False,

@@ -1,7 +1,6 @@
-"""What is explored: a method and its options, as one value that names its schedule.
+"""A method and its options as one value, which names its schedule in three equal ways.
 
-A choice can be said in three ways that mean the same schedule: as an object, as one line of Python,
-and as overrides of the experiments' configuration.
+They are: as an object, as one line of Python, and as overrides of the experiments' configuration.
 """
 
 import inspect
@@ -18,9 +17,8 @@ from toolkit.schedule.catalog import METHODS
 from toolkit.schedule.staleness import Delay, plain
 
 OWN = "your own"
-LARGEST = 32  # stages or micro-batches that are drawn
+LARGEST = 32  # stages or micro-batches in a drawing
 ORDERS_FILE = "rank_orders.csv"
-
 
 SCHEDULES = (*METHODS, OWN)
 _OPTIONS = ("delay", "predict", "placement", "state", "n_ranks", "accumulate")
@@ -29,7 +27,7 @@ _OWN_OPTIONS: dict[str, Any] = {"delay": 0, "predict": False, "state": "replicat
 
 @cache
 def _defaults(schedule: str) -> Mapping[str, Any]:
-    """The factory's own values of the options offered; None where it has none."""
+    """The factory's own values of its options; None for a required one."""
     parameters = inspect.signature(METHODS[schedule].factory).parameters
     return {
         name: None if p.default is p.empty else p.default
@@ -39,10 +37,10 @@ def _defaults(schedule: str) -> Mapping[str, Any]:
 
 
 def options_of(schedule: str) -> dict[str, Any]:
-    """The options that ``schedule`` takes beside its sizes, with their values unless chosen.
+    """Options that ``schedule`` takes besides its sizes, with their defaults.
 
     Raises:
-        ValueError: there is no such schedule.
+        UserError: an unknown schedule.
     """
     if schedule == OWN:
         return dict(_OWN_OPTIONS)
@@ -53,20 +51,20 @@ def options_of(schedule: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule, by name and options; an option that is None is as the schedule has it.
+    """A schedule by name and options; None stands for the schedule's default.
 
     Args:
         schedule: a choice of conf/schedule, or ``"your own"``.
-        stages: parts of the model; with orders of your own, these tell.
-        microbatches: of a training step, of one round where workers accumulate; with orders of
-            your own, these tell.
+        stages: parts of the model; ignored with orders of your own.
+        microbatches: of a training step, or of one round where workers accumulate; ignored with
+            orders of your own.
         delay: steps by which weights are late, also as a list or a matrix, or ``"freshest"``.
         predict: whether late weights are extrapolated to the step that reads them.
         placement: the rank of each op.
         state: ``replicated`` or ``sharded``.
         n_ranks: of interleaved 1F1B.
         accumulate: micro-batches that each worker runs one after another in a step.
-        orders: your own: a line a rank, such as ``"0F0 0F1 0B0 0B1"``.
+        orders: your own: one line a rank, such as ``"0F0 0F1 0B0 0B1"``.
     """
 
     schedule: str = "cdp_v2"
@@ -86,50 +84,68 @@ class Choice:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that differ from those of the schedule.
+        """The options that differ from the schedule's defaults.
 
         Raises:
-            ValueError: the schedule has no such option.
+            UserError: the schedule has no such option.
         """
         usual = options_of(self.schedule)
         chosen = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         for name, value in chosen.items():
             if name not in usual:
-                takes = ", ".join(usual) or "none but its sizes"
+                takes = ", ".join(usual) or "only its sizes"
                 raise UserError(f"{self.schedule} has no {name}, got {value!r}: it takes {takes}")
         return {name: value for name, value in chosen.items() if value != usual[name]}
+
+    def check(self) -> None:
+        """Check names and sizes.
+
+        Raises:
+            UserError: the schedule has no such option, or one is out of range.
+        """
+        self.given  # noqa: B018
+        check_sizes(self.stages, self.microbatches, self.accumulate)
+        if self.schedule != OWN and self.orders:
+            raise UserError(f"orders are those of schedule={OWN!r}: got {self.schedule!r}")
+        if self.schedule == OWN and not any(line.strip() for line in self.orders):
+            raise UserError(
+                "there are no rank orders: write a line a rank, such as 0F0 0F1 0B0 0B1"
+            )
 
     def build(self) -> Schedule:
         """The schedule.
 
         Raises:
-            ValueError: there is none such; the message may end with a grid.
+            UserError: it is impossible; the message may end with a grid.
         """
         return _build(self)
 
     def python(self) -> str:
-        """One line that makes the schedule, of what ``toolkit.schedule`` has."""
+        """One line that makes the schedule from the names of ``toolkit.schedule``."""
         name, sizes, options = self._call()
         words = [*map(repr, sizes), *(f"{key}={value!r}" for key, value in options.items())]
         return f"{name}({', '.join(words)})"
 
     def overrides(self) -> str:
-        """Options of ``experiments/simulate.py`` and ``train.py`` that compose the schedule.
+        """Options of ``experiments/simulate.py`` and ``train.py`` that make the schedule.
 
         Raises:
-            ValueError: the schedule has no option that was chosen.
+            UserError: the schedule has no such option.
         """
+        sizes: dict[str, Any] = {"schedule.file": ORDERS_FILE}
+        options = {"delay": 0, **self.given}
         if self.schedule != OWN:
             sizes = {"schedule": self.schedule, "stages": self.stages}
             sizes["microbatches"] = self.microbatches
-            return _overrides(sizes, self.given)
-        return _overrides({"schedule.file": ORDERS_FILE}, {"delay": 0, **self.given})
+            options = self.given
+        words = sizes | {f"schedule.{name}": value for name, value in options.items()}
+        return " ".join(quote(f"{key}={_written(value)}") for key, value in words.items())
 
     def _call(self) -> tuple[str, list[Any], dict[str, Any]]:
+        """Name, sizes and options of the call that makes the schedule."""
         if self.schedule == OWN:
             return "Schedule.from_rank_orders", [list(self.orders)], self.given
-        method = METHODS[self.schedule]
-        usual = _defaults(self.schedule)
+        method, usual = METHODS[self.schedule], _defaults(self.schedule)
         wanted = {**method.options, **self.given}
         options = {name: value for name, value in wanted.items() if value != usual[name]}
         make = f"catalog.{method.factory.__name__}"
@@ -142,8 +158,19 @@ class Choice:
         return make, [self.microbatches], options
 
 
+@lru_cache(maxsize=64)
+def _build(choice: Choice) -> Schedule:
+    choice.check()
+    _, sizes, options = choice._call()
+    if choice.schedule != OWN:
+        return METHODS[choice.schedule].factory(*sizes, **options)
+    built = Schedule.from_rank_orders(choice.orders, **options)
+    check_sizes(built.n_stages, built.n_microbatches)
+    return built
+
+
 def choice_of(schedule: Schedule) -> Choice | None:
-    """What one would choose to see ``schedule``, by its own name or another; None: nothing."""
+    """The choice that makes ``schedule``, under the same name if possible, or None."""
     making = [choice for choice in _candidates(schedule) if _makes(choice, schedule)]
     exact = [choice for choice in making if choice.build().name == schedule.name]
     return next(iter(exact + making), None)
@@ -153,18 +180,15 @@ def _candidates(schedule: Schedule) -> Iterator[Choice]:
     sizes = schedule.n_stages, schedule.n_workers
     named = {name: getattr(schedule, name) for name in _OPTIONS if hasattr(schedule, name)}
     for name in METHODS:
-        options: dict[str, Any] = {k: v for k, v in named.items() if k in options_of(name)}
-        if "n_ranks" in options:
-            options["n_ranks"] = schedule.n_ranks
-        yield Choice(name, *sizes, **options)
-    with suppress(ValueError):  # it is no pipeline
+        yield Choice(name, *sizes, **{k: v for k, v in named.items() if k in options_of(name)})
+    with suppress(ValueError):  # not a pipeline
         orders = tuple(line.replace(",", " ") for line in schedule.to_csv().splitlines())
         own: dict[str, Any] = {k: v for k, v in named.items() if k in _OWN_OPTIONS}
         yield Choice(OWN, *sizes, orders=orders, **own)
 
 
 def _makes(choice: Choice, schedule: Schedule) -> bool:
-    """Whether it is ``schedule``, by whichever name."""
+    """Whether it makes ``schedule``, under any name."""
     try:
         built = choice.build()
     except ValueError:
@@ -174,30 +198,8 @@ def _makes(choice: Choice, schedule: Schedule) -> bool:
     return replace(built, name=schedule.name) == schedule
 
 
-@lru_cache(maxsize=64)
-def _build(choice: Choice) -> Schedule:
-    given = choice.given
-    if choice.schedule == OWN:
-        if not any(line.strip() for line in choice.orders):
-            raise UserError(
-                "there are no rank orders: write a line a rank, such as 0F0 0F1 0B0 0B1"
-            )
-        built = Schedule.from_rank_orders(choice.orders, **given)
-        check_sizes(built.n_stages, built.n_microbatches)
-        return built
-    check_sizes(choice.stages, choice.microbatches, choice.accumulate)
-    _, sizes, options = choice._call()
-    schedule: Schedule = METHODS[choice.schedule].factory(*sizes, **options)
-    return schedule
-
-
-def _overrides(sizes: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    given = {**sizes, **{f"schedule.{name}": value for name, value in options.items()}}
-    return " ".join(quote(f"{key}={_written(value)}") for key, value in given.items())
-
-
 def _written(value: Any) -> str:
-    """As Hydra reads it, without blanks."""
+    """``value`` in Hydra's grammar, without blanks."""
     if isinstance(value, RandomDelay):
         drawn = {key: x for key, x in asdict(value).items() if x is not None}
         return "{" + ",".join(f"{key}:{x}" for key, x in drawn.items()) + "}"
@@ -205,10 +207,10 @@ def _written(value: Any) -> str:
 
 
 def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
-    """Refuse what is no number of stages or micro-batches, or more than can be drawn.
+    """Check that sizes can be drawn.
 
     Raises:
-        ValueError: one of them is, or all rounds together are.
+        UserError: one of them, or all rounds together, is not from 1 to 32.
     """
     rounds = 1 if accumulate is None else accumulate
     sizes = {"stages": stages, "microbatches": microbatches, "accumulate": rounds}
@@ -217,6 +219,6 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
             raise UserError(f"{name} is a whole number from 1 to {LARGEST}: got {value!r}")
     if microbatches * rounds > LARGEST:
         raise UserError(
-            f"{rounds} x {microbatches} micro-batches are more than the {LARGEST} that are drawn:"
-            f" lower accumulate or microbatches"
+            f"at most {LARGEST} micro-batches can be drawn: got {rounds} x {microbatches}; lower"
+            " accumulate or microbatches"
         )

@@ -2,14 +2,14 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.figures.explorer.choice import ORDERS_FILE, OWN, Choice
-from toolkit.figures.explorer.drawing import draw, element, frame_of, table
+from toolkit.figures.explorer.drawing import draw, element, frame_of
 from toolkit.figures.explorer.inspection import Analysis, Number, analyse, predict
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import BLUE, ORANGE, PURPLE, SKY, VERMILION, YELLOW, save
@@ -26,10 +26,23 @@ _COLOURS = {
     "traffic": PURPLE,
     "wrong": VERMILION,
 }
+_KEYS = {
+    "forward": "forward",
+    "backward": "backward",
+    "weight": "backward of weights",
+    "stale": "reads stale weights",
+}
+LEGEND = element(
+    "div",
+    "".join(f'<span><i class="cdp-key-{css}"></i>{name}</span>' for css, name in _KEYS.items())
+    + "<span>deeper colour: later step; point at an op for what it waits for and frees</span>",
+    class_="cdp-legend",
+)
+_STEPS = 3  # training steps drawn
 
 
 def styles() -> str:
-    """The look of all parts."""
+    """The style sheet of all parts."""
     text = resources.files(__package__).joinpath("explorer.css").read_text(encoding="utf-8")
     for name, colour in _COLOURS.items():
         text = text.replace(f"var(--{name})", colour)
@@ -37,69 +50,53 @@ def styles() -> str:
 
 
 def pane(schedule: Schedule, numbers: Sequence[Number], drawn: str) -> str:
-    """One schedule: its name, key numbers, staleness and drawing."""
-    head, facts, matrix = element("h3", escape(schedule.name)), key_numbers(numbers), ""
-    if _is_large(schedule):
-        matrix = staleness(schedule)
-    else:
-        facts += staleness(schedule)
-    beside = element("div", facts, class_="cdp-facts")
-    return element("div", head + beside + drawn + matrix, class_="cdp-pane")
+    """One schedule: its name, key numbers, staleness and drawing.
 
-
-def _is_large(schedule: Schedule) -> bool:
-    return max(schedule.n_stages, schedule.n_microbatches) > 8
-
-
-def key_numbers(numbers: Sequence[Number]) -> str:
-    """A table of name, value and unit; what a number means shows as one points at it."""
-    rows = (
+    Args:
+        schedule: names the pane.
+        numbers: key numbers; the meaning of one shows as the mouse points at it.
+        drawn: its drawing, HTML.
+    """
+    facts = _table(
         (
-            element("th", escape(n.name), scope="row", title=n.meaning),
-            element("td", escape(n.value), class_="cdp-number"),
-            element("td", escape(n.unit), class_="cdp-unit"),
-        )
-        for n in numbers
+            (
+                element("th", escape(n.name), scope="row", title=n.meaning),
+                element("td", escape(n.value), class_="cdp-number"),
+                element("td", escape(n.unit), class_="cdp-unit"),
+            )
+            for n in numbers
+        ),
+        class_="cdp-numbers",
+        aria_label="key numbers",
     )
-    return table(rows, class_="cdp-numbers", aria_label="key numbers")
+    large = max(schedule.n_stages, schedule.n_microbatches) > 8
+    matrix = _staleness(schedule, "cdp-staleness cdp-small" if large else "cdp-staleness")
+    beside = element("div", facts if large else facts + matrix, class_="cdp-facts")
+    parts = [element("h3", escape(schedule.name)), beside, drawn, matrix if large else ""]
+    return element("div", "".join(parts), class_="cdp-pane")
 
 
-def staleness(schedule: Schedule) -> str:
-    """Stages down, micro-batches across: steps by which the weights read are late."""
-    most = max(1, schedule.max_staleness)
-    head = [element("th", "")]
-    head += [element("th", str(m), scope="col") for m in range(schedule.n_microbatches)]
-    rows = [head]
+def _staleness(schedule: Schedule, css: str) -> str:
+    most, where = max(1, schedule.max_staleness), "stages down, micro-batches across"
+    header = [element("th", str(m), scope="col") for m in range(schedule.n_microbatches)]
+    cells = [[element("th", ""), *header]]
     for j, row in enumerate(schedule.staleness):
-        cells = (_shaded(late, most) for late in row)
-        rows.append([element("th", str(j), scope="row"), *cells])
-    css = "cdp-staleness cdp-small" if _is_large(schedule) else "cdp-staleness"
-    caption = element("div", "staleness")
-    note = element("div", "stages down, micro-batches across")
-    body = table(rows, class_=css, aria_label="staleness, stages down, micro-batches across")
-    return element("div", caption + body + note, class_="cdp-matrix")
+        shades = (
+            {"style": f"background:rgba(213,94,0,{0.45 * late / most:.2f})"} if late else {}
+            for late in row
+        )
+        found = [element("td", str(late), **s) for late, s in zip(row, shades, strict=True)]
+        cells.append([element("th", str(j), scope="row"), *found])
+    body = _table(cells, class_=css, aria_label=f"staleness, {where}")
+    return element("div", f"<div>staleness</div>{body}<div>{where}</div>", class_="cdp-matrix")
 
 
-def _shaded(late: int, most: int) -> str:
-    shade = f"background:rgba(213,94,0,{0.45 * late / most:.2f})" if late else ""
-    return element("td", str(late), style=shade) if shade else element("td", "0")
-
-
-def legend() -> str:
-    """What the colours and bars of drawings mean."""
-    keys = (
-        ("forward", "forward"),
-        ("backward", "backward"),
-        ("weight", "backward of weights"),
-        ("stale", "reads stale weights"),
-    )
-    items = "".join(f'<span><i class="cdp-key-{css}"></i>{name}</span>' for css, name in keys)
-    note = "<span>deeper colour: later step; point at an op for what it waits for and frees</span>"
-    return element("div", items + note, class_="cdp-legend")
+def _table(rows: Iterable[Sequence[str]], **attributes: object) -> str:
+    return element("table", "".join(f"<tr>{''.join(cells)}</tr>" for cells in rows), **attributes)
 
 
 def message(sentence: str, grid: str = "") -> str:
-    """What is wrong, in one sentence; and the grid that shows where."""
+    """What is wrong, in one sentence, and the grid that shows where."""
     below = element("pre", escape(grid)) if grid else ""
     return element("div", element("p", escape(sentence)) + below, class_="cdp-wrong", role="alert")
 
@@ -110,12 +107,20 @@ def looked_up(said: str) -> str:
 
 
 def faded(drawn: str) -> str:
-    """The last good drawing, while something is wrong."""
+    """The last possible drawing, while the choice is impossible."""
     return element("div", drawn, class_="cdp-faded", inert="inert") if drawn else ""
 
 
+def line(name: str, value: str) -> str:
+    """A line of text to copy."""
+    return (
+        f'<label class="cdp-line"><span>{name}</span><input readonly value="{escape(value)}"'
+        f' aria-label="{name}: the schedule as text to copy" onfocus="this.select()"></label>'
+    )
+
+
 def side_by_side(panes: Sequence[str]) -> str:
-    """Panes beside each other, or below where there is no room."""
+    """Panes side by side, or one below another on a narrow page."""
     return element("div", "".join(panes), class_="cdp-panes")
 
 
@@ -126,62 +131,68 @@ def standalone(title: str, body: str) -> str:
     return f'<!DOCTYPE html><html lang="en"><head>{head}</head>{whole}</html>'
 
 
+def explored(choices: Sequence[Choice]) -> str:
+    """HTML without script: drawings side by side, with key numbers of uniform stages.
+
+    Raises:
+        UserError: a choice is impossible.
+    """
+    from toolkit.cost import UNIT, unit_costs
+
+    analyses = [analyse(choice, _STEPS) for choice in choices]
+    frame, panes = frame_of(analyses), []
+    for analysis in analyses:
+        timeline = predict(analysis, unit_costs(analysis.schedule.n_stages), UNIT)
+        numbers = analysis.numbers(timeline, in_slots=True)
+        panes.append(pane(analysis.schedule, numbers, draw(analysis.choice, _STEPS, frame)))
+    return styles() + side_by_side(panes) + LEGEND
+
+
 def write_png(shown: Sequence[Analysis], folder: Path) -> list[Path]:
-    """The toolkit's figure of the schedules side by side."""
+    """Write the figure of the schedules side by side."""
     figure = schedules([analysis.schedule for analysis in shown], len(shown[0].drawn.steps))
-    name = "_and_".join(_stem(analysis) for analysis in shown)
-    return [save(figure, _in(folder) / name)[0]]
+    folder.mkdir(parents=True, exist_ok=True)
+    return [save(figure, folder / "_and_".join(map(_stem, shown)))[0]]
 
 
 def write_csv(shown: Sequence[Analysis], folder: Path) -> list[Path]:
-    """Of each the rank orders, where ranks have an order of their own; else a table of ops."""
+    """Write the rank orders of each pipeline, and a table of ops of any other schedule."""
     own = Path(ORDERS_FILE).stem
     stems = [own if a.choice.schedule == OWN else _stem(a) for a in shown]
-    paths = [_in(folder) / f"{name}.csv" for name in _told_apart(stems)]
+    paths = _paths(folder, stems, ".csv")
     for path, analysis in zip(paths, shown, strict=True):
-        path.write_text(_csv(analysis))
+        if analysis.choice.schedule == OWN:
+            orders = [line.split() for line in analysis.choice.orders if line.strip()]
+            path.write_text("".join(f"{','.join(ops)}\n" for ops in orders))
+            continue
+        try:
+            path.write_text(analysis.schedule.to_csv())
+        except ValueError:  # not a pipeline
+            path.write_text(_ops_table(analysis.schedule))
     return paths
 
 
 def write_traces(
     shown: Sequence[Analysis], timelines: "Sequence[Timeline]", folder: Path
 ) -> list[Path]:
-    """The simulated timeline of each, for ui.perfetto.dev."""
-    names = _told_apart([_stem(analysis) for analysis in shown])
-    paths = [_in(folder) / f"{name}.trace.json" for name in names]
+    """Write the simulated timeline of each, for ui.perfetto.dev."""
+    paths = _paths(folder, [*map(_stem, shown)], ".trace.json")
     for path, timeline in zip(paths, timelines, strict=True):
         timeline.to_chrome_trace(path)
     return paths
 
 
-def _csv(analysis: Analysis) -> str:
-    if analysis.choice.schedule == OWN:
-        rows = [line.split() for line in analysis.choice.orders if line.strip()]
-        return "".join(f"{','.join(row)}\n" for row in rows)
-    try:
-        return analysis.schedule.to_csv()
-    except ValueError:  # not a pipeline
-        return ops_table(analysis)
-
-
-def ops_table(analysis: Analysis) -> str:
-    """The ops of one training step as CSV: a row an op, in the order of time."""
-    schedule = analysis.schedule
-    tick = schedule.timing.ticks_per_slot
+def _ops_table(schedule: Schedule) -> str:
+    """One row for each op of a training step, in the order of time."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["op", "kind", "stage", "microbatch", "rank", "slot", "staleness"])
     for op, start in sorted(schedule.timing.starts.items(), key=lambda item: (item[1], item[0])):
-        rank = schedule.rank(op.stage, op.microbatch)
-        late = schedule.staleness[op.stage][op.microbatch]
-        row = [str(op), op.kind.name, op.stage, op.microbatch, rank, f"{start / tick:g}", late]
+        j, m = op.stage, op.microbatch
+        slot = f"{start / schedule.timing.ticks_per_slot:g}"
+        row = [op, op.kind.name, j, m, schedule.rank(j, m), slot, schedule.staleness[j][m]]
         writer.writerow(row)
     return text.getvalue()
-
-
-def _in(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _stem(analysis: Analysis) -> str:
@@ -189,26 +200,8 @@ def _stem(analysis: Analysis) -> str:
     return f"{name}_{analysis.schedule.n_stages}x{analysis.schedule.n_microbatches}"
 
 
-def _told_apart(names: Sequence[str]) -> list[str]:
-    """``names``, numbered where they are alike."""
-    return [f"{x}_{k}" if names.count(x) > 1 else x for k, x in enumerate(names, 1)]
-
-
-_STEPS = 3  # training steps drawn
-
-
-def explored(choices: Sequence[Choice]) -> str:
-    """HTML without script: drawings to point at, key numbers with an op of a slot a stage.
-
-    Raises:
-        ValueError: a choice that is impossible.
-    """
-    from toolkit.cost import UNIT, unit_costs
-
-    panes, analyses = [], [analyse(choice, _STEPS) for choice in choices]
-    frame = frame_of(analyses)
-    for analysis in analyses:
-        timeline = predict(analysis, unit_costs(analysis.schedule.n_stages), UNIT)
-        numbers = analysis.numbers(timeline, in_slots=True)
-        panes.append(pane(analysis.schedule, numbers, draw(analysis.choice, _STEPS, frame)))
-    return styles() + side_by_side(panes) + legend()
+def _paths(folder: Path, stems: Sequence[str], ending: str) -> list[Path]:
+    """Files in ``folder``, numbered if their stems are equal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alike = len({*stems}) < len(stems)
+    return [folder / f"{s}{f'_{k}' if alike else ''}{ending}" for k, s in enumerate(stems, 1)]
