@@ -53,6 +53,8 @@ def main(config: DictConfig) -> Ended:
         here=is_rank_zero(),
     ) as tracker:
         ended, result = train(config, job, folder, tracker, start)
+    if tracker.where:
+        print(tracker.where)
     if late := [note for note in tracker.notes if result and note not in result["notes"]]:
         with suppress(OSError):
             write_json(folder / "result.json", result | {"notes": [*result["notes"], *late]})
@@ -188,7 +190,6 @@ def write_tables(
     folder, looks = records.folder, records.delays.rows()
     with noted(notes, folder):
         write_csv(folder / "epochs.csv", [as_row(epoch) for epoch in outcome.epochs])
-    records.curves.whole(outcome.epochs)
     if looks:
         with noted(notes, folder):
             write_csv(folder / "delays.csv", looks)
@@ -209,10 +210,10 @@ def result_of(
     seconds: float,
 ) -> dict[str, Any]:
     """What ``result.json`` holds; its last metrics and notes are tracked, too."""
-    from toolkit.results import delay_means, describe, metric_names, provenance
+    from toolkit.results import delay_means, describe, provenance, training_log
 
     job, tracker, final = outcome.job, records.tracker, as_row(outcome.epochs[-1])
-    tracker.summary({metric_names.final(name): value for name, value in final.items()})
+    tracker.summary({training_log.final(name): value for name, value in final.items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     return {
         "schedule": job.schedule.name,

@@ -29,3 +29,11 @@ def analysed_once(monkeypatch):
     from tests.stages import cut
 
     monkeypatch.setattr("toolkit.training.training_run.partition", cut)
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch):
+    """The runs that were begun in W&B, in order; its client does not run."""
+    from tests.results.fake_wandb import replace_wandb
+
+    return replace_wandb(monkeypatch)

@@ -66,7 +66,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                 options = _OPTIONS | {"mode": mode, "every": config.every}
                 single = OmegaConf.create({"seed": seed, "tracking": options})
                 start, where = time.perf_counter(), describe(device)
-                with track(single, Path(folder), device=where, name=mode, alone=False) as tracker:
+                with track(single, Path(folder), device=where, name=mode) as tracker:
                     seconds = train(Curves(tracker, config.every))
                 if tracker.notes:
                     raise UserError(f"nothing can be timed: {tracker.notes[0]}")

@@ -9,9 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY, run
-from tests.results.wandb_files import found
-from toolkit import results as tracking
-from toolkit.results import tracker
+from tests.results.fake_wandb import wait_for_offline_run
+from toolkit.results import Curves, provenance, training_log
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
 TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
@@ -19,7 +18,7 @@ TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(tracker, "_said", set())
+    monkeypatch.setattr(training_log, "_reported", set())
 
 
 def files_with(folder, text):
@@ -28,37 +27,39 @@ def files_with(folder, text):
     return [path for path in paths if text.encode() in path.read_bytes()]
 
 
-def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, monkeypatch):
-    """And the key of W&B is nowhere to be found."""
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    arguments = *TRACKED, "diagnostics=2", "tracking.checkpoints=true", f"tracking.tags=[{KEY}]"
-    first = run("train", *arguments[:-1], f"hydra.run.dir={tmp_path}")
+def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, wandb_runs):
+    arguments = *TRACKED, "diagnostics=2", "tracking.checkpoints=true"
+    first = run("train", *arguments, f"hydra.run.dir={tmp_path}")
     assert first.status == 0, first.err
-    (begun,) = found(tmp_path)
-    assert f"tracked offline: wandb sync {begun.folder}\n" in first.out
+    (begun,) = wandb_runs
+    assert f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{begun.id}\n" in first.out
     assert begun.config["model"]["name"] == "resnet8"
     assert begun.config["provenance"]["command"].startswith("python experiments/train.py model=")
-    losses, rates = begun.points("train/loss"), begun.points("train/lr")
-    assert [*losses] == [*rates] == [2, 4]
+    assert [*begun.points("train/loss")] == [*begun.points("train/lr")] == [2, 4]
     assert begun.points("delay/cosine_stage_3").keys() == {1, 3}
     result = json.loads((tmp_path / "result.json").read_text())
     assert begun.points("epoch/top1") == {4: result["metrics"]["top1"]}
     assert begun.summary["final/top1"] == result["metrics"]["top1"]
     assert begun.summary["state"] == "finished"
-    assert {*begun.artifacts["model"]} == {"model.pt", "best.ckpt", "step_000000004.ckpt"}
-    assert [*begun.folder.glob("files/media/images/schedule/grid_*.png")]
-    assert len([*begun.folder.glob("files/media/table/schedule/*.json")]) == 2
+    assert {*begun.artifacts} == {"model.pt", "best.ckpt", "step_000000004.ckpt"}
+    assert begun.media.keys() == {
+        *("schedule/grid", "schedule/activations_by_slot", "schedule/traffic_by_slot")
+    }
 
     again = run("train", f"resume={tmp_path}", "epochs=2")
     assert again.status == 0, again.err
-    (whole,) = found(tmp_path)
-    assert whole.id == begun.id
-    assert [*whole.points("train/loss")] == [2, 4, 6, 8]
-    assert whole.points("train/loss").items() >= losses.items()
-    assert [*whole.points("epoch/top1")] == [4, 8]
+    _, resumed = wandb_runs
+    assert resumed.id == begun.id
+    assert [*resumed.points("train/loss")] == [6, 8]
+    assert [*resumed.points("epoch/top1")] == [8]
 
-    for printed in (*first, *again):
-        assert KEY not in str(printed)
+
+def test_the_key_is_nowhere_in_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    finished = run("train", *TRACKED, f"hydra.run.dir={tmp_path}")
+    assert finished.status == 0, finished.err
+    wait_for_offline_run(tmp_path, "train/loss")
+    assert KEY not in str(finished)
     assert not files_with(tmp_path, KEY)
 
 
@@ -66,17 +67,17 @@ def test_the_key_is_not_in_the_command_of_a_result(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
     config = OmegaConf.create({"tracking": {"name": KEY, "tags": [KEY]}})
-    source = tracking.provenance(config, "a machine", 0)
+    source = provenance(config, "a machine", 0)
     assert source["command"].endswith("train.py tracking.name=WANDB_API_KEY")
     assert KEY not in str(source)
 
 
-def test_each_run_of_a_sweep_is_one_with_its_own_configuration(tmp_path):
+def test_each_run_of_a_sweep_is_one_with_its_own_configuration(tmp_path, wandb_runs):
     """The second one fails, and tells why."""
     folder = tmp_path / "a sweep"
     arguments = "-m", *TRACKED, "optimizer.lr=0.05,1e30"
     assert run("train", *arguments, f"hydra.sweep.dir={folder}").status != 0
-    ((first,), (second,)) = (found(folder / k) for k in "01")
+    first, second = wandb_runs
     assert first.id != second.id
     assert (first.config["optimizer"]["lr"], second.config["optimizer"]["lr"]) == (0.05, 1e30)
     assert first.group == second.group == "a sweep"
@@ -85,18 +86,18 @@ def test_each_run_of_a_sweep_is_one_with_its_own_configuration(tmp_path):
     assert second.summary["state"].startswith("failed: the training loss of epoch 0")
 
 
-def test_a_run_that_a_signal_stops_tells_so(tmp_path, monkeypatch):
-    trained = tracking.Curves.trained
+def test_a_run_that_a_signal_stops_tells_so(tmp_path, monkeypatch, wandb_runs):
+    trained = Curves.trained
 
     def stop(self, step):
         trained(self, step)
         if step.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(tracking.Curves, "trained", stop)
+    monkeypatch.setattr(Curves, "trained", stop)
     finished = run("train", *TRACKED, "epochs=2", f"hydra.run.dir={tmp_path}")
     assert finished.status == 75
-    (stopped,) = found(tmp_path)
+    (stopped,) = wandb_runs
     assert (stopped.summary["state"], stopped.exit_code) == ("stopped by SIGTERM", 75)
 
 
@@ -119,27 +120,26 @@ def test_a_run_that_cannot_be_is_not_in_wandb(tmp_path, option):
     assert not (tmp_path / "wandb").exists()
 
 
-def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path):
+def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v2", f"hydra.run.dir={tmp_path}"
     finished = run("compare", *arguments)
     assert finished.status == 0, finished.err
-    runs = found(tmp_path)
-    assert {run.name for run in runs} == {"dp, seed 0", "cdp_v1, seed 0"}
-    for one in runs:
+    assert {run.name for run in wandb_runs} == {"dp, seed 0", "cdp_v1, seed 0"}
+    for one in wandb_runs:
         assert (one.group, one.job_type) == (tmp_path.name, "compare")
         assert (one.config["seed"], "rules" in one.config) == (0, False)
         assert one.points("epoch/top1").keys() == {4}
         assert one.summary["state"] == "finished"
-    assert len({run.config["schedule"]["_target_"] for run in runs}) == 2
+    assert len({run.config["schedule"]["_target_"] for run in wandb_runs}) == 2
     assert finished.out.count("tracked offline") == 1
     assert f"wandb sync {tmp_path}/wandb/offline-run-*\n" in finished.out
 
 
-def test_a_run_of_a_comparison_whose_loss_diverges_has_failed(tmp_path):
+def test_a_run_of_a_comparison_whose_loss_diverges_has_failed(tmp_path, wandb_runs):
     """As one of train has, and with no metrics of a last epoch."""
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v1", "~rules.cdp_v2", "optimizer.lr=1e30"
     assert run("compare", *arguments, f"hydra.run.dir={tmp_path}").status == 0
-    (lost,) = found(tmp_path)
+    (lost,) = wandb_runs
     assert (lost.exit_code, lost.summary["state"]) == (1, "failed: its loss diverged in epoch 0")
     assert not [name for name in lost.summary if name.startswith("final/")]
 

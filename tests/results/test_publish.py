@@ -12,10 +12,10 @@ import pytest
 
 from tests.results import folders
 from toolkit.cost import UNIT, simulate, unit_costs
+from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
 from toolkit.results.all_runs import read_runs
-from toolkit.results.metric_names import group_of
 from toolkit.results.publish import wandb_report, wandb_workspace
 from toolkit.results.report import (
     SECTIONS,
@@ -28,6 +28,7 @@ from toolkit.results.report import (
     publish,
 )
 from toolkit.results.report import publish as publish_function
+from toolkit.results.training_log import group_of
 from toolkit.schedule import catalog
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
@@ -38,7 +39,7 @@ KEY = "0123456789" * 4
 def runs(tmp_path):
     folders.compare(tmp_path / "c", {"dp": [0.9, 0.8], "cdp_v2": [0.7, 0.6]}, tracking={})
     folders.train(tmp_path / "t", batch=8)
-    (tmp_path / "t" / "tracked.jsonl").write_text('{"id": "abc12345", "group": null}\n{"a"')
+    (tmp_path / "t" / "wandb_run.json").write_text('{"id": "abc12345", "group": null}')
     return read_runs([tmp_path])
 
 
@@ -239,9 +240,7 @@ def test_it_is_published(server, runs, capfd):
     assert KEY not in said.out + said.err
 
     Server.status = 401
-    with pytest.raises(
-        ValueError, match=r"has refused it \(.*check the key, entity=me and"
-    ) as found:
+    with pytest.raises(UserError, match=r"refused \(.*401.*entity=me and project=cdp") as found:
         publish(report, runs, "me", "cdp")
     assert KEY not in str(found.value)
 
@@ -250,7 +249,7 @@ def test_without_a_key_nobody_is_asked(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"needs a key for .*: log in with `wandb login`, or set"):
+    with pytest.raises(UserError, match=r"publish=wandb needs a key for .*`wandb login`"):
         publish_function(Report("T", []), [], "me", "cdp")
 
 
@@ -270,7 +269,7 @@ def test_without_network_it_says_so(monkeypatch):
         port = free.getsockname()[1]
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    with pytest.raises(ValueError, match=rf"127.0.0.1:{port} cannot be reached \(.*refused"):
+    with pytest.raises(UserError, match=rf"127.0.0.1:{port} cannot be reached \(.*refused"):
         publish_function(Report("T", []), [], "me", "cdp")
 
 
@@ -283,5 +282,5 @@ def test_without_the_package_it_tells_how_to_install_it(monkeypatch):
         return genuine(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ValueError, match=r"pip install 'cdp-toolkit\[reports\]'"):
+    with pytest.raises(UserError, match=r"pip install 'cdp-toolkit\[reports\]'"):
         publish_function(Report("T", []), [], "me", "cdp")

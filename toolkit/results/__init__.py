@@ -2,21 +2,20 @@
 
 from toolkit.results.collect import collect, learning_curves
 from toolkit.results.csv_log import Ledger
-from toolkit.results.delays import delay_means
 from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe, describe_cpu, provenance
 from toolkit.results.result import write_result
-from toolkit.results.session import track
 from toolkit.results.statistics import (
     Estimate,
     binomial_half_width,
+    delay_means,
     over_seeds,
     paired_by_seed,
     paired_difference,
     spread,
 )
-from toolkit.results.tracker import Tracker
-from toolkit.results.training_log import Curves, track_measured, track_schedule
+from toolkit.results.training_log import Curves, Tracker, track_measured, track_schedule
+from toolkit.results.wandb_run import track
 
 __all__ = [
     "Curves",

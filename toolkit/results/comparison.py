@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli.command import STOPPED
 from toolkit.cli.process import is_rank_zero, restarted
-from toolkit.results import Curves, Ledger, Progress, describe, metric_names, track, track_schedule
+from toolkit.results import Curves, Ledger, Progress, describe, track, track_schedule, training_log
 from toolkit.results.comparison_folder import (
     Key,
     RuleRun,
@@ -22,7 +22,7 @@ from toolkit.results.comparison_folder import (
     run_options,
     seeds_of,
 )
-from toolkit.results.session import check_tracking
+from toolkit.results.wandb_run import check_tracking
 from toolkit.schedule import Schedule
 from toolkit.training import DivergedError, Step, StoppedError, prepare, run_with_checkpoints
 from toolkit.training.checkpoint_callback import Signals
@@ -126,9 +126,8 @@ def _trained(
         device=describe(job.device),
         name=called,
         job_type="compare",
-        group=metric_names.group_of(folder),
+        group=training_log.group_of(folder),
         resume=True,
-        alone=False,
         own=own,
         here=is_rank_zero(),
     ) as tracker:
@@ -158,9 +157,8 @@ def _trained(
             tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
         else:
             epochs, told = outcome.epochs, outcome.epochs[-1].told(by)
-            curves.whole(epochs)
             final = asdict(epochs[-1]).items()
-            tracker.summary({metric_names.final(k): v for k, v in final if v is not None})
+            tracker.summary({training_log.final(k): v for k, v in final if v is not None})
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")

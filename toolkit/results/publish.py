@@ -1,30 +1,29 @@
-"""A report in W&B: its text and tables, beside panels of the runs that were tracked there.
+"""A report in W&B: its text and tables, and panels of the runs that were tracked there.
 
-Figures are not uploaded; in their place are panels with the curves and images that training logs.
+Figures are not uploaded; panels show the curves and images that training logs.
 """
 
-import json
 import netrc
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unicodedata import category
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
-from toolkit.results import metric_names
-from toolkit.results.report_blocks import Block, Command, Figure, Page, Report, Table, Text
+from toolkit.results import training_log
+from toolkit.results.report_blocks import Block, Command, Page, Report, Table, Text
 from toolkit.results.run_record import Run
-from toolkit.results.wandb_journal import JOURNAL
+from toolkit.results.wandb_run import WANDB_RUN, environment, read_identity
 
-_TIMEOUT = 10  # seconds until W&B's server counts as out of reach
+_TIMEOUT = 10  # seconds to reach W&B's server
 _LONGEST_TITLE = 128
 _CLIENT = {
     "WANDB_SILENT": "true",
@@ -32,42 +31,53 @@ _CLIENT = {
     "WANDB__GRAPHQL_RETRY_MAX": "2",
     "WANDB__GRAPHQL_RETRY_WAIT_MAX_SECONDS": "2",
 }
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
 
 
 def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> tuple[str, str]:
-    """Save ``report`` and a workspace with its panels; returns their addresses.
+    """Save ``report`` and a workspace with its panels; return their addresses.
 
     Args:
-        report: what it says.
-        runs: what it is on; the panels show those that were tracked in the project.
+        report: what to publish.
+        runs: its runs; the panels show those that were tracked in the project.
         entity: user or team.
-        project: it is made if there is none.
+        project: created if it does not exist.
 
     Raises:
-        ValueError: no package, no key, no network, or W&B refuses.
+        ValueError: the package, key or network is missing, or W&B refuses.
     """
-    _require_package()
-    with _quiet():
+    try:
+        _reports(), _workspaces()
+    except ImportError as error:
+        raise UserError(
+            f"publish=wandb needs wandb-workspaces ({error}): pip install 'cdp-toolkit[reports]'"
+        ) from None
+    with environment(**_CLIENT):
         key, server = _key_and_server()
-        _reach(server)
         try:
-            made = wandb_report(report, runs, entity, project)
-            space = wandb_workspace(report, runs, entity, project)
-            return str(made.save().url), str(space.save().url)
-        except Exception as error:  # whatever the client, its service or the server may raise
+            with suppress(HTTPError):  # an answer of any kind will do
+                urlopen(server, timeout=_TIMEOUT).close()
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"publish=wandb: {server} cannot be reached ({getattr(error, 'reason', error)}):"
+                " the HTML report needs no network"
+            ) from None
+        try:
+            page = wandb_report(report, runs, entity, project).save()
+            space = wandb_workspace(report, runs, entity, project).save()
+            return str(page.url), str(space.url)
+        except Exception as error:  # of the client, its service or the server
             why = " ".join(str(error).split()) or type(error).__name__
             why = why.replace(key, "...") if key else why
             raise UserError(
-                f"publish=wandb: {server} has refused it ({why}): check the key, entity={entity}"
-                f" and project={project}"
+                f"publish=wandb: {server} refused ({why}): check the key, entity={entity} and"
+                f" project={project}"
             ) from None
 
 
 def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str) -> Any:
-    """The report as wandb_workspaces describes one; nothing is sent."""
+    """Return the report as an object of wandb_workspaces, without sending it."""
     wr = _reports()
-
     blocks: list[Any] = [wr.TableOfContents()]
     for section in report.sections:
         blocks.append(wr.H1(text=section.title))
@@ -85,66 +95,54 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
 
 
 def wandb_workspace(report: Report, runs: Sequence[Run], entity: str, project: str) -> Any:
-    """A workspace whose sections have the report's panels; nothing is sent."""
+    """Return a workspace with the report's panels, without sending it."""
     ws = _workspaces()
-
     sections = [
         ws.Section(name=section.title, panels=panels, is_open=True)
         for section in report.sections
         if (panels := _panels(section.title, runs))
     ]
-    # A workspace's name has no symbols.
+    # W&B refuses symbols in a workspace's name.
     name = "".join(" " if category(c)[0] in "SC" else c for c in report.title).strip() or "Runs"
     return ws.Workspace(entity=entity, project=project, name=name, sections=sections)
 
 
 def _panels(section: str, runs: Sequence[Run]) -> list[Any]:
-    """What was logged that belongs to a section; bars are of what the runs are judged by."""
+    """Panels of what was logged for a section, with bars of the runs' own metric."""
     wr = _reports()
+    names = training_log
 
     def curve(key: str) -> Any:
-        return wr.LinePlot(title=key, x=metric_names.STEP, y=[key])
+        return wr.LinePlot(title=key, x=names.STEP, y=[key])
 
     def image(key: str) -> Any:
         return wr.MediaBrowser(title=key, media_keys=[key])
 
-    def bars(key: str) -> Any:
-        return wr.BarPlot(title=key, metrics=[key])
-
     def table(key: str) -> Any:
         return wr.WeavePanelSummaryTable(table_name=key)
 
+    if section == "Memory":
+        return [image(names.GRID), table(names.ACTIVATIONS), table(names.MEASURED_MEMORY)]
+    if section == "Communication":
+        return [image(names.TIMELINE), table(names.TRAFFIC), table(names.MEASURED_RANKS)]
+    if section != "Accuracy":
+        return []
     judges = dict.fromkeys(run.judged_by for run in runs if run.trains) or [ACCURACY]
-    panels = {
-        "Accuracy": lambda: [
-            *map(curve, (metric_names.of_epoch(by.key) for by in (ACCURACY, LOSS))),
-            curve(metric_names.TRAIN_LOSS),
-            *(bars(metric_names.final(by.key)) for by in judges),
-            wr.LinePlot(
-                title="delay",
-                x=metric_names.STEP,
-                metric_regex=metric_names.of_delay("cosine", ".*"),
-            ),
-            *map(curve, (metric_names.LEARNING_RATE, metric_names.SPEED)),
-        ],
-        "Memory": lambda: [
-            image(metric_names.GRID),
-            table(metric_names.ACTIVATIONS),
-            table(metric_names.MEASURED_MEMORY),
-        ],
-        "Communication": lambda: [
-            image(metric_names.TIMELINE),
-            table(metric_names.TRAFFIC),
-            table(metric_names.MEASURED_RANKS),
-        ],
-    }
-    return panels[section]() if section in panels else []
+    keys = [names.final(by.key) for by in judges]
+    delay = names.of_delay("cosine", ".*")
+    return [
+        *(curve(names.of_epoch(by.key)) for by in (ACCURACY, LOSS)),
+        curve(names.TRAIN_LOSS),
+        *(wr.BarPlot(title=key, metrics=[key]) for key in keys),
+        wr.LinePlot(title="delay", x=names.STEP, metric_regex=delay),
+        curve(names.LEARNING_RATE),
+        curve(names.of_epoch("samples_per_second")),
+    ]
 
 
 def _run_sets(runs: Sequence[Run]) -> list[Any]:
-    """The runs' groups, and the runs that are in none; all of the project if none is known."""
+    """The runs' groups, and the runs without a group; all runs of the project if unknown."""
     wr = _reports()
-
     tracked = [_tracked(run) for run in runs]
     groups = sorted({group for _, group in tracked if group})
     ids = sorted({id_ for id_, group in tracked if id_ and not group})
@@ -157,60 +155,40 @@ def _run_sets(runs: Sequence[Run]) -> list[Any]:
 
 
 def _tracked(run: Run) -> tuple[str | None, str | None]:
-    """A run's id and group in W&B, as far as its folder tells."""
+    """A run's id and group in W&B, where known."""
     options = run.config.get("tracking")
     if run.kind == "compare" and isinstance(options, dict):
-        return None, str(options.get("group") or metric_names.group_of(run.folder))
-    try:
-        with (run.folder / JOURNAL).open() as file:
-            head = json.loads(file.readline())
-        id_, group = head.get("id"), head.get("group")
-    except (OSError, ValueError, AttributeError):
-        return None, None
-    return (str(id_) if id_ else None), (str(group) if group else None)
+        return None, str(options.get("group") or training_log.group_of(run.folder))
+    known = read_identity(run.folder / WANDB_RUN)
+    return known.get("id"), known.get("group")
 
 
 def _block(block: Block) -> Any:
     wr = _reports()
-
     if isinstance(block, Command):
-        text = f"{block.command}\n# {block.note}"
-        return wr.CodeBlock(code=text, language=None)
+        return wr.CodeBlock(code=f"{block.command}\n# {block.note}", language=None)
     if isinstance(block, Text):
-        return wr.MarkdownBlock(text=_escaped(block.text))
-    if isinstance(block, Table):
-        return wr.MarkdownBlock(text=f"{_escaped(block.caption)}\n\n{_markdown(block)}")
-    if isinstance(block, Page):
-        return wr.MarkdownBlock(text=f"*{_escaped(block.caption)}: in report.html*")
-    return wr.MarkdownBlock(text=f"*{_escaped(f'Figure: {_figure(block)}')}*")
-
-
-def _figure(figure: Figure) -> str:
-    return f"{figure.caption} {figure.alt}"
+        text = _escaped(block.text)
+    elif isinstance(block, Table):
+        text = f"{_escaped(block.caption)}\n\n{_markdown(block)}"
+    elif isinstance(block, Page):
+        text = f"*{_escaped(block.caption)}: in report.html*"
+    else:
+        text = f"*{_escaped(f'Figure: {block.caption} {block.alt}')}*"
+    return wr.MarkdownBlock(text=text)
 
 
 def _markdown(table: Table) -> str:
-    lines = [[*table.rows[0]], ["---"] * len(table.rows[0]), *(row.values() for row in table.rows)]
-    return "\n".join(
-        "| " + " | ".join(cell if cell == "---" else _escaped(cell) for cell in line) + " |"
-        for line in lines
-    )
+    lines = [[*table.rows[0]], *([*row.values()] for row in table.rows)]
+    rows = [[_escaped(cell) for cell in line] for line in lines]
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
+    """Text that Markdown shows unchanged, on one line."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return _SPECIAL.sub(r"\\\1", plain)
-
-
-def _require_package() -> None:
-    try:
-        _reports()
-        _workspaces()
-    except ImportError as error:
-        raise UserError(
-            f"publish=wandb needs wandb-workspaces ({error}): pip install 'cdp-toolkit[reports]'"
-        ) from None
+    return _MARKDOWN.sub(r"\\\1", plain)
 
 
 def _reports() -> Any:
@@ -228,10 +206,12 @@ def _workspaces() -> Any:
 
 
 def _key_and_server() -> tuple[str, str]:
-    """W&B's key, or nothing where a token stands in, and the server's address.
+    """W&B's key (empty if a token file replaces it) and the server's address.
+
+    W&B's client would ask the user for a missing key; this raises.
 
     Raises:
-        ValueError: there is no key. Nobody is asked for one.
+        UserError: there is no key.
     """
     import wandb
 
@@ -239,7 +219,7 @@ def _key_and_server() -> tuple[str, str]:
     server = server.rstrip("/")
     if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return "", server
-    key = os.environ.get("WANDB_API_KEY") or _from_netrc(urlsplit(server).hostname or "")
+    key = os.environ.get("WANDB_API_KEY") or _key_of_login(urlsplit(server).hostname or "")
     if not key:
         raise UserError(
             f"publish=wandb needs a key for {server}: log in with `wandb login`, or set"
@@ -248,43 +228,11 @@ def _key_and_server() -> tuple[str, str]:
     return key, server
 
 
-def _from_netrc(host: str) -> str:
-    places = [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]
-    for place in filter(None, places):
-        try:
+def _key_of_login(host: str) -> str:
+    """The key that ``wandb login`` wrote to the user's netrc file; empty if there is none."""
+    for place in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
+        with suppress(OSError, netrc.NetrcParseError, RuntimeError):
             found = netrc.netrc(Path(place).expanduser()).authenticators(host)
-        except (OSError, netrc.NetrcParseError, RuntimeError):
-            continue
-        if found and found[2]:
-            return found[2]
+            if found and found[2]:
+                return found[2]
     return ""
-
-
-def _reach(server: str) -> None:
-    """Whatever the server answers, it does.
-
-    Raises:
-        ValueError: it does not.
-    """
-    try:
-        urlopen(server, timeout=_TIMEOUT).close()
-    except HTTPError:
-        return
-    except (URLError, OSError, ValueError) as error:
-        why = getattr(error, "reason", error)
-        raise UserError(
-            f"publish=wandb: {server} cannot be reached ({why}): the HTML report needs no network"
-        ) from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """W&B says nothing of its own, and gives up in time."""
-    before = {name: os.environ.get(name) for name in _CLIENT}
-    os.environ.update({name: value for name, value in _CLIENT.items() if before[name] is None})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)

@@ -7,11 +7,10 @@ from statistics import mean
 from typing import Any
 
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.results.delays import delay_means
 from toolkit.results.report_blocks import Block, Figure, Table, Text
 from toolkit.results.report_format import NONE, count, mean_of, number
 from toolkit.results.report_groups import Group
-from toolkit.results.statistics import paired_by_seed, spread
+from toolkit.results.statistics import delay_means, paired_by_seed, spread
 
 _CURVES = 7  # in one figure
 _SIZE = (4.5, 2.7)  # inches; legible on a phone

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan, nan
 from statistics import mean, stdev
+from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.metric import Metric
@@ -106,3 +107,25 @@ def over_seeds(
     difference = paired_by_seed(values, baseline)
     found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
     return dict(zip(by.columns, found, strict=True))
+
+
+_DELAY_MEASURES = ["delay", "cosine", "gradient", "fresh_gradient", "moved", "weights"]
+
+
+def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
+    """Average delay diagnostics over training steps, one row per combination of ``by``.
+
+    The first training step is left out if there are others: nothing is late in it yet.
+
+    Args:
+        delays: rows of :class:`toolkit.runtime.diagnostics.StageDelay` with the columns ``by``, or
+            means of them, which have no step. What was not measured at a step is left out.
+        by: columns, such as the stage.
+    """
+    if not delays:
+        return []
+    import pandas as pd
+
+    later = [row for row in delays if row.get("step", 1) > 0]
+    groups = pd.DataFrame(later or delays).groupby([*by], as_index=False, sort=False)
+    return groups[_DELAY_MEASURES].mean().to_dict("records")

@@ -1,14 +1,16 @@
-"""What is tracked of a training run."""
+"""What is tracked of a training run, and under which names W&B has it."""
 
-import time
-from collections.abc import Iterable
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.results import metric_names
-from toolkit.results.speed import Speed
-from toolkit.results.tracker import Tracker, one_line
+from tqdm.auto import tqdm
+
+from toolkit.errors import first_line
+from toolkit.results.provenance import redacted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,70 +19,130 @@ if TYPE_CHECKING:
     from toolkit.schedule import Schedule
     from toolkit.training import Epoch, Step
 
+STEP, TRAIN_LOSS, LEARNING_RATE = "step", "train/loss", "train/lr"
+GRID, TIMELINE = "schedule/grid", "measured/timeline"  # images
+ACTIVATIONS, TRAFFIC = "schedule/activations_by_slot", "schedule/traffic_by_slot"  # tables
+MEASURED_MEMORY, MEASURED_MESSAGES = "measured/memory", "measured/messages"
+MEASURED_RANKS = "measured/ranks"
+
 _MOST_DRAWN = 256  # micro-batches x stages of a schedule's image
 _MOST_COUNTED = 4096  # of its tables
+_reported: set[str] = set()  # notes that this process has printed
+
+
+def of_epoch(metric: str) -> str:
+    """Return the name of a metric after each epoch."""
+    return f"epoch/{metric}"
+
+
+def final(metric: str) -> str:
+    """Return the name of a metric after the last epoch."""
+    return f"final/{metric}"
+
+
+def of_delay(name: str, stage: int | str) -> str:
+    """Return the name of a delay diagnostic of ``stage``, which may be a pattern."""
+    return f"delay/{name}_stage_{stage}"
+
+
+def group_of(folder: Path) -> str:
+    """Return the W&B group of a comparison's runs; in a sweep it starts with the sweep's name."""
+    folder = folder.resolve()
+    swept = (folder.parent / "sweep.json").exists()
+    return "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
+
+
+class Tracker:
+    """Discards what is logged; base class of the trackers that keep it.
+
+    Attributes:
+        on: whether anything is done with what is logged.
+        notes: sentences on what went wrong.
+        where: how to find the run, once it has ended.
+    """
+
+    on = False
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.where = ""
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Log numbers at a training step of the run."""
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log rows, all with the same columns."""
+
+    def figure(self, name: str, figure: "Figure") -> None:
+        """Log a figure as an image."""
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set results of the whole run."""
+
+    def files(self, name: str, paths: Sequence[Path]) -> None:
+        """Keep files with the run."""
+
+    def end(self, state: str, status: int) -> None:
+        """Set how the run has ended, and its exit status; the first call counts."""
+
+    def close(self) -> None:
+        """Finish the run."""
+
+    def note(self, text: str) -> None:
+        """Keep a note on what went wrong, and print it once in a process."""
+        self.notes.append(text)
+        if text not in _reported:
+            _reported.add(text)
+            tqdm.write(f"warning: {text}", file=sys.stderr)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the error's first line, without W&B's key."""
+    return str(redacted(first_line(error)))
 
 
 class Curves:
-    """Logs training while it goes on.
+    """Logs training steps and epochs.
 
     Args:
-        tracker: to which.
-        every: training steps from one logged point to the next. At those alone the loss is read,
-            which waits for the device.
+        tracker: receives them.
+        every: training steps from one logged point to the next. Only there the loss is read,
+            since reading it waits for the device.
     """
 
     def __init__(self, tracker: Tracker, every: int) -> None:
         self._tracker, self._every = tracker, every
-        self._steps = self._steps_per_epoch = 0
-        self._speed = Speed()
+        self._steps = 0
 
     def trained(self, step: "Step") -> None:
-        """A training step is done."""
+        """Log a training step."""
         if not self._tracker.on:
             return
-        self._steps, self._steps_per_epoch = step.result.step + 1, step.n_steps
+        self._steps = step.result.step + 1
         values: dict[str, Any] = {}
-        due = self._steps % self._every == 0
-        if due:
-            values[metric_names.LEARNING_RATE] = step.learning_rate
+        if self._steps % self._every == 0:
+            values[LEARNING_RATE] = step.learning_rate
             if len(step.result.losses):
-                values[metric_names.TRAIN_LOSS] = float(step.result.loss)
-        now = time.monotonic()
-        self._speed.trained(step, now)
-        if due and (rate := self._speed.rate(now)):
-            values[metric_names.SPEED] = rate
-            self._speed.restart(now)
+                values[TRAIN_LOSS] = float(step.result.loss)
         for delay in step.result.delays:
             for name, value in asdict(delay).items():
                 if name not in ("step", "stage") and isfinite(value):
-                    values[metric_names.of_delay(name, delay.stage)] = value
+                    values[of_delay(name, delay.stage)] = value
         if values:
             self._tracker.log(values, self._steps)
 
     def epoch(self, epoch: "Epoch") -> None:
-        """An epoch is done."""
-        self._log(epoch, self._steps)
-
-    def whole(self, epochs: Iterable["Epoch"]) -> None:
-        """These are all epochs of the run: log those from before it was tracked."""
-        for epoch in epochs:
-            if epoch.epoch not in self._tracker.epochs:
-                self._log(epoch, (epoch.epoch + 1) * self._steps_per_epoch)
-
-    def _log(self, epoch: "Epoch", step: int) -> None:
-        found = {k: v for k, v in asdict(epoch).items() if v is not None}
-        values = {
-            metric_names.of_epoch(name): value for name, value in found.items() if name != "epoch"
-        }
-        self._tracker.log({"epoch": epoch.epoch, **values}, step)
+        """Log an epoch's metrics."""
+        values = {of_epoch(k): v for k, v in asdict(epoch).items() if k != "epoch"}
+        known = {name: value for name, value in values.items() if value is not None}
+        self._tracker.log({"epoch": epoch.epoch} | known, self._steps)
 
 
 def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
-    """The schedule's grid; and the memory and the traffic to be expected, by slot.
+    """Log a schedule's grid, and its expected memory and traffic by slot.
 
-    Activations are in those of one stage and micro-batch, traffic in parameters of a stage. Of a
-    large schedule first the image is left out, and then the tables.
+    Activations are in those of one stage and micro-batch, traffic in parameters of a stage. Large
+    schedules have tables and no image, and the largest have neither.
     """
     size = schedule.n_stages * schedule.n_microbatches
     if not tracker.on or size > _MOST_COUNTED:
@@ -89,20 +151,19 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 
     try:
         steady = steady_state(schedule)
-    except ValueError as error:  # of which training has its own opinion
+    except ValueError as error:  # training may still accept the schedule
         tracker.note(f"the schedule is not tracked: {one_line(error)}")
         return
+    held = zip(steady.total_activations, steady.activations, strict=True)
     tracker.table(
-        metric_names.ACTIVATIONS,
+        ACTIVATIONS,
         [
-            {"slot": slot, "all ranks": total, "fullest rank": max(held)}
-            for slot, (total, held) in enumerate(
-                zip(steady.total_activations, steady.activations, strict=True)
-            )
+            {"slot": slot, "all ranks": total, "fullest rank": max(by_rank)}
+            for slot, (total, by_rank) in enumerate(held)
         ],
     )
     tracker.table(
-        metric_names.TRAFFIC,
+        TRAFFIC,
         [
             {
                 "slot": slot,
@@ -116,13 +177,13 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     if size <= _MOST_DRAWN:
         from toolkit.figures import schedules
 
-        tracker.figure(metric_names.GRID, schedules([schedule]))
+        tracker.figure(GRID, schedules([schedule]))
 
 
 def track_measured(
     tracker: Tracker, timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
 ) -> None:
-    """What was measured: its figure, memory and traffic over time, and a row a rank."""
+    """Log a measured timeline: its figure, memory and messages over time, and a row per rank."""
     if not tracker.on:
         return
     memory = [{"seconds": when, "bytes": held} for when, held in timeline.memory()]
@@ -131,7 +192,7 @@ def track_measured(
         for s in timeline.spans
         if s.lane == "send"
     ]
-    tracker.figure(metric_names.TIMELINE, figure)
-    tracker.table(metric_names.MEASURED_MEMORY, memory)
-    tracker.table(metric_names.MEASURED_MESSAGES, sent)
-    tracker.table(metric_names.MEASURED_RANKS, ranks)
+    tracker.figure(TIMELINE, figure)
+    tracker.table(MEASURED_MEMORY, memory)
+    tracker.table(MEASURED_MESSAGES, sent)
+    tracker.table(MEASURED_RANKS, ranks)

@@ -1,85 +1,206 @@
-"""A run as W&B's client keeps it. Where that fails, tracking ends and training goes on."""
+"""Runs in W&B. A failure there is reported once, and training continues.
+
+    with track(config, folder, ...) as tracker:
+        tracker.log({"train/loss": 0.5}, step=10)
+
+Experiments write their own results; nothing depends on W&B.
+"""
 
 import io
-import logging
+import json
 import os
 import shlex
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
-from toolkit.results.tracker import Tracker, one_line
-from toolkit.results.wandb_journal import Journal
-from toolkit.results.wandb_offline import complete
+from omegaconf import DictConfig
+
+from toolkit.errors import UserError, check_choice
+from toolkit.files import write_json
+from toolkit.options import AROUND, without
+from toolkit.results.provenance import provenance
+from toolkit.results.training_log import STEP, Tracker, one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MODES = ("offline", "online", "disabled")
+WANDB_RUN = "wandb_run.json"
+"""File in a run's folder with its id and group in W&B, which a resumed run keeps."""
+
+_INTERRUPTED = 130  # exit status
 _MOST_ROWS = 10_000  # of a table, as many as W&B's pages show
 _SETTINGS: dict[str, Any] = {
     "silent": True,
     "console": "off",
     "init_timeout": 20.0,  # seconds
     "login_timeout": 1.0,
-    "finish_timeout": 300.0,  # to send what is left; it stays on disk
+    "finish_timeout": 300.0,  # to send what is left, which stays on disk
     "finish_timeout_raises": True,
     "disable_git": True,
     "disable_code": True,
-    "x_disable_meta": True,  # the command line, which may hold secrets; provenance has its own
+    "x_disable_meta": True,  # it has the command line, which may hold secrets
     "reinit": "create_new",
 }
+_why_offline: list[str] = []  # why this process has stopped sending; later runs do not try again
+
+
+@contextmanager
+def track(
+    config: DictConfig,
+    folder: Path,
+    *,
+    device: str,
+    name: str,
+    job_type: str = "train",
+    group: str | None = None,
+    resume: bool = False,
+    own: Path | None = None,
+    here: bool = True,
+) -> Iterator[Tracker]:
+    """Track a run as ``config.tracking`` says, and finish it however it ends.
+
+    Args:
+        config: the run's configuration.
+        folder: folder of its results; W&B's files go to ``folder/wandb``.
+        device: the device in words.
+        name: name of the run, unless the configuration has one.
+        job_type: the experiment.
+        group: group of the run, unless the configuration has one.
+        resume: continue the run that was tracked before in this folder, if there is one.
+        own: the run's own folder, if several runs share ``folder``.
+        here: whether this process tracks.
+
+    Raises:
+        ValueError: invalid tracking options.
+    """
+    options = config.tracking
+    check_tracking(options)
+    if not here or options.mode == "disabled":
+        yield Tracker()
+        return
+    source = provenance(config, device, 0)
+    content = without(source.pop("config"), AROUND)
+    identity = (own or folder) / WANDB_RUN
+    known = read_identity(identity) if resume else {}
+    home = folder / "wandb"
+    places = {"WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
+    with environment(WANDB_SILENT="true", **places):
+        tracker = _begin(
+            identity,
+            options.mode,
+            dir=str(folder),
+            id=known.get("id") or uuid4().hex[:8],
+            resume="allow",
+            project=options.project,
+            entity=options.entity,
+            group=options.group or known.get("group") or group,
+            name=options.name or name,
+            tags=list(options.tags),
+            job_type=job_type,
+            config=content | {"provenance": source},
+        )
+        try:
+            yield tracker
+        except KeyboardInterrupt:
+            tracker.end("interrupted", _INTERRUPTED)
+            raise
+        except BaseException as error:
+            tracker.end(f"failed: {one_line(error)}", 1)
+            raise
+        finally:
+            tracker.close()
+            shutil.rmtree(home / "cache", ignore_errors=True)
+
+
+def check_tracking(options: DictConfig) -> None:
+    """Check ``config.tracking``.
+
+    Raises:
+        ValueError: an unknown mode, or less than one step between points.
+    """
+    check_choice("tracking.mode", options.mode, MODES)
+    if options.every < 1:
+        raise UserError(f"tracking.every is 1 or more training steps: got {options.every}")
+
+
+def read_identity(path: Path) -> dict[str, str | None]:
+    """Return a run's id and group in W&B; empty if the file is missing or damaged."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(path.read_text())
+        group = content["group"]
+        return {"id": str(content["id"]), "group": str(group) if group else None}
+    return {}
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables that are unset, and unset them at the end."""
+    added = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _begin(identity: Path, mode: str, **options: Any) -> Tracker:
+    """Begin a run, online or offline as far as W&B allows; otherwise track nothing."""
+    tracker = Tracker()
+    try:
+        import wandb
+
+        (Path(options["dir"]) / "wandb").mkdir(parents=True, exist_ok=True)
+        write_json(identity, {"id": options["id"], "group": options["group"]})
+        supported = wandb.Settings.model_fields
+        settings = wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in supported})
+        if mode == "online" and not _why_offline:
+            try:
+                return WandbRun(wandb.init(mode="online", settings=settings, **options), True)
+            except Exception as error:
+                no_key = "wandb login" in str(error)
+                _why_offline.append(
+                    "W&B has no key: log in with `wandb login`"
+                    if no_key
+                    else f"W&B cannot be reached ({one_line(error)})"
+                )
+                _restart_service()  # else the id stays taken
+        tracker = WandbRun(wandb.init(mode="offline", settings=settings, **options), False)
+        if mode == "online":
+            tracker.note(f"{_why_offline[0]}; the run is kept offline")
+    except ImportError:
+        tracker.note("not tracked: there is no wandb: pip install wandb, or tracking.mode=disabled")
+    except Exception as error:
+        tracker.note(f"not tracked: W&B has failed ({one_line(error)})")
+        _restart_service()
+    return tracker
 
 
 class WandbRun(Tracker):
-    """One run, online or offline.
+    """A run of W&B's client; after its first failure nothing more is logged.
 
     Args:
-        folder: of the job; W&B's files go to ``folder/wandb``.
-        journal: of the run.
-        online: whether it is sent as it goes.
-        group: of the run.
-        options: more of ``wandb.init``.
-
-    Raises:
-        Exception: whatever W&B raises as the run begins. Nothing is left of the attempt.
+        run: as ``wandb.init`` returns it.
+        online: whether it is sent at once.
     """
 
     on = True
 
-    def __init__(
-        self, folder: Path, journal: Journal, *, online: bool, group: str | None, **options: Any
-    ) -> None:
+    def __init__(self, run: Any, online: bool) -> None:
         super().__init__()
-        self._home = folder / "wandb"
-        self._journal, self._online, self._group = journal, online, group
-        self._replays = journal.found
-        self.epochs = {point["epoch"] for point in journal.points if "epoch" in point}
-        self._sent = -1  # the training step that W&B's server has come to
+        self._run, self._online = run, online
         self._state: tuple[str, int] | None = None
-        self._lost = False
-        self._surroundings = _Surroundings(self._home)
-        if journal.alone:
-            _let_go_of_killed(self._home, journal.id)
-        resume = "allow" if online and journal.mode == "online" else None
-        if not self._replays:  # before anything is left that only the journal knows
-            self._try(lambda: journal.begin(self._mode, group))
-        try:
-            self._run = _begun(
-                *(self._surroundings, self._home, online),
-                **{"id": journal.id, "resume": resume, "group": group, **options},
-            )
-        except BaseException:
-            journal.close()
-            raise
-        self._try(self._settle)
+        self._failed = False
+        self._try(lambda: run.define_metric(STEP, hidden=True))
+        self._try(lambda: run.define_metric("*", step_metric=STEP))
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        if "epoch" in values:
-            self.epochs.add(values["epoch"])
-        self._try(lambda: self._log({"step": step, **values}))
+        self._try(lambda: self._run.log({STEP: step, **values}))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         self._try(lambda: self._run.log({name: _table(rows)}))
@@ -91,160 +212,59 @@ class WandbRun(Tracker):
         self._try(lambda: self._run.summary.update(dict(values)))
 
     def files(self, name: str, paths: Sequence[Path]) -> None:
-        self._try(lambda: self._keep(name, paths))
+        self._try(lambda: self._upload(name, paths))
 
     def end(self, state: str, status: int) -> None:
         if self._state is None:
-            self._state = (state, status)
+            self._state = state, status
 
     def close(self) -> None:
         state, status = self._state or ("finished", 0)
-        self._try(self._replay)
-        self._try(lambda: self._run.summary.update({"state": state}))
+        self.summary({"state": state})
         place = Path(self._run.dir).parent
         try:
             self._run.finish(exit_code=status)
         except Exception as error:
-            self._lose(f"{one_line(error)}; what there is: wandb sync {shlex.quote(str(place))}")
+            self._fail(f"{one_line(error)}; to send the rest: wandb sync {shlex.quote(str(place))}")
             if not isinstance(error, TimeoutError):
-                _let_go_of_service()
-        else:
-            if not self._online and not complete(place):
-                self._lose(f"{place} could not be written to its end")
-        self._journal.close()
-        self._surroundings.restore()
-        if not self._lost:
-            self.where = (
-                f"tracked online: {self._run.url}"
-                if self._online
-                else f"tracked offline: wandb sync {shlex.quote(str(place))}"
-            )
-
-    def _settle(self) -> None:
-        self._run.define_metric("step", hidden=True)
-        self._run.define_metric("*", step_metric="step")
-        if self._replays and self._online and self._run.resumed:
-            self._sent = int(self._run.summary.get("step", -1))
-
-    @property
-    def _mode(self) -> str:
-        return "online" if self._online else "offline"
-
-    def _log(self, point: dict[str, Any]) -> None:
-        self._replay(before=point["step"])
-        self._journal.add(point)
-        self._send(point)
-
-    def _send(self, point: Mapping[str, Any]) -> None:
-        if point["step"] >= self._sent:
-            self._sent = -1
-            self._run.log(dict(point))
-
-    def _replay(self, before: int | None = None) -> None:
-        """Log what came before the resumed step, and let go of the offline files of then."""
-        if not self._replays:
+                _restart_service()
+        if self._failed:
             return
-        self._replays = False
-        self._journal.begin(self._mode, self._group, before)
-        for point in self._journal.points:
-            self._send(point)
-        mine = Path(self._run.dir).parent
-        for old in self._home.glob(f"offline-run-*-{self._journal.id}"):
-            if old != mine:
-                shutil.rmtree(old, ignore_errors=True)
+        # A resumed run has several folders, which `wandb sync` joins by their id.
+        folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}"
+        self.where = (
+            f"tracked online: {self._run.url}"
+            if self._online
+            else f"tracked offline: wandb sync {folders}"
+        )
 
-    def _keep(self, name: str, paths: Sequence[Path]) -> None:
+    def _upload(self, name: str, paths: Sequence[Path]) -> None:
         import wandb
 
-        artifact = wandb.Artifact(f"{name}-{self._journal.id}", type="model")
+        artifact = wandb.Artifact(f"{name}-{self._run.id}", type="model")
         for path in paths:
             artifact.add_file(str(path))
         self._run.log_artifact(artifact)
 
     def _try(self, do: Callable[[], object]) -> None:
-        """Do it, unless something went wrong before."""
-        if self._lost:
-            return
-        try:
-            do()
-        except Exception as error:
-            self._lose(one_line(error))
+        if not self._failed:
+            try:
+                do()
+            except Exception as error:
+                self._fail(one_line(error))
 
-    def _lose(self, why: str) -> None:
-        if not self._lost:
-            self._lost = True
+    def _fail(self, why: str) -> None:
+        if not self._failed:
+            self._failed = True
             self.note(f"not tracked to the end: W&B has failed ({why})")
 
 
-def _let_go_of_killed(home: Path, id_: str) -> None:
-    """Remove offline files of runs that were killed before anything could go on with them."""
-    for old in home.glob("offline-run-*"):
-        if not old.name.endswith(id_) and not complete(old, within=0.0):
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _let_go_of_service() -> None:
-    """Have runs that begin later start W&B's own process again, as this one has lost it."""
-    import wandb
-
+def _restart_service() -> None:
+    """Let W&B start its own process again with the next run, since this one is lost."""
     with suppress(Exception):
-        wandb.teardown()
-
-
-class _Surroundings:
-    """W&B's files below ``home`` in place of the user's, and neither words nor questions."""
-
-    def __init__(self, home: Path) -> None:
-        self._cache, self._data = home / "cache", home / "data"
-        wanted = {
-            "WANDB_SILENT": "true",
-            "WANDB_CACHE_DIR": str(self._cache),
-            "WANDB_DATA_DIR": str(self._data),  # of artifacts and tables until they are synced
-        }
-        self._before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update({k: v for k, v in wanted.items() if self._before[k] is None})
-        self._raised, logging.raiseExceptions = logging.raiseExceptions, False  # as on a full disk
-
-    def restore(self) -> None:
-        logging.raiseExceptions = self._raised
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-        shutil.rmtree(self._cache, ignore_errors=True)
-        if not any(path.is_file() for path in self._data.rglob("*")):
-            shutil.rmtree(self._data, ignore_errors=True)
-
-
-def needs_key(error: BaseException) -> bool:
-    """Whether W&B refused since it knows no key to log in with."""
-    return "wandb login" in str(error)
-
-
-def _begun(surroundings: _Surroundings, home: Path, online: bool, **options: Any) -> Any:
-    before: set[Path] = set()
-    try:
         import wandb
 
-        home.mkdir(parents=True, exist_ok=True)
-        if not os.access(home, os.W_OK):  # W&B would go elsewhere
-            raise PermissionError(f"{home} cannot be written to")
-        before = {*home.glob("*run-*")}
-        while [*home.glob(f"offline-run-{time.strftime('%Y%m%d_%H%M%S')}-{options['id']}")]:
-            time.sleep(0.05)  # its folder bears the second
-        known = wandb.Settings.model_fields
-        return wandb.init(
-            dir=str(home.parent),
-            mode="online" if online else "offline",
-            settings=wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in known}),
-            **options,
-        )
-    except BaseException:
-        with suppress(Exception):
-            wandb.teardown()  # else the id stays taken
-        for path in {*home.glob("*run-*")} - before:
-            shutil.rmtree(path, ignore_errors=True)
-        surroundings.restore()
-        raise
+        wandb.teardown()
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:

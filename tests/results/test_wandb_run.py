@@ -1,0 +1,289 @@
+"""Runs in W&B: what is logged arrives, and no failure there ends a run."""
+
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import wandb
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from tests.results.fake_wandb import wait_for_offline_run
+from toolkit.cli.schema import Tracking
+from toolkit.errors import UserError
+from toolkit.results import Curves, Tracker, track, training_log, wandb_run
+from toolkit.runtime.microbatches import StepResult
+from toolkit.training import Epoch, Step
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """No note was printed and no server refused before; the user has no key."""
+    monkeypatch.setattr(training_log, "_reported", set())
+    monkeypatch.setattr(wandb_run, "_why_offline", [])
+    monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+
+
+def begin(folder, *, resume=False, own=None, **options):
+    config = OmegaConf.create(
+        {"seed": 3, "model": {"name": "resnet8"}, "resume": None}
+        | {"tracking": OmegaConf.structured(Tracking(**{"mode": "offline", **options}))}
+    )
+    return track(
+        config, folder, device="a machine", name="a run", resume=resume, own=own, group="many"
+    )
+
+
+def log_everything(folder):
+    with begin(folder, tags=["a", "b"], project="p") as tracker:
+        assert tracker.on
+        for step in (10, 20):
+            tracker.log({"train/loss": 1 / step, "train/lr": 0.1}, step)
+        tracker.table("a table", [{"x": 1, "y": "one"}, {"x": 2, "y": "two"}])
+        tracker.figure("a figure", Figure(figsize=(1, 1)))
+        tracker.summary({"final/top1": 0.5})
+        (folder / "model.pt").write_text("weights")
+        tracker.files("weights", [folder / "model.pt"])
+    return tracker
+
+
+def test_everything_logged_arrives(tmp_path, wandb_runs):
+    log_everything(tmp_path)
+    (run,) = wandb_runs
+    assert (run.project, run.name, run.group, run.job_type) == ("p", "a run", "many", "train")
+    assert (run.mode, run.tags) == ("offline", ["a", "b"])
+    assert (run.config["seed"], run.config["model"]) == (3, {"name": "resnet8"})
+    assert run.config["provenance"]["device"] == "a machine"
+    assert {"command", "commit", "versions"} <= run.config["provenance"].keys()
+    assert "tracking" not in run.config
+    assert run.points("train/loss") == {10: 0.1, 20: 0.05}
+    assert run.points("train/lr") == {10: 0.1, 20: 0.1}
+    assert run.summary == {"final/top1": 0.5, "state": "finished"}
+    assert run.media["a table"].data == [[1, "one"], [2, "two"]]
+    assert run.artifacts == ["model.pt"]
+    assert run.exit_code == 0
+
+
+def test_an_offline_run_is_on_disk(tmp_path, capfd):
+    tracker = log_everything(tmp_path)
+    (run,) = tmp_path.glob("wandb/offline-run-*")
+    identity = wandb_run.read_identity(tmp_path / "wandb_run.json")
+    assert identity == {"id": run.name.rpartition("-")[2], "group": "many"}
+    assert tracker.where == (
+        f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{identity['id']}"
+    )
+    assert [*run.glob("files/media/images/a figure_*.png")]
+    (table,) = run.glob("files/media/table/a table_*.json")
+    assert '"data":[[1,"one"],[2,"two"]]' in table.read_text().replace(" ", "")
+    wait_for_offline_run(tmp_path, "train/loss", "final/top1", "model.pt")
+    assert capfd.readouterr() == ("", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "wandb_run.json", "wandb"}
+    assert not {"WANDB_CACHE_DIR", "WANDB_DATA_DIR"} & os.environ.keys()
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "status"),
+    [
+        (FloatingPointError("the loss is nan:\nlower it"), "failed: the loss is nan:", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+    ],
+    ids=str,
+)
+def test_how_a_run_ended(tmp_path, wandb_runs, error, state, status):
+    with pytest.raises(type(error)), begin(tmp_path):
+        raise error
+    (run,) = wandb_runs
+    assert (run.summary["state"], run.exit_code) == (state, status)
+
+
+def test_the_first_end_counts(tmp_path, wandb_runs):
+    with begin(tmp_path) as tracker:
+        tracker.end("stopped by SIGTERM", 75)
+        tracker.end("finished", 0)
+    (run,) = wandb_runs
+    assert (run.summary["state"], run.exit_code) == ("stopped by SIGTERM", 75)
+
+
+@pytest.mark.parametrize("own", [None, "under_way"])
+def test_a_resumed_run_keeps_its_id(tmp_path, wandb_runs, own):
+    own = own and tmp_path / own
+    if own:
+        own.mkdir()
+    for resume in (False, True, False):
+        with begin(tmp_path, own=own, resume=resume):
+            pass
+    first, resumed, another = wandb_runs
+    assert resumed.id == first.id != another.id
+    assert {run.resume for run in wandb_runs} == {"allow"}
+    assert (own or tmp_path) / "wandb_run.json" in [*tmp_path.rglob("*")]
+
+
+def test_two_offline_parts_have_one_id(tmp_path):
+    """As `wandb sync` takes them: folders of one run, in the order of their times."""
+    for resume in (False, True):
+        with begin(tmp_path, resume=resume) as tracker:
+            tracker.log({"train/loss": 1}, 10)
+    folders = [path.name for path in tmp_path.glob("wandb/offline-run-*")]
+    assert len(folders) == 2
+    assert len({name.rpartition("-")[2] for name in folders}) == 1
+
+
+def test_a_damaged_identity_begins_a_new_run(tmp_path, wandb_runs):
+    (tmp_path / "wandb_run.json").write_text('{"id"')
+    with begin(tmp_path, resume=True) as tracker:
+        pass
+    assert not tracker.notes
+    assert wandb_run.read_identity(tmp_path / "wandb_run.json")["id"] == wandb_runs[0].id
+
+
+def test_without_the_package_a_run_continues(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for _ in range(2):
+        with begin(tmp_path) as tracker:
+            tracker.log({"train/loss": 1}, 10)
+        (note,) = tracker.notes
+        assert "pip install wandb" in note
+    assert capsys.readouterr().err == f"warning: {note}\n"
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("what", ["init", "log"])
+def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys, what):
+    def fail(*_, **__):
+        raise OSError("No space left")
+
+    monkeypatch.setattr(*((wandb, "init") if what == "init" else (wandb.Run, "log")), fail)
+    with begin(tmp_path) as tracker:
+        for step in range(1, 4):
+            tracker.log({"train/loss": 1}, step)
+        tracker.table("a table", [{"x": 1}])
+    (note,) = tracker.notes
+    assert note.startswith("not tracked")
+    assert note.endswith("W&B has failed (No space left)")
+    assert capsys.readouterr().err == f"warning: {note}\n"
+    assert tracker.where == ""
+
+
+def lose_its_process(folder):
+    with begin(folder / "first") as tracker:
+        tracker.log({"train/loss": 1}, 1)
+        subprocess.run(["pkill", "-P", str(os.getpid()), "wandb"], check=True)
+        for step in range(2, 1000):
+            tracker.log({"train/loss": 1}, step)
+            if tracker.notes:
+                break
+            time.sleep(0.01)
+    with begin(folder / "second") as tracker:
+        tracker.log({"train/loss": 2}, 1)
+    assert not tracker.notes
+    assert tracker.where.startswith(f"tracked offline: wandb sync {folder}/second/")
+
+
+def test_the_end_of_its_own_process_ends_one_run_alone(tmp_path):
+    """As by a signal to all processes of a job."""
+    program = (
+        "import sys, pathlib; from tests.results.test_wandb_run import lose_its_process;"
+        "lose_its_process(pathlib.Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    fresh = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=fresh)
+    assert finished.returncode == 0, finished.stderr
+    (warning,) = finished.stderr.splitlines()
+    assert warning.startswith("warning: not tracked to the end: W&B has failed (")
+    wait_for_offline_run(tmp_path / "second", "train/loss")
+
+
+def test_a_file_in_the_place_of_the_folder_is_reported(tmp_path, capsys):
+    (tmp_path / "wandb").write_text("")
+    with begin(tmp_path) as tracker:
+        tracker.log({"train/loss": 1}, 10)
+    assert "not tracked: W&B has failed ([Errno 17] File exists:" in capsys.readouterr().err
+
+
+def test_online_without_a_key_says_how_to_log_in(tmp_path, capsys):
+    for folder in (tmp_path / "0", tmp_path / "1"):
+        with begin(folder, mode="online") as tracker:
+            tracker.log({"train/loss": 1}, 10)
+        wait_for_offline_run(folder, "train/loss")
+        assert not [*folder.glob("wandb/run-*")]
+        (note,) = tracker.notes
+        assert "`wandb login`" in note
+        assert "offline" in note
+    assert capsys.readouterr().err == f"warning: {note}\n"
+
+
+def test_a_run_online_has_an_address(tmp_path, wandb_runs):
+    with begin(tmp_path, mode="online") as tracker:
+        pass
+    (run,) = wandb_runs
+    assert (run.mode, tracker.where) == ("online", f"tracked online: {run.url}")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"mode": "ofline"}, "tracking.mode 'ofline'"), ({"every": 0}, "tracking.every .*got 0")],
+)
+def test_options_that_cannot_be(tmp_path, options, message):
+    with pytest.raises(UserError, match=message), begin(tmp_path, **options):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode"),
+    [("", "offline"), ("dryrun", "offline"), ("online", "online"), ("disabled", "disabled")],
+)
+def test_the_environment_gives_the_mode(monkeypatch, asked, mode):
+    monkeypatch.setenv("WANDB_MODE", asked)
+    assert Tracking().mode == mode
+
+
+class Log(Tracker):
+    """Keeps what is logged."""
+
+    on = True
+
+    def __init__(self):
+        super().__init__()
+        self.points = []
+
+    def log(self, values, step):
+        self.points.append({"step": step, **values})
+
+
+def test_losses_are_read_at_logged_steps_only():
+    class Losses:
+        def __init__(self, step):
+            self.step = step
+
+        def __len__(self):
+            return 2
+
+        def mean(self):
+            read.append(self.step)
+            return torch.tensor(float(self.step))
+
+    read = []
+    log = Log()
+    curves = Curves(log, every=3)
+    for k in range(8):
+        result = StepResult(k, (0, 1), Losses(k + 1), torch.empty(0))
+        curves.trained(Step(k + 1, 8, result, 0.1, 4))
+    assert read == [3, 6]
+    assert [point["train/loss"] for point in log.points] == [3, 6]
+    assert [point["train/lr"] for point in log.points] == [0.1, 0.1]
+
+
+def test_an_epoch_is_logged_at_its_last_step():
+    log = Log()
+    curves = Curves(log, every=100)
+    curves.trained(Step(4, 4, SimpleNamespace(step=11, losses=torch.ones(1), delays=()), 0.1, 4))
+    curves.epoch(Epoch(2, 1.0, 2.0, 0.5, 0.9, 0.1, 100.0))
+    (point,) = log.points
+    assert (point["epoch"], point["step"], point["epoch/top1"]) == (2, 12, 0.5)
+    assert "epoch/ema_top1" not in point
