@@ -38,7 +38,7 @@ def main(config: DictConfig) -> Ended:
     from toolkit.cli import build_schedule
     from toolkit.results.comparison import before, train_all
     from toolkit.results.comparison_folder import asked_for, kept_or_why
-    from toolkit.results.provenance import gone_on_with
+    from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError
     from toolkit.training.data import load
 
@@ -67,7 +67,7 @@ def main(config: DictConfig) -> Ended:
     except StoppedError as stopped:
         if is_rank_zero():
             lost = "" if stopped.saved else "the run under way is not saved; "
-            print(f"stopped by {stopped}; {lost}{gone_on_with(folder)}", file=sys.stderr)
+            print(f"stopped by {stopped}; {lost}{resume_command(folder)}", file=sys.stderr)
         return Ended(STOPPED)
     if not is_rank_zero():
         return Ended()

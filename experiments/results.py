@@ -25,7 +25,7 @@ from toolkit.format import (
     table as format_table,
 )
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.results.provenance import begun_anew
+from toolkit.results.provenance import strip_folders
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -46,7 +46,7 @@ def table(name: str) -> str:
 
 
 def origin(found: dict[str, Any]) -> str:
-    command = begun_anew(found["command"])
+    command = strip_folders(found["command"])
     return (
         f"<sub>`{command}`, torch {found['versions']['torch']}, {found['device']},"
         f" {found['seconds']:.0f} s, commit {(found['commit'] or 'unknown')[:10]}</sub>"

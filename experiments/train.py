@@ -66,7 +66,7 @@ def train(
 ) -> tuple[Ended, dict[str, Any]]:
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
     from toolkit.files import noted, write_json
-    from toolkit.results.provenance import gone_on_with
+    from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, run_with_checkpoints
 
     with Records(config, job, folder, tracker) as records:
@@ -84,7 +84,7 @@ def train(
         except StoppedError as stopped:
             tracker.end(f"stopped by {stopped}", STOPPED)
             track_weights(config, folder, tracker)
-            saved = f"; {gone_on_with(folder)}" if stopped.saved else "; nothing is saved"
+            saved = f"; {resume_command(folder)}" if stopped.saved else "; nothing is saved"
             records.line(f"stopped by {stopped}{saved}")
             return Ended(STOPPED), {}
     measured = outcome.job.measurements()

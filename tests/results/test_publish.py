@@ -16,18 +16,9 @@ from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
 from toolkit.results.all_runs import read_runs
-from toolkit.results.publish import wandb_report, wandb_workspace
-from toolkit.results.report import (
-    SECTIONS,
-    Command,
-    Report,
-    Section,
-    Table,
-    Text,
-    build_report,
-    publish,
-)
-from toolkit.results.report import publish as publish_function
+from toolkit.results.publish import publish, wandb_report, wandb_workspace
+from toolkit.results.report import SECTIONS, build_report
+from toolkit.results.report_page import Command, Report, Section, Table, Text
 from toolkit.results.training_log import group_of
 from toolkit.schedule import catalog
 
@@ -250,7 +241,7 @@ def test_without_a_key_nobody_is_asked(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match=r"publish=wandb needs a key for .*`wandb login`"):
-        publish_function(Report("T", []), [], "me", "cdp")
+        publish(Report("T", []), [], "me", "cdp")
 
 
 def test_a_key_is_found_where_login_leaves_it(monkeypatch, tmp_path):
@@ -270,7 +261,7 @@ def test_without_network_it_says_so(monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with pytest.raises(UserError, match=rf"127.0.0.1:{port} cannot be reached \(.*refused"):
-        publish_function(Report("T", []), [], "me", "cdp")
+        publish(Report("T", []), [], "me", "cdp")
 
 
 def test_without_the_package_it_tells_how_to_install_it(monkeypatch):
@@ -283,4 +274,4 @@ def test_without_the_package_it_tells_how_to_install_it(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(UserError, match=r"pip install 'cdp-toolkit\[reports\]'"):
-        publish_function(Report("T", []), [], "me", "cdp")
+        publish(Report("T", []), [], "me", "cdp")

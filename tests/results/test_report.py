@@ -7,10 +7,11 @@ import pytest
 
 from tests.results import folders
 from toolkit.files import write_json
+from toolkit.format import DASH
 from toolkit.results import paired_difference
 from toolkit.results.all_runs import read_runs
-from toolkit.results.report import SECTIONS, Command, Figure, Page, Table, Text, build_report
-from toolkit.results.report_format import NONE
+from toolkit.results.report import SECTIONS, build_report
+from toolkit.results.report_page import Command, Figure, Page, Table, Text
 
 FOLDER = {"_target_": "toolkit.training.data.image_folder"}
 
@@ -80,14 +81,14 @@ def test_notes_of_runs_are_told_once(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
     path = tmp_path / "a" / "result.json"
     path.write_text(path.read_text().replace("{", '{"notes": ["steps differ", 7], ', 1))
-    rows = table(built(tmp_path), "Summary", "say of themselves")
+    rows = table(built(tmp_path), "Summary", "Notes of the runs")
     assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
 
 
 def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
     dp, v1, v2 = table(report, "Accuracy", "accuracy after the last epoch")
     assert (dp["rule"], dp["seeds"], dp["accuracy (%)"]) == ("DP", "3", "91.00")
-    assert (dp["sd"], dp["difference"], dp["95 % interval"]) == ("1.00", NONE, NONE)
+    assert (dp["sd"], dp["difference"], dp["95 % interval"]) == ("1.00", DASH, DASH)
     expected = paired_difference([80, 85, 81], [90, 92, 91])
     assert v1["difference"] == f"{expected.mean:+.2f}" == "-9.00"
     assert v1["95 % interval"] == f"± {expected.half_width:.2f}"
@@ -139,8 +140,8 @@ def test_one_seed_claims_no_interval(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
     report = built(tmp_path)
     _, v1 = table(report, "Accuracy", "accuracy after the last epoch")
-    assert (v1["difference"], v1["95 % interval"], v1["sd"]) == ("-10.00", NONE, NONE)
-    assert "Each rule ran with one seed: no spread and no interval" in texts(report, "Accuracy")
+    assert (v1["difference"], v1["95 % interval"], v1["sd"]) == ("-10.00", DASH, DASH)
+    assert "Each rule ran with one seed: there is no spread" in texts(report, "Accuracy")
 
 
 def test_only_shared_seeds_are_paired(tmp_path):
@@ -150,7 +151,7 @@ def test_only_shared_seeds_are_paired(tmp_path):
     rows = {row["rule"]: row for row in table(report, "Accuracy", "the difference from DP")}
     late = rows["CDP-v1"]
     assert (late["accuracy (%)"], late["difference"]) == ("50.00", "-10.00")
-    assert late["95 % interval"] == NONE
+    assert late["95 % interval"] == DASH
     assert "CDP-v1: not the seeds of DP" in texts(report, "Accuracy")
 
 
@@ -158,7 +159,7 @@ def test_without_a_shared_seed_there_is_no_difference(tmp_path):
     for rule, seed in (("dp", 0), ("cdp_v1", 1)):
         folders.train(tmp_path / rule, rule, seed)
     _, late = table(built(tmp_path), "Accuracy", "the difference from DP")
-    assert (late["difference"], late["95 % interval"]) == (NONE, NONE)
+    assert (late["difference"], late["95 % interval"]) == (DASH, DASH)
 
 
 def test_memory_and_traffic_are_those_of_the_schedules(report):
@@ -192,7 +193,7 @@ def test_schedules_that_are_not_to_explore_are_named(tmp_path):
 def test_what_was_measured_is_told(report, sweep):
     first, second = table(report, "Memory", "as measured")
     assert (first["folder"], first["rank"], second["rank"]) == (str(sweep / "6"), "0", "1")
-    assert (first["activations (MB)"], first["device (MB)"]) == ("2.000", NONE)
+    assert (first["activations (MB)"], first["device (MB)"]) == ("2.000", DASH)
     first, _ = table(report, "Communication", "as measured")
     assert (first["messages sent"], first["MB sent"]) == ("2000000", "2.000")
     (figure,) = blocks(report, "Communication", Figure)
@@ -224,7 +225,7 @@ def test_rules_whose_loss_diverged_are_told(tmp_path):
     report = built(tmp_path)
     dp, v1, v2 = table(report, "Accuracy", "accuracy after the last epoch")
     assert [row["seeds"] for row in (dp, v1, v2)] == ["2", "0 (2 diverged)", "1 (1 diverged)"]
-    assert [row["accuracy (%)"] for row in (dp, v1, v2)] == ["85.00", NONE, "95.00"]
+    assert [row["accuracy (%)"] for row in (dp, v1, v2)] == ["85.00", DASH, "95.00"]
     assert "Of CDP-v2 only one seed did not diverge" in texts(report, "Accuracy")
     assert "ran with one seed" not in texts(report, "Accuracy")
 
@@ -244,7 +245,7 @@ def test_settings_are_compared_within_themselves(tmp_path):
         _, v2 = table(report, "Accuracy", f"resnet8 on digits, lr {lr}: accuracy")
         assert v2["difference"] == "-10.00"
     (alone,) = table(report, "Accuracy", "other options: accuracy")
-    assert (alone["rule"], alone["difference"]) == ("CDP-v1", NONE)
+    assert (alone["rule"], alone["difference"]) == ("CDP-v1", DASH)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_a_sweep_of_options_is_one_comparison(tmp_path):
         folders.train(tmp_path / str(number), top1=0.5 + lr, optimizer=optimizer)
     rows = table(built(tmp_path), "Accuracy", "accuracy after the last epoch")
     assert [row["rule"] for row in rows] == ["DP, lr 0.1", "DP, lr 0.2", "DP, lr 0.4"]
-    assert [row["difference"] for row in rows] == [NONE, "+10.00", "+30.00"]
+    assert [row["difference"] for row in rows] == [DASH, "+10.00", "+30.00"]
 
 
 def test_many_curves_are_several_figures(tmp_path):
@@ -332,7 +333,7 @@ def test_delays_are_a_row_a_rule(tmp_path):
     ("options", "why"),
     [
         ({"_target_": "os.system"}, "'os.system' is not a schedule of the catalogue"),
-        (folders.schedule("dp", 128), "it is too large to be counted here"),
+        (folders.schedule("dp", 128), "it is too large to count"),
     ],
 )
 def test_a_schedule_that_cannot_be_shown_is_named(tmp_path, options, why):
@@ -341,7 +342,7 @@ def test_a_schedule_that_cannot_be_shown_is_named(tmp_path, options, why):
     folders.write_json(tmp_path / "a" / "result.json", result)
     report = built(tmp_path)
     assert f"The schedule of DP is left out: {why}." in texts(report, "Memory")
-    assert "No run tells of a schedule." in texts(report, "Communication")
+    assert "No run has a schedule." in texts(report, "Communication")
 
 
 def test_a_result_of_another_version_is_named_and_left_out(tmp_path):

@@ -8,19 +8,19 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 
 from tests.results import folders
+from toolkit.format import DASH
 from toolkit.results.all_runs import read_runs
-from toolkit.results.report import (
+from toolkit.results.report import build_report
+from toolkit.results.report_page import (
     Command,
     Figure,
     Report,
     Section,
     Table,
     Text,
-    build_report,
     to_html,
     write_html,
 )
-from toolkit.results.report_format import NONE
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 CHROMIUM = shutil.which("chromium") or ""
@@ -41,7 +41,7 @@ def test_everything_is_escaped():
     ]
     page = to_html(Report(HOSTILE, [Section(HOSTILE, blocks)]), HOSTILE)
     assert "<script" not in page
-    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") == 14
+    assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&#34;&#39;&amp;") == 14
 
 
 def test_a_run_of_any_name_is_inert(tmp_path):
@@ -83,7 +83,7 @@ def test_names_are_unique_and_figures_told(tmp_path):
 
 
 def test_numbers_are_aligned():
-    rows = [{"rule": "DP", "acc": "1.25", "d": "± 0.5"}, {"rule": "1F1B", "acc": NONE, "d": "2 %"}]
+    rows = [{"rule": "DP", "acc": "1.25", "d": "± 0.5"}, {"rule": "1F1B", "acc": DASH, "d": "2 %"}]
     page = to_html(Report("T", [Section("S", [Table(rows, "c")])]))
     assert re.findall(r'<th scope="col" class="(\w+)">', page) == ["short", "number", "number"]
 

@@ -40,11 +40,11 @@ def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any
     }
 
 
-def begun_anew(command: str) -> str:
-    """``command`` without the folder that it wrote to, and the run that it went on from."""
+def strip_folders(command: str) -> str:
+    """Return ``command`` without its output folder and the run that it resumed."""
     try:
         words = shlex.split(command)
-    except ValueError:  # it is nobody's
+    except ValueError:  # not a shell command
         return command
     return shlex.join(word for word in words if word.partition("=")[0] not in _PLACES)
 
@@ -112,8 +112,8 @@ def starter() -> list[str]:
     return ["torchrun", *nodes, "--nproc-per-node", str(local)]
 
 
-def gone_on_with(folder: Path) -> str:
-    """The command by which this process' experiment goes on with what ``folder`` has of it."""
+def resume_command(folder: Path) -> str:
+    """Return the command that resumes this experiment from ``folder``."""
     return shlex.join([*starter(), _arguments()[0], f"resume={folder}"])
 
 

@@ -19,7 +19,7 @@ from urllib.request import urlopen
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import training_log
-from toolkit.results.report_blocks import Block, Command, Page, Report, Table, Text
+from toolkit.results.report_page import Block, Command, Page, Report, Table, Text
 from toolkit.results.run_record import Run
 from toolkit.results.wandb_run import WANDB_RUN, environment, read_identity
 

@@ -1,112 +1,113 @@
-"""What the runs' schedules hold and send, as counted and as measured."""
+"""Memory and communication of the runs' schedules, counted and measured."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import nan
+from math import isfinite, nan
+from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from toolkit.errors import first_line
-from toolkit.results.report_blocks import Block, Figure, Page, Table, Text
-from toolkit.results.report_format import NONE, count, number, per_million
+from toolkit.errors import UserError, first_line
+from toolkit.format import DASH, MB, count, number
 from toolkit.results.report_groups import Group
+from toolkit.results.report_page import Block, Figure, Page, Table, Text
 from toolkit.results.schedule_from_config import rebuild_schedule
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
     from toolkit.schedule import Schedule, SteadyState
 
 _GRIDS = 9  # schedules drawn
 _ROWS = 12  # of the largest one drawn
 _EXPLORED, _EXPLORED_SIZE = 3, 8  # schedules, stages and micro-batches of one
-_MOST_OPS = 4096  # of the largest one counted, in stages times micro-batches
+_MOST_OPS = 4096  # stages times micro-batches of a schedule to count
+_MOST_SPANS, _MOST_RANKS = 20_000, 64  # of a timeline to draw
+
+Cells = dict[str, str]
 
 
 @dataclass
-class Found:
-    """The schedules of all groups by what they are called, and why others cannot be shown."""
+class Schedules:
+    """The groups' schedules by name, and why others cannot be shown, by group."""
 
-    schedules: dict[str, "Schedule"] = field(default_factory=dict)
+    found: dict[str, "Schedule"] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def steady(self) -> "dict[str, SteadyState]":
-        """What each of them comes to."""
+        """The steady state of each schedule."""
         from toolkit.schedule import steady_state
 
-        return {name: steady_state(schedule) for name, schedule in self.schedules.items()}
+        return {name: steady_state(schedule) for name, schedule in self.found.items()}
 
 
-def schedules_of(groups: Sequence[Group]) -> Found:
-    """Each schedule once, rebuilt from the runs' options."""
-    found = Found()
+def schedules_of(groups: Sequence[Group]) -> Schedules:
+    """Rebuild each schedule once from the runs' options."""
+    schedules = Schedules()
     for group in groups:
         try:
             schedule = rebuild_schedule(group.config["schedule"])
         except ValueError as error:
-            found.refused[group.label] = first_line(error)
+            schedules.refused[group.label] = first_line(error)
             continue
         if schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
-            found.refused[group.label] = "it is too large to be counted here"
+            schedules.refused[group.label] = "it is too large to count"
             continue
         names = [
             schedule.name,
             f"{schedule.name}, {schedule.n_stages} stages, {schedule.n_microbatches} micro-batches",
             f"{schedule.name} ({group.full_label(groups)})",
         ]
-        if not any(schedule == known for known in found.schedules.values()):
-            name = next((name for name in names if name not in found.schedules), names[-1])
-            found.schedules[name] = schedule
-    return found
+        known = schedules.found
+        if schedule not in known.values():
+            known[next((name for name in names if name not in known), names[-1])] = schedule
+    return schedules
 
 
-def memory_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
-    """The schedules' grids, their peaks, and what ranks were seen to hold."""
+def memory_blocks(groups: Sequence[Group], schedules: Schedules) -> Iterator[Block]:
+    """The schedules' grids, their peaks, and the memory measured on ranks."""
     from toolkit.figures import schedules as draw
     from toolkit.schedule.grid import rows
 
-    for label, why in found.refused.items():
+    for label, why in schedules.refused.items():
         yield Text(f"The schedule of {label} is left out: {why}.")
-    schedules = found.schedules
-    if not schedules:
-        yield Text("No run tells of a schedule.")
+    found = schedules.found
+    if not found:
+        yield Text("No run has a schedule.")
         return
-    drawn = [name for name, schedule in schedules.items() if rows(schedule.layout)[1] <= _ROWS][
-        :_GRIDS
-    ]
-    peaks = {
-        name: found.steady[name].peak_activations / schedule.n_stages
-        for name, schedule in schedules.items()
-    }
+    small = [name for name, schedule in found.items() if rows(schedule.layout)[1] <= _ROWS]
+    drawn = {name: found[name] for name in small[:_GRIDS]}
     if drawn:
         yield Text(
-            "Which stage each rank runs in each slot of the first three training steps, and below"
-            " it the activations that all ranks together keep."
+            "The stage that each rank runs in each slot of the first three training steps, above"
+            " the activations that all ranks together keep."
         )
-    for name in drawn:
-        ranks = count(schedules[name].n_ranks, "rank")
+    for name, schedule in drawn.items():
+        ranks = count(schedule.n_ranks, "rank")
+        peak = schedules.steady[name].peak_activations / schedule.n_stages
         yield Figure(
-            draw(schedules[name], beside=[schedules[other] for other in drawn]),
-            f"{name}, {ranks}: {peaks[name]:.4g} micro-batches at most.",
+            draw(schedule, beside=[*drawn.values()]),
+            f"{name}, {ranks}: {peak:.4g} micro-batches at most.",
             f"Grid of {name} on {ranks}, over its activation memory, which peaks at"
-            f" {peaks[name]:.4g} micro-batches.",
+            f" {peak:.4g} micro-batches.",
         )
-    yield from _explored({name: schedules[name] for name in drawn})
-    left_out = [name for name in schedules if name not in drawn]
-    if left_out:
+    yield from _explored(drawn)
+    if left_out := [name for name in found if name not in drawn]:
         yield Text(f"Not drawn, to stay legible: {', '.join(left_out)}.")
     yield Table(
-        [_held(name, schedule, found.steady[name]) for name, schedule in schedules.items()],
+        [_peaks(name, schedule, schedules.steady[name]) for name, schedule in found.items()],
         "Activations that a schedule keeps, at most and in micro-batches (1 is all that one"
         " micro-batch keeps over the whole model), and how late its weights are.",
     )
-    measured = [about | _rank_memory(row) for about, row in _measured(groups)]
-    if measured:
+    if measured := _measured(groups, _rank_memory):
         yield Table(measured, "Memory as measured, at most, on each rank.")
 
 
 def _explored(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
-    """The first small ones, to point at."""
+    """The first small schedules as a page to explore."""
     from toolkit.figures.explorer.choice import Choice, choice_of
     from toolkit.figures.explorer.page import explored
 
@@ -121,23 +122,36 @@ def _explored(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
         yield Page(explored([*choices.values()]), caption + (f" (not {others})" if others else ""))
 
 
-def communication_blocks(groups: Sequence[Group], found: Found) -> Iterator[Block]:
-    """Traffic by slot, what ranks were seen to send, and when."""
-    if found.schedules:
+def communication_blocks(groups: Sequence[Group], schedules: Schedules) -> Iterator[Block]:
+    """Traffic by slot, and the messages and timelines measured on ranks."""
+    if schedules.found:
         yield Table(
-            [_sent(name, steady) for name, steady in found.steady.items()],
+            [_traffic(name, steady) for name, steady in schedules.steady.items()],
             "What all ranks together send in a slot of the steady state, in stages' parameters,"
             " and the messages of one training step.",
         )
     else:
-        yield Text("No run tells of a schedule.")
-    measured = [about | _rank_traffic(row) for about, row in _measured(groups)]
-    if measured:
+        yield Text("No run has a schedule.")
+    if measured := _measured(groups, _rank_traffic):
         yield Table(measured, "Messages as measured, in the steps that were recorded.")
-    yield from _timelines(groups)
+    for group in groups:
+        run = next((run for run in group.runs if (run.folder / "spans.csv").exists()), None)
+        if run is None:
+            continue
+        try:
+            figure = draw_timeline(run.folder / "spans.csv", group.label)
+        except ValueError as error:
+            yield Text(f"The timeline of {group.label} in {run.folder} is left out: {error}.")
+            continue
+        yield Figure(
+            figure,
+            f"{group.label} as measured in {run.folder}: what each rank computes, updates, sends"
+            " and receives, over time.",
+            f"Timeline of {group.label}: a row a rank, over what all of them send.",
+        )
 
 
-def _held(name: str, schedule: "Schedule", steady: "SteadyState") -> dict[str, str]:
+def _peaks(name: str, schedule: "Schedule", steady: "SteadyState") -> Cells:
     peak = steady.peak_activations / schedule.n_stages
     fullest = max(map(max, steady.activations)) / schedule.n_stages
     return {
@@ -152,7 +166,7 @@ def _held(name: str, schedule: "Schedule", steady: "SteadyState") -> dict[str, s
     }
 
 
-def _sent(name: str, steady: "SteadyState") -> dict[str, str]:
+def _traffic(name: str, steady: "SteadyState") -> Cells:
     units = steady.units_by_slot
     largest, average = float(max(units)), float(mean(units))
     messages = sum(sent.messages for slot in steady.traffic for sent in slot)
@@ -160,54 +174,87 @@ def _sent(name: str, steady: "SteadyState") -> dict[str, str]:
         "schedule": name,
         "mean in a slot": f"{average:.4g}",
         "largest in a slot": f"{largest:.4g}",
-        "largest / mean": f"{largest / average:.2f}" if average else NONE,
+        "largest / mean": f"{largest / average:.2f}" if average else DASH,
         "messages a step": str(messages),
     }
 
 
-def _measured(groups: Sequence[Group]) -> Iterator[tuple[dict[str, str], Mapping[str, float]]]:
-    """What is measured of, and its row: of each group the first run that has any."""
+def _measured(
+    groups: Sequence[Group], cells: Callable[[Mapping[str, float]], Cells]
+) -> list[Cells]:
+    """A row per rank of the first run of each group that has measurements."""
     have = [group for group in groups if any(run.ranks for run in group.runs)]
+    rows = []
     for group in have:
         run = next(run for run in group.runs if run.ranks)
-        for row in run.ranks:
-            if "rank" in row:
-                about = {"rule": group.full_label(have), "folder": str(run.folder)}
-                yield about | {"rank": f"{row['rank']:.0f}"}, row
+        about = {"rule": group.full_label(have), "folder": str(run.folder)}
+        rows += [
+            about | {"rank": f"{row['rank']:.0f}"} | cells(row)
+            for row in run.ranks
+            if "rank" in row
+        ]
+    return rows
 
 
-def _rank_memory(row: Mapping[str, float]) -> dict[str, str]:
+def _rank_memory(row: Mapping[str, float]) -> Cells:
     return {
-        "activations (MB)": per_million(row, "peak_activations"),
-        "weights (MB)": per_million(row, "peak_weights"),
-        "device (MB)": per_million(row, "device_peak", "{:.1f}"),
+        "activations (MB)": _megabytes(row, "peak_activations"),
+        "weights (MB)": _megabytes(row, "peak_weights"),
+        "device (MB)": _megabytes(row, "device_peak", "{:.1f}"),
     }
 
 
-def _rank_traffic(row: Mapping[str, float]) -> dict[str, str]:
+def _rank_traffic(row: Mapping[str, float]) -> Cells:
     return {
         "messages sent": number(row.get("messages_sent", nan), "{:.0f}"),
-        "MB sent": per_million(row, "bytes_sent"),
+        "MB sent": _megabytes(row, "bytes_sent"),
         "messages received": number(row.get("messages_received", nan), "{:.0f}"),
-        "MB received": per_million(row, "bytes_received"),
+        "MB received": _megabytes(row, "bytes_received"),
     }
 
 
-def _timelines(groups: Sequence[Group]) -> Iterator[Block]:
-    from toolkit.results.report_spans import draw_spans
+def _megabytes(row: Mapping[str, float], name: str, form: str = "{:.3f}") -> str:
+    return number(row.get(name, nan) / MB, form)
 
-    for group in groups:
-        run = next((run for run in group.runs if (run.folder / "spans.csv").exists()), None)
-        if run is None:
-            continue
-        try:
-            figure = draw_spans(run.folder / "spans.csv", group.label)
-        except ValueError as error:
-            yield Text(f"The timeline of {group.label} in {run.folder} is left out: {error}.")
-            continue
-        yield Figure(
-            figure,
-            f"{group.label} as measured in {run.folder}: what each rank computes, updates, sends"
-            " and receives, over time.",
-            f"Timeline of {group.label}: a row a rank, over what all of them send.",
-        )
+
+def draw_timeline(path: Path, name: str) -> "Drawing":
+    """Draw a ``spans.csv``.
+
+    Raises:
+        UserError: it cannot be read, or has too many spans to draw.
+    """
+    from toolkit.cost.timeline import COMPUTED, LANES, Span, Timeline
+    from toolkit.figures.timeline_figure import activity
+
+    try:
+        with path.open(newline="") as file:
+            spans = [
+                Span(
+                    rank=int(row["rank"]),
+                    lane=row["lane"],
+                    start=float(row["start"]),
+                    end=float(row["end"]),
+                    name=row["name"],
+                    stage=int(row["stage"]),
+                    microbatch=None,
+                    step=None,
+                    bytes=float(row["bytes"] or 0),
+                )
+                for row in csv.DictReader(file, strict=True)
+            ]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise UserError(f"{path.name} cannot be read ({error!r})") from error
+    n_ranks = 1 + max((span.rank for span in spans), default=-1)
+    valid = all(
+        span.rank >= 0
+        and span.lane in LANES
+        and isfinite(span.end)
+        and 0 <= span.start <= span.end
+        and (span.lane != "compute" or span.computed in COMPUTED)
+        for span in spans
+    )
+    if not valid or not any(span.end for span in spans):
+        raise UserError(f"{path.name} is not a timeline")
+    if len(spans) > _MOST_SPANS or n_ranks > _MOST_RANKS:
+        raise UserError(f"{path.name} has {len(spans)} spans of {n_ranks} ranks, too many to draw")
+    return activity(Timeline(name, n_ranks, spans, (), (max(span.end for span in spans),)))

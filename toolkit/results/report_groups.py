@@ -1,7 +1,7 @@
-"""Runs that differ in their seed alone, what they are called, and what they compare with."""
+"""Groups of runs that differ in their seed alone, their labels and comparisons."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ from toolkit.results.collect import flat_options
 from toolkit.results.run_record import Run
 from toolkit.results.schedule_from_config import rebuild_schedule
 
-# Runs are paired by their seeds, under rules; what one runtime or another takes is reported, too.
+# Rules are paired by seeds. The runtime changes no result, but a report compares its speed.
 _FREE = (INDIFFERENT | {"seed", "schedule"}) - {"runtime"}
-_MOST_OPTIONS = 3  # in a name
+_MOST_OPTIONS = 3  # in a label
+
+Runs = list[Run]
+"""Runs of one configuration."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +24,9 @@ class Group:
     """Runs of one configuration.
 
     Attributes:
-        label: the schedule's name, and what else sets it apart within its comparison.
-        comparison: what is trained on what, and how: groups of the same one can be compared.
-        runs: of every state.
+        label: the schedule's name, and what else distinguishes it within its comparison.
+        comparison: the model, data and options; groups with the same one can be compared.
+        runs: runs of every state.
     """
 
     label: str
@@ -35,17 +38,18 @@ class Group:
         return self.runs[0].config
 
     @property
-    def counting(self) -> list[Run]:
+    def counting(self) -> Runs:
+        """Runs with a final result."""
         return [run for run in self.runs if run.counts]
 
     @property
     def n_diverged(self) -> int:
-        """Runs whose loss diverged, and that so do not count."""
+        """Number of runs whose loss diverged."""
         return sum(run.diverged and not run.counts for run in self.runs)
 
     @property
     def by_seed(self) -> dict[int, Run]:
-        """The runs that count, one a seed: of several the one that started last."""
+        """The counting run of each seed that started last."""
         found: dict[int, Run] = {}
         for run in sorted(self.counting, key=lambda run: str(run.provenance.get("started"))):
             if run.seed is not None:
@@ -54,67 +58,74 @@ class Group:
 
     @property
     def n_repeated(self) -> int:
-        """Runs that repeat a seed."""
+        """Number of counting runs that repeat a seed."""
         return len([run for run in self.counting if run.seed is not None]) - len(self.by_seed)
 
-    def full_label(self, groups: "Sequence[Group]") -> str:
-        """Its label, with its comparison where ``groups`` has several."""
-        several = len({group.comparison for group in groups}) > 1
-        return f"{self.label} ({self.comparison})" if several else self.label
-
     @property
-    def summed(self) -> Run | None:
-        """The means over seeds, where runs have not been kept by themselves."""
+    def means(self) -> Run | None:
+        """The means over seeds of a comparison that kept no single runs."""
         means = (r for r in self.counting if r.seed is None and r.kind == "compare")
         return next(means, None)
 
+    def full_label(self, groups: "Sequence[Group]") -> str:
+        """The label, with the comparison if ``groups`` has several."""
+        several = len({group.comparison for group in groups}) > 1
+        return f"{self.label} ({self.comparison})" if several else self.label
+
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """The training runs that tell their configuration, comparison by comparison.
+    """Group the training runs with a known schedule, comparison by comparison.
 
-    Rules that share all other options are compared with each other. Configurations that have no
-    such company are compared over their options, if they train the same model on the same data.
+    Rules that share all other options are one comparison. The other configurations of a model and
+    data set are compared over their options.
     """
-    settings: dict[str, dict[str, dict[str, list[Run]]]] = {}
+    tasks: dict[str, dict[str, dict[str, Runs]]] = {}
     for run in runs:
         if run.trains and isinstance(run.config.get("schedule"), dict):
             alone = str(run.folder) if run.seed is None else ""
+            options = json.dumps(_relevant(flat(run.config)), sort_keys=True, default=str) + alone
             schedule = json.dumps([run.config["schedule"], alone], default=str)
-            of_task = settings.setdefault(_task(run), {})
-            of_task.setdefault(_setting(run) + alone, {}).setdefault(schedule, []).append(run)
-    found: list[Group] = []
-    for task, of_task in settings.items():
-        rules = [sorted(same.values(), key=_late) for same in of_task.values() if len(same) > 1]
-        others = [*(same for by in of_task.values() if len(by) == 1 for same in by.values())]
-        shared = [of_rule[0] for of_rule in rules]
+            by_options = tasks.setdefault(_task(run), {})
+            by_options.setdefault(options, {}).setdefault(schedule, []).append(run)
+    groups: list[Group] = []
+    for task, by_options in tasks.items():
+        rules = [
+            sorted(same.values(), key=_is_late) for same in by_options.values() if len(same) > 1
+        ]
+        others = [runs for same in by_options.values() if len(same) == 1 for runs in same.values()]
+        firsts = [same[0] for same in rules]
         for same in rules:
-            name = _named(task, same[0], shared)
-            if any(group.comparison == name for group in found):
+            name = _label(task, same[0], firsts)
+            if any(group.comparison == name for group in groups):
                 name = f"{name} ({same[0][0].folder.name})"
-            found += _groups(name, same, [_schedule(one) for one in same])
+            groups += _distinguish(name, same, [_schedule(runs) for runs in same])
         if others:
             name = f"{task}, other options" if rules else task
-            names = [_named(_schedule(one), one, others) for one in others]
-            found += _groups(name, others, names)
-    return found
+            labels = [_label(_schedule(runs), runs, others) for runs in others]
+            groups += _distinguish(name, others, labels)
+    return groups
 
 
-def _groups(comparison: str, found: Sequence[Sequence[Run]], names: Sequence[str]) -> list[Group]:
-    """What has the name of another is told apart by its rule, or by its folder."""
-    for tell in (lambda run: run.rule, lambda run: run.folder.name):
-        names = [
-            name if names.count(name) == 1 else f"{name} ({tell(same[0])})"
-            for name, same in zip(names, found, strict=True)
+def _distinguish(comparison: str, found: Sequence[Runs], labels: Sequence[str]) -> list[Group]:
+    """Groups whose equal labels have the rule appended, or else the folder."""
+    rule_or_folder: tuple[Callable[[Run], object], ...] = (
+        lambda run: run.rule,
+        lambda run: run.folder.name,
+    )
+    for describe in rule_or_folder:
+        labels = [
+            label if labels.count(label) == 1 else f"{label} ({describe(runs[0])})"
+            for label, runs in zip(labels, found, strict=True)
         ]
-    return [Group(name, comparison, same) for name, same in zip(names, found, strict=True)]
+    return [Group(label, comparison, runs) for label, runs in zip(labels, found, strict=True)]
 
 
-def _named(name: str, own: Sequence[Run], all_: Sequence[Sequence[Run]]) -> str:
-    """``name`` and the first options in which ``own`` is unlike some of the others."""
-    options = [_options(same[0]) for same in all_]
-    mine = _options(own[0])
-    told = [option for option in differing(options) if option in mine][:_MOST_OPTIONS]
-    return ", ".join([name, *(f"{_short(option)} {mine[option]}" for option in told)])
+def _label(name: str, own: Runs, all_: Sequence[Runs]) -> str:
+    """``name`` with the first options in which ``own`` differs from others."""
+    options = [_relevant(flat_options(runs[0].config)) for runs in all_]
+    mine = _relevant(flat_options(own[0].config))
+    shown = [option for option in differing(options) if option in mine][:_MOST_OPTIONS]
+    return ", ".join([name, *(f"{_short(option)} {mine[option]}" for option in shown)])
 
 
 def _short(option: str) -> str:
@@ -122,17 +133,8 @@ def _short(option: str) -> str:
     return {"microbatches": "micro-batches"}.get(option, option.rpartition(".")[2])
 
 
-def _options(run: Run) -> dict[str, Any]:
-    """The options that matter, but for the schedule's."""
-    return _mattering(flat_options(run.config))
-
-
-def _setting(run: Run) -> str:
-    return json.dumps(_mattering(flat(run.config)), sort_keys=True, default=str)
-
-
-def _mattering(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the folder of the data its name: elsewhere they are the same, and of another name not."""
+def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that distinguish configurations; of the data's folder only its name."""
     found = without(options, _FREE)
     root = found.get("data.root")
     return found | {"data.root": Path(root).name} if isinstance(root, str) else found
@@ -143,14 +145,14 @@ def _task(run: Run) -> str:
     return f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
 
 
-def _late(same: Sequence[Run]) -> bool:
-    """Whether it reads old weights; what does not is what the others are compared with."""
-    options = same[0].config["schedule"]
+def _is_late(runs: Runs) -> bool:
+    """Whether a schedule reads old weights; the first one that does not is the baseline."""
+    options = runs[0].config["schedule"]
     try:
         return rebuild_schedule(options).max_staleness > 0
     except ValueError:
         return bool(options.get("delay", 0) != 0)
 
 
-def _schedule(same: Sequence[Run]) -> str:
-    return same[0].schedule or same[0].rule or "schedule"
+def _schedule(runs: Runs) -> str:
+    return runs[0].schedule or runs[0].rule or "schedule"
