@@ -1,4 +1,4 @@
-"""Jobs that are started to be broken: their processes, where they are, and what is done to them.
+"""Start jobs in order to break them: their processes, where they are, and the faults.
 
 Linux only: what is looked at from outside lies in /proc.
 """
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -36,30 +36,28 @@ sys.addaudithook(hook)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script that says when it first connects: what its imports take is not the time-out's."""
+"""Runs a script that prints when it first connects: its imports do not count as time-out."""
 
 
 class Job:
-    """A command, and all that it starts: known by a mark in the environment.
+    """A command and all processes that it starts, known by a mark in their environment.
 
     Used as a context, at whose end nothing of it is left.
 
     Args:
-        command: what is run.
+        command: command to run.
         environment: variables besides those of this process.
-        output: the file that all of it writes to.
+        output: file that all of it writes to.
     """
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], output: Path
-    ) -> None:
+    def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
         name, value = "FAILURE_BENCH", uuid.uuid4().hex
         self._mark = f"{name}={value}".encode()
         self._known: dict[tuple[int, str], Process] = {}
         with output.open("wb") as file:
             self._process = subprocess.Popen(
                 command,
-                env=dict(os.environ) | dict(environment) | {name: value},
+                env=dict(os.environ) | environment | {name: value},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -77,11 +75,11 @@ class Job:
 
     @property
     def status(self) -> int | None:
-        """That with which the command has ended."""
+        """Exit status of the command; None while it runs."""
         return self._process.poll()
 
     def running(self) -> list[Process]:
-        """All of its processes, by number and start."""
+        """Return all of its processes that run."""
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError):
                 if self._mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -94,61 +92,40 @@ class Rank(NamedTuple):
     """A rank of a job that trains, from outside."""
 
     process: Process
-    word: SharedStatus
+    status: SharedStatus
 
     @property
     def place(self) -> str:
         """Where it is, or was at its end."""
-        return str(self.word.read().position)
-
-    @property
-    def step(self) -> int:
-        step = self.word.read().position.step
-        return -1 if step is None else step
+        return str(self.status.read().position)
 
 
 def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float) -> list[Rank]:
-    """All ranks, once each of them has come to ``step``; empty if they do not.
+    """Return all ranks once each of them has come to ``step``; nothing if they do not.
 
-    They have told each other in the store at ``port`` which processes they are and where their
-    last words lie.
+    Ranks find each other's process and record through the store at ``port``.
     """
+    ranks: list[Rank] = []
     end = time.monotonic() + patience
-
-    def when(true: Callable[[], bool]) -> bool:
-        while not true():
-            if job.status is not None or time.monotonic() > end:
-                return False
+    with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
+        while job.status is None and time.monotonic() < end:
+            if not ranks and _listens(port):
+                store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
+                ranks = _known_ranks(PrefixStore("watch", store), n_ranks)
+            steps = [rank.status.read().position.step for rank in ranks]
+            if ranks and all(now is not None and now >= step for now in steps):
+                return ranks
             time.sleep(_LOOK)
-        return True
-
-    if not when(lambda: _listens(port)):
-        return []
-    try:
-        return _at_work(port, n_ranks, step, patience, when)
-    except RuntimeError:  # the store is gone, and so is the job
-        return []
-
-
-def _at_work(
-    port: int, n_ranks: int, step: int, patience: float, when: Callable[[Callable[[], bool]], bool]
-) -> list[Rank]:
-    store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
-    beats = PrefixStore("watch", store)
-    ranks: dict[int, Rank] = {}
-
-    def all_known() -> bool:
-        for rank in range(n_ranks):
-            if beats.check([f"process/{rank}"]):
-                _, pid, started, fd = json.loads(beats.get(f"process/{rank}"))
-                word = SharedStatus.of(pid, fd)
-                if word is not None:
-                    ranks[rank] = Rank(Process(pid, started), word)
-        return len(ranks) == n_ranks
-
-    if when(all_known) and when(lambda: all(rank.step >= step for rank in ranks.values())):
-        return [ranks[rank] for rank in range(n_ranks)]
     return []
+
+
+def _known_ranks(store: PrefixStore, n_ranks: int) -> list[Rank]:
+    keys = [f"process/{rank}" for rank in range(n_ranks)]
+    if not store.check(keys):
+        return []
+    entries = [json.loads(store.get(key)) for key in keys]
+    found = [(Process(pid, start), SharedStatus.of(pid, fd)) for _, pid, start, fd in entries]
+    return [Rank(process, status) for process, status in found if status is not None]
 
 
 def kill(rank: Rank, port: int) -> None:
@@ -163,9 +140,10 @@ def cut(rank: Rank, port: int) -> None:
     """Shut its connections to other ranks down, but not those to the store at ``port``."""
     n_cut = 0
     for connection in _connections(rank.process.pid):
-        if port not in (connection.getsockname()[1], connection.getpeername()[1]):
-            connection.shutdown(socket.SHUT_RDWR)
-            n_cut += 1
+        with contextlib.suppress(OSError):  # one that is not connected
+            if port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                connection.shutdown(socket.SHUT_RDWR)
+                n_cut += 1
     if not n_cut:
         raise RuntimeError(f"process {rank.process.pid} has no connection to another rank")
 
@@ -184,7 +162,7 @@ def _listens(port: int) -> bool:
 
 
 def _connections(pid: int) -> Iterator[socket.socket]:
-    """Another process's connected TCP sockets, for as long as the caller looks at each."""
+    """Yield another process's TCP sockets, each for as long as the caller looks at it."""
     process = os.pidfd_open(pid)
     try:
         for fd in map(int, os.listdir(f"/proc/{pid}/fd")):
@@ -192,23 +170,13 @@ def _connections(pid: int) -> Iterator[socket.socket]:
                 continue
             ours = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
             if ours < 0:
-                reason = os.strerror(ctypes.get_errno())
                 raise UserError(
-                    f"the sockets of process {pid} cannot be had ({reason}): be root, or leave cut"
-                    " out of bench.faults"
+                    f"the sockets of process {pid} cannot be had"
+                    f" ({os.strerror(ctypes.get_errno())}): be root, or leave cut out of"
+                    " bench.faults"
                 )
             with socket.socket(fileno=ours) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(
-                    connection
-                ):
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
                     yield connection
     finally:
         os.close(process)
-
-
-def _is_connected(connection: socket.socket) -> bool:
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True

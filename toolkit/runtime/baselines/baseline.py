@@ -1,7 +1,7 @@
 """The base class of the baselines."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.checks import checked_world, scalar
+from toolkit.runtime.checks import check_fit, checked_world, scalar
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import BatchReader, StepResult, take
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
-from toolkit.runtime.state import part_of
-from toolkit.runtime.updater import MakeOptimizer, Weights
+from toolkit.runtime.state import load_model, part_of
+from toolkit.runtime.step_options import PLAIN, StepOptions
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
 
@@ -31,13 +33,17 @@ class Baseline(Runtime):
         schedule: a schedule with as many stages, of a kind that the baseline can run.
         optimizer: function from the list of a stage's parameters to its optimizer.
         loss: mean loss of a micro-batch, from outputs and targets.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
+        seed: seed of the model's random draws in training, such as dropout.
+        options: how stages compute and update; each baseline says which it takes.
         world: the ranks; those of this job unless given.
 
     Raises:
-        UserError: stages, schedule and ranks do not fit.
+        UserError: stages, schedule, options and ranks do not fit.
     """
 
     world: World
+    runtime: str  # name of the option
 
     def __init__(
         self,
@@ -45,28 +51,78 @@ class Baseline(Runtime):
         schedule: Schedule,
         optimizer: MakeOptimizer,
         loss: Loss,
-        world: World | None,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
+        options: StepOptions = PLAIN,
+        world: World | None = None,
     ) -> None:
+        check_fit(stages, schedule, optimizer, options)
+        self.check_schedule(schedule)
+        self._check_options(stages, schedule, options)
         super().__init__(stages, schedule, optimizer)
         self.world = checked_world(world, stages, schedule)
-        self._loss = scalar(loss)
+        self._loss, self._options = scalar(options.computed(loss)), options
         self._everyone = range(self.world.size)
-        self._begin_alike()
+        with self.world.watch.waiting("the first weights of rank 0", [0]):
+            for tensor in chain(stages.model.parameters(), stages.model.buffers()):
+                dist.broadcast(tensor.data, 0, self.world.group)
+        self._updaters = self._build(optimizer, lr_scheduler, seed)
 
-    def _part_of(self, stages: Collection[int]) -> dict[str, Any]:
-        """Return a rank's part of the state: that of ``stages``."""
+    @abstractmethod
+    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
+        """Refuse stages and options that the baseline cannot run."""
+
+    @abstractmethod
+    def _build(
+        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
+    ) -> Sequence[Updater]:
+        """Make what trains the stages; return the updater of each."""
+
+    def _check_no_gloo_on_gpus(self) -> None:
+        if self.world.device.type == "cuda" and self.world.backend == "gloo":
+            raise UserError(
+                f"runtime={self.runtime} with backend=gloo runs on the CPU only: use backend=nccl"
+                " with a GPU a rank, or device=cpu"
+            )
+
+    def _settle(self) -> None:
+        """Finish what the last step left open, before the weights are read or replaced."""
+
+    def _module(self) -> nn.Module:
+        self._settle()
+        return self.stages.model
+
+    def _averages(self) -> Weights:
+        self._settle()
+        return super()._averages()
+
+    @property
+    def _saved(self) -> Collection[int]:
+        """The stages whose state this rank saves."""
+        return self.own if self.rank == 0 else ()
+
+    def _part(self) -> dict[str, Any]:
+        self._settle()
+        versions = {j: self._versions(j) for j in self._saved}
         return part_of(
             self.steps_done,
             self.stages,
             self._updaters,
-            {j: self._versions(j) for j in stages},
-            stages,
+            versions,
+            self._saved,
             leads=self.rank == 0,
         )
 
     def _versions(self, j: int) -> dict[int, Weights]:
         """Return the weight versions of stage ``j`` that are still read."""
         return {self.steps_done: self._updaters[j].newest()}
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._settle()
+        load_model(state, self.stages, self._updaters, self.own)
+        for updater, found in zip(self._updaters, state["stages"], strict=True):
+            updater.load(found)
 
     def _reads(self, step: int) -> Sequence[int]:
         return [self.rank]
@@ -89,12 +145,6 @@ class Baseline(Runtime):
 
     def _result(self, step: int, outputs: Tensor, loss: Tensor) -> StepResult:
         return StepResult(step, (self.rank,), loss.detach()[None], outputs.detach())
-
-    def _begin_alike(self) -> None:
-        model = self.stages.model
-        with self.world.watch.waiting("the first weights of rank 0", [0]):
-            for tensor in chain(model.parameters(), model.buffers()):
-                dist.broadcast(tensor.data, 0, self.world.group)
 
 
 class Released:

@@ -9,13 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, check_choice
-from toolkit.model import Stages
 from toolkit.runtime.baselines.synchronous import Chain, Synchronous
-from toolkit.runtime.grouped import Loss
-from toolkit.runtime.process_group.group import World
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler
-from toolkit.schedule import Schedule
 
 # Its newer name; the older one is deprecated there.
 _BUFFERS = "forward_sync_buffers"
@@ -33,11 +27,8 @@ class DDP(Synchronous):
     """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        stages, optimizer, loss, world: as in ``Baseline``.
-        schedule: ``catalog.data_parallel(n)``.
-        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
-        seed: seed of the model's random draws in training, such as dropout.
-        options: only its precision and memory format may be set.
+        arguments, common: as in ``Baseline``. The schedule is ``catalog.data_parallel(n)``; of
+            the options only precision and memory format may be set.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
@@ -51,39 +42,25 @@ class DDP(Synchronous):
 
     def __init__(
         self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
-        world: World | None = None,
+        *arguments: Any,
         compression: str = "none",
         bucket_mb: float = 25.0,
         bucket_view: bool = False,
+        **common: Any,
     ) -> None:
         check_choice("compression", compression, _HOOKS)
         if not bucket_mb > 0:
             raise UserError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
         self._hook = _HOOKS[compression]
-        self._buckets = (bucket_mb, bucket_view)
-        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, options, world)
+        self._buckets = {"bucket_cap_mb": bucket_mb, "gradient_as_bucket_view": bucket_view}
+        super().__init__(*arguments, **common)
 
     def _wrap(self, model: Chain) -> nn.Module:
         if self._options.channels_last:
             model.to(memory_format=torch.channels_last)
-        bucket_mb, bucket_view = self._buckets
         # Buffers are not broadcast: they would change in place between forward and backward.
-        ddp_options: dict[str, Any] = {_BUFFERS: False}
-        wrapped = DistributedDataParallel(
-            model,
-            process_group=self.world.group,
-            bucket_cap_mb=bucket_mb,
-            gradient_as_bucket_view=bucket_view,
-            **ddp_options,
-        )
+        ddp_options: dict[str, Any] = {_BUFFERS: False, **self._buckets}
+        wrapped = DistributedDataParallel(model, process_group=self.world.group, **ddp_options)
         if self._hook is not None:
             wrapped.register_comm_hook(self.world.group, self._hook)
         return wrapped

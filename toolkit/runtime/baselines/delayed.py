@@ -1,25 +1,23 @@
 """Data parallelism whose gradients are summed during the next step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.runtime.base import Steps
 from toolkit.runtime.baselines.baseline import Baseline, describe, is_data_parallel
-from toolkit.runtime.checks import check_fit
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, compressed
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner, Values, leaves, take_gradients
-from toolkit.runtime.state import load_model, loaded
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler, Weights
+from toolkit.runtime.state import loaded
+from toolkit.runtime.step_options import StepOptions
+from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler, Updater, Weights
 from toolkit.schedule import Schedule
 
 
@@ -34,44 +32,34 @@ class DelayedAllReduce(Baseline):
     and keeps the version before it, with which the next run starts.
 
     Args:
-        stages, optimizer, loss, world: as in ``Baseline``.
-        schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
-        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
-        seed: seed of the model's random draws in training, such as dropout.
-        options: how stages compute and update.
+        arguments, common: as in ``Baseline``. The schedule is ``catalog.cyclic(n, 1)``, or any
+            other of a rank a micro-batch and delay 1.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:
         UserError: the schedule has another delay or placement, or an option has no such value.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
-        world: World | None = None,
-        compression: str = "none",
-    ) -> None:
+    runtime = "delayed_allreduce"
+
+    def __init__(self, *arguments: Any, compression: str = "none", **common: Any) -> None:
         check_choice("compression", compression, COMPRESSIONS)
-        check_fit(stages, schedule, optimizer, options)
-        self.check_schedule(schedule)
-        options.check(schedule, whole_step=False)
-        super().__init__(stages, schedule, optimizer, options.computed(loss), world)
-        self._scale = options.scale
         self._wire = COMPRESSIONS[compression]
-        self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed, options)
-            for j, stage in enumerate(stages)
-        ]
-        self._updaters = self._runners
-        self._read = [runner.newest() for runner in self._runners]
         self._under_way: list[list[_Message]] | None = None
+        super().__init__(*arguments, **common)
+
+    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
+        options.check(schedule, whole_step=False)
+
+    def _build(
+        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
+    ) -> Sequence[Updater]:
+        self._runners = [
+            StageRunner(stage, j, optimizer, lr_scheduler, seed, self._options)
+            for j, stage in enumerate(self.stages)
+        ]
+        self._read = [runner.newest() for runner in self._runners]
+        return self._runners
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
@@ -82,34 +70,22 @@ class DelayedAllReduce(Baseline):
                 f" state=replicated (got {describe(schedule)})"
             )
 
-    def _module(self) -> nn.Module:
+    def _settle(self) -> None:
         self._update(keep_old=True)
-        return self.stages.model
-
-    def _part(self) -> dict[str, Any]:
-        self._update(keep_old=True)
-        return self._part_of(self.own if self.rank == 0 else ())
 
     def _versions(self, j: int) -> dict[int, Weights]:
         before = {self.steps_done - 1: self._read[j]} if self.steps_done else {}
         return before | super()._versions(j)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._update(keep_old=True)
-        load_model(state, self.stages, self._runners, self.own)
-        for j, runner in enumerate(self._runners):
-            runner.load(state["stages"][j])
-            versions = loaded(state, j, runner)
-            self._read[j] = versions[max(0, state["steps_done"] - 1)]
-
-    def _averages(self) -> Weights:
-        self._update(keep_old=True)
-        return super()._averages()
+        super()._load(state)
+        oldest = max(0, state["steps_done"] - 1)
+        self._read = [loaded(state, j, runner)[oldest] for j, runner in enumerate(self._runners)]
 
     def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         """Run the steps, and apply the last update at their end."""
         yield from super()._steps(source, n_steps)
-        self._update(keep_old=True)
+        self._settle()
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         values = inputs
@@ -126,7 +102,7 @@ class DelayedAllReduce(Baseline):
 
         sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
-        (loss / self.n_ranks * self._scale).backward()
+        (loss / self.n_ranks * self._options.scale).backward()
         sending.finish()
         self._update(keep_old=False)
         self._read = [runner.newest() for runner in self._runners]

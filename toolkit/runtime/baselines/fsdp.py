@@ -1,6 +1,6 @@
 """torch's FSDP2: ZeRO-3, or ZeRO-2."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -13,17 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.model import Stages
 from toolkit.runtime.baselines.baseline import Released
 from toolkit.runtime.baselines.synchronous import Chain, Synchronous
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import joined
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
-from toolkit.schedule import Schedule
+from toolkit.runtime.updater import Updater
 
 
 class FSDP(Synchronous):
@@ -32,12 +27,9 @@ class FSDP(Synchronous):
     While it trains, the model's own parameters are empty; :meth:`module` fills them.
 
     Args:
-        stages, optimizer, loss, world: as in ``Baseline``.
-        schedule: ``catalog.data_parallel(n)``, its state sharded or not.
-        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
-        seed: seed of the model's random draws in training, such as dropout.
-        options: only its precision and memory format may be set. FSDP cuts only contiguous
-            weights, so ``channels_last`` is of the images alone.
+        arguments, common: as in ``Baseline``. The schedule is ``catalog.data_parallel(n)``, its
+            state sharded or not; of the options only precision and memory format may be set. FSDP
+            cuts only contiguous weights, so ``channels_last`` is of the images alone.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
             backward (ZeRO-2).
         cpu_offload: keep each rank's share in the CPU's memory, and update it there.
@@ -50,30 +42,15 @@ class FSDP(Synchronous):
     states = ("replicated", "sharded")
 
     def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
-        world: World | None = None,
-        reshard: bool = True,
-        cpu_offload: bool = False,
+        self, *arguments: Any, reshard: bool = True, cpu_offload: bool = False, **common: Any
     ) -> None:
         self._sharding = (reshard, cpu_offload)
-        super().__init__(stages, schedule, optimizer, loss, lr_scheduler, seed, options, world)
+        super().__init__(*arguments, **common)
 
     def _wrap(self, model: Chain) -> nn.Module:
         reshard, cpu_offload = self._sharding
         device = self.world.device
-        if device.type == "cuda" and self.world.backend == "gloo":
-            raise UserError(
-                "runtime=fsdp with backend=gloo runs on the CPU only: use backend=nccl with a GPU"
-                " a rank, device=cpu, or runtime=ddp"
-            )
+        self._check_no_gloo_on_gpus()
         if cpu_offload and device.type == "cpu":
             raise UserError(
                 "cpu_offload keeps weights off the GPU, and this rank computes on the CPU: leave"
@@ -105,9 +82,12 @@ class FSDP(Synchronous):
             stage.reshard()
         return super()._module()
 
+    @property
+    def _saved(self) -> Collection[int]:
+        return self.own
+
     def _part(self) -> dict[str, Any]:
-        self._average_running_statistics()
-        part = self._part_of(self.own)
+        part = super()._part()
         frozen = {
             name: parameter.data
             for stage in self._chain.stages

@@ -1,6 +1,7 @@
 """Pipelines run by torch.distributed.pipelining."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,14 +19,13 @@ from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
-from toolkit.runtime.checks import check_fit
 from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler
+from toolkit.runtime.step_options import StepOptions
+from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Op, Schedule, pipeline_orders
 
 _MESSAGES = "messages of torch's pipeline"
@@ -40,62 +40,51 @@ class TorchPipelining(Baseline):
     statistics, and running statistics advance once a step. While it trains, a rank's parameters
     of other ranks' stages are empty; :meth:`module` fills them.
 
-    Args:
-        stages, optimizer, loss, world: as in ``Baseline``.
-        schedule: ``catalog.gpipe``, ``one_f_one_b``, ``interleaved_1f1b`` or ``zero_bubble``, or
-            any other whose ranks run their ops in the same order.
-        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
-        seed: seed of the model's random draws in training, such as dropout.
-        options: only its precision may be set, to fp32 or tf32.
+    The schedule is ``catalog.gpipe``, ``one_f_one_b``, ``interleaved_1f1b`` or ``zero_bubble``, or
+    any other whose ranks run their ops in the same order; of the options only precision may be
+    set, to fp32 or tf32. Arguments are those of ``Baseline``.
 
     Raises:
         UserError: torch has no such schedule, or cannot send what crosses the stages.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
-        world: World | None = None,
-    ) -> None:
-        check_fit(stages, schedule, optimizer, options)
-        options.check_only("torch_pipelining", "precision")
+    runtime = "torch_pipelining"
+
+    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
+        options.check_only(self.runtime, "precision")
         if options.autocasts:
             raise UserError(
                 f"runtime=torch_pipelining takes no precision={options.precision}: use fp32 or"
                 " tf32, or runtime=distributed"
             )
-        self._make_runner = _torch_schedule(schedule)
-        _check_boundaries(stages)
-        super().__init__(stages, schedule, optimizer, loss, world)
-        if self.world.device.type == "cuda" and self.world.backend == "gloo":
-            raise UserError(
-                "runtime=torch_pipelining with backend=gloo runs on the CPU only: use backend=nccl"
-                " with a GPU a rank, or device=cpu"
-            )
+        for boundary in (tensor for crossing in stages.boundaries[1:] for tensor in crossing):
+            if not boundary.dtype.is_floating_point:
+                raise UserError(
+                    "runtime=torch_pipelining sends a gradient back for every tensor that crosses"
+                    f" stages, and {boundary.name} is of {boundary.dtype}: cut the model where"
+                    " none such crosses"
+                )
+
+    def _build(
+        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
+    ) -> Sequence[Updater]:
+        self._check_no_gloo_on_gpus()
+        n = len(self.stages)
         # Other ranks' stages get no gradients here; their learning rates keep in step.
         self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed) for j, stage in enumerate(stages)
+            StageRunner(stage, j, optimizer, lr_scheduler, seed)
+            for j, stage in enumerate(self.stages)
         ]
-        self._updaters = self._runners
-        self._owners = [schedule.rank(j, 0) for j in range(len(stages))]
+        self._owners = [self.schedule.rank(j, 0) for j in range(n)]
         self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
-        last, split = len(stages) - 1, schedule.splits_backward
-        self._parts = [_Part(self._runners[j], self.world, j == last, split) for j in self._own]
-        self._released = Released(
-            parameter
-            for j, stage in enumerate(stages)
-            if j not in self._own
-            for parameter in stage.parameters()
-        )
+        split = self.schedule.splits_backward
+        self._parts = [_Part(self._runners[j], self.world, j == n - 1, split) for j in self._own]
+        others = [stage for j, stage in enumerate(self.stages) if j not in self._own]
+        self._released = Released(chain.from_iterable(stage.parameters() for stage in others))
+        self._make_runner = _torch_schedule(self.schedule)
         self._runner: Any = None
         self._size = 0
+        return self._runners
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
@@ -114,8 +103,9 @@ class TorchPipelining(Baseline):
     def own(self) -> list[int]:
         return self._own
 
-    def _part(self) -> dict[str, Any]:
-        return self._part_of(self._own)
+    @property
+    def _saved(self) -> Collection[int]:
+        return self._own
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._released.restore()
@@ -254,16 +244,6 @@ def _torch_schedule(schedule: Schedule) -> MakeRunner:
         " rank; zero_bubble with a multiple of the ranks as micro-batches"
         f" (got {describe(schedule)})"
     )
-
-
-def _check_boundaries(stages: Stages) -> None:
-    for boundary in (tensor for crossing in stages.boundaries[1:] for tensor in crossing):
-        if not boundary.dtype.is_floating_point:
-            raise UserError(
-                "runtime=torch_pipelining sends a gradient back for every tensor that crosses"
-                f" stages, and {boundary.name} is of {boundary.dtype}: cut the model where"
-                " none such crosses"
-            )
 
 
 def _like(crossing: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:

@@ -2,10 +2,9 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,8 @@ from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.trace import draws_at_random, in_training
 from toolkit.runtime.baselines.baseline import Baseline, describe, is_data_parallel
-from toolkit.runtime.checks import check_fit
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values, channels_last, drawing
-from toolkit.runtime.state import load_model
 from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
 from toolkit.schedule import Schedule
@@ -32,19 +27,10 @@ class Chain(nn.Module):
     Args:
         stages: the model, partitioned.
         seed: seed of a stage's random draws, with step, stage and micro-batch.
-
-    Raises:
-        UserError: a norm mixes the micro-batches.
     """
 
     def __init__(self, stages: Stages, seed: int) -> None:
         super().__init__()
-        for name, module in stages.model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise UserError(
-                    f"got {name}, a SyncBatchNorm; each micro-batch is normalised by its own"
-                    " statistics: use the plain BatchNorm"
-                )
         tensors = chain(stages.model.parameters(), stages.model.buffers())
         memo = {id(tensor): tensor for tensor in tensors}
         self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
@@ -81,7 +67,6 @@ class Synchronous(Baseline):
     statistics, which equals averaging them at each step.
     """
 
-    runtime: str
     states: tuple[str, ...]
 
     @classmethod
@@ -93,29 +78,25 @@ class Synchronous(Baseline):
                 f" (got {describe(schedule)})"
             )
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        lr_scheduler: MakeScheduler | None,
-        seed: int,
-        options: StepOptions,
-        world: World | None,
-    ) -> None:
-        check_fit(stages, schedule, optimizer, options)
-        self.check_schedule(schedule)
+    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
         options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
         if options.precision == "fp16":
             raise UserError(
                 f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
             )
-        self._chain = Chain(stages, seed)
-        self._options = options
-        super().__init__(stages, schedule, optimizer, options.computed(loss), world)
+        for name, module in stages.model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"got {name}, a SyncBatchNorm; each micro-batch is normalised by its own"
+                    " statistics: use the plain BatchNorm"
+                )
+
+    def _build(
+        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
+    ) -> Sequence[Updater]:
+        self._chain = Chain(self.stages, seed)
         self._wrapped = self._wrap(self._chain)
-        self._updaters = [Updater(s, optimizer, lr_scheduler) for s in self._chain.stages]
+        return [Updater(stage, optimizer, lr_scheduler) for stage in self._chain.stages]
 
     @abstractmethod
     def _wrap(self, model: Chain) -> nn.Module:
@@ -124,19 +105,6 @@ class Synchronous(Baseline):
     def _in_forward(self) -> AbstractContextManager[None]:
         """Context of a forward."""
         return nullcontext()
-
-    def _module(self) -> nn.Module:
-        self._average_running_statistics()
-        return self.stages.model
-
-    def _part(self) -> dict[str, Any]:
-        self._average_running_statistics()
-        return self._part_of(self.own if self.rank == 0 else ())
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        load_model(state, self.stages, self._updaters, self.own)
-        for j, updater in enumerate(self._updaters):
-            updater.load(state["stages"][j])
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._chain.at(step, self.rank)
@@ -152,13 +120,10 @@ class Synchronous(Baseline):
         return self._result(step, outputs, loss)
 
     @torch.no_grad()
-    def _average_running_statistics(self) -> None:
-        norms = self._chain.norms()
-        running = [
-            t for norm in norms for t in (norm.running_mean, norm.running_var) if t is not None
-        ]
-        if not running:
-            return
-        mean = self.total(torch.cat(running)) / self.n_ranks
-        for tensor, part in zip(running, mean.split([len(t) for t in running]), strict=True):
-            tensor.copy_(part)
+    def _settle(self) -> None:
+        """Average the ranks' running statistics."""
+        norms = [(norm.running_mean, norm.running_var) for norm in self._chain.norms()]
+        if running := [tensor for pair in norms for tensor in pair if tensor is not None]:
+            mean = self.total(torch.cat(running)) / self.n_ranks
+            for tensor, part in zip(running, mean.split([len(t) for t in running]), strict=True):
+                tensor.copy_(part)
