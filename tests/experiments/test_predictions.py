@@ -139,11 +139,13 @@ def test_communication(tmp_path):
 def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
     from toolkit.schedule import paper_table
 
-    forms = paper_table._FORMULAS
-    wrong = forms["ZeRO"]
-    monkeypatch.setitem(
-        forms, "ZeRO", lambda rule, n: wrong(rule, n) | {"ranks": wrong(rule, n)["ranks"] + 1}
-    )
+    right = paper_table.formula
+
+    def wrong(setting, rule, n):
+        found = right(setting, rule, n)
+        return found | {"ranks": found["ranks"] + (setting == "ZeRO")}
+
+    monkeypatch.setattr(paper_table, "formula", wrong)
     finished = run("communication", "workers=2", f"hydra.run.dir={tmp_path}")
     assert finished.status == 1
     assert "ZeRO, DP: ranks is 3 by its formula and 2 as counted" in finished.err

@@ -21,7 +21,7 @@ from toolkit.figures.explorer.drawing import draw, frame_of, steps
 from toolkit.figures.explorer.inspection import analyse, find, predict
 from toolkit.figures.explorer.page import explored, write_csv
 from toolkit.schedule import RandomDelay, Schedule, steady_state
-from toolkit.schedule.footprint import footprint
+from toolkit.schedule.steady import footprint
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 CHOICES = [

@@ -12,7 +12,6 @@ from tests.runtime.models import name_of
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime.start_offset import StartOffset
 from toolkit.schedule import Action, catalog
-from toolkit.schedule.start_times import first_forwards
 
 
 class NotYetError(Exception):
@@ -97,13 +96,13 @@ def first_forward(program, rank):
 )
 @pytest.mark.parametrize("first_step", [0, 3])
 def test_first_forwards(schedule, expected, first_step):
-    assert first_forwards(schedule.lower(2, first_step)) == expected
+    assert schedule.lower(2, first_step).first_forwards() == expected
 
 
 @given(programs())
 @quick
 def test_first_forwards_are_first_forwards_of_the_first_stage(program):
-    found = first_forwards(program)
+    found = program.first_forwards()
     for rank, order in enumerate(program.ranks):
         forwards = [i for i in order if i.action == Action.FORWARD]
         begins = bool(forwards) and forwards[0].stage == 0
@@ -260,7 +259,7 @@ def test_no_order_of_events_deadlocks(program, random, hasty):
     """Whichever rank is fast; a turn is never late, and never given before its tick."""
     ranks = Ranks(program)
     everyone = range(len(program.ranks))
-    ticks = first_forwards(program)
+    ticks = program.first_forwards()
     leader = min(ticks, key=lambda rank: (ticks[rank], rank))
     begun = set()
     favourite = random.choice(everyone)

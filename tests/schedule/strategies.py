@@ -18,7 +18,7 @@ from toolkit.schedule import (
     Timing,
     timing,
 )
-from toolkit.schedule.random_delay import PER
+from toolkit.schedule.staleness import PER
 
 quick = settings(
     deadline=None,

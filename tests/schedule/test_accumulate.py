@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, shifted
 from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, catalog, steady_state, timing
-from toolkit.schedule.footprint import belongs_to, footprint
+from toolkit.schedule.steady import belongs_to, footprint
 
 RULES = {
     "DP": catalog.data_parallel,

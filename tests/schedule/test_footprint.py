@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 
 from toolkit.schedule import Schedule, catalog
-from toolkit.schedule.footprint import Footprint, footprint
+from toolkit.schedule.steady import Footprint, footprint
 
 HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
 

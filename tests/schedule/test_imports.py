@@ -39,7 +39,7 @@ def test_lowering_and_verifying_need_no_more():
 def test_its_modules_depend_on_each_other_one_way():
     folder = Path(schedule.__file__).parent
     needs = {path.stem: {*needed(path)} for path in folder.glob("*.py") if path.stem != "__init__"}
-    assert len(needs) > 20
+    assert len(needs) > 15
     assert {*TopologicalSorter(needs).static_order()} == needs.keys()  # or it raises CycleError
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from tests.thorough import more
 from toolkit.errors import UserError
-from toolkit.schedule import paper_table
-from toolkit.schedule.footprint import footprint
-from toolkit.schedule.paper_table import RULES, SETTINGS, Row, compare
+from toolkit.schedule.paper_table import RULES, SETTINGS, Row, compare, formula
+from toolkit.schedule.steady import footprint
 
 
 @pytest.mark.parametrize("n", more((2, 3, 4, 5, 8), range(2, 17)))
@@ -23,8 +22,8 @@ def test_every_program_keeps_to_its_closed_form(n):
 @pytest.mark.parametrize("rule", RULES)
 def test_sixteen_workers(setting, rule):
     schedule = SETTINGS[setting](rule, 16)
-    formula = paper_table._FORMULAS[setting](rule, 16)
-    assert Row(setting, rule, schedule, formula, footprint(schedule)).differences == {}
+    form = formula(setting, rule, 16)
+    assert Row(setting, rule, schedule, form, footprint(schedule)).differences == {}
 
 
 @pytest.mark.parametrize(

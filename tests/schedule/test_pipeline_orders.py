@@ -162,8 +162,8 @@ def test_interleaving_shrinks_the_bubble():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((6, 4, 4), "6 stages cannot be dealt out to 4 ranks; make them a multiple"),
-        ((4, 5, 2), "2 equal rounds: 5 cannot be divided so; make them a multiple of 2"),
+        ((6, 4, 4), "6 stages .* 4 ranks"),
+        ((4, 5, 2), "5 micro-batches .* 2 equal rounds.* multiple of 2"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused(arguments, message):
@@ -286,7 +286,7 @@ def test_any_orders_overlap_by_any_period(rank_orders, more, state):
 @pytest.mark.parametrize(
     ("period", "message"),
     [
-        (3, "rank 0 has 4 ops in a training step, a slot each: give a period of 4 slots or more"),
+        (3, "rank 0 has 4 ops .* 4 slots or more, not 3"),
         (0, r"0"),
         (6.0, r"6\.0"),
         ("6", r"'6'"),

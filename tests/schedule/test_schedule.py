@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, schedules, split
 from toolkit.errors import UserError
-from toolkit.schedule import PLACEMENTS, Kind, Op, Schedule, Timing, catalog, timing
+from toolkit.schedule import PLACEMENTS, Kind, Op, Schedule, Timing, catalog, labels, timing
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 INPUT, WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -137,3 +137,31 @@ def test_a_rank_that_has_nothing_to_do_holds_nothing():
     assert len(peaks) == 36
     assert sum(peaks) == 26
     assert {*peaks} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ticks"),
+    [
+        (catalog.cyclic(4, 1), 16),
+        (catalog.gpipe(3, 8), 12),
+        (catalog.zero_bubble(3, 8), 12),
+        (catalog.cyclic(3, n_stages=4), 48),  # workers are 8 / 3 slots apart: three ticks a slot
+        (catalog.cyclic(4, 1, state="sharded"), 2),
+        (catalog.cyclic(9, state="sharded"), 2),
+        (catalog.data_parallel(4, state="sharded"), 2),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_lookahead_in_ticks(schedule, ticks):
+    """Messages of a sharded state start little before their place: a rank holds its share."""
+    assert schedule.lookahead == ticks
+
+
+def test_a_name_that_schedules_share_is_told_with_its_key():
+    names = {"dp": "DP", "late": "CDP delay 2", "cdp_v1": "CDP-v1", "later": "CDP delay 2"}
+    assert labels(names) == {
+        "dp": "DP",
+        "late": "CDP delay 2 (late)",
+        "cdp_v1": "CDP-v1",
+        "later": "CDP delay 2 (later)",
+    }

@@ -13,8 +13,13 @@ from hypothesis import given
 from tests.schedule.strategies import quick, schedules
 from tests.thorough import more
 from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, Timing, catalog, steady_state
-from toolkit.schedule.footprint import footprint
-from toolkit.schedule.steady import settled_steps, steady_slots, steady_steps, steps_to_time
+from toolkit.schedule.steady import (
+    footprint,
+    settled_steps,
+    steady_slots,
+    steady_steps,
+    steps_to_time,
+)
 
 SIZES = more((2, 3, 4, 5, 8, 13, 16), range(2, 17))
 RULES = [1, "freshest"]

@@ -70,7 +70,7 @@ def test_a_delay_in_an_array(delay, plain):
 @pytest.mark.parametrize(
     ("delay", "message"),
     [
-        (np.zeros((2, 3), int), r"here 3 x 3: the rows given have lengths \[3, 3\]"),
+        (np.zeros((2, 3), int), r"3 x 3 .* lengths \[3, 3\]"),
         (np.full((3, 3), 0.5), r"0\.5"),
         (np.ones(3, bool), r"True"),
     ],
@@ -107,7 +107,7 @@ def test_equal_schedules_hash_alike(schedule):
     ],
 )
 def test_more_than_can_be_made_is_refused(make):
-    with pytest.raises(UserError, match=r"a schedule has at most 1048576 forwards.*; lower either"):
+    with pytest.raises(UserError, match="at most 1048576 forwards"):
         make()
 
 

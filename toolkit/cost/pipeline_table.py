@@ -12,8 +12,7 @@ from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError, whole
 from toolkit.schedule import Schedule, catalog
-from toolkit.schedule.footprint import footprint
-from toolkit.schedule.steady import steps_to_time
+from toolkit.schedule.steady import footprint, steps_to_time
 
 
 @dataclass(frozen=True)

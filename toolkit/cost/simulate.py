@@ -41,7 +41,6 @@ from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.replay import replay
-from toolkit.schedule.start_times import first_forwards, lookahead
 from toolkit.schedule.steady import steady_steps
 from toolkit.schedule.traffic import traffic_of
 
@@ -112,7 +111,7 @@ class _Simulation:
         n_ranks = len(program.ranks)
         self.computed = [0.0] * n_ranks  # time at which the compute lane is free
         self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
-        self.ahead = lookahead(program.schedule)
+        self.ahead = program.schedule.lookahead
         self.updated = [0.0] * n_ranks  # time at which the optimizer is free
         self.sending = [Port() for _ in range(n_ranks)]
         self.receiving = [Port() for _ in range(n_ranks)]
@@ -162,7 +161,7 @@ class _Simulation:
         for op in timing.starts:
             rank = self.program.schedule.rank(op.stage, op.microbatch)
             busy[rank] += self.seconds[op.stage][Action(op.kind)] / self.hardware.speed(rank)
-        for rank, tick in first_forwards(self.program).items():
+        for rank, tick in self.program.first_forwards().items():
             self.computed[rank] = tick / timing.period * max(busy)
 
     def _seconds(self, stage: int) -> dict[Action, float]:

@@ -21,7 +21,6 @@ from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.streams import Streams
 from toolkit.schedule import Action, Buffer, Instruction, Program
-from toolkit.schedule.start_times import lookahead
 
 
 class Waiter:
@@ -97,7 +96,7 @@ class Executor:
         # NCCL has no tags: messages between two ranks match by order alone.
         self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered)
         self._overlap = overlap
-        self._ahead = lookahead(program.schedule)
+        self._ahead = program.schedule.lookahead
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
         self._began: dict[int, float] = {}
         self._marks: dict[int, torch.cuda.Event] = {}

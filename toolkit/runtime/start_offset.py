@@ -9,7 +9,6 @@ from datetime import timedelta
 
 from toolkit.runtime.process_group.group import World
 from toolkit.schedule import Action, Instruction, Program
-from toolkit.schedule.start_times import first_forwards
 
 
 class StartOffset:
@@ -17,7 +16,7 @@ class StartOffset:
 
     def __init__(self, program: Program, world: World) -> None:
         self.world, self._name = world, world.next_name()
-        ticks = first_forwards(program)
+        ticks = program.first_forwards()
         self._leader = min(ticks, key=lambda rank: (ticks[rank], rank), default=world.rank)
         later = [(tick, rank) for rank, tick in ticks.items() if tick > ticks[self._leader]]
         self._waiting = sorted(later) if world.rank == self._leader else []

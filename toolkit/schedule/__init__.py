@@ -1,14 +1,12 @@
 """Schedules as data: which op runs when, where and on which weights. Standard library only."""
 
 from toolkit.schedule import catalog
-from toolkit.schedule.instruction import Action, Buffer, Instruction
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
 from toolkit.schedule.placement import PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
-from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.reduction_order import CHAINS
 from toolkit.schedule.schedule import STATES, Schedule, labels
-from toolkit.schedule.staleness import FRESHEST
+from toolkit.schedule.staleness import FRESHEST, RandomDelay
 from toolkit.schedule.steady import SteadyState, steady_state
 from toolkit.schedule.timing import Timing
 

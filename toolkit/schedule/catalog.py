@@ -5,15 +5,15 @@ To add a method, write its function, add its line to :data:`METHODS`, and add it
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
 from toolkit.errors import UserError, suggest, whole
 from toolkit.schedule import pipeline_orders, timing, v_schedules
-from toolkit.schedule.random_delay import RandomDelay
 from toolkit.schedule.reduction_order import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.staleness import FRESHEST, Delay, in_steps
+from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, in_steps
 from toolkit.schedule.validate import check_forwards
 
 _PREDICTED = " predicted"
@@ -37,16 +37,17 @@ def data_parallel(
             ``per_stage_and_microbatch`` (times model parallelism).
         state: ``replicated``, or ``sharded`` (ZeRO).
         delay: 0; larger values, a list [stage], a matrix [stage][microbatch] or a
-            :class:`~toolkit.schedule.random_delay.RandomDelay` study staleness apart from timing.
+            :class:`~toolkit.schedule.RandomDelay` study staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
     """
-    s, workers, k, m = _accumulated(n_stages, n, accumulate)
+    s, n, k = _sizes(n_stages, n, accumulate)
+    m = k * n
     late = _late(delay, s, m)
     rule = "" if late == " delay 0" else late
     name = _name("DP", state, rule + _PREDICTED * bool(predict and rule), k)
-    when = timing.simultaneous(s, workers, k)
+    when = timing.simultaneous(s, n, k)
     return Schedule(name, s, m, when, placement, delay, state, accumulate=k, predict=predict)
 
 
@@ -67,7 +68,7 @@ def cyclic(
         n: workers; micro-batches of a step, M, unless they accumulate.
         delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; other numbers of steps, a
             list [stage], a matrix [stage][microbatch], or a
-            :class:`~toolkit.schedule.random_delay.RandomDelay`.
+            :class:`~toolkit.schedule.RandomDelay`.
         placement: any; ``per_stage`` makes it a pipeline.
         state: ``replicated``, or ``sharded`` (ZeRO).
         n_stages: stages of the model, ``n`` unless given.
@@ -78,12 +79,13 @@ def cyclic(
 
     Source: arXiv 2403.08837.
     """
-    s, workers, k, m = _accumulated(n_stages, n, accumulate)
+    s, n, k = _sizes(n_stages, n, accumulate)
+    m = k * n
     late = _late(delay, s, m)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
     name = _name("CDP", state, rule + rotated + _PREDICTED * bool(predict), k)
-    when = timing.cyclic(s, workers, k)
+    when = timing.cyclic(s, n, k)
     return Schedule(name, s, m, when, placement, delay, state, chains, k, predict)
 
 
@@ -107,7 +109,7 @@ def published(
         state: as in :func:`data_parallel`.
         n_stages: stages of the model, S.
     """
-    s, m = _sizes(n_stages, n)
+    s, m, _ = _sizes(n_stages, n)
     delay = [[int(j < s - 1 - w) for w in range(m)] for j in range(s)]
     name = _name("CDP-v2 as published", state)
     return Schedule(name, s, m, timing.simultaneous(s, m), placement, delay, state)
@@ -115,18 +117,18 @@ def published(
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
     """One device, one micro-batch after another, one update."""
-    s, m = _sizes(n_stages, n_microbatches)
+    s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule("gradient accumulation", s, m, timing.sequential(s, m), "one")
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
     """All forwards, then all backwards. Source: arXiv 1811.06965."""
-    return _pipeline("GPipe", pipeline_orders.gpipe(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("GPipe", pipeline_orders.gpipe, n_stages, n_microbatches)
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
     """One forward, one backward, with a flush at each step. Source: arXiv 2006.09503."""
-    return _pipeline("1F1B", pipeline_orders.one_f_one_b(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("1F1B", pipeline_orders.one_f_one_b, n_stages, n_microbatches)
 
 
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
@@ -134,31 +136,30 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
 
     Source: arXiv 2104.04473.
     """
-    s, m = _sizes(n_stages, n_microbatches)
-    ranks = whole(n_ranks, "the number of ranks", 1)
-    return _pipeline("interleaved 1F1B", pipeline_orders.interleaved_1f1b(s, m, ranks))
+    make = partial(pipeline_orders.interleaved_1f1b, n_ranks=whole(n_ranks, "n_ranks", 1))
+    return _pipeline("interleaved 1F1B", make, n_stages, n_microbatches)
 
 
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
     """1F1B with split backwards, ZB-H1. Source: arXiv 2401.10241."""
-    return _pipeline("ZB-H1", pipeline_orders.zero_bubble(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("ZB-H1", pipeline_orders.zero_bubble, n_stages, n_microbatches)
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
     """Rank r of p has stages r and 2p-1-r; the activations of 1F1B, and no bubble from 2p-1
     micro-batches on. Source: arXiv 2401.10241.
     """
-    return _pipeline("ZB-V", v_schedules.zb_v(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("ZB-V", v_schedules.zb_v, n_stages, n_microbatches)
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Schedule:
     """As ZB-V, with half the activations of 1F1B and half its bubble. Source: arXiv 2405.15362."""
-    return _pipeline("V-Half", v_schedules.v_half(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("V-Half", v_schedules.v_half, n_stages, n_microbatches)
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Schedule:
     """As ZB-V, with a third of the activations of 1F1B. Source: arXiv 2405.15362."""
-    return _pipeline("V-Min", v_schedules.v_min(*_sizes(n_stages, n_microbatches)))
+    return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
 
 def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
@@ -173,7 +174,7 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
     Raises:
         UserError: fewer micro-batches than stages, which two weight versions cannot serve.
     """
-    s, m = _sizes(n_stages, n_microbatches)
+    s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:
         raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
     name = "PipeDream-2BW" + _PREDICTED * bool(predict)
@@ -181,8 +182,14 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
     return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
 
 
-def _pipeline(name: str, rank_orders: pipeline_orders.Orders) -> Schedule:
-    return Schedule.from_rank_orders(rank_orders, name=name)
+def _pipeline(
+    name: str,
+    make: Callable[[int, int], pipeline_orders.Orders],
+    n_stages: int,
+    n_microbatches: int,
+) -> Schedule:
+    s, m, _ = _sizes(n_stages, n_microbatches)
+    return Schedule.from_rank_orders(make(s, m), name=name)
 
 
 def _name(rule: str, state: str, detail: str = "", accumulate: int = 1) -> str:
@@ -205,21 +212,13 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
     return f" delay {least}-{most}{by}"
 
 
-def _sizes(n_stages: int | None, n_microbatches: int) -> tuple[int, int]:
-    """Stages, by default as many as micro-batches, and micro-batches."""
-    s, _, _, m = _accumulated(n_stages, n_microbatches, 1)
-    return s, m
-
-
-def _accumulated(
-    n_stages: int | None, n_workers: int, accumulate: int
-) -> tuple[int, int, int, int]:
-    """Stages, as many as workers unless given; workers; a worker's micro-batches; and all."""
-    workers = whole(n_workers, "the number of micro-batches", 1)
-    s = workers if n_stages is None else whole(n_stages, "the number of stages", 1)
+def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[int, int, int]:
+    """Stages, as many as workers unless given; workers; and micro-batches of each worker."""
+    n = whole(n_workers, "the number of micro-batches", 1)
+    s = n if n_stages is None else whole(n_stages, "the number of stages", 1)
     k = whole(accumulate, "accumulate, the micro-batches of a worker,", 1)
-    check_forwards(s, k * workers)
-    return s, workers, k, k * workers
+    check_forwards(s, k * n)
+    return s, n, k
 
 
 @dataclass(frozen=True)

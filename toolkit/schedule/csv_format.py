@@ -16,12 +16,11 @@ import csv
 import io
 import os.path
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import UserError, whole
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.pipeline_orders import as_early_as_possible
 from toolkit.schedule.placement import Placement
 from toolkit.schedule.timing import Timing
@@ -31,61 +30,37 @@ _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d+)")
 _KINDS = {kind.letter: kind for kind in Kind}
 
 
-def parse_op(text: str, where: str) -> Op:
-    """The op that ``text`` names.
-
-    Raises:
-        UserError: it names none; the message begins with ``where``.
-    """
-    found = _OP.fullmatch(text.strip())
-    if not found:
-        raise UserError(
-            f"{where}: {text.strip()!r} is not an op: write stage, kind and micro-batch, such as"
-            " 0F0, with kind one of F, B, I, W"
-        )
-    return Op(_KINDS[found[2]], int(found[1]), int(found[3]))
-
-
 def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
-    """One rank's ops, from ops or text."""
+    """One rank's ops, from ops or text; raise UserError if one is not an op."""
     words = order.split() if isinstance(order, str) else order
     return [_op(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
 
 
 def _op(word: Op | str, where: str) -> Op:
     if isinstance(word, str):
-        return parse_op(word, where)
+        if not (found := _OP.fullmatch(word.strip())):
+            raise UserError(
+                f"{where}: {word.strip()!r} is not an op: write stage, kind and micro-batch, such"
+                " as 0F0, with kind one of F, B, I, W"
+            )
+        return Op(_KINDS[found[2]], int(found[1]), int(found[3]))
     try:
         kind, stage, microbatch = word
         kind = Kind(kind)
     except (TypeError, ValueError):
-        raise UserError(
-            f"{where}: {word!r} is not an op: give text such as 0F0, or an Op"
-        ) from None
+        raise UserError(f"{where}: {word!r} is not an op: give an Op, or text like 0F0") from None
     at = whole(stage, f"{where}: a stage", 0), whole(microbatch, f"{where}: a micro-batch", 0)
     return Op(kind, *at)
 
 
-@dataclass(frozen=True)
-class Table:
-    """Contents of a CSV file.
-
-    Attributes:
-        orders: ``orders[rank]``, its ops.
-        slots: the slot in which each op is written.
-        period: slots between the starts of training steps; None if the file has no period.
-    """
-
-    orders: list[list[Op]]
-    slots: dict[Op, int]
-    period: int | None
-
-
-def read_csv(source: str | Path) -> Table:
+def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | None]:
     """Rank orders from a CSV file, or from its text.
 
     A string is text if it has a comma or a line end, and neither ends with ``.csv`` nor names a
     file.
+
+    Returns:
+        ``orders[rank]``; the slot in which each op is written; the period, None if absent.
 
     Raises:
         UserError: the file cannot be read, or a cell is not an op (row and column count from 1).
@@ -93,7 +68,11 @@ def read_csv(source: str | Path) -> Table:
     orders: list[list[Op]] = []
     slots: dict[Op, int] = {}
     periods: dict[int, str] = {}
-    for row, cells in enumerate(_rows(_content(source)), 1):
+    try:
+        rows = [*csv.reader(io.StringIO(_content(source)))]
+    except csv.Error as error:
+        raise UserError(f"rank orders that cannot be read as CSV: {error}") from None
+    for row, cells in enumerate(rows, 1):
         if cells:
             orders.append([])
         for slot, cell in enumerate(map(str.strip, cells)):
@@ -103,20 +82,13 @@ def read_csv(source: str | Path) -> Table:
             if found := _WITH_PERIOD.fullmatch(cell):
                 cell = found[1]
                 periods[int(found[2])] = where
-            op = parse_op(cell, where)
+            op = _op(cell, where)
             orders[-1].append(op)
             slots[op] = slot
     if len(periods) > 1:
         listed = " and ".join(f"period={period} ({where})" for period, where in periods.items())
-        raise UserError(f"a file has one period: got {listed}; leave all but one out")
-    return Table(orders, slots, next(iter(periods), None))
-
-
-def _rows(text: str) -> Iterator[list[str]]:
-    try:
-        yield from csv.reader(io.StringIO(text))
-    except csv.Error as error:
-        raise UserError(f"rank orders that cannot be read as CSV: {error}") from None
+        raise UserError(f"a file has one period: got {listed}")
+    return orders, slots, next(iter(periods), None)
 
 
 def _content(source: str | Path) -> str:
@@ -128,10 +100,7 @@ def _content(source: str | Path) -> str:
         return Path(source).read_text(encoding="utf-8-sig")  # spreadsheets begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
-        raise UserError(
-            f"{source} cannot be read ({reason}): expected a CSV file with a row a rank and a"
-            " cell an op, such as 0F0"
-        ) from error
+        raise UserError(f"{source} cannot be read ({reason}): expected a CSV file") from error
 
 
 def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> str:
@@ -142,31 +111,6 @@ def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> st
     Raises:
         UserError: a stage runs on several ranks, a rank on none, or ops start between slots.
     """
-    starts = timing.starts
-    by_time = sorted(starts, key=starts.__getitem__)
-    _check_pipeline(name, timing, layout, n_stages)
-    orders: list[list[Op]] = [[] for _ in range(layout.n_ranks)]
-    rows = [[""] * (starts[by_time[-1]] + 1) for _ in orders]
-    for op in by_time:
-        rank = layout.rank(op.stage, op.microbatch)
-        orders[rank].append(op)
-        rows[rank][starts[op]] = str(op)
-    if not all(orders):
-        raise UserError(
-            f"the CSV format has ops of every rank: rank {orders.index([])} of {name} has"
-            " none; leave out what is idle"
-        )
-    if as_early_as_possible(orders) != timing:
-        first = by_time[0]
-        row = rows[layout.rank(first.stage, first.microbatch)]
-        row[starts[first]] = f"{first} period={timing.period}"
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _check_pipeline(name: str, timing: Timing, layout: Placement, n_stages: int) -> None:
-    """Check that each stage has one rank, and each op a whole slot."""
     for j in range(n_stages):
         if len(layout.ranks(j)) > 1:
             raise UserError(
@@ -176,5 +120,24 @@ def _check_pipeline(name: str, timing: Timing, layout: Placement, n_stages: int)
     if timing.ticks_per_slot != 1 or layout.one_device:
         raise UserError(
             f"the CSV format has one op a slot and rank: {name} runs on one device or has"
-            " ops between slots; place it per_stage, and start every op at a whole slot"
+            " ops between slots; place it per_stage"
         )
+    starts = timing.starts
+    by_time = sorted(starts, key=starts.__getitem__)
+    orders: list[list[Op]] = [[] for _ in range(layout.n_ranks)]
+    rows = [[""] * (starts[by_time[-1]] + 1) for _ in orders]
+    for op in by_time:
+        rank = layout.rank(op.stage, op.microbatch)
+        orders[rank].append(op)
+        rows[rank][starts[op]] = str(op)
+    if not all(orders):
+        raise UserError(
+            f"the CSV format has ops of every rank: rank {orders.index([])} of {name} has none"
+        )
+    if as_early_as_possible(orders) != timing:
+        first = by_time[0]
+        row = rows[layout.rank(first.stage, first.microbatch)]
+        row[starts[first]] = f"{first} period={timing.period}"
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -3,8 +3,7 @@
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 
-from toolkit.schedule.instruction import Action, Buffer, Instruction
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
 
 
 def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
@@ -29,7 +28,8 @@ def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...
     added when it is used. A weight version is freed after its last use, and comes again only after
     that.
     """
-    return _Needs(rank).of(instructions)
+    found = _Needs(rank)
+    return [tuple(sorted(found.waits_for(p, i))) for p, i in enumerate(instructions)]
 
 
 class _Needs:
@@ -43,23 +43,29 @@ class _Needs:
         self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
         self.kept: dict[tuple, list[int]] = {}  # ops of a stage on a micro-batch
 
-    def of(self, instructions: Sequence[Instruction]) -> list[tuple[int, ...]]:
-        return [tuple(sorted(self._waits_for(p, i))) for p, i in enumerate(instructions)]
-
-    def _waits_for(self, position: int, i: Instruction) -> set[int]:
+    def waits_for(self, position: int, i: Instruction) -> set[int]:
         if i.action.computes:
             return self._computes(position, i)
+        if i.action.communicates:
+            return self._communicates(position, i)
         if i.action == Action.UPDATE:
-            return self._updates(position, i)
+            found = set(self.parts.pop((i.stage, i.step), ()))
+            if i.step is not None:  # it begins with the version before
+                found |= self._uses(position, (i.stage, i.step))
+            self.made[i.stage, i.version] = position
+            return found
         if i.action == Action.PREDICT:
-            return self._predicts(position, i)
-        if i.action == Action.FREE:
-            return self._frees(position, i)
-        return self._communicates(position, i)
+            self.made[i.weights] = position
+            late, before = i.predicted_from
+            return self._uses(position, late) | self._uses(position, before)
+        if i.buffer == Buffer.ACTIVATION:
+            return set(self.kept.pop((i.stage, i.microbatch, i.step), ()))
+        self.freed[i.weights] = position
+        return set(self.uses.pop(i.weights, ())) | self._takes(i.weights)
 
     def _computes(self, position: int, i: Instruction) -> set[int]:
         key = (i.stage, i.microbatch, i.step)
-        found = self._uses_weights(position, i.weights)
+        found = self._uses(position, i.weights)
         if i.action == Action.FORWARD:
             found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
             self.made[(Buffer.ACTIVATION, *key)] = position
@@ -76,39 +82,15 @@ class _Needs:
             self.parts[i.stage, i.step].append(position)
         return found
 
-    def _updates(self, position: int, i: Instruction) -> set[int]:
-        found = set(self.parts.pop((i.stage, i.step), ()))
-        if i.step is not None:  # it begins with the version before
-            base = (i.stage, i.step)
-            found |= self._takes(base, keep=True)
-            self.uses[base].append(position)
-        self.made[i.stage, i.version] = position
-        return found
-
-    def _predicts(self, position: int, i: Instruction) -> set[int]:
-        self.made[i.weights] = position
-        late, before = i.predicted_from
-        return self._uses_weights(position, late) | self._uses_weights(position, before)
-
-    def _frees(self, position: int, i: Instruction) -> set[int]:
-        if i.buffer == Buffer.ACTIVATION:
-            return set(self.kept.pop((i.stage, i.microbatch, i.step), ()))
-        key = i.weights
-        self.freed[key] = position
-        return set(self.uses.pop(key, ())) | self._takes(key)
-
     def _communicates(self, position: int, i: Instruction) -> set[int]:
         if i.buffer == Buffer.WEIGHTS:
             if not i.leaves(self.rank):
-                return self._uses_weights(position, i.weights)
-            key = i.weights
-            self.made[key] = position
-            return {self.freed[key]} if key in self.freed else set()
+                return self._uses(position, i.weights)
+            self.made[i.weights] = position
+            return {self.freed[i.weights]} if i.weights in self.freed else set()
         if i.buffer == Buffer.GRADIENT:
-            if i.action == Action.RECV:
-                self.parts[i.stage, i.step].append(position)
-                return set()
-            found = set(self.parts.pop((i.stage, i.step), ()))
+            gives = i.action != Action.RECV
+            found = set(self.parts.pop((i.stage, i.step), ())) if gives else set()
             if i.leaves(self.rank):
                 self.parts[i.stage, i.step].append(position)
             return found
@@ -118,11 +100,10 @@ class _Needs:
         self.made[boundary] = position
         return set()
 
-    def _uses_weights(self, position: int, key: tuple) -> set[int]:
+    def _uses(self, position: int, key: tuple) -> set[int]:
         self.uses[key].append(position)
-        return self._takes(key, keep=True)
+        return {self.made[key]} if key in self.made else set()
 
-    def _takes(self, key: tuple, *, keep: bool = False) -> set[int]:
+    def _takes(self, key: tuple) -> set[int]:
         """The position that made a buffer; empty if it existed before the program."""
-        maker = self.made.get(key) if keep else self.made.pop(key, None)
-        return set() if maker is None else {maker}
+        return {self.made.pop(key)} if key in self.made else set()

@@ -6,7 +6,7 @@ A rank that runs several ops at once (a single device) takes one row for each mi
 from collections.abc import Sequence
 
 from toolkit.errors import whole
-from toolkit.schedule.op import Op
+from toolkit.schedule.instruction import Op
 from toolkit.schedule.placement import Placement
 from toolkit.schedule.timing import Timing
 

@@ -29,8 +29,7 @@ from itertools import accumulate, dropwhile, groupby, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.errors import whole
-from toolkit.schedule.instruction import Action, Buffer, Instruction, collector_paused
-from toolkit.schedule.op import Kind
+from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, collector_paused
 from toolkit.schedule.program import Program
 
 if TYPE_CHECKING:
@@ -64,20 +63,20 @@ _PHASE = {
 } | {action: 7 for action in Action if action.computes}
 
 
-class _Read(NamedTuple):
-    """A rank computes with a weight version from ``start`` to ``end``."""
-
-    start: int
-    end: int
-    rank: int
-
-
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
     """See :meth:`Schedule.lower`."""
     n = whole(n_steps, "n_steps, the training steps of a program,", 1)
     first = whole(first_step, "first_step of a program", 0)
     with collector_paused():
         return _Lowering(schedule, range(first, first + n)).program()
+
+
+class _Read(NamedTuple):
+    """A rank computes with a weight version from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    rank: int
 
 
 @dataclass
@@ -148,9 +147,11 @@ class _Lowering:
         schedule, timing = self.schedule, self.schedule.timing
         ops = sorted(timing.starts.items(), key=lambda item: (item[1], item[0]))
         actions = {kind: Action(kind) for kind in Kind}
+        stages, microbatches = range(schedule.n_stages), range(schedule.n_microbatches)
         for step in self.steps:
             begin = (step - self.steps.start) * timing.period
-            place, delays = self._places(step), schedule.delays(step)
+            place = [[schedule.rank(j, m, step) for m in microbatches] for j in stages]
+            delays = schedule.delays(step)
             for (kind, j, m), start in ops:
                 start += begin
                 end = start + self.slot
@@ -188,12 +189,6 @@ class _Lowering:
                 for needed in (version - 1, version):
                     self.reads[j, needed].append(_Read(start, start, rank))
 
-    def _places(self, step: int) -> list[list[int]]:
-        """The rank of each stage and micro-batch at ``step``."""
-        microbatches = range(self.schedule.n_microbatches)
-        stages = range(self.schedule.n_stages)
-        return [[self.schedule.rank(j, m, step) for m in microbatches] for j in stages]
-
     def _reduce_and_update(self, j: int, step: int) -> _Update:
         """Sum stage j's gradient of ``step``, and update."""
         shares = self.shares[j, step]
@@ -206,10 +201,8 @@ class _Lowering:
             action = Action.REDUCE
             if self.schedule.state == "replicated":
                 action, updaters = Action.ALL_REDUCE, group
+            reduce = Instruction(ready, action, j, None, step, None, Buffer.GRADIENT, group)
             for rank in group:
-                reduce = Instruction(
-                    ready, action, j, step=step, buffer=Buffer.GRADIENT, peers=group
-                )
                 self.ranks[rank].append(reduce)
         else:
             summed = 0
@@ -237,11 +230,13 @@ class _Lowering:
         until = dict.fromkeys(made.ranks, made.tick)
         targets = [rank for rank in self._receivers(j, first) if rank not in until]
         hops = [*pairwise([self.owner[j], *targets])]
-        due = [self._due(first.get(a, reads[-1]), first.get(b, reads[-1])) for a, b in hops]
+        # Handed on after the source's first op with it, or a slot before the target's.
+        starts = [[first.get(rank, reads[-1]).start for rank in hop] for hop in hops]
+        due = [min(here + self.slot, there - self.slot) for here, there in starts]
         latest = [*accumulate(reversed(due), min)]
         for (source, target), before in zip(hops, reversed(latest), strict=True):
             at = max(made.tick, before)
-            self._send_weights(at, j, version, source, target)
+            self._message(source, target, at, Buffer.WEIGHTS, j, version=version)
             until[source] = max(until[source], at)
             until[target] = at
         for read in reads:
@@ -258,10 +253,6 @@ class _Lowering:
             return [*first]
         way = reversed(self.rings[j][:-1])
         return [*dropwhile(lambda rank: rank not in first, way)][::-1]
-
-    def _due(self, source: _Read, target: _Read) -> int:
-        """When weights are handed on: after the first op with them, or a slot before the next."""
-        return min(source.start + self.slot, target.start - self.slot)
 
     def _travel(self, j: int, version: int, made: _Update, remade: _Update | None) -> None:
         """Sharded: the version goes from op to op; its owner keeps it until the update.
@@ -285,11 +276,13 @@ class _Lowering:
             here = {stay.rank: stay for stay in lasting}
             missing = [rank for rank in ranks if rank not in here]
             if len(missing) > 1:
-                self._broadcast(start, j, version, (owner, *missing))
+                what = (j, None, None, version, Buffer.WEIGHTS, (owner, *missing))
+                for rank in (owner, *missing):
+                    self.ranks[rank].append(Instruction(start, Action.BROADCAST, *what))
                 here |= {rank: _Stay(rank, start, start) for rank in missing}
             elif missing:
                 at = min(start, max(holder.since, used, start - self.slot))
-                self._send_weights(at, j, version, holder.rank, missing[0])
+                self._message(holder.rank, missing[0], at, Buffer.WEIGHTS, j, version=version)
                 holder.until = max(holder.until, at)
                 here[missing[0]] = _Stay(missing[0], at, at)
             new = [here[rank] for rank in missing]
@@ -301,16 +294,6 @@ class _Lowering:
                 holder, used = here[ranks[0]], end
         for stay in stays:
             self._free_weights(stay.until, stay.rank, j, version)
-
-    def _send_weights(self, at: int, j: int, version: int, source: int, target: int) -> None:
-        self._message(source, target, at, Buffer.WEIGHTS, j, version=version)
-
-    def _broadcast(self, at: int, j: int, version: int, ranks: tuple[int, ...]) -> None:
-        message = Instruction(
-            at, Action.BROADCAST, j, version=version, buffer=Buffer.WEIGHTS, peers=ranks
-        )
-        for rank in ranks:
-            self.ranks[rank].append(message)
 
     def _free_weights(self, at: int, rank: int, j: int, version: int) -> None:
         free = Instruction(at, Action.FREE, j, version=version, buffer=Buffer.WEIGHTS)

@@ -1,8 +1,8 @@
 """The paper's comparison of data parallelism with cyclic data parallelism, setting by setting.
 
-N stages, N micro-batches. Each row is a schedule, and the closed form of its footprint, against
-which the one counted from its program is held. Source: table 1 of arXiv 2403.08837, section 4; the
-forms of traffic count messages of this toolkit's programs.
+N stages, N micro-batches. Each row is a schedule, the closed form of its footprint, and the
+footprint counted from its program. Source: table 1 of arXiv 2403.08837, section 4; the forms of
+traffic count messages of this toolkit's programs.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from functools import partial
 
 from toolkit.errors import whole
 from toolkit.schedule import catalog
-from toolkit.schedule.footprint import Footprint, footprint
 from toolkit.schedule.schedule import Schedule
+from toolkit.schedule.steady import Footprint, footprint
 
-RULES = ("DP", "CDP-v1", "CDP-v2")
+_METHODS = {catalog.METHODS[k].label: catalog.METHODS[k] for k in ("dp", "cdp_v1", "cdp_v2")}
+RULES = tuple(_METHODS)
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ def compare(n: int) -> list[Row]:
     for setting, make in SETTINGS.items():
         for rule in RULES:
             schedule = make(rule, n)
-            formula = _FORMULAS[setting](rule, n)
-            rows.append(Row(setting, rule, schedule, formula, footprint(schedule)))
+            form = formula(setting, rule, n)
+            rows.append(Row(setting, rule, schedule, form, footprint(schedule)))
     return rows
 
 
@@ -63,14 +64,14 @@ def schedule_of(
 
     Args:
         rule: one of :data:`RULES`.
+        n_workers: workers, N.
+        placement: as in :class:`Schedule`.
+        state: as in :class:`Schedule`.
         n_stages: as many as workers unless given.
     """
-    if rule != "DP":
-        delay = 1 if rule == "CDP-v1" else "freshest"
-        return catalog.cyclic(n_workers, delay, placement, state, n_stages=n_stages)
-    if placement == "per_stage":
+    if rule == "DP" and placement == "per_stage":
         return catalog.gpipe(n_workers if n_stages is None else n_stages, n_workers)
-    return catalog.data_parallel(n_workers, placement, state, n_stages=n_stages)
+    return _METHODS[rule](n_workers, placement=placement, state=state, n_stages=n_stages)
 
 
 SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
@@ -83,76 +84,45 @@ SETTINGS: dict[str, Callable[[str, int], Schedule]] = {
 """How each setting of the paper is scheduled under a rule, for N workers."""
 
 
-def _form(
-    ranks: int,
-    activations: Fraction | int,
-    total: Fraction | int,
-    parameters: Fraction | int,
-    sent: Fraction | int = 0,
-    slot: Fraction | int = 0,
-    rounds: int = 0,
-    size: Fraction | int = 1,
-) -> dict[str, Fraction]:
-    """``sent`` by all ranks together in a step and ``slot`` by one in a slot, in models.
-
-    ``size`` is that of a message.
-    """
+def formula(setting: str, rule: str, n: int) -> dict[str, Fraction]:
+    """The closed form of a footprint, by quantity, for ``n`` workers; it leaves weights out."""
+    s, log = Fraction(1, n), (n - 1).bit_length()
+    ring = 2 * (n - 1)  # a sum to n - 1 others and the new weights back; rounds of an all-reduce
+    gathered = ring + (n - 1) ** 2 * s  # and weights a second time, but not the last stage's
+    total = Fraction(n) if rule == "DP" else Fraction(n + 1, 2)
+    # ranks, activations, parameters; in models: sent by all ranks in a step, a message, the most
+    # that one rank sends in a slot; rounds
+    forms: dict[str, tuple[Fraction | int, ...]]
+    if rule == "DP":
+        forms = {
+            "one device": (1, n, 1, 0, 1, 0, 0),
+            "multi-device": (n, 1, 1, ring, s * s, ring * s * s, ring),
+            "with model parallelism": (n * n, s, s, ring, s * s, ring * s * s, ring),
+            "pipeline": (n, 1, s, 0, 1, 0, 0),
+            "ZeRO": (n, 1, s, gathered, s, (log + 1) * s, 2 * log),
+        }
+    else:
+        v1 = rule == "CDP-v1"
+        forms = {
+            "one device": (1, total, 1, 0, 1, 0, 0),
+            "multi-device": (n, 1, 1, ring, s, s, 1),
+            "with model parallelism": (
+                *(n * (n + 1) // 2, s, s, n - 1, s, s),
+                1 if v1 or n == 2 else 2,
+            ),
+            "pipeline": (n, 1, s, 0, 1, 0, 0),
+            "ZeRO": (n, 1, s, 3 * (n - 1), s, min(n, 3) * s, 1 + n % 2)
+            if v1
+            else (n, 1, s, gathered, s, min(n - 1, 2) * s, 1),
+        }
+    ranks, activations, parameters, sent, message, slot, rounds = map(Fraction, forms[setting])
     return {
-        "ranks": Fraction(ranks),
-        "activations": Fraction(activations),
-        "total_activations": Fraction(total),
-        "parameters": Fraction(parameters),
-        "traffic": Fraction(sent, ranks),
-        "messages": Fraction(sent, ranks) / size,
-        "traffic_in_slot": Fraction(slot),
-        "rounds": Fraction(rounds),
+        "ranks": ranks,
+        "activations": activations,
+        "total_activations": total,
+        "parameters": parameters,
+        "traffic": sent / ranks,
+        "messages": sent / ranks / message,
+        "traffic_in_slot": slot,
+        "rounds": rounds,
     }
-
-
-def _half(rule: str, n: int) -> Fraction:
-    """Activations of all workers together."""
-    return Fraction(n) if rule == "DP" else Fraction(n + 1, 2)
-
-
-def _one(rule: str, n: int) -> dict[str, Fraction]:
-    return _form(1, _half(rule, n), _half(rule, n), 1)
-
-
-def _multi(rule: str, n: int) -> dict[str, Fraction]:
-    slot = Fraction(2 * (n - 1), n * n) if rule == "DP" else Fraction(1, n)
-    rounds = 2 * (n - 1) if rule == "DP" else 1
-    size = Fraction(1, n * n if rule == "DP" else n)
-    return _form(n, 1, _half(rule, n), 1, 2 * (n - 1), slot, rounds, size)
-
-
-def _model_parallel(rule: str, n: int) -> dict[str, Fraction]:
-    share = Fraction(1, n)
-    if rule == "DP":
-        slot = Fraction(2 * (n - 1), n * n)
-        return _form(n * n, share, n, share, 2 * (n - 1), slot, 2 * (n - 1), share * share)
-    rounds = 2 if rule == "CDP-v2" and n > 2 else 1
-    return _form(n * (n + 1) // 2, share, _half(rule, n), share, n - 1, share, rounds, share)
-
-
-def _pipelined(rule: str, n: int) -> dict[str, Fraction]:
-    return _form(n, 1, _half(rule, n), Fraction(1, n))
-
-
-def _zero(rule: str, n: int) -> dict[str, Fraction]:
-    share, log = Fraction(1, n), (n - 1).bit_length()
-    least = Fraction((3 * n - 1) * (n - 1), n)
-    if rule == "DP":
-        return _form(n, 1, n, share, least, (log + 1) * share, 2 * log, share)
-    total = _half(rule, n)
-    if rule == "CDP-v1":
-        return _form(n, 1, total, share, 3 * (n - 1), min(n, 3) * share, 1 + n % 2, share)
-    return _form(n, 1, total, share, least, min(n - 1, 2) * share, 1, share)
-
-
-_FORMULAS: dict[str, Callable[[str, int], dict[str, Fraction]]] = {
-    "one device": _one,
-    "multi-device": _multi,
-    "with model parallelism": _model_parallel,
-    "pipeline": _pipelined,
-    "ZeRO": _zero,
-}

@@ -9,18 +9,16 @@ Four stages, four micro-batches, one column a slot (``.`` idle)::
     .   .   .   3F0 3F1 3F2 3F3 3B0 ...  .   .   .   3F0 3B0 3F1 3B1 3F2 3B2 ...
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 
 from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.staleness import Delay, in_steps
 from toolkit.schedule.timing import Timing
 from toolkit.schedule.validate import check_complete
 
 Orders = Sequence[Sequence[Op]]
-_ANY: Mapping[Op, int] = MappingProxyType({})
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Orders:
@@ -50,28 +48,29 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
     """
     if n_stages % n_ranks:
         raise UserError(
-            f"each rank has the same number of stages: {n_stages} stages cannot be dealt out to"
-            f" {n_ranks} ranks; make them a multiple of the ranks"
+            f"{n_stages} stages cannot be dealt out evenly to {n_ranks} ranks: make them a multiple"
         )
     per_rank = n_stages // n_ranks
     rounds = max(1, n_microbatches // n_ranks)
     if per_rank > 1 and n_microbatches % rounds:
         raise UserError(
-            f"micro-batches run in {rounds} equal rounds: {n_microbatches} cannot be divided so;"
-            f" make them a multiple of {n_ranks}"
+            f"{n_microbatches} micro-batches do not divide into {rounds} equal rounds: make them a"
+            f" multiple of {n_ranks}"
         )
     in_round = n_microbatches // rounds if per_rank > 1 else n_microbatches
+    turns = [
+        (block, m)
+        for start in range(0, n_microbatches, in_round)
+        for block in range(per_rank)
+        for m in range(start, min(start + in_round, n_microbatches))
+    ]
     orders = []
     for rank in range(n_ranks):
         ahead = n_ranks - 1 - rank
         warmup = (per_rank - 1) * in_round + 2 * ahead if per_rank > 1 else ahead
-        forwards = [
-            Op(Kind.FORWARD, block * n_ranks + rank, m)
-            for block, m in _rounds(per_rank, n_microbatches, in_round)
-        ]
+        forwards = [Op(Kind.FORWARD, block * n_ranks + rank, m) for block, m in turns]
         backwards = [
-            Op(Kind.BACKWARD, (per_rank - 1 - block) * n_ranks + rank, m)
-            for block, m in _rounds(per_rank, n_microbatches, in_round)
+            Op(Kind.BACKWARD, (per_rank - 1 - block) * n_ranks + rank, m) for block, m in turns
         ]
         orders.append(_one_forward_one_backward(forwards, backwards, warmup))
     return orders
@@ -97,14 +96,6 @@ def zero_bubble(n_stages: int, n_microbatches: int) -> Orders:
     return orders
 
 
-def _rounds(per_rank: int, n_microbatches: int, in_round: int) -> Iterator[tuple[int, int]]:
-    """(local stage, micro-batch): a round of micro-batches through each stage of the rank."""
-    for start in range(0, n_microbatches, in_round):
-        for block in range(per_rank):
-            for m in range(start, min(start + in_round, n_microbatches)):
-                yield block, m
-
-
 def _one_forward_one_backward(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
     warmup = min(warmup, len(forwards))
     steady = len(forwards) - warmup
@@ -118,7 +109,7 @@ def as_early_as_possible(
     orders: Orders,
     delay: Delay = 0,
     period: int | None = None,
-    not_before: Mapping[Op, int] = _ANY,
+    not_before: Mapping[Op, int] | None = None,
 ) -> Timing:
     """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
 
@@ -138,8 +129,8 @@ def as_early_as_possible(
     for rank, order in enumerate(orders):
         if period is not None and len(order) > period:
             raise UserError(
-                f"rank {rank} has {len(order)} ops in a training step, a slot each: give a period"
-                f" of {len(order)} slots or more, not {period}"
+                f"rank {rank} has {len(order)} ops in a training step: give a period of"
+                f" {len(order)} slots or more, not {period}"
             )
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
@@ -162,7 +153,7 @@ def as_early_as_possible(
                 waiting.setdefault(missing, []).append(rank)
                 break
             ready_at = max((ends[needed] for needed in needs[op]), default=0)
-            start = max(free[rank], not_before.get(op, 0), ready_at)
+            start = max(free[rank], (not_before or {}).get(op, 0), ready_at)
             if period is not None:
                 while start % period in busy[rank]:
                     start += 1
@@ -175,7 +166,7 @@ def as_early_as_possible(
         stuck = {rank: op for op, ranks in waiting.items() for rank in ranks}
         waits = (
             f"rank {rank} waits at {orders[rank][position[rank]]} for {stuck[rank]}"
-            for rank in _round({rank: on[op] for rank, op in stuck.items()})
+            for rank in _cycle({rank: on[op] for rank, op in stuck.items()})
         )
         raise UserError(
             f"the orders cannot be carried out: {'; '.join(waits)}."
@@ -203,7 +194,7 @@ def _period(
     return longest
 
 
-def _round(waits: Mapping[int, int]) -> list[int]:
+def _cycle(waits: Mapping[int, int]) -> list[int]:
     """The cycle of ranks that wait for each other, the lowest first."""
     rank = min(waits)
     for _ in waits:

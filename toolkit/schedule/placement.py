@@ -18,24 +18,23 @@ from itertools import accumulate
 from math import gcd
 
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.timing import Timing
 
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Stage j has ``replicas[j]`` ranks from ``first[j]`` on, which micro-batches take in turn.
+class Placement:
+    """Micro-batches take the ranks ``cycles[stage]`` in turn.
 
     The turn continues from step to step, so a micro-batch may meet another rank in the next step
-    where the number of micro-batches is not a multiple of the replicas.
+    where the number of micro-batches is not a multiple of the cycle.
     """
 
     name: str
     n_microbatches: int
-    first: tuple[int, ...]
-    replicas: tuple[int, ...]
+    cycles: tuple[Sequence[int], ...]
 
     @property
     def one_device(self) -> bool:
@@ -44,83 +43,51 @@ class Turns:
 
     @property
     def n_ranks(self) -> int:
-        return max(f + r for f, r in zip(self.first, self.replicas, strict=True))
+        return max(map(max, self.cycles)) + 1
 
     def turns(self, stage: int) -> int:
         """Steps after which a micro-batch meets the same rank again."""
-        return self.replicas[stage] // gcd(self.n_microbatches, self.replicas[stage])
+        length = len(self.cycles[stage])
+        return length // gcd(self.n_microbatches, length)
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
-        turn = step * self.n_microbatches + microbatch
-        return self.first[stage] + turn % self.replicas[stage]
+        cycle = self.cycles[stage]
+        return cycle[(step * self.n_microbatches + microbatch) % len(cycle)]
 
     def ranks(self, stage: int) -> Sequence[int]:
         """The ranks that run ``stage``."""
-        return range(self.first[stage], self.first[stage] + self.replicas[stage])
+        return sorted(set(self.cycles[stage]))
 
 
-@dataclass(frozen=True)
-class Assigned:
+class Assigned(Placement):
     """``table[stage][microbatch]`` is the rank, at every step.
 
     Raises:
-        UserError: it is no table of whole numbers, 0 or more.
+        UserError: it is not a table of whole numbers, 0 or more.
     """
 
-    table: tuple[tuple[int, ...], ...]
-    name: str = "assigned"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.table, str) or not all(self.table):
-            raise UserError(f"a placement has the ranks of every stage: got {self.table!r}")
-        table = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in self.table)
-        object.__setattr__(self, "table", table)
-
-    def fits(self, n_stages: int, n_microbatches: int) -> bool:
-        """Whether it has a rank for each stage and micro-batch, and no more."""
-        return [*map(len, self.table)] == [n_microbatches] * n_stages
-
-    @property
-    def n_microbatches(self) -> int:
-        return len(self.table[0])
-
-    @property
-    def one_device(self) -> bool:
-        """Whether a single device runs everything."""
-        return self.name == "one"
-
-    @property
-    def n_ranks(self) -> int:
-        return max(map(max, self.table)) + 1
-
-    def turns(self, stage: int) -> int:
-        """Steps after which a micro-batch meets the same rank again."""
-        return 1
-
-    def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
-        return self.table[stage][microbatch]
-
-    def ranks(self, stage: int) -> Sequence[int]:
-        """The ranks that run ``stage``."""
-        return sorted(set(self.table[stage]))
+    def __init__(self, table: Sequence[Sequence[int]], name: str = "assigned") -> None:
+        if isinstance(table, str) or not table or not all(table):
+            raise UserError(f"a placement has the ranks of every stage: got {table!r}")
+        cycles = tuple(tuple(whole(rank, "a rank", 0) for rank in ranks) for ranks in table)
+        super().__init__(name, len(cycles[0]), cycles)
 
 
-Placement = Turns | Assigned
-
-
-def place(name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int) -> Turns:
+def place(
+    name: str, timing: Timing, n_stages: int, n_microbatches: int, n_workers: int
+) -> Placement:
     """The placement called ``name`` for ops timed by ``timing``."""
     check_choice("placement", name, PLACEMENTS)
-    if name == "one":
-        first, replicas = [0] * n_stages, [1] * n_stages
-    elif name == "per_microbatch":
-        first, replicas = [0] * n_stages, [n_workers] * n_stages
+    first, replicas = [0] * n_stages, [1] * n_stages
+    if name == "per_microbatch":
+        replicas = [n_workers] * n_stages
     elif name == "per_stage":
-        first, replicas = list(range(n_stages)), [1] * n_stages
-    else:
+        first = list(range(n_stages))
+    elif name == "per_stage_and_microbatch":
         replicas = [_most_in_flight(timing, j, n_microbatches) for j in range(n_stages)]
         first = [0, *accumulate(replicas[:-1])]
-    return Turns(name, n_microbatches, tuple(first), tuple(replicas))
+    cycles = (range(at, at + n) for at, n in zip(first, replicas, strict=True))
+    return Placement(name, n_microbatches, tuple(cycles))
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
@@ -132,8 +99,4 @@ def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:
     period = timing.period
     alive = sum((-1 - start) // period - (-1 - end) // period for start, end in spans)
     changes = [(start % period, 1) for start, _ in spans] + [(end % period, -1) for _, end in spans]
-    most = alive
-    for _, change in sorted(changes):
-        alive += change
-        most = max(most, alive)
-    return most
+    return max(accumulate((change for _, change in sorted(changes)), initial=alive))

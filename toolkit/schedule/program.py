@@ -71,6 +71,15 @@ class Program:
         """The stages that a rank updates."""
         return frozenset(i.stage for i in self.ranks[rank] if i.action == Action.UPDATE)
 
+    def first_forwards(self) -> dict[int, int]:
+        """The tick of the first forward of each rank that begins with the model's first stage."""
+        found = {}
+        for rank, instructions in enumerate(self.ranks):
+            first = next((i for i in instructions if i.action == Action.FORWARD), None)
+            if first is not None and first.stage == 0:
+                found[rank] = first.tick
+        return found
+
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
         tick = self.schedule.timing.ticks_per_slot
@@ -87,9 +96,7 @@ class Program:
             for when, alive in _alive(instructions):
                 gained[when] += alive - before
                 before = alive
-        ticks = sorted(gained)
-        levels = accumulate(gained[when] for when in ticks)
-        changes = zip(ticks, levels, strict=True)
+        changes = zip(sorted(gained), accumulate(gained[at] for at in sorted(gained)), strict=True)
         return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
@@ -122,11 +129,8 @@ class Program:
         for rank, instructions in enumerate(self.ranks):
             sent: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
-                if (
-                    i.action in _SENDING
-                    and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
-                    and self.slot(i) in slots
-                ):
+                moves = i.action in _SENDING and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
+                if moves and self.slot(i) in slots:
                     sent[self.slot(i)].append(traffic_of(i, rank))
             for slot, found in sent.items():
                 total[slots.index(slot)][rank] = found[0] if len(found) == 1 else together(found)

@@ -15,15 +15,13 @@
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.placement import Placement
 from toolkit.schedule.staleness import Staleness
 from toolkit.schedule.timing import Timing
 
 IN_ORDER, ROTATED = "in_order", "rotated"
 CHAINS = (IN_ORDER, ROTATED)
-_TAKES = f'chains="{ROTATED}" takes'
-_INSTEAD = f'use chains="{IN_ORDER}"'
 
 
 def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[int, ...]:
@@ -34,34 +32,39 @@ def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[int, ...]:
     return (*order[turn:], *order[:turn])
 
 
-def check_chains(
+def check_rotated(
     timing: Timing, layout: Placement, staleness: Staleness, state: str, n_workers: int
 ) -> None:
-    """Check that the schedule can honour rotated chains.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raise UserError if the schedule cannot honour rotated chains."""
+    takes, instead = f'chains="{ROTATED}" takes', f'use chains="{IN_ORDER}"'
     if state != "replicated":
+        raise UserError(f'{takes} state="replicated": got state={state!r}; {instead}')
+    stages, microbatches = range(len(staleness)), range(layout.n_microbatches)
+    rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
+    fixed = len(rows) == 1 and all(layout.turns(j) == 1 for j in stages)
+    if not fixed or len(set(*rows)) != n_workers:
         raise UserError(
-            f'{_TAKES} state="replicated": got state={state!r}; choose that, or {_INSTEAD}'
-        )
-    if not _has_a_rank_for_each_microbatch(layout, len(staleness), n_workers):
-        raise UserError(
-            f"{_TAKES} a rank for each micro-batch, the same at every stage: got placement"
-            f' {layout.name!r}; choose placement="per_microbatch", or {_INSTEAD}'
+            f"{takes} a rank for each micro-batch, the same at every stage: got placement"
+            f' {layout.name!r}; choose placement="per_microbatch", or {instead}'
         )
     for j, row in enumerate(staleness):
-        _check_ends(timing, layout, j)
-        _check_delays(timing, layout, j, row)
-
-
-def _has_a_rank_for_each_microbatch(layout: Placement, n_stages: int, n_workers: int) -> bool:
-    microbatches, stages = range(layout.n_microbatches), range(n_stages)
-    rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
-    if len(rows) > 1 or any(layout.turns(j) > 1 for j in stages):
-        return False
-    return len(set(rows.pop())) == n_workers
+        ends = _ends(timing, layout, j)
+        if len(set(ends.values())) == 1 < len(ends):
+            raise UserError(
+                f"{takes} micro-batches that end one after another: at stage {j} all {len(ends)}"
+                f" end at once, and their gradients meet in an all-reduce; {instead}"
+            )
+        made = timing.update_ready(j, layout.n_microbatches)
+        for m, delay in enumerate(row):
+            op = Op(Kind.FORWARD, j, m)
+            # New weights need time to go round before a rank reads them.
+            if timing.starts[op] + (delay + 1) * timing.period <= made:
+                raise UserError(
+                    f"{takes} a delay that leaves new weights time to go round the ranks: stage"
+                    f" {j} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
+                    f" for delay={delay + 1} there, or {instead}\n"
+                    + grid.render(timing, layout, mark=(op, 0))
+                )
 
 
 def _ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
@@ -71,29 +74,3 @@ def _ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
         rank = layout.rank(stage, m)
         ends[rank] = max(ends.get(rank, 0), timing.gradient_end(stage, m))
     return ends
-
-
-def _check_ends(timing: Timing, layout: Placement, stage: int) -> None:
-    """Check that the stage has a chain, not an all-reduce."""
-    ends = _ends(timing, layout, stage)
-    n = len(ends)
-    if len(set(ends.values())) == 1 < n:
-        raise UserError(
-            f"{_TAKES} micro-batches that end one after another: at stage {stage} all {n} end at"
-            f" once, and their gradients meet in an all-reduce; choose another timing, or"
-            f" {_INSTEAD}"
-        )
-
-
-def _check_delays(timing: Timing, layout: Placement, stage: int, row: tuple[int, ...]) -> None:
-    """Check that new weights have time to go round before a rank reads them."""
-    made = timing.update_ready(stage, layout.n_microbatches)
-    for m, delay in enumerate(row):
-        op = Op(Kind.FORWARD, stage, m)
-        if timing.starts[op] + (delay + 1) * timing.period <= made:
-            raise UserError(
-                f"{_TAKES} a delay that leaves new weights time to go round the ranks: stage"
-                f" {stage} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
-                f" for delay={delay + 1} there, or {_INSTEAD}\n"
-                + grid.render(timing, layout, mark=(op, 0))
-            )

@@ -4,18 +4,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule import csv_format
 from toolkit.schedule import grid as _grid
-from toolkit.schedule import pipeline_orders as _orders
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.lower import lower
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.pipeline_orders import as_early_as_possible
 from toolkit.schedule.placement import Assigned, Placement, place
-from toolkit.schedule.random_delay import RandomDelay, draws
-from toolkit.schedule.reduction_order import CHAINS, IN_ORDER, check_chains, ring_of
-from toolkit.schedule.staleness import Delay, Staleness, plain, requested
+from toolkit.schedule.reduction_order import CHAINS, IN_ORDER, check_rotated, ring_of
+from toolkit.schedule.staleness import (
+    FRESHEST,
+    Delay,
+    RandomDelay,
+    Staleness,
+    draws,
+    freshest,
+    in_steps,
+    plain,
+)
 from toolkit.schedule.timing import Timing
 from toolkit.schedule.validate import (
     check_complete,
@@ -91,33 +99,43 @@ class Schedule:
     def __post_init__(self) -> None:
         check_choice("state", self.state, STATES)
         check_choice("chains", self.chains, CHAINS)
-        self._settle()
-        sizes = self.n_stages, self.n_microbatches
-        check_complete(self.timing.starts, *sizes)
+        m = whole(self.n_microbatches, "the number of micro-batches", 1)
+        k = whole(self.accumulate, "accumulate", 1)
+        if m % k:
+            raise UserError(f"accumulate divides the {m} micro-batches of a step: got {k}")
+        s = whole(self.n_stages, "the number of stages", 1)
+        check_forwards(s, m)
+        # Python's own numbers and tuples compare and hash; NumPy's do not.
+        self._set(n_stages=s, n_microbatches=m, accumulate=k, delay=plain(self.delay))
+        check_complete(self.timing.starts, s, m)
         layout = self.placement
         if not isinstance(layout, Placement):
-            layout = place(layout, self.timing, *sizes, self.n_workers)
-        elif isinstance(layout, Assigned) and not layout.fits(*sizes):
+            layout = place(layout, self.timing, s, m, self.n_workers)
+        elif isinstance(layout, Assigned) and [*map(len, layout.cycles)] != [m] * s:
             raise UserError(
-                f"a placement is [stage][microbatch], here {sizes[0]} of {sizes[1]} each: got"
-                f" {layout.table}"
+                f"a placement is [stage][microbatch], here {s} of {m} each: got {layout.cycles}"
             )
-        object.__setattr__(self, "layout", layout)
-        check_dependencies(self.timing, layout, *sizes)
-        check_ranks(self.timing, layout, self.n_stages)
-        least, largest = requested(self.delay, self.timing, *sizes)
-        object.__setattr__(self, "least_staleness", least)
-        object.__setattr__(self, "staleness", largest)
+        check_dependencies(self.timing, layout, s, m)
+        check_ranks(self.timing, layout, s)
+        if isinstance(self.delay, str) and self.delay == FRESHEST:
+            least = largest = freshest(self.timing, s, m)
+        else:
+            least, largest = in_steps(self.delay, s, m)
+        self._set(layout=layout, least_staleness=least, staleness=largest)
         check_staleness(self.timing, layout, least, self.delay)
         if self.chains != IN_ORDER:
-            check_chains(self.timing, layout, least, self.state, self.n_workers)
+            check_rotated(self.timing, layout, least, self.state, self.n_workers)
         if not isinstance(self.predict, bool):
             raise UserError(f"predict is True or False: got {self.predict!r}")
         if self.predict and self.state != "replicated":
             raise UserError(
                 f'predict=True takes state="replicated": got state={self.state!r}; a rank'
-                " keeps a sharded version for one op only; choose that, or predict=False"
+                " keeps a sharded version for one op only"
             )
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         late = self.delay if isinstance(self.delay, int | str | RandomDelay) else "by stage"
@@ -152,6 +170,17 @@ class Schedule:
     def splits_backward(self) -> bool:
         """Whether any backward is two ops, of the input and of the weights."""
         return any(op.kind == Kind.BACKWARD_INPUT for op in self.timing.starts)
+
+    @property
+    def lookahead(self) -> int:
+        """Ticks by which a message may start before its place in the program.
+
+        They are measured from the op that each of its ranks has reached. Two micro-batch lifetimes,
+        so that each kind of message has two buffers; two slots where the state is sharded, so that
+        a rank holds its share of the weights and little more.
+        """
+        slots = 2 if self.state == "sharded" else 4 * self.n_stages
+        return slots * self.timing.ticks_per_slot
 
     @property
     def max_staleness(self) -> int:
@@ -234,6 +263,7 @@ class Schedule:
         state: str = "replicated",
         predict: bool = False,
         period: int | None = None,
+        not_before: Mapping[Op, int] | None = None,
     ) -> "Schedule":
         """A schedule from the order of each rank's ops, each as early as it can start.
 
@@ -246,6 +276,7 @@ class Schedule:
             period: slots between the starts of training steps, which overlap where they are fewer
                 than a step takes; unless given, the pipeline drains: the least at which each rank
                 ends a step before it begins the next, and weights are ready.
+            not_before: slots before which an op does not start.
 
         Raises:
             UserError: an op is missing, unknown or repeated; a rank has nothing to do, or more
@@ -255,18 +286,16 @@ class Schedule:
         if isinstance(orders, str):
             raise UserError(f"orders are a list with one for each rank: got the text {orders!r}")
         parsed = [csv_format.parse_order(order, rank) for rank, order in enumerate(orders)]
-        return cls._from_orders(parsed, {}, period, name, delay, state, predict)
+        table = _ranks(parsed)
+        if period is not None:
+            period = whole(period, "a period in slots", 1)
+        timing = as_early_as_possible(parsed, delay, period, not_before or {})
+        sizes, layout = (len(table), len(table[0])), Assigned(table, "per_stage")
+        return cls(name, *sizes, timing, layout, delay, state, predict=predict)
 
     @classmethod
     def from_csv(
-        cls,
-        source: str | Path,
-        *,
-        name: str = "rank orders",
-        delay: Delay = 0,
-        state: str = "replicated",
-        predict: bool = False,
-        period: int | None = None,
+        cls, source: str | Path, *, period: int | None = None, **options: Any
     ) -> "Schedule":
         """:meth:`from_rank_orders` from a CSV file (or its text): a row a rank, a cell a slot.
 
@@ -274,41 +303,21 @@ class Schedule:
         there is a period, given or in the file (``0F0 period=8``): then no op starts before the
         slot of its cell.
 
+        Args:
+            source: a path, or the text of a file.
+            period: as in :meth:`from_rank_orders`.
+            options: ``name``, ``delay``, ``state`` and ``predict`` of :meth:`from_rank_orders`.
+
         Raises:
             UserError: as :meth:`from_rank_orders`, with row and column where a cell is to blame;
                 or the file has another period.
         """
-        table = csv_format.read_csv(source)
-        if period is None:
-            period = table.period
-        elif table.period not in (None, period):
-            raise UserError(
-                f"the file says period={table.period}: got period={period}; leave that out, or"
-                " change the file"
-            )
-        return cls._from_orders(table.orders, table.slots, period, name, delay, state, predict)
-
-    @classmethod
-    def _from_orders(
-        cls,
-        orders: _orders.Orders,
-        slots: Mapping[Op, int],
-        period: int | None,
-        name: str,
-        delay: Delay,
-        state: str,
-        predict: bool,
-    ) -> "Schedule":
-        """From rank orders; where there is a period, no op before its slot."""
-        table = _assigned(orders)
-        if period is None:
-            timing = _orders.as_early_as_possible(orders, delay)
-        else:
-            period = whole(period, "a period in slots", 1)
-            timing = _orders.as_early_as_possible(orders, delay, period, slots)
-        layout = Assigned(table, "per_stage")
-        sizes = len(table), len(table[0])
-        return cls(name, *sizes, timing, layout, delay, state, predict=predict)
+        orders, slots, of_file = csv_format.read_csv(source)
+        if None not in (period, of_file) and period != of_file:
+            raise UserError(f"the file has period={of_file}: got period={period}; leave one out")
+        period = of_file if period is None else period
+        not_before = None if period is None else slots
+        return cls.from_rank_orders(orders, period=period, not_before=not_before, **options)
 
     def to_csv(self) -> str:
         """One training step in the compute format of torch.distributed.pipelining.
@@ -333,26 +342,12 @@ class Schedule:
         """
         return lower(self, n_steps, first_step)
 
-    def _settle(self) -> None:
-        """Convert numbers and delays to Python's own, which compare and hash."""
-        m = whole(self.n_microbatches, "the number of micro-batches", 1)
-        k = whole(self.accumulate, "accumulate", 1)
-        if m % k:
-            raise UserError(f"accumulate divides the {m} micro-batches of a step: got {k}")
-        s = whole(self.n_stages, "the number of stages", 1)
-        check_forwards(s, m)
-        object.__setattr__(self, "n_stages", s)
-        object.__setattr__(self, "n_microbatches", m)
-        object.__setattr__(self, "accumulate", k)
-        object.__setattr__(self, "delay", plain(self.delay))
 
-
-def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
-    """The rank of each stage and micro-batch."""
-    idle = [rank for rank, order in enumerate(orders) if not order]
-    if not orders or idle:
-        who = f"rank {idle[0]} has no ops" if idle else "there are no ranks"
-        raise UserError(f"every rank has something to do: {who}; leave out what is idle")
+def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
+    """The rank of each stage and micro-batch: ``[stage][microbatch]``."""
+    if not orders or not all(orders):
+        idle = [rank for rank, order in enumerate(orders) if not order]
+        raise UserError(f"every rank has something to do: got {len(orders)} ranks, idle: {idle}")
     seen: dict[Op, int] = {}
     ranks: dict[tuple[int, int], int] = {}
     for rank, order in enumerate(orders):
@@ -369,7 +364,7 @@ def _assigned(orders: Sequence[Sequence[Op]]) -> tuple[tuple[int, ...], ...]:
     n_stages = max(op.stage for op in seen) + 1
     n_microbatches = max(op.microbatch for op in seen) + 1
     check_complete(seen, n_stages, n_microbatches)
-    return tuple(tuple(ranks[j, m] for m in range(n_microbatches)) for j in range(n_stages))
+    return [[ranks[j, m] for m in range(n_microbatches)] for j in range(n_stages)]
 
 
 def labels(names: Mapping[str, str]) -> dict[str, str]:

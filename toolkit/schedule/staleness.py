@@ -1,8 +1,7 @@
-"""Which weight version each micro-batch reads: staleness derived from, or checked against, timing.
+"""Which weight version each micro-batch reads: derived from timing, checked against it, or drawn.
 
 ``staleness[stage][microbatch] = d`` promises that at step t both the forward and the backward of
-that stage on that micro-batch read the weights of version t - d (version 0 where t < d). Where
-delays are drawn at random d is the largest of them, and the two read by the same draw.
+that stage on that micro-batch read the weights of version t - d (version 0 where t < d).
 
 An update of stage j is available once the last backward of stage j has ended, so the timing
 honours d if and only if d is at least
@@ -13,17 +12,142 @@ For cyclic timing with S = M = N this is 0 where (j+1) + (m+1) >= N+1 and 1 else
 rule CDP-v2 of arXiv 2403.08837, section 3.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+from math import inf, prod
 from typing import Any, Protocol
 
-from toolkit.errors import UserError, whole
-from toolkit.schedule.op import Kind, Op
-from toolkit.schedule.random_delay import RandomDelay
+from toolkit.errors import UserError, check_choice, whole
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.timing import Timing
 
 Staleness = tuple[tuple[int, ...], ...]
 
 FRESHEST = "freshest"
+DISTRIBUTIONS = ("uniform", "geometric", "poisson")
+PER = ("microbatch", "stage", "step")
+_BITS = 64  # of a draw
+_MOST = 1000  # steps of a random delay
+
+
+@dataclass(frozen=True)
+class RandomDelay:
+    """Steps by which a weight version is late, drawn anew at every training step.
+
+    A draw is a function of the seed, stage, micro-batch and step, and of nothing else: every rank
+    draws the same, in any order.
+
+    Args:
+        distribution: ``uniform`` from ``least`` to ``most``; or ``least`` and a number of further
+            steps that is ``geometric`` (each comes with probability 1 - ``p``) or ``poisson`` (of
+            the given ``mean``). What would be later than ``most`` is drawn again.
+        least: steps by which every version is late; the timing has to allow it.
+        most: steps by which a version can be late; as many old versions of the weights are kept.
+        p: parameter of ``geometric``, above 0 and at most 1.
+        mean: mean number of ``poisson``'s further steps, above 0, before the cut at ``most``.
+        per: ``microbatch``: one draw for each stage, micro-batch and step; ``stage``: one for
+            each stage and step, which all micro-batches share; ``step``: one for each step.
+        seed: seed of the draws.
+
+    Raises:
+        UserError: unknown distribution or ``per``, or a number out of range.
+    """
+
+    distribution: str = "uniform"
+    least: int = 0
+    most: int = 1
+    p: float | None = None
+    mean: float | None = None
+    per: str = "microbatch"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("distribution of delays", self.distribution, DISTRIBUTIONS)
+        check_choice("per of a random delay", self.per, PER)
+        for name in ("least", "most", "seed"):
+            steps = whole(getattr(self, name), f"{name} of a random delay")
+            object.__setattr__(self, name, steps)
+        if not 0 <= self.least <= self.most <= _MOST:
+            raise UserError(
+                f"a random delay needs 0 <= least <= most <= {_MOST}: got"
+                f" least={self.least}, most={self.most}"
+            )
+        for name, owner, largest in (("p", "geometric", 1.0), ("mean", "poisson", inf)):
+            value = getattr(self, name)
+            if self.distribution != owner:
+                if value is not None:
+                    raise UserError(f"{name}={value!r} is only for distribution={owner}")
+            elif (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not 0 < value <= largest
+                or value == inf
+            ):
+                bound = f" and at most {largest:g}" if largest < inf else ""
+                raise UserError(f"{name} of a {owner} delay is above 0{bound}: got {value!r}")
+
+    def __str__(self) -> str:
+        kind = "random" if self.distribution == "uniform" else self.distribution
+        return f"{kind} delay {self.least}-{self.most}"
+
+    @property
+    def probabilities(self) -> tuple[Fraction, ...]:
+        """Of ``least`` steps, one more, ..., ``most``."""
+        return tuple(Fraction(weight, sum(self._weights)) for weight in self._weights)
+
+    @property
+    def expected(self) -> float:
+        """The mean of the draws, in steps."""
+        further = sum(k * weight for k, weight in enumerate(self._weights))
+        return float(self.least + Fraction(further, sum(self._weights)))
+
+    def _ratio(self, k: int) -> Fraction:
+        """The probability of ``least + k`` steps, divided by that of ``least + k - 1``."""
+        if self.distribution == "geometric":
+            return 1 - Fraction(float(self.p or 0))
+        return Fraction(1) if self.mean is None else Fraction(float(self.mean)) / k
+
+    @cached_property
+    def _weights(self) -> tuple[int, ...]:
+        """In proportion to the probabilities, as numerators over one common denominator."""
+        ratios = [self._ratio(k) for k in range(1, self.most - self.least + 1)]
+        return tuple(
+            accumulate(
+                ratios,
+                lambda last, ratio: last // ratio.denominator * ratio.numerator,
+                initial=prod(ratio.denominator for ratio in ratios),
+            )
+        )
+
+    @cached_property
+    def _bounds(self) -> tuple[int, ...]:
+        """Bounds on the drawn bits: below the k-th the delay is ``least + k``.
+
+        They are exact integers, so that no platform's rounding can change a draw.
+        """
+        total = sum(self._weights)
+        return tuple((below << _BITS) // total for below in accumulate(self._weights))
+
+    def draw(self, stage: int, microbatch: int, step: int) -> int:
+        """The steps by which ``stage`` reads late weights for ``microbatch`` at ``step``."""
+        what = (step, stage, microbatch)[: len(PER) - PER.index(self.per)]
+        key = " ".join(map(str, (self.seed, *what))).encode()
+        bits = int.from_bytes(blake2b(key, digest_size=_BITS // 8).digest(), "big")
+        return self.least + bisect_right(self._bounds, bits, hi=self.most - self.least)
+
+
+@lru_cache(maxsize=256)
+def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> Staleness:
+    """What ``delay`` draws for a training step: ``[stage][microbatch]``."""
+    if delay.per == "microbatch":
+        microbatches = range(n_microbatches)
+        return tuple(tuple(delay.draw(j, m, step) for m in microbatches) for j in range(n_stages))
+    return tuple((delay.draw(j, 0, step),) * n_microbatches for j in range(n_stages))
 
 
 class Array(Protocol):
@@ -64,62 +188,37 @@ def freshest(
     return tuple(rows)
 
 
-def requested(
-    delay: Delay, timing: Timing, n_stages: int, n_microbatches: int
-) -> tuple[Staleness, Staleness]:
-    """The least and the largest staleness that ``delay`` asks for; the timing may not honour it.
-
-    They differ where delays are drawn at random.
-
-    Raises:
-        UserError: it is no delay, or for other numbers of stages and micro-batches.
-    """
-    if isinstance(delay, str) and delay == FRESHEST:
-        found = freshest(timing, n_stages, n_microbatches)
-        return found, found
-    return in_steps(delay, n_stages, n_microbatches)
-
-
 def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
-    """:func:`requested` of a delay that is given in steps, for which no timing is needed.
+    """The least and the largest staleness of a delay given in steps; equal unless it is random.
+
+    Args:
+        delay: anything but ``"freshest"``, which needs a timing.
+        n_stages: S.
+        n_microbatches: M.
 
     Raises:
-        UserError: it is given otherwise, or for other numbers of stages and micro-batches.
+        UserError: it is not a delay in steps, or its size does not fit.
     """
     if isinstance(delay, RandomDelay):
         least, largest = (
             ((int(steps),) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)
         )
         return least, largest
-    delay = plain(delay)
-    if isinstance(delay, str):
+    given = plain(delay)
+    if isinstance(given, str):
         raise UserError(
-            f"unknown delay {delay!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
+            f"unknown delay {given!r}: give {FRESHEST!r}, a whole number of steps, a list [stage]"
             " or matrix [stage][microbatch] of them, or a RandomDelay"
         )
-    if isinstance(delay, Sequence):
-        found = _by_stage(delay, n_stages, n_microbatches)
-    else:
-        found = ((_steps(delay),) * n_microbatches,) * n_stages
-    return found, found
-
-
-def _by_stage(delay: Sequence, n_stages: int, n_microbatches: int) -> Staleness:
-    """A list, or a matrix."""
-    shape = [len(row) if isinstance(row, Sequence) else None for row in delay]
-    if shape == [n_microbatches] * n_stages:
-        return tuple(tuple(_steps(d) for d in row) for row in delay)
+    if not isinstance(given, tuple):
+        given = (given,) * n_stages
+    shape = [len(row) if isinstance(row, tuple) else None for row in given]
     if shape == [None] * n_stages:
-        return tuple((_steps(d),) * n_microbatches for d in delay)
-    if set(shape) == {None}:
+        given = tuple((row,) * n_microbatches for row in given)
+    elif shape != [n_microbatches] * n_stages:
         raise UserError(
-            f"a list of delays has one for each stage, here {n_stages}: got {len(shape)}"
+            f"a delay is one number, a list with one for each of {n_stages} stages, or a matrix of"
+            f" {n_stages} x {n_microbatches} [stage][microbatch]: got rows of lengths {shape}"
         )
-    raise UserError(
-        f"a delay matrix has one row a stage and one column a micro-batch, here"
-        f" {n_stages} x {n_microbatches}: the rows given have lengths {shape}"
-    )
-
-
-def _steps(delay: object) -> int:
-    return whole(delay, "a delay, in steps,", 0)
+    found = tuple(tuple(whole(steps, "a delay, in steps,", 0) for steps in row) for row in given)
+    return found, found

@@ -1,11 +1,15 @@
-"""A schedule in its steady state: one period in which neither start nor end is felt."""
+"""A schedule in its steady state: one period, and what a training step asks of each rank."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
+from toolkit.schedule.instruction import Action, Buffer, Instruction
+from toolkit.schedule.program import Program
+from toolkit.schedule.replay import replay
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.traffic import Traffic, units_sent
+from toolkit.schedule.traffic import Traffic, rounds, together, traffic_of, units_sent
 
 
 @dataclass(frozen=True)
@@ -13,8 +17,7 @@ class SteadyState:
     """One period of the steady state; or the fewest periods that are a whole number of slots.
 
     Where ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
-    messages of the steps beside; :func:`~toolkit.schedule.footprint.footprint` counts those of one
-    step, which are constant.
+    messages of adjacent steps; :func:`footprint` counts those of one step, which are constant.
 
     Attributes:
         activations: ``[slot][rank]``, stage-activations alive during the slot.
@@ -39,6 +42,35 @@ class SteadyState:
         return units_sent(self.traffic)
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """One row of the paper's comparison. Activations in micro-batches, parameters in models.
+
+    Attributes:
+        ranks: devices.
+        activations: the most that one rank holds.
+        total_activations: the most that all ranks hold together.
+        parameters: the most that one rank keeps from step to step: one version of each of its
+            stages.
+        weights: the most weights that one rank holds at once, older versions and those passing
+            through included.
+        traffic: parameters and gradients that a rank sends in a step, on average.
+        messages: of parameters and gradients that a rank sends in a step, on average.
+        traffic_in_slot: the most that a rank sends in a slot.
+        rounds: the longest row of messages, each waiting for the one before, between two slots.
+    """
+
+    ranks: int
+    activations: Fraction
+    total_activations: Fraction
+    parameters: Fraction
+    weights: Fraction
+    traffic: Fraction
+    messages: Fraction
+    traffic_in_slot: Fraction
+    rounds: int
+
+
 def settled_steps(schedule: Schedule) -> int:
     """Training steps until the steady state, at a step that starts with a slot."""
     steps = schedule.timing.steps_under_way + schedule.max_staleness + 1
@@ -59,7 +91,7 @@ def steady_steps(schedule: Schedule, n_steps: int) -> range:
     step and those that overlap the last; possibly an empty range.
     """
     first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
-    end = n_steps - _unlike_others_at_the_end(schedule)
+    end = n_steps - _unsteady_end(schedule)
     rounds = max(0, end - first) // threads
     return range(first, first + rounds * threads) if rounds else range(1, max(1, end))
 
@@ -68,10 +100,10 @@ def steps_to_time(schedule: Schedule, timed: int = 4) -> int:
     """The fewest training steps with ``timed`` steady ones, rounded up as in steady_steps."""
     threads = schedule.max_staleness + 1
     rounds = -(-timed // threads)
-    return settled_steps(schedule) + 1 + rounds * threads + _unlike_others_at_the_end(schedule)
+    return settled_steps(schedule) + 1 + rounds * threads + _unsteady_end(schedule)
 
 
-def _unlike_others_at_the_end(schedule: Schedule) -> int:
+def _unsteady_end(schedule: Schedule) -> int:
     """Training steps at a program's end that overlap too few, or whose weights nobody reads."""
     return max(schedule.timing.steps_under_way - 1, schedule.max_staleness)
 
@@ -85,12 +117,69 @@ def steady_slots(schedule: Schedule, step: int) -> slice:
 def steady_state(schedule: Schedule) -> SteadyState:
     """One period of ``schedule``, once every older step has ended and before the last begins.
 
-    Where delays are random, traffic is that of one step as it was drawn; no other is quite like it.
+    Where delays are random, traffic is that of one step as it was drawn; other steps differ.
     """
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
-    held = (of_rank[slots] for of_rank in program.activations())
+    held = zip(*(of_rank[slots] for of_rank in program.activations()), strict=True)
     traffic = program.traffic(range(slots.start, slots.stop))
-    together = program.total_activations()[slots]
-    return SteadyState(tuple(zip(*held, strict=True)), together, traffic, program.peak_weights())
+    total = program.total_activations()[slots]
+    return SteadyState(tuple(held), total, traffic, program.peak_weights())
+
+
+def footprint(schedule: Schedule) -> Footprint:
+    """Count from a verified program, in the steady state; where delays are random, as drawn."""
+    settled = settled_steps(schedule)
+    program = schedule.lower(2 * settled + 1).verify()
+    slots = steady_slots(schedule, settled)
+    stage = Fraction(1, schedule.n_stages)
+    kept = [rank for j in range(schedule.n_stages) for rank in schedule.first_holders(j)]
+    traffic = program.traffic()[slots]
+    sent = together(
+        [
+            traffic_of(i, rank)
+            for rank, instructions in enumerate(program.ranks)
+            for i in instructions
+            if belongs_to(i, settled)
+        ]
+    )
+    return Footprint(
+        ranks=schedule.n_ranks,
+        activations=max(max(held[slots]) for held in program.activations()) * stage,
+        total_activations=max(program.total_activations()[slots]) * stage,
+        parameters=max(map(kept.count, kept)) * stage,
+        weights=max(program.peak_weights()) * stage,
+        traffic=sent.units * stage / schedule.n_ranks,
+        messages=Fraction(sent.messages, schedule.n_ranks),
+        traffic_in_slot=max(of_rank.units for slot in traffic for of_rank in slot) * stage,
+        rounds=_rounds(program),
+    )
+
+
+def belongs_to(i: Instruction, step: int) -> bool:
+    """Whether ``i`` moves the gradient of ``step``, or the newest weights that it reads."""
+    if i.buffer == Buffer.GRADIENT:
+        return i.step == step
+    return i.buffer == Buffer.WEIGHTS and i.version == step
+
+
+def _rounds(program: Program) -> int:
+    """Messages of one stage that wait for each other at the same tick."""
+    depth: defaultdict[tuple[int, int], int] = defaultdict(int)
+    now = most = 0
+    for rank, i in replay(program.ranks):
+        if i.tick != now:
+            now = i.tick
+            depth.clear()
+        if i.buffer not in (Buffer.GRADIENT, Buffer.WEIGHTS):
+            continue
+        at = (rank, i.stage)
+        if i.action == Action.RECV:
+            depth[at] = max(depth[at], depth[i.peers[0], i.stage] + 1)
+        elif i.action != Action.SEND and i.action != Action.FREE and rank == i.peers[0]:
+            before = max(depth[peer, i.stage] for peer in i.peers)
+            reached = before + rounds(i.action, len(i.peers))
+            depth.update({(peer, i.stage): reached for peer in i.peers})
+        most = max(most, depth[at])
+    return most

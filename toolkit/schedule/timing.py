@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from toolkit.errors import UserError, whole
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Kind, Op
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Timing:
     ``ticks_per_slot`` ticks, chosen so that every start is a whole number.
 
     Raises:
-        UserError: a start is no whole number, 0 or more, or not of an :class:`Op`; or the period
-            or the ticks of a slot are none, 1 or more.
+        UserError: a start is not a whole number, 0 or more, of an :class:`Op`; or the period or the
+            ticks of a slot are not whole numbers, 1 or more.
     """
 
     starts: Mapping[Op, int]
@@ -51,9 +51,7 @@ class Timing:
             object.__setattr__(self, name, ticks)
         for op, start in self.starts.items():
             if not isinstance(op, Op):
-                raise UserError(
-                    f"a timing has starts of ops, such as Op(Kind.FORWARD, 0, 0): got {op}"
-                )
+                raise UserError(f"a timing maps ops, such as Op(Kind.FORWARD, 0, 0): got {op}")
             if type(start) is not int or start < 0:
                 whole(start, f"the start of {op}, in ticks,", 0)
 
@@ -75,7 +73,7 @@ class Timing:
         return self.end(op if op in self.starts else Op(Kind.BACKWARD, stage, microbatch))
 
     def update_ready(self, stage: int, n_microbatches: int) -> int:
-        """The tick at which the gradients of all micro-batches are: the stage can be updated."""
+        """The tick at which all micro-batches' gradients are complete: the stage can be updated."""
         return max(self.gradient_end(stage, m) for m in range(n_microbatches))
 
 

@@ -36,17 +36,14 @@ def traffic_of(i: Instruction, rank: int) -> Traffic:
     """What ``rank`` sends by an instruction that moves weights or gradients."""
     if i.action == Action.SEND:
         return _MESSAGE
-    n = len(i.peers)
     if i.action == Action.ALL_REDUCE:
-        messages = rounds(i.action, n)
-        return Traffic(messages, Fraction(messages, n))
+        messages = rounds(i.action, len(i.peers))
+        return Traffic(messages, Fraction(messages, len(i.peers)))
     if i.action == Action.BROADCAST:
-        messages = _tree_children(i.peers.index(rank), n)
-    elif i.action == Action.REDUCE:
-        messages = int(rank != i.peers[0])
+        messages = _tree_children(i.peers.index(rank), len(i.peers))
     else:
-        return NOTHING
-    return Traffic(messages, Fraction(messages))
+        messages = int(i.action == Action.REDUCE and rank != i.peers[0])
+    return Traffic(messages, Fraction(messages)) if messages else NOTHING
 
 
 def received_of(i: Instruction, rank: int) -> Traffic:
@@ -55,11 +52,10 @@ def received_of(i: Instruction, rank: int) -> Traffic:
         return _MESSAGE
     if i.action == Action.ALL_REDUCE:
         return traffic_of(i, rank)
-    messages = 0
-    if i.action == Action.BROADCAST:
-        messages = int(rank != i.peers[0])
-    elif i.action == Action.REDUCE:
+    if i.action == Action.REDUCE:
         messages = _tree_children(i.peers.index(rank), len(i.peers))
+    else:
+        messages = int(i.action == Action.BROADCAST and rank != i.peers[0])
     return Traffic(messages, Fraction(messages))
 
 

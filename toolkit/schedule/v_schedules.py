@@ -28,13 +28,11 @@ In these units 1F1B's first rank holds 2p, and idles for 6(p-1).
 Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6.
 """
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.errors import UserError
 from toolkit.schedule.dependencies import dependencies
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.pipeline_orders import Orders
 
 _INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of a backward each
@@ -87,7 +85,7 @@ def zb_v(n_stages: int, n_microbatches: int) -> Orders:
     Raises:
         UserError: ``n_stages`` is odd.
     """
-    p = _ranks(n_stages)
+    p = _n_ranks(n_stages)
     return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p, ahead=True), p, n_microbatches)
 
 
@@ -97,7 +95,7 @@ def v_half(n_stages: int, n_microbatches: int) -> Orders:
     Raises:
         UserError: ``n_stages`` is odd.
     """
-    p = _ranks(n_stages)
+    p = _n_ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
     return _squeeze(_Block(2, 1, (1, turn, 2), 2 * ((p + 2) // 2), ahead=True), p, n_microbatches)
 
@@ -108,79 +106,24 @@ def v_min(n_stages: int, n_microbatches: int) -> Orders:
     Raises:
         UserError: ``n_stages`` is odd.
     """
-    p = _ranks(n_stages)
+    p = _n_ranks(n_stages)
     turn = 1 if p % 3 else 3  # 1 would put ops of a rank into the same slot of six
     return _squeeze(_Block(1, 1, (1, turn, 1), 2 * ((p + 4) // 3), ahead=False), p, n_microbatches)
 
 
-def _ranks(n_stages: int) -> int:
+def _n_ranks(n_stages: int) -> int:
     if n_stages % 2:
-        raise UserError(
-            f"each rank of a V has two stages: {n_stages} stages cannot be dealt out in pairs;"
-            " make them even"
-        )
+        raise UserError(f"each rank of a V has two stages: make {n_stages} stages even")
     return n_stages // 2
-
-
-class _Rank:
-    """A rank that runs its ops as early as it can.
-
-    Args:
-        planned: its ops without the backwards of the weights, in the order of the block.
-        block: bounds what the rank holds.
-    """
-
-    def __init__(self, planned: list[Op], block: _Block) -> None:
-        self.planned = deque(planned)
-        self.first_stage = planned[0].stage
-        self.weights: deque[Op] = deque()  # backwards whose first half has run
-        self.held = 0
-        self.bound = block.bound
-        self.ahead = block.ahead
-
-    def take(self, ready: Callable[[Op], bool]) -> Op | None:
-        """The op that runs in a slot, if any."""
-        at = self._next(ready)
-        if at is not None:
-            op = self.planned[at]
-            del self.planned[at]
-        elif self.weights:
-            op = self.weights.popleft()
-        else:
-            return None
-        if op.kind == Kind.FORWARD:
-            self.held += 1
-        elif op.kind == Kind.BACKWARD_INPUT:
-            self.weights.append(op._replace(kind=Kind.BACKWARD_WEIGHT))
-        else:
-            self.held -= 1
-        return op
-
-    def _next(self, ready: Callable[[Op], bool]) -> int | None:
-        """The place of the planned op to run."""
-        if not self.planned:
-            return None
-        if ready(self.planned[0]):
-            full = self.held == self.bound and self.planned[0].kind == Kind.FORWARD
-            return None if full else 0
-        return self._later_forward(ready) if self.ahead else None
-
-    def _later_forward(self, ready: Callable[[Op], bool]) -> int | None:
-        """The place of the next F, if the bound leaves room for it."""
-        held = self.held
-        for at, op in enumerate(self.planned):
-            if held == self.bound:
-                return None
-            if op.kind == Kind.FORWARD and op.stage == self.first_stage:
-                return at if ready(op) else None
-            held += 1 if op.kind == Kind.FORWARD else -1
-        return None
 
 
 def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
     """Each rank's ops in order, each as early as it can start."""
-    ranks = [_Rank(block.order(r, n_ranks, n_microbatches), block) for r in range(n_ranks)]
-    split = {op for rank in ranks for op in rank.planned}
+    planned = [block.order(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
+    split = {op for order in planned for op in order}
+    halves: list[list[Op]] = [[] for _ in planned]  # backwards of weights that may run
+    held = [0] * n_ranks
+    orders: list[list[Op]] = [[] for _ in planned]
     ends: dict[Op, int] = {}
     slot = 0
 
@@ -188,13 +131,36 @@ def _squeeze(block: _Block, n_ranks: int, n_microbatches: int) -> Orders:
         needed = dependencies(op, split, 2 * n_ranks)
         return all(ends.get(other, slot + 1) <= slot for other in needed)
 
-    orders: list[list[Op]] = [[] for _ in ranks]
-    while any(rank.planned or rank.weights for rank in ranks):
+    def choose(rank: int) -> Op | None:
+        """The planned op that runs next: the first, or an F before its time."""
+        level, first = held[rank], planned[rank][:1]
+        if first and ready(first[0]):
+            return None if level == block.bound and first[0].kind == Kind.FORWARD else first[0]
+        for op in planned[rank] if block.ahead else ():
+            if level == block.bound:
+                return None
+            if op.kind == Kind.FORWARD and op.stage == rank:
+                return op if ready(op) else None
+            level += 1 if op.kind == Kind.FORWARD else -1
+        return None
+
+    while any(planned) or any(halves):
         before = len(ends)
-        for rank, order in zip(ranks, orders, strict=True):
-            if (op := rank.take(ready)) is not None:
-                ends[op] = slot + 1
-                order.append(op)
+        for rank in range(n_ranks):
+            if (op := choose(rank)) is not None:
+                planned[rank].remove(op)
+            elif halves[rank]:
+                op = halves[rank].pop(0)
+            else:
+                continue
+            if op.kind == Kind.FORWARD:
+                held[rank] += 1
+            elif op.kind == Kind.BACKWARD_INPUT:
+                halves[rank].append(op._replace(kind=Kind.BACKWARD_WEIGHT))
+            else:
+                held[rank] -= 1
+            ends[op] = slot + 1
+            orders[rank].append(op)
         assert len(ends) > before, "the block's ranks wait for each other"
         slot += 1
     return orders

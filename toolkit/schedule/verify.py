@@ -4,12 +4,19 @@ Linear in the number of instructions.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
-from toolkit.schedule.instruction import Action, Buffer, Instruction, WeightsKey, collector_paused
-from toolkit.schedule.op import Kind, Op
+from toolkit.schedule.instruction import (
+    Action,
+    Buffer,
+    Instruction,
+    Kind,
+    Op,
+    WeightsKey,
+    collector_paused,
+)
 from toolkit.schedule.replay import DeadlockError, replay
 
 if TYPE_CHECKING:
@@ -56,13 +63,14 @@ def verify(program: "Program") -> None:
 
 
 def _error(program: "Program", rank: int, instruction: Instruction, why: str) -> UserError:
-    op = _op(program, instruction)
-    marked = grid.render(
-        program.schedule.timing, program.schedule.layout, op[1] + 1 if op else 1, mark=op
-    )
-    return UserError(
-        f"rank {rank}, slot {program.slot(instruction)}, {instruction}: {why}\n{marked}"
-    )
+    where = f"rank {rank}, slot {program.slot(instruction)}, {instruction}"
+    return _marked(f"{where}: {why}", program.schedule, _op(program, instruction))
+
+
+def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
+    """The error, with the grid of ``schedule`` and ``mark`` = (op, step) in brackets."""
+    steps = mark[1] + 1 if mark else 1
+    return UserError(f"{why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}")
 
 
 def _op(program: "Program", i: Instruction) -> tuple[Op, int] | None:
@@ -83,23 +91,20 @@ class _Check:
         self.schedule = program.schedule
         self.ranks = [_Rank() for _ in program.ranks]
         self.done: dict[Action, set[_Key]] = {a: set() for a in Action if a.computes}
-        self.in_flight = 0
+        self.in_flight = 0  # the sum of a send, until its receive, which replay yields next
         self.slot = self.schedule.timing.ticks_per_slot
         # (rank, weights) -> the tick after which they ought to be freed
         self.last_use: dict[tuple[int, WeightsKey], int] = {}
-        self._message: Mapping[Buffer | None, _Do] = {
+        self.moves: Mapping[Buffer | None, _Do] = {
             Buffer.ACTIVATION: self._boundary,
             Buffer.ACTIVATION_GRADIENT: self._boundary,
             Buffer.GRADIENT: self._gradient,
             Buffer.WEIGHTS: self._weights,
         }
-        self._local: Mapping[Action, _Do] = {a: self._compute for a in Action if a.computes} | {
+        self.does: Mapping[Action, _Do] = {a: self._compute for a in Action if a.computes} | {
             Action.UPDATE: self._update,
             Action.PREDICT: self._predict,
             Action.FREE: self._free,
-            Action.ALL_REDUCE: self._gradient,
-            Action.REDUCE: self._gradient,
-            Action.BROADCAST: self._weights,
         }
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
@@ -108,11 +113,7 @@ class _Check:
                 self.ranks[rank].weights |= {(j, version) for version in given}
 
     def step(self, rank: int, i: Instruction) -> None:
-        action = i.action
-        if action == Action.SEND or action == Action.RECV:
-            self._message[i.buffer](rank, i)
-        else:
-            self._local[action](rank, i)
+        (self.moves[i.buffer] if i.action.communicates else self.does[i.action])(rank, i)
 
     def _compute(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
@@ -184,7 +185,8 @@ class _Check:
     def _gains(self, rank: int, i: Instruction) -> None:
         held = self.ranks[rank].weights
         if i.weights in held:
-            raise _RefusedError(f"the rank holds that {_NAMES[i.buffer]} already")
+            what = "prediction" if i.buffer == Buffer.PREDICTION else "version"
+            raise _RefusedError(f"the rank holds that {what} already")
         held.add(i.weights)
 
     def _free(self, rank: int, i: Instruction) -> None:
@@ -235,42 +237,29 @@ class _Check:
         for op in schedule.timing.starts:
             for step in steps:
                 if (op.stage, op.microbatch, step) not in self.done[Action(op.kind)]:
-                    raise _left(
-                        f"{op} of step {step} is never done", schedule, (op, step - steps.start)
-                    )
+                    why = f"at the end: {op} of step {step} is never done"
+                    raise _marked(why, schedule, (op, step - steps.start))
         for j, owner in enumerate(schedule.owners):
             if (j, steps.stop) not in self.ranks[owner].weights:
-                why = f"rank {owner} has lost the newest version, {steps.stop}, of stage {j}"
-                raise _left(why, schedule)
+                lost = f"rank {owner} has lost the newest version, {steps.stop}, of stage {j}"
+                raise _marked(f"at the end: {lost}", schedule)
+        newest = {(j, steps.stop) for j in range(schedule.n_stages)}
         for rank, here in enumerate(self.ranks):
-            newest = {(j, steps.stop) for j in range(schedule.n_stages)}
             for stage, microbatch, of_step in here.activations:
                 begin = ((of_step or 0) - steps.start) * schedule.timing.period
                 tick = begin + schedule.timing.gradient_end(stage, microbatch or 0)
-                kept = (stage, microbatch, of_step, None, Buffer.ACTIVATION)
-                raise self._missing(rank, Instruction(tick, Action.FREE, *kept))
+                self._never_freed(rank, tick, stage, microbatch, of_step, None, Buffer.ACTIVATION)
             for weights in here.weights - newest:
                 tick = self.last_use.get((rank, weights), 0)
                 stage, version, *of = weights
                 buffer = Buffer.PREDICTION if of else Buffer.WEIGHTS
-                old = (stage, None, of[0] if of else None, version, buffer)
-                raise self._missing(rank, Instruction(tick, Action.FREE, *old))
+                self._never_freed(rank, tick, stage, None, of[0] if of else None, version, buffer)
             if here.boundaries or here.sums:
                 left = [*here.boundaries, *here.sums]
-                raise _left(f"rank {rank} is left with unused results {left}", schedule)
+                raise _marked(f"at the end: rank {rank} has unused results {left}", schedule)
 
-    def _missing(self, rank: int, free: Instruction) -> UserError:
-        return _error(self.program, rank, free, "it is missing")
-
-
-_NAMES: dict[Buffer | None, str] = {Buffer.WEIGHTS: "version", Buffer.PREDICTION: "prediction"}
-
-
-def _left(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
-    steps = mark[1] + 1 if mark else 1
-    return UserError(
-        f"at the end: {why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}"
-    )
+    def _never_freed(self, rank: int, tick: int, *what: Any) -> None:
+        raise _error(self.program, rank, Instruction(tick, Action.FREE, *what), "it is missing")
 
 
 def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:

@@ -14,9 +14,8 @@ from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.worker import report
 from toolkit.schedule import Buffer, Program
-from toolkit.schedule.footprint import belongs_to, footprint
 from toolkit.schedule.paper_table import RULES, SETTINGS
-from toolkit.schedule.steady import settled_steps, steady_slots
+from toolkit.schedule.steady import belongs_to, footprint, settled_steps, steady_slots
 from toolkit.schedule.traffic import traffic_of
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
@@ -29,7 +28,7 @@ class MeasuredRow:
     Attributes:
         setting: of the paper.
         rule: DP, CDP-v1 or CDP-v2.
-        measured: in the units of :class:`~toolkit.schedule.footprint.Footprint`.
+        measured: in the units of :class:`~toolkit.schedule.steady.Footprint`.
         differences: (counted, measured) where they differ; for messages and bytes by rank and
             slot, the number of cells that differ.
         measurements: all measurements.
