@@ -326,7 +326,9 @@ def test_simulate_refuses_a_missing_file():
 
 def test_simulate_refuses_uneven_interleaving():
     arguments = ("schedule=interleaved_1f1b", "stages=5", "schedule.n_ranks=2")
-    assert "5 stages cannot be dealt out evenly to 2 ranks" in refused("simulate", *SMALL, *arguments)
+    assert "5 stages cannot be dealt out evenly to 2 ranks" in refused(
+        "simulate", *SMALL, *arguments
+    )
 
 
 @pytest.mark.parametrize("schedule", ["zb_v", "v_half", "v_min"])
