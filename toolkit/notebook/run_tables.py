@@ -1,4 +1,4 @@
-"""Runs of the user's own beside kept ones: how well they train, and paired differences."""
+"""Tables of own and kept runs, and of what was counted and measured."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -72,18 +72,18 @@ def train_rules(
 
 
 def by_epoch(epochs: "pd.DataFrame", measure: Metric = ACCURACY, last: bool = False) -> Curves:
-    """How good the models were after each epoch: by rule, a list a run, as figures take them.
+    """The test metric after each epoch: by rule, one list a run, as figures take them.
 
-    Accuracies are shares, losses in nats. Runs that are known not to have finished are left out,
-    but for those whose loss diverged: theirs are NaN from there on.
+    Accuracies are shares, losses are in nats. Unfinished runs are left out; a run whose loss
+    diverged is NaN from there on.
 
     Args:
-        epochs: a row an epoch, as of :func:`train_rules` or ``learning_curves``.
-        measure: by which models are judged; language models by ``LOSS``.
-        last: of each run the last epoch only.
+        epochs: one row an epoch, as :func:`train_rules` or ``learning_curves`` gives them.
+        measure: the metric; ``LOSS`` for language models.
+        last: return only the last epoch of each run.
 
     Raises:
-        ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
+        UserError: several runs of a rule have the same seed, or the table lacks the metric.
     """
     return {
         rule: [
@@ -95,23 +95,24 @@ def by_epoch(epochs: "pd.DataFrame", measure: Metric = ACCURACY, last: bool = Fa
 
 
 def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Metric = ACCURACY) -> Curves:
-    """Kept and own runs of the rules that both have, over as many epochs as all of them.
+    """Kept and own runs of the rules that both have, over as many epochs as all of them have.
+
+    Args:
+        kept: one row an epoch.
+        own: likewise.
+        measure: the metric; ``LOSS`` for language models.
 
     Raises:
-        ValueError: there is no such rule, or several runs of a rule have one seed.
+        UserError: no rule is in both, or several runs of a rule have the same seed.
     """
     theirs, mine = by_epoch(kept, measure), by_epoch(own, measure)
     shared = [rule for rule in theirs if rule in mine]
     if not shared:
         raise UserError(
-            f"kept and own runs share no rule: {_listed(theirs)} were kept, and there are"
-            f" {_listed(mine)}; train one of those that were kept"
+            f"kept and own runs share no rule: got {_listed(theirs)} and {_listed(mine)}"
         )
-    curves = {
-        f"{rule}, {whose}": found[rule]
-        for whose, found in (("kept", theirs), ("own", mine))
-        for rule in shared
-    }
+    curves = {f"{rule}, kept": theirs[rule] for rule in shared}
+    curves |= {f"{rule}, own": mine[rule] for rule in shared}
     n_epochs = min(len(run) for runs in curves.values() for run in runs)
     return {label: [run[:n_epochs] for run in runs] for label, runs in curves.items()}
 
@@ -119,14 +120,19 @@ def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Metric = ACCU
 def differences(
     epochs: "pd.DataFrame", baseline: str = "DP", measure: Metric = ACCURACY
 ) -> "pd.DataFrame":
-    """The measure after the last epoch, and its difference from ``baseline``, paired by seed.
+    """The metric after the last epoch, and its difference from ``baseline``, paired by seed.
 
-    Differences are in points or, of losses, in nats, with Student's 95 % interval. Runs that are
-    known not to have finished, or whose loss has diverged, are left out.
+    Differences are in points or, of losses, in nats, with Student's 95 % interval. Unfinished and
+    diverged runs are left out.
+
+    Args:
+        epochs: one row an epoch, as :func:`train_rules` or ``learning_curves`` gives them.
+        baseline: name of a rule.
+        measure: the metric; ``LOSS`` for language models.
 
     Raises:
-        ValueError: there are no runs of the baseline, or a rule has none of its seeds; several
-            runs of a rule have one seed; or some runs have fewer epochs than others.
+        UserError: there are no runs of the baseline, a rule shares no seed with it, several runs
+            of a rule have the same seed, or runs differ in their number of epochs.
     """
     import pandas as pd
 
@@ -134,43 +140,55 @@ def differences(
 
     found = _values(epochs, measure)
     if baseline not in found:
+        raise UserError(f"no run of {baseline!r} has finished: got runs of {_listed(found)}")
+    lengths = sorted({len(run) for runs in found.values() for run in runs.values()})
+    if len(lengths) > 1:
         raise UserError(
-            f"there are no runs of {baseline!r} that have finished: there are {_listed(found)}"
+            f"runs have {_listed(lengths)} epochs: keep those that all have, by"
+            f' epochs[epochs["epoch"] < {lengths[0]}]'
         )
-    _check_lengths(found)
     base = {seed: run[-1] for seed, run in found[baseline].items()}
     rows = {}
     for rule, by_seed in found.items():
-        mine = {seed: run[-1] for seed, run in by_seed.items() if seed in base}
-        if not mine:
-            raise UserError(
-                f"{rule} has no run with a seed of {baseline}: it has {_listed(by_seed)}, and"
-                f" {baseline} {_listed(base)}; train both with the same seeds"
-            )
-        comes_to = over_seeds(mine, base, measure)
-        *_, difference, width = comes_to.values()
+        last = {seed: run[-1] for seed, run in by_seed.items()}
+        mine = {seed: value for seed, value in last.items() if seed in base} or last
+        summary = over_seeds(mine, base, measure)
+        *_, difference, width = summary.values()
         rows[rule] = {
             "runs": sum(not isnan(value) for value in mine.values()),
-            **metric_cells(comes_to, measure, baseline),
+            **metric_cells(summary, measure, baseline),
             "says": _says(difference - width, difference + width) if rule != baseline else "",
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame":
-    """A comparison of delays, as its result tells.
+    """The table of a comparison of delays.
 
     Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
     delayed and fresh gradients, the smallest of all stages.
 
+    Args:
+        folder: output folder of experiments/compare.py.
+        measure: the metric; ``LOSS`` for language models.
+
     Raises:
-        ValueError: there is no result of a comparison in ``folder``.
+        UserError: ``folder`` has no result of a comparison with this metric.
     """
     import pandas as pd
 
     from toolkit.schedule import labels
 
-    result = _comparison(Path(folder), measure)
+    try:
+        result = json.loads((Path(folder) / "result.json").read_text())
+    except (OSError, ValueError):
+        result = {}
+    wanted = {"rule", "schedule", *measure.columns}
+    if not all(wanted <= {*row} for row in result.get("metrics", [{}])):
+        raise UserError(
+            f"{folder} has no result of a comparison with test {measure.name}: give a finished"
+            " output folder of experiments/compare.py, such as that of study=delays"
+        )
     called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
     baseline = called[result["metrics"][0]["rule"]]
     rows = {}
@@ -185,87 +203,40 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _comparison(folder: Path, measure: Metric) -> dict[str, Any]:
-    """The result that a comparison has written, judged by ``measure``."""
-    try:
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
-        result = {}
-    if not all(
-        {"rule", "schedule", *measure.columns} <= {*row} for row in result.get("metrics", [{}])
-    ):
-        raise UserError(
-            f"{folder} has no result of a comparison that tells its {measure.name}: give the output"
-            " folder of one that has ended, as of experiments/compare.py study=delays"
-        )
-    return result
-
-
 def _values(epochs: "pd.DataFrame", measure: Metric) -> dict[str, dict[int, list[float]]]:
-    """By rule and seed, the measure after each epoch of the runs that have finished or diverged.
-
-    Raises:
-        ValueError: several runs of a rule have one seed, or they tell nothing of the measure.
-    """
+    """By rule and seed, the metric after each epoch of the runs that finished or diverged."""
     if measure.key not in epochs:
         raise UserError(f"these runs have no test {measure.name}: their table lacks {measure.key}")
     if "state" in epochs:
-        epochs = epochs[(epochs["state"] == "finished") | _diverged(epochs)]
+        run = [name for name in ("folder", "rule", "schedule", "seed") if name in epochs]
+        lost = epochs.get("train_loss", epochs["epoch"]).isna()
+        diverged = lost.groupby([epochs[name] for name in run], dropna=False).transform("any")
+        epochs = epochs[(epochs["state"] == "finished") | diverged]
     if {"folder", "rule"} <= {*epochs}:
-        epochs = epochs.assign(schedule=_told_apart(epochs))
+        epochs = epochs.assign(schedule=_labelled(epochs))
     found: dict[str, dict[int, list[float]]] = {}
     for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
         if run["epoch"].duplicated().any():
-            raise UserError(_ambiguous(str(rule), int(seed), run))
+            where = _listed(run.get("folder", run["schedule"]).unique())
+            raise UserError(
+                f"several runs of {rule} have seed {seed}, in {where}: keep one of them, as by"
+                ' epochs[epochs["folder"] == FOLDER], or by an option'
+            )
         values = run.sort_values("epoch")[measure.key].tolist()
         found.setdefault(str(rule), {})[int(seed)] = values
     return found
 
 
-def _diverged(epochs: "pd.DataFrame") -> "pd.Series":
-    """Of each row, whether the loss of its run diverged."""
-    run = [column for column in ("folder", "rule", "schedule", "seed") if column in epochs]
-    lost = epochs.get("train_loss", epochs["epoch"]).isna()
-    return lost.groupby([epochs[column] for column in run], dropna=False).transform("any")
-
-
-def _told_apart(epochs: "pd.DataFrame") -> list[str]:
-    """What the schedule of each row is called beside the others of its folder."""
+def _labelled(epochs: "pd.DataFrame") -> list[str]:
+    """The schedule of each row, with its rule where schedules of a folder share a name."""
     from toolkit.schedule import labels
 
-    rows = [*zip(*(epochs[name] for name in ("folder", "rule", "schedule")), strict=True)]
-    by_folder: dict[str, dict[str, str]] = {}
-    for folder, rule, name in rows:
-        by_folder.setdefault(folder, {})[rule] = name
-    called = {folder: labels(names) for folder, names in by_folder.items()}
-    return [called[folder][rule] for folder, rule, _ in rows]
-
-
-def _ambiguous(rule: str, seed: int, run: "pd.DataFrame") -> str:
-    several = f"there are several runs of {rule} with seed {seed}"
-    if "folder" not in run:
-        return f"{several}: train each seed once"
-    of_folders = run.groupby("folder").nunique()
-    for name in of_folders.columns:
-        tells = run[name].nunique() == len(of_folders) and (of_folders[name] == 1).all()
-        if tells and name not in ("epoch", "message"):
-            return f'{several}, by {name}: choose one, as by epochs[epochs["{name}"] == VALUE]'
-    return (
-        f"{several}, in {_listed(run['folder'].unique())}: leave one of them in the table, as by"
-        ' epochs[epochs["folder"] != FOLDER]'
-    )
-
-
-def _check_lengths(found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
-    """Refuse runs of which some have fewer epochs than others."""
-    lengths = {rule: sorted({len(run) for run in runs.values()}) for rule, runs in found.items()}
-    least = min(map(min, lengths.values()))
-    if least < max(map(max, lengths.values())):
-        told = (f"{rule} has {' or '.join(map(str, n))}" for rule, n in lengths.items())
-        raise UserError(
-            f"runs differ in their epochs: {_listed(told)}; keep those that all have, by"
-            f' epochs[epochs["epoch"] < {least}]'
-        )
+    called = {
+        (folder, rule): label
+        for folder, rows in epochs.groupby("folder")
+        for rule, label in labels(dict(zip(rows["rule"], rows["schedule"], strict=True))).items()
+    }
+    return [called[key] for key in zip(epochs["folder"], epochs["rule"], strict=True)]
 
 
 def _listed(names: Iterable[object]) -> str:
@@ -273,7 +244,7 @@ def _listed(names: Iterable[object]) -> str:
 
 
 def _says(low: float, high: float) -> str:
-    """What an interval says of a difference."""
+    """What an interval says about a difference."""
     if isnan(low):
         return "no spread: nothing"
     if high < 0:
@@ -282,9 +253,13 @@ def _says(low: float, high: float) -> str:
 
 
 def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> "pd.DataFrame":
-    """How far the peak of shifted workers is below that of workers together, by curve.
+    """How far the peak of staggered workers is below that of simultaneous ones, by curve.
 
     The last column is the largest reduction, 1 - mean/peak, which no number of workers exceeds.
+
+    Args:
+        curves: memory of one micro-batch, by name.
+        workers: numbers of workers.
     """
     import pandas as pd
 
@@ -298,25 +273,22 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
 def counted_and_measured(
     rows: "Sequence[Row]", measured: "Sequence[MeasuredRow]" = ()
 ) -> "pd.DataFrame":
-    """The paper's settings as counted from programs; and whether processes measured the same.
+    """The paper's settings counted from programs, and whether processes measured the same.
 
     A: activations of one micro-batch over the whole model. P: the model's parameters.
 
     Args:
         rows: of :func:`toolkit.schedule.paper_table.compare`.
-        measured: of as many workers, in the same order.
+        measured: of the same number of workers, in the same order.
 
     Raises:
-        ValueError: what was measured is not what was counted.
+        UserError: measured and counted schedules differ.
     """
     import pandas as pd
 
     ran = [row.measurements.schedule for row in measured]
     if measured and ran != [row.schedule for row in rows]:
-        raise UserError(
-            "what was measured ran other schedules than were counted: count as many workers as"
-            " were measured, compare(n)"
-        )
+        raise UserError("measured and counted schedules differ: take the same n in compare(n)")
     found = []
     for k, row in enumerate(rows):
         counted = asdict(row.counted)
@@ -328,7 +300,7 @@ def counted_and_measured(
 
 
 def by_rank(found: "Measurements") -> "pd.DataFrame":
-    """What each rank held at most, and sent and received in the steps that were recorded."""
+    """Peak memory of each rank, and what it sent and received in the recorded steps."""
     import pandas as pd
 
     return pd.DataFrame([rank_cells(row) for row in found.by_rank()]).set_index("rank")
