@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
 from typing import IO, Any
 
 import cloudpickle
@@ -36,7 +35,7 @@ del sys.argv[1:]
 from toolkit.runtime.process_group.worker import main
 main(int(connection), int(job))
 """
-_LOOK = 0.05  # seconds between looks at the processes
+_LOOK = 0.05  # seconds to wait for an event
 _GRACE = 2.0  # seconds for a rank to end after SIGTERM
 _FAREWELL = 10.0  # seconds for a rank to end once all results are here
 
@@ -106,10 +105,9 @@ def launch(
 def _check_arguments(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Check the arguments against the function's signature, if it has one."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):
+    except ValueError:  # of some builtins
         return
     try:
         signature.bind(*args, **kwargs)
@@ -120,70 +118,60 @@ def _check_arguments(
         ) from None
 
 
-class _Rank:
-    """The process of a rank; it puts what happens into ``events``.
+def _start_rank(
+    rank: int, environment: dict[str, str], job: IO[bytes], events: "queue.Queue[Event]"
+) -> subprocess.Popen[str]:
+    """Start the process of a rank, and threads that put into ``events`` what happens there.
 
     Args:
         job: a file with the pickled function and arguments.
     """
-
-    def __init__(
-        self, rank: int, environment: dict[str, str], job: IO[bytes], events: "queue.Queue[Event]"
-    ) -> None:
-        self.rank, self._events = rank, events
-        self.ended = False
-        ours, theirs = multiprocessing.Pipe()
-        with theirs:
-            fds = theirs.fileno(), job.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, *map(str, fds), *map(str, sys.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                env=environment,
-                pass_fds=fds,
-                start_new_session=True,  # Ctrl-C in a terminal is for the parent
-            )
-        reading = (
-            (self._read_lines, "out", self.process.stdout),
-            (self._read_lines, "err", self.process.stderr),
-            (self._read_messages, ours),
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        fds = theirs.fileno(), job.fileno()
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-c", _BOOT, *map(str, fds), *map(str, sys.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            pass_fds=fds,
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent
         )
-        self._threads = [threading.Thread(target=f, args=a, daemon=True) for f, *a in reading]
-        for thread in self._threads:
-            thread.start()
 
-    def look(self) -> None:
-        """Put an event if it has ended, after all events of its output."""
-        if not self.ended and self.process.poll() is not None:
-            self.ended = True
-            self._kill_group()
-            for thread in self._threads:
-                thread.join(_GRACE)
-            self._events.put((self.rank, "ended", self.process.returncode))
-
-    def kill(self) -> None:
-        """Kill it and what it has started."""
-        if not self.ended:
-            self._kill_group()
-            self.process.wait()
-            self.look()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _read_lines(self, name: str, stream: IO[str]) -> None:
+    def read_lines(name: str, stream: IO[str]) -> None:
         with stream:
             for line in stream:
-                self._events.put((self.rank, name, line))
+                events.put((rank, name, line))
 
-    def _read_messages(self, connection: Connection) -> None:
-        with connection, contextlib.suppress(EOFError, OSError):
+    def read_messages() -> None:
+        with ours, contextlib.suppress(EOFError, OSError):
             while True:
-                self._events.put((self.rank, *connection.recv()))
+                events.put((rank, *ours.recv()))
+
+    readers = [
+        threading.Thread(target=read_lines, args=("out", process.stdout), daemon=True),
+        threading.Thread(target=read_lines, args=("err", process.stderr), daemon=True),
+        threading.Thread(target=read_messages, daemon=True),
+    ]
+
+    def follow() -> None:
+        status = process.wait()
+        _kill_group(process)  # what it has started
+        for reader in readers:  # its end comes after all of its output
+            reader.join(_GRACE)
+        events.put((rank, "ended", status))
+
+    for thread in (*readers, threading.Thread(target=follow, daemon=True)):
+        thread.start()
+    return process
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class _Job:
@@ -192,11 +180,11 @@ class _Job:
     def __init__(self, n_ranks: int, on_report: OnReport | None) -> None:
         self._n_ranks, self._on_report = n_ranks, on_report
         self._events: queue.Queue[Event] = queue.Queue()
-        self._ranks: list[_Rank] = []
-        self._store: dist.TCPStore | None = None
+        self._processes: list[subprocess.Popen[str]] = []
         self._results: dict[int, bytes] = {}
         self._missing = set(range(n_ranks))  # not yet up
         self._open = set(range(n_ranks))  # neither with a result nor failed
+        self._running = set[int]()
         self._failures: list[tuple[int, int, Exception, Exception | None]] = []
         self._decided_at = math.inf  # when to stop waiting for a better reason of a failure
 
@@ -211,7 +199,8 @@ class _Job:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),  # only this machine reaches it
         )
-        defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // self._n_ranks))}
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        defaults = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // self._n_ranks))}
         if sys.platform == "linux":
             defaults["GLOO_SOCKET_IFNAME"] = "lo"
         shared = {
@@ -227,7 +216,8 @@ class _Job:
             for rank in range(self._n_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 variables = defaults | dict(os.environ) | shared | own
-                self._ranks.append(_Rank(rank, variables, file, self._events))
+                self._processes.append(_start_rank(rank, variables, file, self._events))
+                self._running.add(rank)
 
     def results(self, timeout: float) -> list[Any]:
         """Wait for the results of all ranks, or for a failure."""
@@ -249,29 +239,25 @@ class _Job:
         """End the processes that are left: by SIGTERM, then by SIGKILL."""
         self._on_report = None
         try:
-            for rank in self._ranks:
-                rank.process.terminate()
+            for process in self._processes:
+                process.terminate()
             self._await_end(_GRACE)
         finally:
-            for rank in self._ranks:
-                rank.kill()
-            while not self._events.empty():
-                self._step()
-            self._store = None
+            for rank in self._running:
+                _kill_group(self._processes[rank])
+            self._await_end(_FAREWELL)
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        while not all(rank.ended for rank in self._ranks) and time.monotonic() < end:
+        while self._running and time.monotonic() < end:
             self._step()
 
     def _step(self) -> None:
         """Take the next event, if one comes soon."""
-        for rank in self._ranks:
-            rank.look()
-        with contextlib.suppress(queue.Empty):
-            self._take(*self._events.get(timeout=_LOOK))
-
-    def _take(self, rank: int, what: str, value: Any) -> None:
+        try:
+            rank, what, value = self._events.get(timeout=_LOOK)
+        except queue.Empty:
+            return
         match what:
             case "out" | "err":
                 stream = sys.stdout if what == "out" else sys.stderr
@@ -290,9 +276,14 @@ class _Job:
                 reason = _LOST if value.lost else _RAISED
                 failed = value.kind is JobFailedError
                 self._fail(_JOB_FAILED if failed else reason, *_remake(rank, value))
-            case "ended" if rank in self._open:
-                self._open.discard(rank)
-                self._fail(_DIED, JobFailedError(f"rank {rank} {_how(value)}"))
+            case "ended":
+                self._running.discard(rank)
+                if rank in self._open:
+                    self._open.discard(rank)
+                    how = f"ended with status {value} and no result"
+                    if value < 0:
+                        how = f"was ended by signal {-value} ({signal.strsignal(-value)})"
+                    self._fail(_DIED, JobFailedError(f"rank {rank} {how}"))
 
     def _fail(self, reason: int, error: Exception, cause: Exception | None = None) -> None:
         self._failures.append((reason, len(self._failures), error, cause))
@@ -315,16 +306,3 @@ def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
     error = raised.kind(raised.message)
     error.add_note(f"It was raised on rank {rank}.")
     return error, there
-
-
-def _how(status: int) -> str:
-    """Return how a process without a result has ended."""
-    if status >= 0:
-        return f"ended with status {status} and no result"
-    return f"was ended by signal {-status} ({signal.strsignal(-status)})"
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
