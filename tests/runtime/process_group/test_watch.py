@@ -26,12 +26,14 @@ RECEIVE = Instruction(12, Action.RECV, 1, 0, 7, None, Buffer.ACTIVATION, (0,))
 class Job:
     """A ring of ranks, started by ``torchrun`` or a process each."""
 
-    def __init__(self, tmp_path: Path, fault: str, *, faulty: int = 1, size: int = 3) -> None:
+    def __init__(
+        self, tmp_path: Path, fault: str, *, faulty: int = 1, size: int = 3, machines: bool = False
+    ) -> None:
         self.path = tmp_path / "output"
         self.folder = tmp_path / "ready"
         self.folder.mkdir()
         self.arguments = [str(RING), fault, str(TIMEOUT), str(faulty), str(self.folder)]
-        self.size = size
+        self.size, self.machines = size, machines
         self.started: list[subprocess.Popen] = []
 
     def torchrun(self) -> "Job":
@@ -55,6 +57,7 @@ class Job:
 
     def _start(self, options: list[str], environment: dict) -> None:
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+        environment |= {"MACHINES": "1"} if self.machines else {}
         with self.path.open("a") as output:
             command = [sys.executable, *options, *self.arguments]
             env = {name: str(value) for name, value in environment.items()}
@@ -115,6 +118,13 @@ def test_a_stopped_rank_ends_the_job_of_torchrun(tmp_path):
     [
         ("loop", {}, "rank 1 has stalled: ", PLACE, ([LEFT, -9, LEFT], [LEFT] * 3)),
         (
+            "loop",  # on a machine of its own, whose record comes through the store
+            {"machines": True},
+            r"rank 1 \(on \S+\) has stalled: ",
+            f"last seen {PLACE.split(';')[0]}",
+            ([LEFT] * 3,),
+        ),
+        (
             "disconnect",
             {},
             r"the connection between rank \d and rank \d is lost",
@@ -131,7 +141,7 @@ def test_a_stopped_rank_ends_the_job_of_torchrun(tmp_path):
     ],
 )
 def test_a_fault_ends_the_job_without_torchrun(tmp_path, fault, options, named, places, statuses):
-    job = Job(tmp_path, fault, **options).ranks(port=free_port() if options else None)
+    job = Job(tmp_path, fault, **options).ranks(port=free_port() if "faulty" in options else None)
     message = job.end()
     assert re.match(f"{named}.*{places}", message), message
     assert job.statuses in statuses

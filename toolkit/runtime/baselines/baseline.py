@@ -165,9 +165,11 @@ class Released:
                 parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) -> bool:
-    """Return whether rank m runs micro-batch m, and all weights are ``staleness`` steps late."""
-    return (
+def check_data_parallel(
+    schedule: Schedule, runtime: str, name: str, staleness: int, states: Sequence[str]
+) -> None:
+    """Refuse all but: rank m runs micro-batch m, and all weights are ``staleness`` steps late."""
+    if not (
         schedule.state in states
         and schedule.n_ranks == schedule.n_microbatches
         and not isinstance(schedule.delay, RandomDelay)
@@ -179,7 +181,12 @@ def is_data_parallel(schedule: Schedule, staleness: int, states: Sequence[str]) 
             for m in range(schedule.n_microbatches)
             for step in range(schedule.layout.turns(j))
         )
-    )
+    ):
+        raise UserError(
+            f"runtime={runtime} trains data parallelism, a micro-batch a rank and all weights"
+            f" {staleness} steps late: schedule={name} with placement=per_microbatch and"
+            f" state={' or '.join(states)} (got {describe(schedule)})"
+        )
 
 
 def describe(schedule: Schedule) -> str:

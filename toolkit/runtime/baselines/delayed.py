@@ -1,16 +1,16 @@
 """Data parallelism whose gradients are summed during the next step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import check_choice
 from toolkit.model import Stages
 from toolkit.runtime.base import Steps
-from toolkit.runtime.baselines.baseline import Baseline, describe, is_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, compressed
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
@@ -63,12 +63,7 @@ class DelayedAllReduce(Baseline):
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
-        if not is_data_parallel(schedule, 1, ("replicated",)):
-            raise UserError(
-                "runtime=delayed_allreduce trains data parallelism with every weight one step"
-                " late, a micro-batch a rank: schedule=cdp_v1 with placement=per_microbatch and"
-                f" state=replicated (got {describe(schedule)})"
-            )
+        check_data_parallel(schedule, cls.runtime, "cdp_v1", 1, ("replicated",))
 
     def _settle(self) -> None:
         self._update(keep_old=True)
@@ -96,14 +91,11 @@ class DelayedAllReduce(Baseline):
             if statistics := runner.take_statistics():
                 messages[runner.index].append(_Message(statistics, None, self.world))
 
-        def send(stage: int) -> None:
-            if found := take_gradients(read[stage]):
-                messages[stage].append(_Message(found, self._wire, self.world))
-
-        sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
         (loss / self.n_ranks * self._options.scale).backward()
-        sending.finish()
+        for j in reversed(range(len(read))):  # as backward completes them
+            if found := take_gradients(read[j]):
+                messages[j].append(_Message(found, self._wire, self.world))
         self._update(keep_old=False)
         self._read = [runner.newest() for runner in self._runners]
         self._under_way = messages
@@ -140,39 +132,3 @@ class _Message:
             for work in self.works:
                 work.wait()
         return self.layout.unpack(self.flat.to(self.world.device))
-
-
-class _LastStageFirst:
-    """Sends each stage's gradients during backward, as soon as they are complete.
-
-    The backend requires that this order is the same on every rank.
-    """
-
-    def __init__(self, read: list[Weights], send: Callable[[int], None]) -> None:
-        self.send = send
-        self.missing = [len(weights) for weights in read]
-        self.next = len(read) - 1
-        self.hooks = [
-            leaf.register_post_accumulate_grad_hook(self._arrival(j))
-            for j, weights in enumerate(read)
-            for leaf in weights.values()
-        ]
-
-    def finish(self) -> None:
-        """After backward, also send stages with weights that have no gradient."""
-        for hook in self.hooks:
-            hook.remove()
-        while self.next >= 0:
-            self._send_next()
-
-    def _arrival(self, stage: int) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            self.missing[stage] -= 1
-            while self.next >= 0 and self.missing[self.next] == 0:
-                self._send_next()
-
-        return arrived
-
-    def _send_next(self) -> None:
-        self.send(self.next)
-        self.next -= 1

@@ -122,7 +122,7 @@ class TorchPipelining(Baseline):
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         n = self.schedule.n_microbatches
         self._released.release()
-        self._fit_to(inputs, len(targets) // n)
+        self._fit_to(len(targets) // n)
         for part in self._parts:
             part.begin(step)
         last = len(self.stages) - 1 in self._own
@@ -145,15 +145,8 @@ class TorchPipelining(Baseline):
         none = torch.empty(0, dtype=nothing.dtype, device=self.world.device)
         return StepResult(step, (), none, nothing.to(self.world.device))
 
-    def _fit_to(self, inputs: Values, size: int) -> None:
+    def _fit_to(self, size: int) -> None:
         """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
-        expected = [boundary.shape[1:] for boundary in self.stages.boundaries[0]]
-        if (got := [tuple(tensor.shape[1:]) for tensor in inputs]) != expected:
-            raise UserError(
-                "runtime=torch_pipelining takes inputs of the shape for which the model was"
-                f" partitioned: got samples of shape {_shapes(got)}, not {_shapes(expected)};"
-                " partition it with an example like them"
-            )
         if size == self._size:
             return
         self._size = size
@@ -178,15 +171,11 @@ class _Part(nn.Module):
 
     def __init__(self, runner: StageRunner, world: World, last: bool, split: bool) -> None:
         super().__init__()
-        self.world = world
-        self.split = split
+        self.world, self.runner, self.last, self.split = world, runner, last, split
         self.compute = runner.compute
-        self.runner = runner
-        self.last = last
 
     def begin(self, step: int) -> None:
-        self.step = step
-        self.next = 0
+        self.step, self.next = step, 0
 
     def forward(self, *inputs: Tensor) -> Tensor | Values:
         microbatch, self.next = self.next, self.next + 1
@@ -256,7 +245,3 @@ def _like(crossing: tuple[Boundary, ...], size: int, *, trained: bool) -> Values
         )
         for boundary in crossing
     )
-
-
-def _shapes(found: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in found)

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.trace import draws_at_random, in_training
-from toolkit.runtime.baselines.baseline import Baseline, describe, is_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values, channels_last, drawing
 from toolkit.runtime.step_options import StepOptions
@@ -71,12 +71,7 @@ class Synchronous(Baseline):
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
-        if not is_data_parallel(schedule, 0, cls.states):
-            raise UserError(
-                f"runtime={cls.runtime} trains data parallelism, a micro-batch a rank: schedule=dp"
-                f" with placement=per_microbatch and state={' or '.join(cls.states)}"
-                f" (got {describe(schedule)})"
-            )
+        check_data_parallel(schedule, cls.runtime, "dp", 0, cls.states)
 
     def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
         options.check_only(self.runtime, "precision", "loss_scale", "channels_last")

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from toolkit.runtime.process_group.diagnosis import Position, RankStatus, Record
 from toolkit.runtime.process_group.shared_status import Process, SharedStatus, machine
 
+BEAT = 0.5  # most seconds between two records of a rank
+
 
 class Heartbeat:
     """Reads the other ranks' records.
@@ -19,13 +21,7 @@ class Heartbeat:
     A store hangs if its host does. So a thread of its own publishes this rank's record and reads
     those of other machines.
 
-    Args:
-        store: store that all ranks share.
-        rank: rank of this process.
-        size: number of ranks. All of them construct one at the same time.
-        own: this rank's memory.
-        timeout: seconds to wait for the others.
-        every: seconds between two beats.
+    All ranks construct one at the same time, and wait for each other until ``timeout``.
 
     Attributes:
         local: processes of the other ranks of this machine, and their memory.
@@ -33,18 +29,12 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        own: SharedStatus,
-        timeout: float,
-        every: float,
+        self, store: dist.Store, rank: int, size: int, own: SharedStatus, timeout: float
     ) -> None:
         self.store = dist.PrefixStore("watch", store.clone())
         self.listening = False
         self.local: dict[int, tuple[Process, SharedStatus]] = {}
-        self._rank, self._own, self._every = rank, own, every
+        self._rank, self._own = rank, own
         self._heard: dict[int, Record] = {}
         process, here = Process(os.getpid()), machine()
         entry = [here, process.pid, process.started, own.fd]
@@ -97,4 +87,4 @@ class Heartbeat:
                     beats = self.store.multi_get([f"beat/{rank}" for rank in known])
                     self._heard = dict(zip(known, map(Record.decode, beats), strict=True))
                 if not last:
-                    self._wake.wait(self._every)
+                    self._wake.wait(BEAT)

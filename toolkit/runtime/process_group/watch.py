@@ -28,7 +28,7 @@ from toolkit.runtime.process_group.diagnosis import (
     Record,
     diagnose,
 )
-from toolkit.runtime.process_group.heartbeat import Heartbeat
+from toolkit.runtime.process_group.heartbeat import BEAT, Heartbeat
 from toolkit.runtime.process_group.shared_status import SharedStatus
 
 EXIT_FAILED = 70
@@ -90,7 +90,7 @@ class Watch:
         self._shared, self._writing = SharedStatus.make(), threading.Lock()
         self._record = Record(self.position, host=socket.gethostname())
         self._seen, self._since, self._now = self.position, 0.0, 0.0
-        self._beat = min(0.5, timeout / 8)
+        self._beat = min(BEAT, timeout / 8)
         self._reason: Diagnosis | None = None
         self._watching = False
 
@@ -174,9 +174,7 @@ class Watch:
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
-        self._others = Heartbeat(
-            self.store, self.rank, self.size, self._shared, self.timeout, self._beat
-        )
+        self._others = Heartbeat(self.store, self.rank, self.size, self._shared, self.timeout)
         self._watching = True
         self._take_signals()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
