@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 
+from toolkit.errors import UserError
 from toolkit.figures import schedules
 from toolkit.schedule import catalog
 
@@ -108,7 +109,7 @@ def test_figures_of_their_own_can_share_scales():
 
 @pytest.mark.parametrize(("shown", "got"), [([], "none"), ("cdp_v2", "'cdp_v2'"), ([4], "4")])
 def test_what_is_no_schedule_is_refused(shown, got):
-    with pytest.raises(ValueError, match=f"such as catalog.cyclic.4.: got {got}$"):
+    with pytest.raises(UserError, match=f"schedules .*got {got}$"):
         schedules(shown)
 
 

@@ -1,11 +1,14 @@
-"""Files of figures."""
+"""The look of figures, their files, and panels side by side."""
 
+import matplotlib as mpl
 import pytest
+import torch
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 
 from toolkit.cost import UNIT, memory_curve, simulate, unit_costs
-from toolkit.figures import accuracy, activity, memory_curves, save, schedules, timelines
+from toolkit.figures import accuracy, memory_curves, save, schedules, style, timelines
+from toolkit.figures.style import SERIES, align
 from toolkit.model import build
 from toolkit.schedule import catalog
 
@@ -16,7 +19,6 @@ from toolkit.schedule import catalog
         ("resnet50_lr0.1", "resnet50_lr0.1"),
         ("v1.2.png", "v1.2"),
         ("memory.svg", "memory"),
-        ("memory", "memory"),
         ("table.csv", "table.csv"),
     ],
 )
@@ -27,22 +29,66 @@ def test_a_name_keeps_all_but_the_ending_of_a_figure(tmp_path, given, name, form
     assert sorted(tmp_path.iterdir()) == paths
 
 
-def drawn():
-    import torch
+def test_saves_both_formats_alike_each_time(tmp_path):
+    shown = {"DP": [[0.5, 0.8], [0.7, 0.9]]}
+    paths = [save(accuracy(shown), tmp_path / name) for name in ("one", "two")]
+    for one, two in zip(*paths, strict=True):
+        assert one.stat().st_size > 5_000
+        assert one.read_bytes() == two.read_bytes()
 
-    schedule = catalog.cyclic(2)
-    timeline = simulate(schedule.lower(3), unit_costs(2), UNIT)
-    curve = memory_curve(build("resnet8"), torch.empty(2, 3, 32, 32, device="meta"), "flops")
-    yield schedules(schedule)
-    yield timelines(timeline)
-    yield activity(timeline)
-    yield memory_curves(curve, [2], "ResNet-8")
-    yield accuracy({"DP": [[0.5, 0.6]]})
+
+def test_the_style_ends_with_its_block():
+    before = mpl.rcParams["font.size"]
+    with style():
+        assert mpl.rcParams["font.size"] == 8
+        assert mpl.rcParams["axes.prop_cycle"].by_key()["color"] == list(SERIES)
+    assert mpl.rcParams["font.size"] == before
 
 
 def test_notebooks_show_figures_unasked():
     """Without %matplotlib inline, which a Figure of matplotlib waits for."""
-    for figure in drawn():
+    schedule = catalog.cyclic(2)
+    curve = memory_curve(build("resnet8"), torch.empty(2, 3, 32, 32, device="meta"), "flops")
+    for figure in (
+        schedules(schedule),
+        timelines(simulate(schedule.lower(3), unit_costs(2), UNIT)),
+        memory_curves(curve, [2], "ResNet-8"),
+        accuracy({"DP": [[0.5, 0.6]]}),
+    ):
         shown, _ = DisplayFormatter().format(figure)
         assert shown["image/png"].startswith(b"\x89PNG")
     assert "image/png" not in DisplayFormatter().format(Figure((1, 1)))[0]
+
+
+def aligned(*rows):
+    """The panels after ``align``, as (limits, numbers, name) each."""
+    panels = Figure().subplots(1, len(rows), squeeze=False)[0]
+    align(panels, rows)
+    found = []
+    for axes in panels:
+        numbers = [label.get_text() for label in axes.get_yticklabels() if label.get_visible()]
+        found.append((axes.get_ylim(), list(map(int, numbers)), axes.get_ylabel()))
+    return found
+
+
+def test_all_panels_have_room_for_the_most_rows():
+    assert aligned(("rank", 4), ("rank", 1), ("rank", 3)) == [
+        ((3.5, -0.5), [0, 1, 2, 3], "rank"),
+        ((3.5, -0.5), [0], "rank"),
+        ((3.5, -0.5), [0, 1, 2], "rank"),
+    ]
+
+
+def test_rows_as_those_to_the_left_are_named_once():
+    found = aligned(("micro-batch", 2), ("rank", 2), ("rank", 2))
+    assert [(numbers, name) for _, numbers, name in found] == [
+        ([0, 1], "micro-batch"),
+        ([0, 1], "rank"),
+        ([], ""),
+    ]
+
+
+def test_no_more_numbers_than_have_room():
+    (_, many, _), (_, few, _) = aligned(("rank", 64), ("rank", 36))
+    assert many == list(range(0, 64, 4))
+    assert few == list(range(0, 36, 4))

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from toolkit.cost import UNIT, Timeline, simulate, unit_costs
-from toolkit.figures import activity, timelines
+from toolkit.errors import UserError
+from toolkit.figures import timelines
 from toolkit.figures.timeline_figure import bytes_sent_by_bin
 from toolkit.schedule import catalog
 
@@ -42,8 +43,8 @@ def test_nothing_is_cut_off(shown):
     assert {axes.get_xlim() for column in found for axes in column} == {(0, longest)}
 
 
-@pytest.mark.parametrize("draw", [timelines, activity])
-def test_every_colour_is_named(draw):
+@pytest.mark.parametrize("memory", [True, False])
+def test_every_colour_is_named(memory):
     whole = ["forward", "backward", "update", "send", "receive"]
     split = [*whole[:2], "backward of weights", *whole[2:]]
     predicted = [*whole[:2], "prediction", *whole[2:]]
@@ -51,7 +52,7 @@ def test_every_colour_is_named(draw):
     late = simulate(catalog.cyclic(2, 1, predict=True).lower(4), unit_costs(2), slow)
     zero_bubble = timeline(catalog.zero_bubble(2, 2))
     for shown, names in ((DP, whole), (zero_bubble, split), (late, predicted)):
-        (legend,) = draw(shown).legends
+        (legend,) = timelines(shown, memory=memory).legends
         assert [text.get_text() for text in legend.get_texts()] == names
 
 
@@ -63,7 +64,7 @@ def test_thin_bars_have_no_line_around_them():
 
 
 def test_no_timeline_is_refused():
-    with pytest.raises(ValueError, match="no timeline to draw"):
+    with pytest.raises(UserError, match="no timeline"):
         timelines([])
 
 
@@ -81,7 +82,7 @@ def test_nothing_sent_is_an_empty_panel():
 
 
 def test_without_memory_there_are_ranks_and_traffic():
-    ranks, traffic = activity(DP).axes
+    ranks, traffic = timelines(DP, memory=False).axes
     assert (ranks.get_ylim(), ranks.get_ylabel()) == ((3.5, -0.5), "rank")
     assert traffic.get_ylim()[0] == 0
     assert traffic.dataLim.y1 < traffic.get_ylim()[1] < 1.2 * traffic.dataLim.y1

@@ -7,7 +7,7 @@ from toolkit.figures.links_figure import link_times
 from toolkit.figures.pipelines_figure import pipelines
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save, style
-from toolkit.figures.timeline_figure import activity, timelines
+from toolkit.figures.timeline_figure import timelines
 
 if TYPE_CHECKING:
     from toolkit.figures.explorer import Explorer
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Explorer",
     "accuracy",
-    "activity",
     "link_times",
     "loss",
     "memory_curves",

@@ -32,12 +32,10 @@ def accuracy(curves: Curves) -> Figure:
             has diverged, which is left out from there on.
 
     Raises:
-        ValueError: there is no rule, a rule has no runs, or they differ in their epochs.
+        UserError: there is no rule, a rule has no runs, or they differ in their epochs.
     """
-    shown = {
-        rule: [[ACCURACY.factor * value for value in values] for values in runs]
-        for rule, runs in curves.items()
-    }
+    factor = ACCURACY.factor
+    shown = {rule: [[factor * x for x in run] for run in runs] for rule, runs in curves.items()}
     return over_epochs(shown, ACCURACY)
 
 
@@ -46,35 +44,31 @@ def loss(curves: Curves) -> Figure:
     return over_epochs(curves, LOSS)
 
 
-def _known(values: Sequence[float]) -> Sequence[float]:
-    """Those of runs that have not diverged; one NaN where all have."""
-    return [value for value in values if not isnan(value)] or [nan]
-
-
 def over_epochs(curves: Curves, by: Metric) -> Figure:
-    """What models are judged by over epochs, drawn as :func:`accuracy` is.
+    """A test metric over epochs, drawn as :func:`accuracy` is.
 
     Args:
-        curves: as of :func:`accuracy`, but in the measure's unit.
-        by: the measure.
+        curves: as of :func:`accuracy`, but in the metric's unit.
+        by: the metric.
 
     Raises:
-        ValueError: as of :func:`accuracy`.
+        UserError: see :func:`accuracy`.
     """
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
         raise UserError(f"there are no runs of {without} to draw")
     for rule, runs in curves.items():
         if len(lengths := sorted({len(run) for run in runs})) > 1:
-            raise UserError(
-                f"the runs of {rule} differ in their epochs, {', '.join(map(str, lengths))}: draw"
-                f" those that have as many, or of each the first {lengths[0]}"
-            )
+            raise UserError(f"runs of {rule} differ in their epochs: got {lengths}; cut the longer")
     with style():
         figure = drawing((5.2, 2.6))
         axes = figure.subplots()
         for k, (rule, runs) in enumerate(curves.items()):
-            by_epoch = [_known(values) for values in zip(*runs, strict=True)]
+            # Runs that have diverged are left out; NaN if all have
+            by_epoch = [
+                [value for value in values if not isnan(value)] or [nan]
+                for values in zip(*runs, strict=True)
+            ]
             epochs = range(1, len(by_epoch) + 1)
             colour = SERIES[k % len(SERIES)]
             low, high = [min(v) for v in by_epoch], [max(v) for v in by_epoch]
@@ -93,7 +87,7 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
 
 
 def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "") -> Figure:
-    """Activations a worker over one training step: all workers together, and shifted uniformly.
+    """Activations of a worker over one training step: simultaneous and staggered.
 
     Args:
         curve: the memory of one micro-batch.

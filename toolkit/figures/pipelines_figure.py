@@ -1,23 +1,26 @@
-"""Pipelines side by side: what their fullest rank holds, and how long their ranks idle."""
+"""Pipelines side by side: memory of their fullest rank, and idle time of their ranks."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import cos, hypot, pi, sin
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+from matplotlib.transforms import Bbox, BboxBase
 
 from toolkit.figures.style import BLUE, VERMILION, drawing, style
 
 Rows = Sequence[Mapping[str, Any]]
 
-_FLUSHED: dict[str, Any] = {"color": BLUE, "marker": "o", "markersize": 4}
-_LATE: dict[str, Any] = {  # open, so that it shows a dot at the same place
-    "color": VERMILION, "marker": "s", "markersize": 7, "markerfacecolor": "none",
-}  # fmt: skip
+_LOOKS: dict[bool, dict[str, Any]] = {  # by whether weights are fresh
+    True: {"color": BLUE, "marker": "o", "markersize": 4},
+    # Open, so that a dot at the same place shows
+    False: {"color": VERMILION, "marker": "s", "markersize": 7, "markerfacecolor": "none"},
+}
 _LABELS = {True: "fresh weights, a flush at each step", False: "late weights, no flush"}
 _COLUMNS = 3
 
@@ -45,15 +48,15 @@ def pipelines(rows: Rows) -> Figure:
             p = rows[0]["ranks"]
             axes.set_title(f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}")
             for x, y, flush in named[m]:
-                axes.plot([x], [y], linestyle="none", clip_on=False, **_look(flush))
+                axes.plot([x], [y], linestyle="none", clip_on=False, **_LOOKS[flush])
         _scale(panels[0], rows)
         figure.supxlabel("activations of the fullest rank (micro-batches)", fontsize=8)
         figure.supylabel("idle share of a rank's time", fontsize=8)
-        handles = [Line2D([], [], ls="none", label=_LABELS[f], **_look(f)) for f in (True, False)]
+        handles = [Line2D([], [], ls="none", label=_LABELS[f], **_LOOKS[f]) for f in (True, False)]
         figure.legend(handles=handles, loc="outside upper center", ncols=2)
         figure.draw_without_rendering()  # which gives the panels their places
         for axes, m in zip(panels, sizes, strict=False):
-            names = [(x, y, "\n".join(n), _look(f)["color"]) for (x, y, f), n in named[m].items()]
+            names = [(x, y, "\n".join(n), _LOOKS[f]["color"]) for (x, y, f), n in named[m].items()]
             name_points(axes, names)
         return figure
 
@@ -66,10 +69,6 @@ def _points(rows: Rows, n_microbatches: int) -> dict[tuple[float, float, bool], 
             at = float(row["activations"]), round(row["idle"], 6), row["flush"]
             found[at].append(row["method"])
     return dict(found)
-
-
-def _look(flush: bool) -> dict[str, Any]:
-    return _FLUSHED if flush else _LATE
 
 
 def _scale(axes: Axes, rows: Rows) -> None:
@@ -95,69 +94,50 @@ _OFFSETS = [
 ]
 _HORIZONTAL = {1: "left", 0: "center", -1: "right"}
 _VERTICAL = {1: "bottom", 0: "center", -1: "top"}
-_LINED = 12  # points from which on a line leads from a name to its point
+_LINED = 12  # points beyond which a line joins a name and its point
 _MARKER = 4  # points from the middle of a point to its edge
 
 
-class _Box(NamedTuple):
-    """In points."""
-
-    left: float
-    bottom: float
-    right: float
-    top: float
-
-    def common(self, other: "_Box") -> float:
-        """The area that both have."""
-        width = min(self.right, other.right) - max(self.left, other.left)
-        height = min(self.top, other.top) - max(self.bottom, other.bottom)
-        return max(0.0, width) * max(0.0, height)
-
-
 def name_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each name as near to its point as there is room; where there is none, over the least.
+    """Write each name as near to its point as there is room, or where it covers least.
 
     Args:
         axes: with their limits, in a figure that has been laid out.
-        points: x, y, name (maybe of some lines) and colour.
+        points: x, y, name (possibly of several lines) and colour.
     """
     figure: Any = axes.figure
-    scale = 72 / figure.dpi
-    frame = _Box(*(scale * axes.get_window_extent().extents))
-    at = [scale * axes.transData.transform((x, y)) for x, y, _, _ in points]
-    taken = [_Box(x - _MARKER, y - _MARKER, x + _MARKER, y + _MARKER) for x, y in at]
+    point = figure.dpi / 72  # pixels
+    frame = axes.get_window_extent()
+    at = [axes.transData.transform((x, y)) for x, y, _, _ in points]
+    taken = [Bbox([xy, xy]).padded(_MARKER * point) for xy in at]
     for k in sorted(range(len(points)), key=lambda k: -points[k][2].count("\n")):
         x, y, name, colour = points[k]
         text: Any = axes.annotate(
             name, (x, y), (0, 0), textcoords="offset points", color=colour, fontsize=6.5
         )
         text.set_in_layout(False)
-        size = text.get_window_extent().padded(1 / scale).size * scale
-        boxes = {offset: _beside(at[k], offset, size) for offset in _OFFSETS}
+        size = text.get_window_extent().padded(1).size
+        boxes = {}
+        for offset in _OFFSETS:  # a box begins at its offset and leads away from the point
+            corner = at[k] + point * np.array(offset) + (np.sign(offset) - 1) / 2 * size
+            boxes[offset] = Bbox([corner, corner + size])
         best = min(boxes, key=lambda offset: _covered(boxes[offset], taken, frame))
         taken.append(boxes[best])
         text.set_position(best)
-        text.set_horizontalalignment(_HORIZONTAL[_sign(best[0])])
-        text.set_verticalalignment(_VERTICAL[_sign(best[1])])
+        text.set_horizontalalignment(_HORIZONTAL[np.sign(best[0])])
+        text.set_verticalalignment(_VERTICAL[np.sign(best[1])])
         if hypot(*best) > _LINED:
             line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0}
             axes.annotate("", (x, y), best, textcoords="offset points", arrowprops=line)
 
 
-def _beside(at: Sequence[float], offset: Sequence[float], size: Sequence[float]) -> _Box:
-    """A box that begins at an offset from a point, and leads away from it."""
-    left, bottom = (
-        start + shift + (_sign(shift) - 1) / 2 * length
-        for start, shift, length in zip(at, offset, size, strict=True)
-    )
-    return _Box(left, bottom, left + size[0], bottom + size[1])
+def _covered(box: Bbox, taken: Sequence[Bbox], frame: BboxBase) -> float:
+    """Pixels of a box that are taken or outside of the frame."""
+    outside = box.width * box.height - _common(box, frame)
+    return round(outside + sum(_common(box, other) for other in taken), 3)
 
 
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
-
-
-def _covered(box: _Box, taken: Sequence[_Box], frame: _Box) -> float:
-    """Of the area of a box: what others have, and what is outside of the frame."""
-    outside = box.common(box) - box.common(frame)
-    return round(outside + sum(map(box.common, taken)), 6)
+def _common(box: Bbox, other: BboxBase) -> float:
+    width = min(box.x1, other.x1) - max(box.x0, other.x0)
+    height = min(box.y1, other.y1) - max(box.y0, other.y0)
+    return max(0.0, width) * max(0.0, height)

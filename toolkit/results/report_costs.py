@@ -224,7 +224,7 @@ def draw_timeline(path: Path, name: str) -> "Drawing":
         UserError: it cannot be read, or has too many spans to draw.
     """
     from toolkit.cost.timeline import COMPUTED, LANES, Span, Timeline
-    from toolkit.figures.timeline_figure import activity
+    from toolkit.figures import timelines
 
     try:
         with path.open(newline="") as file:
@@ -257,4 +257,5 @@ def draw_timeline(path: Path, name: str) -> "Drawing":
         raise UserError(f"{path.name} is not a timeline")
     if len(spans) > _MOST_SPANS or n_ranks > _MOST_RANKS:
         raise UserError(f"{path.name} has {len(spans)} spans of {n_ranks} ranks, too many to draw")
-    return activity(Timeline(name, n_ranks, spans, (), (max(span.end for span in spans),)))
+    shown = Timeline(name, n_ranks, spans, (), (max(span.end for span in spans),))
+    return timelines(shown, memory=False)
