@@ -14,6 +14,7 @@ from tests.cli.test_presets import CONF
 from toolkit.cli import build_schedule, schema
 from toolkit.cli.help import choices
 from toolkit.cli.validate import check_given
+from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of
 from toolkit.figures.explorer.controls import cost_sources, hardware_presets
@@ -95,22 +96,26 @@ def test_training_takes_the_overrides_too():
     assert composed(choice.overrides(), "train") == choice.build()
 
 
-def test_lines_are_as_short_as_they_can_be():
-    assert Choice("cdp_v2", 4, 4, delay="freshest", state="replicated").python() == (
-        "catalog.cyclic(4)"
-    )
-    assert Choice("cdp_v1", 3, 6, placement="one").python() == (
-        "catalog.cyclic(6, delay=1, placement='one', n_stages=3)"
-    )
-    assert Choice("dp", 4, 4, accumulate=1).python() == "catalog.data_parallel(4)"
-    assert Choice("cdp_v2", 4, 4, accumulate=2).python() == "catalog.cyclic(4, accumulate=2)"
-    assert Choice("zero_cdp_v1", 4, 4).overrides() == "schedule=zero_cdp_v1 stages=4 microbatches=4"
-    assert Choice("cdp_v2", 4, 4, delay=1).overrides().split()[3:] == ["schedule.delay=1"]
-    assert Choice("cdp_v2", 4, 4, predict=True).python() == "catalog.cyclic(4, predict=True)"
-    assert Choice("cdp_v2", 4, 4, predict=True).overrides().endswith(" schedule.predict=True")
-    assert Choice("dp", 4, 4, accumulate=2).overrides() == (
-        "schedule=dp stages=4 microbatches=4 schedule.accumulate=2"
-    )
+@pytest.mark.parametrize(
+    ("choice", "python", "overrides"),
+    [
+        (Choice("cdp_v2", delay="freshest", state="replicated"), "cyclic(4)", ""),
+        (Choice("dp", accumulate=1), "data_parallel(4)", ""),
+        (Choice("zero_cdp_v1"), "cyclic(4, delay=1, state='sharded')", ""),
+        (Choice("cdp_v2", delay=1), "cyclic(4, delay=1)", " schedule.delay=1"),
+        (Choice("cdp_v2", predict=True), "cyclic(4, predict=True)", " schedule.predict=True"),
+        (Choice("dp", accumulate=2), "data_parallel(4, accumulate=2)", " schedule.accumulate=2"),
+        (
+            Choice("cdp_v1", 3, 6, placement="one"),
+            "cyclic(6, delay=1, placement='one', n_stages=3)",
+            " schedule.placement=one",
+        ),
+    ],
+)
+def test_lines_are_as_short_as_they_can_be(choice, python, overrides):
+    sizes = f"stages={choice.stages} microbatches={choice.microbatches}"
+    assert choice.python() == f"catalog.{python}"
+    assert choice.overrides() == f"schedule={choice.schedule} {sizes}{overrides}"
 
 
 def test_rank_orders_of_your_own_survive_the_file(tmp_path, monkeypatch):
@@ -218,8 +223,6 @@ def test_slots_have_room_for_their_stage(n):
 
 
 def test_halves_of_a_backward_are_told_beside_the_step_time():
-    from toolkit.cost import UNIT, unit_costs
-
     for name, unit in (("one_f_one_b", "slots"), ("zero_bubble", "slots, half a backward 0.5")):
         analysis = analyse(Choice(name, 3, 3), 1)
         numbers = analysis.numbers(predict(analysis, unit_costs(3), UNIT), in_slots=True)
@@ -264,37 +267,32 @@ def test_hover_text_agrees_with_the_program():
         frees = sum("FREE activation" in str(i) for i in instructions)
         receives = sum(str(i).startswith("RECV activation") for i in instructions)
         assert sum("frees: activations of" in title for title in titles) == frees
-        assert (
-            sum(title.count("(activation from rank") for title in titles)
-            + sum(title.count("(gradient from rank") for title in titles)
-            == receives
-        )
+        text = "".join(titles)
+        waited = text.count("(activation from rank") + text.count("(gradient from rank")
+        assert waited == receives
 
 
-@pytest.mark.parametrize("name", ["dp", "cdp_v1", "cdp_v2", "zero_dp", "gpipe"])
+PAPERS = {"dp": 4, "cdp_v1": 2.5, "cdp_v2": 2.5, "zero_dp": 4, "gpipe": 4}
+
+
+@pytest.mark.parametrize("name", PAPERS)
 def test_key_numbers_are_those_of_the_steady_state(name):
-    from toolkit.cost import UNIT, unit_costs
-
     analysis = analyse(Choice(name, 4, 4), 1)
+    schedule, steady = analysis.schedule, steady_state(analysis.schedule)
     timeline = predict(analysis, unit_costs(4), UNIT)
     said = {n.name: n.value for n in analysis.numbers(timeline, in_slots=True)}
-    steady = steady_state(analysis.schedule)
-    assert said["ranks"] == str(analysis.schedule.n_ranks)
-    assert float(said["peak activations"]) == steady.peak_activations / 4
+    assert said["ranks"] == str(schedule.n_ranks)
+    assert float(said["peak activations"]) == steady.peak_activations / 4 == PAPERS[name]
     assert float(said["most sent in a slot"]) == max(steady.units_by_slot)
-    assert float(said["mean staleness"]) == pytest.approx(
-        analysis.schedule.mean_staleness, rel=1e-2
-    )
-    assert float(said["step time"]) == analysis.schedule.period
-    busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
-    assert timeline.idle_share == pytest.approx(1 - busy / analysis.schedule.period)
+    assert float(said["mean staleness"]) == pytest.approx(schedule.mean_staleness, rel=1e-2)
+    assert float(said["step time"]) == schedule.period
+    busy = len(schedule.timing.starts) / schedule.n_ranks
+    assert timeline.idle_share == pytest.approx(1 - busy / schedule.period)
 
 
 @pytest.mark.parametrize("placement", ["one", "per_stage"])
 def test_the_step_time_is_that_of_the_steady_state(placement):
     """Though the last step ends early."""
-    from toolkit.cost import UNIT, unit_costs
-
     analysis = analyse(Choice("cdp_v2", 8, 8, placement=placement), 1)
     busy = len(analysis.schedule.timing.starts) / analysis.schedule.n_ranks
     assert predict(analysis, unit_costs(8), UNIT).step_time == max(16, busy)
@@ -303,21 +301,13 @@ def test_the_step_time_is_that_of_the_steady_state(placement):
 @pytest.mark.parametrize(("n", "bandwidth"), [(4, 0.5), (6, 2.0)])
 def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
     """They are not as long as those of a long training."""
-    from toolkit.cost import Hardware, StageCost, simulate
-
     analysis = analyse(Choice("zero_cdp_v1", n, n), 1)
     costs = [StageCost(1 + j / 4, 2 + j / 2, parameter_bytes=1.0 + 3 * j) for j in range(n)]
     slow = Hardware("slow", 1.0, 1.0, bandwidth)
     found = predict(analysis, costs, slow).step_time
-    assert found == pytest.approx(
-        simulate(analysis.schedule.lower(60), costs, slow).step_time, 0.02
-    )
+    long = simulate(analysis.schedule.lower(60), costs, slow).step_time
+    assert found == pytest.approx(long, 0.02)
     assert simulate(analysis.predicted, costs, slow).step_time > 1.2 * found
-
-
-def test_the_papers_numbers():
-    peaks = [float(analyse(Choice(name, 4, 4), 1).peak) for name in ("dp", "cdp_v1", "cdp_v2")]
-    assert peaks == [4, 2.5, 2.5]
 
 
 def test_hardware_is_read_from_the_configuration():
@@ -343,18 +333,14 @@ def test_widgets_load_with_the_explorer_only():
 )
 def test_a_schedule_is_found_among_the_choices(choice):
     schedule = choice.build()
-    found = choice_of(schedule)
-    assert found.build() == schedule
+    assert choice_of(schedule).build() == schedule
 
 
 def test_orders_of_ones_own_are_found():
     own = Schedule.from_rank_orders(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"], name="mine", delay=1)
     found = choice_of(own)
-    assert (found.schedule, found.orders, found.delay) == (
-        OWN,
-        ("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1",),
-        1,
-    )
+    orders = ("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1",)
+    assert (found.schedule, found.orders, found.delay) == (OWN, orders, 1)
     assert replace(found.build(), name="mine") == own
 
 

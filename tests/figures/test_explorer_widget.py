@@ -50,6 +50,8 @@ def explorer():
 
 
 def test_controls_change_the_figure_and_its_numbers(explorer):
+    for control in (*explorer.shared, explorer.folder, *explorer.buttons):
+        assert control.description
     assert ops(explorer) == ops(explorer, 1) == 2 * 8
     assert number(explorer, "peak activations") == "1.5"
     explorer.stages.value = explorer.microbatches.value = 4
@@ -139,14 +141,6 @@ def test_a_second_schedule_shows_on_demand():
     assert len(explorer.choices) == 2
 
 
-def test_controls_are_described(explorer):
-    columns = [
-        c for column in explorer.columns for c in (column.schedule, *column.options.values())
-    ]
-    for control in (*explorer.shared, explorer.folder, *explorer.buttons, *columns):
-        assert control.description
-
-
 @pytest.mark.parametrize(
     ("control", "value", "sentence"),
     [
@@ -157,7 +151,7 @@ def test_controls_are_described(explorer):
         ("orders", " ", "there are no rank orders"),
         ("orders", "0F0 <b>", "&lt;b&gt;"),
         ("orders", " ".join(f"0F{m} 0B{m}" for m in range(33)), "from 1 to 32: got 33"),
-        ("orders", "0F0 0B0 9F9 9B9", "9F9 is of stage 9, and no op is of stage 1"),
+        ("orders", "0F0 0B0 9F9 9B9", "9F9 is given, but no op of stage 1"),
     ],
 )
 def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, value, sentence):
@@ -204,8 +198,8 @@ def test_a_schedule_is_explored_as_it_is():
     ]
     mine = Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
     assert Explorer(mine).choices[0].build() == mine
-    text = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
-    assert Explorer(OWN, 2, 2, orders=text).choices[0].build() == mine
+    text = "0F0 0F1 0B0 0B1\n\n1F0 1B0 1F1 1B1\n"
+    assert Explorer(OWN, orders=text).choices[0].build() == mine
 
 
 CYCLIC = catalog.cyclic(2)
@@ -232,15 +226,6 @@ STUCK = Schedule.from_rank_orders(["0F0 0B0"], period=7)
 def test_arguments_that_no_control_can_hold(schedule, options, message):
     with pytest.raises(UserError, match=message):
         Explorer(schedule, **options)
-
-
-def test_own_orders(explorer):
-    column = explorer.columns[0]
-    column.schedule.value = OWN
-    column.orders.value = "0F0 0F1 0B0 0B1\n\n1F0 1B0 1F1 1B1\n"
-    mine = Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"])
-    assert explorer.choices[0].build() == mine
-    assert ops(explorer) == 2 * 8
 
 
 def test_costs_and_hardware_of_your_own():

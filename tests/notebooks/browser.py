@@ -1,7 +1,6 @@
 """JupyterLab in headless Chromium: a server on a copy of the notebooks, and a page on one of them.
 
-The server takes a free port, and a folder of its own for settings and kernels, so that it meets
-nothing of the user's.
+The server uses a free port and its own folder for settings and kernels, none of the user's.
 """
 
 import json
@@ -123,28 +122,3 @@ def run_all(shown) -> None:
     shown.wait_for_function(_READY, timeout=60_000)
     shown.get_by_role("menuitem", name="Run", exact=True).click()
     shown.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-
-
-# Milliseconds from an input to the last change of a figure that follows it, as the page sees it.
-WATCH = """
-(selector) => {
-    window.redraws = [];
-    window.changed = 0;
-    let begin = null, counted = false;
-    for (const kind of ["pointerup", "keydown"])
-        document.addEventListener(kind, () => {
-            begin = performance.now();
-            counted = false;
-        }, true);
-    const seen = new MutationObserver(() => requestAnimationFrame(() => {
-        if (begin === null) return;
-        window.changed = performance.now();
-        if (counted) window.redraws.pop();
-        counted = true;
-        window.redraws.push(window.changed - begin);
-    }));
-    document.querySelectorAll(selector).forEach(
-        figure => seen.observe(figure, {childList: true, subtree: true}));
-}
-"""
-SETTLED = "n => window.redraws.length > n && performance.now() - window.changed > 700"

@@ -6,16 +6,14 @@ Screenshots go to the folder SCREENSHOTS, if there is one.
 import os
 import shutil
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from tests.notebooks import browser
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-BOUND = 1500  # milliseconds from an input to the redrawn figure, on a slow machine
-FIGURES = ".cdp-explorer .cdp-column .widget-html-content"
 WAIT = 30_000
+OPS = "n => document.querySelector('.cdp-grid').querySelectorAll('title').length SIGN n"
 
 pytestmark = [
     pytest.mark.browser,
@@ -46,8 +44,7 @@ class Explorer:
         return row.locator(".cdp-number").inner_text()
 
     def wait_for_ops(self, n):
-        script = "n => document.querySelector('.cdp-grid').querySelectorAll('title').length === n"
-        self.page.wait_for_function(script, arg=n, timeout=WAIT)
+        self.page.wait_for_function(OPS.replace("SIGN", "==="), arg=n, timeout=WAIT)
 
 
 def test_the_explorer_in_jupyterlab(tmp_path):
@@ -69,11 +66,9 @@ def test_the_explorer_in_jupyterlab(tmp_path):
             "DP: ops of 3 training steps",
         ]
         assert (explorer.ops(), explorer.number("peak activations")) == (96, "2.5")
-        page.evaluate(browser.WATCH, FIGURES)
 
         _drag(page, explorer.handle("stages"), 120)
-        page.wait_for_function(browser.SETTLED, arg=0, timeout=WAIT)
-        assert explorer.ops() > 96
+        page.wait_for_function(OPS.replace("SIGN", ">"), arg=96, timeout=WAIT)
 
         schedule = page.locator(".cdp-column").first.get_by_label("schedule", exact=True)
         _choose(page, schedule, "ArrowDown", 3)
@@ -82,20 +77,15 @@ def test_the_explorer_in_jupyterlab(tmp_path):
         _choose(page, schedule, "ArrowUp", 3)
         page.wait_for_selector('.cdp-grid[aria-label^="CDP-v2"]', timeout=WAIT)
 
-        page.evaluate("() => { window.redraws = []; }")
-        _press_to(page, explorer, "stages", "Home", "ArrowRight", 1)
-        _press_to(page, explorer, "micro-batches", "Home", "ArrowRight", 1)
+        for name in ("stages", "micro-batches"):
+            explorer.handle(name).press("Home")
+            explorer.handle(name).press("ArrowRight")
         explorer.wait_for_ops(3 * 2 * 2 * 2)
         page.screenshot(path=pictures / "explorer_2.png")
-        _press_to(page, explorer, "stages", "End", "", 0)
-        _press_to(page, explorer, "micro-batches", "End", "", 0)
+        for name in ("stages", "micro-batches"):
+            explorer.handle(name).press("End")
         explorer.wait_for_ops(3 * 2 * 16 * 16)
-        page.wait_for_timeout(300)
         page.screenshot(path=pictures / "explorer_16.png")
-        times = page.evaluate("() => window.redraws")
-        print("\nredraws (ms):", *map(round, times), f"median {median(times):.0f}")
-        assert len(times) >= 6
-        assert median(times) < BOUND
 
         page.locator(".cdp-column").first.get_by_label("delay", exact=True).select_option("0")
         page.wait_for_selector('.cdp-wrong[role="alert"]', timeout=WAIT)
@@ -121,12 +111,3 @@ def _choose(page, dropdown, key, times):
     for pressed in ("Space", *[key] * times, "Enter"):
         page.keyboard.press(pressed)
         page.wait_for_timeout(100)
-
-
-def _press_to(page, explorer, slider, first, then, times):
-    """By keyboard, one redraw after another."""
-    explorer.handle(slider).focus()
-    for key in (first, *[then] * times):
-        before = page.evaluate("() => window.redraws.length")
-        page.keyboard.press(key)
-        page.wait_for_function(browser.SETTLED, arg=before, timeout=WAIT)
