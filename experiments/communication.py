@@ -15,6 +15,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point
 from toolkit.cli.validate import check_counts
@@ -47,64 +48,54 @@ def main(config: DictConfig) -> int:
     ]
     shown = [counted_cells(r) | {"as by formula": agreement(r, "_formula")} for r in records]
     print(f"\nN = {config.workers}\n\n{table(shown)}\n\n{LEGEND}")
-    ran = measure(config, folder) if config.measured else []
-    if ran:
+    wrong = differences(rows, "by its formula", "as counted")
+    if config.measured:
+        ran = measure(config, folder)
         for record, row in zip(records, ran, strict=True):
             record |= {f"{name}_measured": float(value) for name, value in row.measured.items()}
-        shown = [
-            measured_cells(record) | {"as counted": "no" if row.differences else "yes"}
-            for record, row in zip(records, ran, strict=True)
-        ]
+        shown = [measured_cells(r) | {"as counted": agreement(r, "_measured")} for r in records]
         print(f"\nmeasured on processes, one a rank\n\n{table(shown)}\n")
+        wrong += differences(ran, "as counted", "as measured")
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)
     print(f"written to {folder}")
-    wrong = 0
-    for words, found in (("by its formula", rows), ("as counted", ran)):
-        for row in found:
-            for name, (expected, value) in row.differences.items():
-                wrong += 1
-                how = "as counted" if found is rows else "as measured"
-                told = f"{name} is {expected} {words} and {value} {how}"
-                print(f"{row.setting}, {row.rule}: {told}", file=sys.stderr)
+    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
     if not wrong:
-        print("every formula equals its count" + (", and its measurement" if ran else ""))
-    return int(wrong > 0)
+        also = ", and its measurement" if config.measured else ""
+        print(f"every formula equals its count{also}")
+    return int(bool(wrong))
+
+
+def differences(rows: list[Any], expected: str, found: str) -> list[str]:
+    return [
+        f"{row.setting}, {row.rule}: {name} is {one} {expected} and {other} {found}"
+        for row in rows
+        for name, (one, other) in row.differences.items()
+    ]
 
 
 def measure(config: DictConfig, folder: Path) -> list[Any]:
-    """Run every setting, and draw one beside its prediction."""
+    """Run every setting; draw one of them and its prediction."""
     from toolkit.figures import save, timelines
-    from toolkit.results import Progress
     from toolkit.runtime import launch
-    from toolkit.runtime.meters import predicted_vs_measured
+    from toolkit.runtime.meters import predicted_vs_measured as settings
 
     check_counts(config, "width", "batch")
     n = config.workers
-    n_ranks = predicted_vs_measured.n_ranks(n)
-    n_settings = len(predicted_vs_measured.SETTINGS) * len(predicted_vs_measured.RULES)
-    with Progress(n_settings, unit="settings") as progress:
-        progress.run(f"starting {n_ranks} processes")
+    n_ranks = settings.n_ranks(n)
+    with tqdm(total=len(settings.SETTINGS) * len(settings.RULES)) as progress:
+        progress.set_description(f"starting {n_ranks} processes")
 
         def show(rank: int, name: str) -> None:
             if rank == 0:
-                progress.run(name)
-                progress.step(1, 1)
+                progress.set_description(name)
+                progress.update()
 
-        rows = launch(
-            predicted_vs_measured.measure,
-            n_ranks,
-            n,
-            config.width,
-            config.batch,
-            config.timeout,
-            on_report=show,
-            timeout=config.timeout,
-        )[0]
+        sizes = (n, config.width, config.batch)
+        options: dict[str, Any] = {"on_report": show, "timeout": config.timeout}
+        rows = launch(settings.measure, n_ranks, *sizes, config.timeout, **options)[0]
     shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))
-    pair = predicted_vs_measured.beside_prediction(
-        shown.measurements, n, config.width, config.batch
-    )
+    pair = settings.beside_prediction(shown.measurements, *sizes)
     save(timelines(pair), folder / "timeline")
     pair[0].to_chrome_trace(folder / "trace.json")
     return rows

@@ -3,7 +3,7 @@
     python experiments/memory.py model=resnet50 workers=[4,8,32] batch=32
     python experiments/memory.py model.target=my_package.my_model shape=[3,160,160]
 
-Nothing is computed or allocated, but for axis=measured.
+Nothing is computed or allocated, except with axis=measured.
 """
 
 import time
@@ -43,34 +43,33 @@ def main(config: DictConfig) -> None:
     axes = [axis for axis in AXES if axis != "measured" or measured]
     curves = {axis: memory_curve(model, example, axis, hardware, config.precision) for axis in axes}
 
-    rows = [
-        {"time axis": axis + (f" ({hardware.name})" if axis == "roofline" else "")}
-        | reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
-        for axis, curve in curves.items()
-    ]
     shown = curves[config.axis]
+    rows, records = {}, []
+    for axis, curve in curves.items():
+        reductions = {n: curve.reduction(n) for n in workers}
+        of_machine = f" ({hardware.name})" if axis == "roofline" else ""
+        cells = reduction_cells(reductions, curve.largest_reduction)
+        rows[axis] = {"time axis": f"{axis}{of_machine}"} | cells
+        records += [
+            {
+                "axis": axis,
+                "workers": n,
+                "peak_bytes_together": n * curve.peak,
+                "peak_bytes_shifted": float(curve.shifted(n)[1].max()),
+                "reduction": reduction,
+                "largest_reduction": curve.largest_reduction,
+            }
+            for n, reduction in reductions.items()
+        ]
     name = f"{model_name(config.model)} in {config.precision}"
-    axis = rows[axes.index(config.axis)]["time axis"]
-    title = f"{name}, batch {config.batch}, time axis: {axis}"
+    title = f"{name}, batch {config.batch}, time axis: {rows[config.axis]['time axis']}"
     folder = Path(HydraConfig.get().runtime.output_dir)
     figures = save(memory_curves(shown, workers, title), folder / "memory")
-    records = [
-        {
-            "axis": axis,
-            "workers": n,
-            "peak_bytes_together": n * curve.peak,
-            "peak_bytes_shifted": float(curve.shifted(n)[1].max()),
-            "reduction": curve.reduction(n),
-            "largest_reduction": curve.largest_reduction,
-        }
-        for axis, curve in curves.items()
-        for n in workers
-    ]
     where = describe(device) if measured else "meta tensors"
     write_result(folder, "memory", records, config, where, time.perf_counter() - start)
     print(f"\n{name}: one micro-batch of {config.batch} keeps {size(shown.peak)}\n")
     print("Peak of N workers shifted uniformly, below that of N workers together:\n")
-    print(table(rows))
+    print(table([*rows.values()]))
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, ...")
 
 

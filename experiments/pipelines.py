@@ -10,9 +10,11 @@ import time
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point
 from toolkit.cli.validate import check_counts, counts
@@ -34,24 +36,21 @@ def main(config: DictConfig) -> None:
     from toolkit.figures import pipelines as draw
     from toolkit.figures import save
     from toolkit.format import pipeline_cells, table
-    from toolkit.results import Progress, describe_cpu, write_result
+    from toolkit.results import describe_cpu, write_result
 
     start = time.perf_counter()
     check_counts(config, "ranks")
-    made = {m: pipelines(config.ranks, m) for m in counts(config, "microbatches")}
+    found: dict[tuple[int, str], Any] = {}
+    left_out = []
+    for m in counts(config, "microbatches"):
+        made, refused = pipelines(config.ranks, m)
+        found |= {(m, method): schedule for method, schedule in made.items()}
+        left_out += [{"microbatches": m, "method": k, "why": why} for k, why in refused.items()]
     rows = []
-    with Progress(sum(len(schedules) for schedules, _ in made.values()), unit="pipelines") as bar:
-        for m, (schedules, _) in made.items():
-            for method, schedule in schedules.items():
-                bar.run(f"{method}, {m} micro-batches")
-                row = assess(method, schedule)
-                rows.append(asdict(row) | {"flush": row.flush})
-                bar.step(1, 1)
-    left_out = [
-        {"microbatches": m, "method": method, "why": why}
-        for m, (_, refused) in made.items()
-        for method, why in refused.items()
-    ]
+    for (m, method), schedule in (bar := tqdm(found.items())):
+        bar.set_description(f"{method}, {m} micro-batches")
+        row = assess(method, schedule)
+        rows.append(asdict(row) | {"flush": row.flush})
 
     folder = Path(HydraConfig.get().runtime.output_dir)
     records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]

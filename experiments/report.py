@@ -4,23 +4,20 @@
     python experiments/report.py 'runs=[outputs/compare,experiments/results/digits]' title=Digits
     python experiments/report.py 'runs=outputs/train/2026-*' publish=wandb entity=me project=cdp
 
-It is on all runs below these folders, finished or not. Publishing needs a key of W&B (wandb login)
+It covers all runs below these folders, finished or not. Publishing needs a key of W&B (wandb login)
 and pip install 'cdp-toolkit[reports]'.
 """
 
 from datetime import UTC, datetime
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.cli import entry_point
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:
-    from toolkit.results.run_record import Run
 
 _MOST_NAMED = 10
 
@@ -30,9 +27,7 @@ def main(config: DictConfig) -> None:
     if config.publish not in (None, "wandb"):
         raise UserError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")
     if config.publish and not (config.entity and config.project):
-        raise UserError(
-            "publish=wandb needs entity=... and project=..., where the runs are tracked"
-        )
+        raise UserError("publish=wandb needs entity=... and project=... of the runs")
     folders = expanded(config.runs)
 
     from toolkit import __version__
@@ -51,34 +46,28 @@ def main(config: DictConfig) -> None:
     write_html(folder / "report.html", report, made)
     table = frame(runs).astype(object)
     write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
-    print(f"{count(len(runs), 'run')}, {sum(run.state == 'finished' for run in runs)} finished")
-    for run in [run for run in runs if run.state != "finished"][:_MOST_NAMED]:
-        print(f"  {run.state}: {run.folder}{one_of_several(run)}: {run.message}")
+    unfinished = [run for run in runs if run.state != "finished"]
+    print(f"{count(len(runs), 'run')}, {len(runs) - len(unfinished)} finished")
+    for run in unfinished[:_MOST_NAMED]:
+        several = run.kind == "compare" and run.seed is not None  # in one folder
+        which = f" ({run.schedule}, seed {run.seed})" if several else ""
+        print(f"  {run.state}: {run.folder}{which}: {run.message}")
     print(f"written to {folder / 'report.html'}, with the runs in runs.csv")
     if config.publish == "wandb":
         page, workspace = publish(report, runs, config.entity, config.project)
         print(f"report: {page}\nworkspace: {workspace}")
 
 
-def one_of_several(run: "Run") -> str:
-    """Which of a comparison's runs it is, that have one folder."""
-    several = run.kind == "compare" and run.seed is not None
-    return f" ({run.schedule}, seed {run.seed})" if several else ""
-
-
 def expanded(runs: Any) -> list[str]:
-    """The folders that ``runs`` names; globs are spelt out."""
+    """The folders that ``runs`` names, a list or a glob of them."""
     given = [runs] if isinstance(runs, str) else list(runs or ())
     if not given or not all(isinstance(name, str) and name for name in given):
-        raise UserError(
-            f"runs is an output folder, a list or a glob of them, such as runs=outputs/train: got"
-            f" {runs}"
-        )
+        raise UserError(f"runs=... needs output folders or a glob of them: got {runs}")
     found = []
     for name in given:
         folders = [path for path in sorted(glob(name, recursive=True)) if Path(path).is_dir()]
         if not folders and any(c in name for c in "*?["):
-            raise UserError(f"runs={name}: no folder is called so")
+            raise UserError(f"runs={name} matches no folder")
         found += folders or [name]
     return found
 

@@ -1,29 +1,17 @@
 """Put the kept results into their tables: python experiments/results.py [--check]
 
 Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README.md and experiments/results/README.md
-show the table of experiments/results/NAME/result.json, and how it came about. --check only says
-whether they do.
+show the table of experiments/results/NAME/result.json and its origin. --check only compares.
 """
 
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit.format import (
-    agreement,
-    counted_cells,
-    measured_cells,
-    metric_cells,
-    peak_cells,
-    pipeline_cells,
-    reduction_cells,
-    staleness_cells,
-)
-from toolkit.format import (
-    table as format_table,
-)
+from toolkit import format as cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.provenance import strip_folders
 
@@ -31,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
 PAGES = (ROOT / "README.md", RESULTS / "README.md")
 _PLACE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Result = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 
 def rendered(page: str) -> str:
@@ -41,100 +32,57 @@ def rendered(page: str) -> str:
 def table(name: str) -> str:
     """The table of a kept result, and its origin."""
     result = json.loads((RESULTS / name / "result.json").read_text())
-    rows = _ROWS[name](result)
-    return f"{format_table(rows, 'github')}\n\n{origin(result['provenance'])}\n"
-
-
-def origin(found: dict[str, Any]) -> str:
-    command = strip_folders(found["command"])
+    rows = next(rows for prefix, rows in _ROWS if name.startswith(prefix))(result)
+    found = result["provenance"]
     return (
-        f"<sub>`{command}`, torch {found['versions']['torch']}, {found['device']},"
-        f" {found['seconds']:.0f} s, commit {(found['commit'] or 'unknown')[:10]}</sub>"
+        f"{cells.table(rows, 'github')}\n\n<sub>`{strip_folders(found['command'])}`, torch"
+        f" {found['versions']['torch']}, {found['device']}, {found['seconds']:.0f} s, commit"
+        f" {found['commit'][:10]}</sub>\n"
     )
 
 
-def _accuracy(result: dict[str, Any], by: Metric = ACCURACY) -> list[dict[str, str]]:
-    return [
-        {"rule": row["schedule"]} | metric_cells(row, by, "DP") | staleness_cells(row)
-        for row in result["metrics"]
-    ]
+def _each(form: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Result], Rows]:
+    """A row of the table for each row of the metrics."""
+    return lambda result: [form(row) for row in result["metrics"]]
 
 
-def _losses(result: dict[str, Any]) -> list[dict[str, str]]:
-    """Of a language model: losses, and how many tokens were the likeliest."""
-    rows = _accuracy(result, LOSS)
-    for row, metric in zip(rows, result["metrics"], strict=True):
-        row["tokens right (%)"] = f"{metric['accuracy']:.2f}"
+def _compared(row: dict[str, Any], by: Metric = ACCURACY) -> dict[str, Any]:
+    return (
+        {"rule": row["schedule"]} | cells.metric_cells(row, by, "DP") | cells.staleness_cells(row)
+    )
+
+
+def _delays(result: Result) -> Rows:
+    """Accuracies, and the effect of the delay on the gradients of the first and last stage."""
+    rows = []
+    for row in result["metrics"]:
+        cosines = [d["cosine"] for d in result["delays"] if d["rule"] == row["rule"]]
+        shown = f"{cosines[0]:.2f}, {cosines[-1]:.2f}"
+        name = "cosine to the fresh gradient, first and last stage"
+        rows.append(_compared(row) | {name: shown})
     return rows
 
 
-def _digits(result: dict[str, Any]) -> list[dict[str, str]]:
-    """Accuracies, and what the schedules hold and send."""
-    rows = _accuracy(result)
-    for row, metric in zip(rows, result["metrics"], strict=True):
-        row |= peak_cells(metric)
+def _memory(result: Result) -> Rows:
+    rows = []
+    for axis in dict.fromkeys(row["axis"] for row in result["metrics"]):
+        of_axis = [row for row in result["metrics"] if row["axis"] == axis]
+        reductions = {row["workers"]: row["reduction"] for row in of_axis}
+        limit = of_axis[0]["largest_reduction"]
+        rows.append({"time axis": axis} | cells.reduction_cells(reductions, limit))
     return rows
 
 
-def _delays(result: dict[str, Any]) -> list[dict[str, str]]:
-    """Accuracies, and of the first and the last stage what the delay did to the gradients."""
-    rows = _accuracy(result)
-    for row, metric in zip(rows, result["metrics"], strict=True):
-        stages = [delay for delay in result["delays"] if delay["rule"] == metric["rule"]]
-        cosines = [stages[k]["cosine"] for k in (0, -1)]
-        row["cosine to the fresh gradient, first and last stage"] = "{:.2f}, {:.2f}".format(
-            *cosines
-        )
-    return rows
+def _tokens(row: dict[str, Any]) -> dict[str, Any]:
+    return _compared(row, LOSS) | {"tokens right (%)": f"{row['accuracy']:.2f}"}
 
 
-def _memory(result: dict[str, Any]) -> list[dict[str, str]]:
-    rows = result["metrics"]
-    limits = {row["axis"]: row["largest_reduction"] for row in rows}
-    by_axis = {
-        axis: {row["workers"]: row["reduction"] for row in rows if row["axis"] == axis}
-        for axis in limits
-    }
-    return [
-        {"time axis": axis} | reduction_cells(by_axis[axis], limit)
-        for axis, limit in limits.items()
-    ]
+def _bench(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: "" if v is None else v for k, v in row.items() if k != "message"}
 
 
-def _on_one_device(result: dict[str, Any]) -> list[dict[str, Any]]:
-    columns = ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
-    return [{column: row[column] for column in columns} for row in result["metrics"]]
-
-
-def _counted(result: dict[str, Any]) -> list[dict[str, str]]:
-    """Of every setting under each rule: its footprint, and whether it is the closed form's."""
-    return [
-        counted_cells(row) | {"as by formula": agreement(row, "_formula")}
-        for row in result["metrics"]
-    ]
-
-
-def _measured(result: dict[str, Any]) -> list[dict[str, str]]:
-    return [
-        measured_cells(row) | {"as counted": agreement(row, "_measured")}
-        for row in result["metrics"]
-    ]
-
-
-def _pipelines(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [pipeline_cells(row) for row in result["metrics"]]
-
-
-def _bench(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: "" if v is None else v for k, v in row.items()} for row in result["metrics"]]
-
-
-def _failure(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k != "message"} for row in result["metrics"]]
-
-
-def _links(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a method; what is held to a bar has rows of its own, which are left out."""
+def _links(result: Result) -> Rows:
+    """A row a method; those that only judge a bar are left out."""
     shown: dict[tuple[int, str], dict[str, Any]] = {}
     for row in (row for row in result["metrics"] if row["at most"] is None):
         key = (row["workers"], row["method"])
@@ -145,41 +93,44 @@ def _links(result: dict[str, Any]) -> list[dict[str, Any]]:
     return list(shown.values())
 
 
-_ROWS = {
-    "digits": _digits,
-    "cifar10_long_8": _accuracy,
-    "cifar10_long_4": _accuracy,
-    "cifar10_narrow_8": _accuracy,
-    "cifar10_narrow_4": _accuracy,
-    "imagenette_narrow_8": _accuracy,
-    "imagenette_warm_8": _accuracy,
-    "imagenette_long_8": _accuracy,
-    "imagenette50_narrow_8": _accuracy,
-    "text": _losses,
-    "text_low": _losses,
-    "text_muon": _losses,
-    "text_nadam": _losses,
-    "delays": _delays,
-    "prediction": _delays,
-    "prediction_narrow_8": _accuracy,
-    "memory_resnet50": _memory,
-    "memory_vit_b_16": _memory,
-    "checkpointing_none": _on_one_device,
-    "checkpointing_all": _on_one_device,
-    "activations_none": _on_one_device,
-    "activations_all": _on_one_device,
-    "communication": _counted,
-    "communication_measured": _measured,
-    "pipelines": _pipelines,
-    "bench_grouped": _bench,
-    "bench_failure": _failure,
-    "bench_links": _links,
-    "bench_simulator": _bench,
-    "bench_resume": _bench,
-    "bench_resume_distributed": _bench,
-    "bench_resume_restarted": _bench,
-    "bench_checkpoint_fuzz": _failure,
-}
+def _on_one_device(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: row[name]
+        for name in ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
+    }
+
+
+def measured(row: dict[str, Any]) -> dict[str, Any]:
+    return cells.measured_cells(row) | {"as counted": cells.agreement(row, "_measured")}
+
+
+def counted(row: dict[str, Any]) -> dict[str, Any]:
+    return cells.counted_cells(row) | {"as by formula": cells.agreement(row, "_formula")}
+
+
+_ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
+    ("digits", _each(lambda row: _compared(row) | cells.peak_cells(row))),
+    (
+        "text",
+        _each(_tokens),
+    ),
+    ("delays", _delays),
+    ("prediction_narrow", _each(_compared)),
+    ("prediction", _delays),
+    ("memory", _memory),
+    ("checkpointing", _each(_on_one_device)),
+    ("activations", _each(_on_one_device)),
+    ("communication_measured", _each(measured)),
+    ("communication", _each(counted)),
+    ("pipelines", _each(cells.pipeline_cells)),
+    ("bench_links", _links),
+    (
+        "bench",
+        _each(_bench),
+    ),
+    ("", _each(_compared)),
+)
+"""The rows of a result by how its name begins; the first that fits."""
 
 
 def main() -> None:

@@ -3,11 +3,10 @@
     python experiments/simulate.py schedule=one_f_one_b model=vit_b_16 stages=4 microbatches=16
     python experiments/simulate.py schedule.file=my_schedule.csv hardware=ethernet_10
 
-More schedules beside it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
+More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.perfetto.dev.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,24 +21,29 @@ from toolkit.errors import UserError
 from toolkit.format import GIB, MB
 
 if TYPE_CHECKING:
-    import torch
-
     from toolkit.cost import Costs
     from toolkit.schedule import Schedule
 
 _MOST_RANKS = 16  # that are printed
-_FIRST = "schedule"  # what the schedule is called beside those in also
+_FIRST = "schedule"  # name of the first schedule among those in also
 
 
 @entry_point("simulate", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.cli import build_hardware, build_schedule, model_name
-    from toolkit.cost import simulate
+    from toolkit.cli import (
+        analysed_form,
+        build_hardware,
+        build_model,
+        build_schedule,
+        model_name,
+    )
+    from toolkit.cost import profile, recomputing, simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
     from toolkit.format import table
+    from toolkit.model import partition
     from toolkit.results import describe, write_result
     from toolkit.schedule import labels
     from toolkit.schedule.steady import steps_to_time
@@ -53,71 +57,58 @@ def main(config: DictConfig) -> None:
         raise UserError(f"also.{_FIRST} is the name of the first schedule: choose another")
     schedules = {_FIRST: build_schedule(config.schedule)}
     schedules |= {name: build_schedule(schedule) for name, schedule in config.also.items()}
-    called = labels({name: schedule.name for name, schedule in schedules.items()})
+    names = labels({name: schedule.name for name, schedule in schedules.items()})
     hardware = build_hardware(config.hardware)
     device = pick_device(config.device) if config.measured else torch.device("meta")
-    costs_of = profiled(config, device)
-    predicted, rows, ranks = [], [], []
-    for name, schedule in schedules.items():
-        costs = costs_of(schedule.n_stages)
-        state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
-        program = schedule.lower(steps_to_time(schedule)).verify()
-        timeline = simulate(program, costs, hardware, state)
-        samples = config.batch * schedule.n_microbatches
-        rows.append({"schedule": called[name]} | summary(timeline, samples, hardware))
-        ranks += by_rank(called[name], timeline)
-        drawn = simulate(schedule.lower(config.steps), costs, hardware, state)
-        predicted.append(replace(drawn, name=called[name]))
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    figures = save(timelines(predicted), folder / "timeline")
-    for k, timeline in enumerate(predicted):
-        timeline.to_chrome_trace(folder / f"trace{k or ''}.json")
-        timeline.to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
-    write_csv(folder / "ranks.csv", ranks)
-    where = describe(device) if config.measured else "meta tensors"
-    write_result(folder, "simulation", rows, config, where, time.perf_counter() - start)
-    name = f"{model_name(config.model)} in {config.precision}"
-    timed = f"stages timed on {where}, links of " if config.measured else ""
-    print(f"\n{name}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
-    print(table(rows))
-    if len(rows) == 1 and len(ranks) <= _MOST_RANKS:
-        print(f"\n{table([{k: row[k] for k in row if k != 'schedule'} for row in ranks])}")
-    if note := different_sizes(called, schedules):
-        print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
-
-
-def profiled(config: DictConfig, device: "torch.device") -> "Callable[[int], Costs]":
-    """From the number of stages to what those of the model cost, which is found out once."""
-    import torch
-
-    from toolkit.cli import analysed_form, build_model
-    from toolkit.cost import profile, recomputing
-    from toolkit.model import partition
-
     form = analysed_form(config)
     example = form.example(config.batch, device)
     with torch.device(device):
         model = build_model(config.model, form)
 
-    @cache
+    @cache  # stages are timed once
     def costs_of(n_stages: int) -> "Costs":
         stages = partition(model, n_stages, example, config.partition)
         costs = profile(stages, example, precision=config.precision)
         return recomputing(costs, config.checkpoint)
 
-    return costs_of
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    predicted, rows, ranks = [], [], []
+    for k, (key, schedule) in enumerate(schedules.items()):
+        name, costs = names[key], costs_of(schedule.n_stages)
+        state = [config.optimizer_words * cost.parameter_bytes for cost in costs]
+        program = schedule.lower(steps_to_time(schedule)).verify()
+        timeline = simulate(program, costs, hardware, state)
+        samples = config.batch * schedule.n_microbatches
+        rows.append({"schedule": name} | summary(timeline, samples, hardware))
+        ranks += by_rank(name, timeline)
+        drawn = simulate(schedule.lower(config.steps), costs, hardware, state)
+        predicted.append(replace(drawn, name=name))
+        predicted[k].to_chrome_trace(folder / f"trace{k or ''}.json")
+        predicted[k].to_frame().to_csv(folder / f"spans{k or ''}.csv", index=False)
+    figures = save(timelines(predicted), folder / "timeline")
+    write_csv(folder / "ranks.csv", ranks)
+    where = describe(device) if config.measured else "meta tensors"
+    write_result(folder, "simulation", rows, config, where, time.perf_counter() - start)
+    title = f"{model_name(config.model)} in {config.precision}"
+    timed = f"stages timed on {where}, links of " if config.measured else ""
+    print(f"\n{title}, micro-batches of {config.batch}, {timed}{hardware.name}\n")
+    print(table(rows))
+    if len(rows) == 1 and len(ranks) <= _MOST_RANKS:
+        print(f"\n{table([{k: row[k] for k in row if k != 'schedule'} for row in ranks])}")
+    if note := different_sizes(names, schedules):
+        print(f"\nnote: {note}")
+    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 
 
-def different_sizes(called: dict[str, str], schedules: "dict[str, Schedule]") -> str:
-    """A warning if schedules are compared that cut the model, or the step, otherwise."""
+def different_sizes(names: dict[str, str], schedules: "dict[str, Schedule]") -> str:
+    """A warning if schedules cut the model, or the step, into different numbers of parts."""
     sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
     if len(set(sizes.values())) == 1:
         return ""
-    told = ", ".join(f"{called[k]} {j} and {n}" for k, (j, n) in sizes.items())
+    found = ", ".join(f"{names[k]} {j} and {n}" for k, (j, n) in sizes.items())
     n_stages, n_microbatches = sizes[_FIRST]
     return (
-        f"schedules differ in their stages and micro-batches ({told}), so not by their orders"
+        f"schedules differ in their stages and micro-batches ({found}), so not by their orders"
         f" alone; stages={n_stages} microbatches={n_microbatches} gives others those of the first"
     )
 
@@ -143,7 +134,7 @@ def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
 
 
 def by_rank(name: str, timeline: Any) -> list[dict[str, Any]]:
-    """A row a rank: what it holds when that is most, its largest activations, what it sends."""
+    """A row a rank: its memory at the peak, its largest activations, what it sends."""
     from toolkit.cost.timeline import ACTIVATIONS
 
     return [

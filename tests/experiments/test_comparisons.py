@@ -9,8 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tests.experiments.command import TINY, refused, run
-from tests.experiments.test_results import complete, rows
+from tests.experiments.command import TINY, complete, refused, rows, run
 from tests.thorough import thorough
 from toolkit.notebook import settings
 from toolkit.results import comparison_folder as in_folder

@@ -13,8 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.experiments.command import EXPERIMENTS, run
-from tests.experiments.test_results import assert_figures, rows
+from tests.experiments.command import EXPERIMENTS, assert_figures, rows, run
 from tests.thorough import thorough
 from toolkit.cli import schema
 from toolkit.errors import UserError

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.cli.test_presets import CONF, PRESETS, composed
-from tests.experiments.command import TINY
-from tests.experiments.test_results import complete
+from tests.experiments.command import TINY, complete
 from tests.thorough import thorough
 from tests.training.test_data import TEN, write_images
 from toolkit.cli.help import choices

@@ -1,6 +1,6 @@
 """Killed and resumed runs end with the same weights, in short."""
 
-from tests.experiments.test_results import complete
+from tests.experiments.command import complete
 from tests.thorough import thorough
 
 SHORT = ("bench.runs=1", "bench.kills=1", "bench.rules=[cdp_v2]", "bench.runtimes=[single_process]")

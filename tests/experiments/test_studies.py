@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.experiments.command import TINY, refused, run
-from tests.experiments.test_results import complete, rows
+from tests.experiments.command import TINY, complete, refused, rows, run
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
