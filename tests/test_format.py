@@ -1,5 +1,5 @@
-import math
 from dataclasses import asdict
+from math import nan
 
 import pytest
 
@@ -29,7 +29,7 @@ from toolkit.metric import ACCURACY, LOSS
 from toolkit.schedule.paper_table import compare
 
 
-def test_text_left_and_numbers_right():
+def test_table_aligns_text_left_and_numbers_right():
     rows = [{"rule": "dp", "accuracy": 97.5}, {"rule": 'cdp "v2", new', "accuracy": 0.1}]
     assert table(rows).splitlines() == [
         "rule             accuracy",
@@ -39,20 +39,7 @@ def test_text_left_and_numbers_right():
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "width", "sign", "expected"),
-    [
-        (-0.5, 1.0, "+", "-0.50 ± 1.00"),
-        (-1e-15, 0.25, "+", "+0.00 ± 0.25"),  # as differences of equal accuracies may come out
-        (2.0, None, "", "2.00"),
-        (2.0, float("nan"), "+", "+2.00"),
-    ],
-)
-def test_as_it_is_read(value, width, sign, expected):
-    assert plus_minus(value, width, sign) == expected
-
-
-def test_cells_that_are_formed_stay_as_they_are():
+def test_table_keeps_formatted_cells():
     found = table([{"a": "+0.90", "b": "1234567.891", "c": 0.5}, {"a": "-", "b": "2", "c": 2.0}])
     assert [line.split() for line in found.splitlines()[2:]] == [
         ["+0.90", "1234567.891", "0.5"],
@@ -63,18 +50,26 @@ def test_cells_that_are_formed_stay_as_they_are():
     assert table([{"a": "63.30"}], "github").splitlines()[-1] == "| 63.30 |"
 
 
-def test_as_it_is_read_with_more_decimals():
-    assert plus_minus(1.23456, 0.01234, "+", decimals=3) == "+1.235 ± 0.012"
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((-0.5, 1.0, "+"), "-0.50 ± 1.00"),
+        ((-1e-15, 0.25, "+"), "+0.00 ± 0.25"),  # a difference of equal accuracies
+        ((2.0, None), "2.00"),
+        ((2.0, nan, "+"), "+2.00"),
+        ((1.23456, 0.01234, "+", 3), "+1.235 ± 0.012"),
+        ((None, 1.0), "-"),
+        ((nan, 1.0), "-"),
+    ],
+)
+def test_plus_minus(arguments, expected):
+    assert plus_minus(*arguments) == expected
 
 
-def test_nothing_known_is_a_dash():
-    assert plus_minus(None, 1.0) == plus_minus(math.nan, 1.0) == "-"
-
-
-def test_a_comparison_in_the_unit_and_decimals_of_its_measure():
+def test_metric_cells():
     row = {
         "accuracy": 97.5, "accuracy_sd": 0.25, "difference": -0.5, "difference_95": 1.0,
-        "loss": 1.25, "loss_sd": math.nan, "loss_difference": 0.0, "loss_difference_95": math.nan,
+        "loss": 1.25, "loss_sd": nan, "loss_difference": 0.0, "loss_difference_95": nan,
     }  # fmt: skip
     assert metric_cells(row, ACCURACY, "DP") == {
         "test accuracy (%)": "97.50 ± 0.25",
@@ -86,19 +81,16 @@ def test_a_comparison_in_the_unit_and_decimals_of_its_measure():
     }
 
 
-def test_what_a_schedule_holds_sends_and_reads():
+def test_staleness_peak_and_reduction_cells():
     row = {"staleness_mean": 0.376, "staleness_max": 1, "peak_activations": 2.5, "traffic_max": 4.0}
     assert staleness_cells(row) == {"mean staleness (largest)": "0.38 (1)"}
     assert list(peak_cells(row).values()) == ["2.5", "4"]
-
-
-def test_reductions():
     found = reduction_cells({4: 0.4021, 32: 0.425}, 0.428)
     assert found == {"N = 4": "40.2%", "N = 32": "42.5%", "1 - mean/peak": "42.8%"}
 
 
-def test_footprints_are_fractions_whether_they_come_as_such_or_from_a_file():
-    """Of CDP-v1 on N(N+1)/2 devices: 14/9 messages, to which no float is equal."""
+def test_counted_and_measured_cells_are_fractions():
+    """Of exact values and of those read from a file, such as 14/9, to which no float is equal."""
     row = compare(8)[7]
     exact = {"setting": row.setting, "rule": row.rule} | asdict(row.counted)
     read = {k: v if isinstance(v, str) else float(v) for k, v in exact.items()}
@@ -113,7 +105,7 @@ def test_footprints_are_fractions_whether_they_come_as_such_or_from_a_file():
     assert measured_cells(seen) == {k: counted_cells(exact)[k] for k in measured_cells(seen)}
 
 
-def test_one_number_that_differs_is_enough():
+def test_agreement():
     row = {"rule": "DP", "ranks": 4.0, "ranks_measured": 4.0, "sent": 1.5, "sent_measured": 1.5}
     assert agreement(row, "_measured") == "yes"
     assert agreement(row | {"sent_measured": 1.25}, "_measured") == "no"
@@ -121,7 +113,7 @@ def test_one_number_that_differs_is_enough():
     assert agreement(row | {"sent_formula": 1.25}, "_formula") == "no"
 
 
-def test_a_pipeline():
+def test_pipeline_cells():
     row = {
         "microbatches": 8, "method": "GPipe", "activations": 8.0, "total_activations": 64.0,
         "idle": 0.4667, "weights": 0.25, "staleness_mean": 0.0, "staleness_max": 0, "flush": True,
@@ -132,7 +124,7 @@ def test_a_pipeline():
     }  # fmt: skip
 
 
-def test_a_rank_in_megabytes():
+def test_rank_cells():
     row = {
         "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
         "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
@@ -143,38 +135,17 @@ def test_a_rank_in_megabytes():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (4000.0, "4000 s"),
-        (12.345, "12.3 s"),
-        (1.0, "1 s"),
-        (0.25, "250 ms"),
-        (0.9996, "1000 ms"),
-        (2.5e-3, "2.5 ms"),
-        (4e-6, "4 µs"),
-        (3e-9, "3 ns"),
-        (5e-10, "0.5 ns"),
-        (0.0, "0 ns"),
-    ],
-)
-def test_duration(seconds, shown):
-    assert " ".join(duration(seconds)) == shown
+def test_duration():
+    seconds = (4000.0, 12.345, 1.0, 0.25, 0.9996, 2.5e-3, 4e-6, 3e-9, 5e-10, 0.0)
+    assert [" ".join(duration(value)) for value in seconds] == [
+        "4000 s", "12.3 s", "1 s", "250 ms", "1000 ms", "2.5 ms", "4 µs", "3 ns", "0.5 ns", "0 ns"
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("n_bytes", "shown"),
-    [
-        (0, "0.0 MiB"),
-        (1.25 * MIB, "1.2 MiB"),
-        (100 * MIB, "100 MiB"),
-        (1023 * MIB, "1023 MiB"),
-        (GIB, "1.0 GiB"),
-        (80e9, "74.5 GiB"),
-    ],
-)
-def test_size(n_bytes, shown):
-    assert size(n_bytes) == shown
+def test_size():
+    sizes = (0, 1.25 * MIB, 100 * MIB, 1023 * MIB, GIB, 80e9)
+    expected = ["0.0 MiB", "1.2 MiB", "100 MiB", "1023 MiB", "1.0 GiB", "74.5 GiB"]
+    assert [size(n_bytes) for n_bytes in sizes] == expected
 
 
 @pytest.mark.parametrize(
@@ -190,15 +161,10 @@ def test_size(n_bytes, shown):
         (5e6, RATES, "MB/s"),
     ],
 )
-def test_an_axis_has_two_of_its_unit(largest, units, name):
+def test_unit_for(largest, units, name):
     assert unit_for(largest, units)[1] == name
 
 
 def test_digits():
-    assert [*map(digits, (0.12345, 1.5, 99.94, 123.4, 1500.0))] == [
-        "0.123",
-        "1.5",
-        "99.9",
-        "123",
-        "1500",
-    ]
+    found = [*map(digits, (0.12345, 1.5, 99.94, 123.4, 1500.0))]
+    assert found == ["0.123", "1.5", "99.9", "123", "1500"]

@@ -1,4 +1,4 @@
-"""The peak of a GPU's memory: what is predicted, and on a GPU that it is what is measured."""
+"""The predicted peak of a GPU's memory, against torch on the meta device and on a GPU."""
 
 from dataclasses import replace
 
@@ -27,7 +27,14 @@ def peak(monkeypatch):
     return peak
 
 
-def test_all_together_keep_what_each_keeps(peak):
+def scheduled(stages, schedule, options):
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, 0.01)
+
+    return SingleProcess(stages, schedule, optimizer, F.cross_entropy, "scheduled", options=options)
+
+
+def test_simultaneous_workers_keep_n_times_the_activations(peak):
     images = torch.empty(8, 3, 64, 64, device="meta")
     with torch.device("meta"):
         stages = partition(build("resnet8", 1000, 64), 4, images)
@@ -41,7 +48,7 @@ def test_all_together_keep_what_each_keeps(peak):
 
 
 @pytest.mark.parametrize("options", [StepOptions("bf16"), StepOptions(checkpoint="all")])
-def test_the_recipe_is_foreseen(peak, options):
+def test_options_reduce_the_predicted_peak(peak, options):
     images = torch.empty(8, 3, 64, 64, device="meta")
     plain, less = (
         peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, which)
@@ -51,14 +58,12 @@ def test_the_recipe_is_foreseen(peak, options):
 
 
 @pytest.mark.parametrize("delay", more(["freshest"], [1, "freshest"]))
-def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
+def test_weights_kept_between_steps_are_excluded(peak, delay):
     """As the measured peak leaves them out."""
     images = torch.randn(1, 3, 32, 32)
     stages = partition(build("resnet8", 1000, 32), 3, images)
     schedule = catalog.cyclic(3, delay, "one")
-    runtime = SingleProcess(
-        stages, schedule, lambda p: torch.optim.SGD(p, 0.01), F.cross_entropy, "scheduled"
-    )
+    runtime = scheduled(stages, schedule, PLAIN)
     runtime.step(images.repeat(3, 1, 1, 1), torch.zeros(3, dtype=torch.long))
     kept = [weights for versions in runtime._versions for weights in versions.values()]
     at_rest = sum(tensor.nbytes for weights in kept for tensor in weights.values())
@@ -85,19 +90,12 @@ def test_the_versions_that_stay_between_steps_are_left_out(peak, delay):
     ids=lambda schedule: schedule.name,
 )
 @pytest.mark.parametrize("size", [4, 32])
-def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, options):
-    """But for cuDNN, and the blocks of CUDA's allocator: these are left to a GPU."""
+def test_meta_tensors_have_the_predicted_peak(peak, size, schedule, options):
+    """Without cuDNN's workspace and the allocator's blocks, which only a GPU has."""
     images = torch.empty(size, 3, 64, 64, device="meta")
     with torch.device("meta"):
         stages = partition(build("resnet18", 1000, 64), 4, images)
-    runtime = SingleProcess(
-        stages,
-        schedule,
-        lambda p: torch.optim.SGD(p, 0.01),
-        F.cross_entropy,
-        "scheduled",
-        options=options,
-    )
+    runtime = scheduled(stages, schedule, options)
     n = schedule.n_microbatches
     batch = images.repeat(n, 1, 1, 1), torch.zeros(n * size, dtype=torch.long, device="meta")
     with Live() as found:
@@ -113,7 +111,7 @@ def test_torch_sets_aside_what_is_foreseen(peak, size, schedule, options):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [PLAIN, StepOptions("bf16"), StepOptions(checkpoint="all")])
-def test_the_allocator_agrees(peak, options):
+def test_cuda_allocator_has_the_predicted_peak(peak, options):
     images = torch.randn(32, 3, 64, 64, device="cuda")
     for schedule in (catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")):
         _, asked_for = peak.held("resnet18", schedule, images, options)

@@ -1,7 +1,8 @@
-"""Experiments on many processes: the same results, from one of them; mistakes told once."""
+"""Experiments on many processes: the same results, from one of them; one report of a mistake."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hydra.errors import MissingConfigException
 
-from tests.experiments.command import EXPERIMENTS, TINY, refused, run
+from tests.experiments.command import EXPERIMENTS, TINY, cases, refused, run
 from tests.thorough import thorough
 from toolkit.cli.errors import explain
 from toolkit.cli.process import exit_with_error
@@ -61,7 +62,7 @@ def test_the_same_results_as_in_one_process(tmp_path):
 
 
 @thorough
-def test_ranks_go_on_with_what_they_have_saved(tmp_path):
+def test_ranks_resume_from_their_checkpoint(tmp_path):
     folder = f"hydra.run.dir={tmp_path / 'run'}"
     finished = torchrun(tmp_path, "runtime=distributed", folder)
     assert finished.returncode == 0, finished.stderr
@@ -71,17 +72,16 @@ def test_ranks_go_on_with_what_they_have_saved(tmp_path):
 
 
 @thorough
-def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
+def test_mistake_is_reported_once_and_ends_all_ranks(tmp_path):
     finished = torchrun(tmp_path, "runtime=distributed", "partition=halves")
     assert finished.returncode != 0
-    told = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
-    assert len(told) == 1
-    assert told[0].startswith("error: unknown measure 'halves'")
+    (error,) = [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+    assert "'halves'" in error
 
 
 @pytest.fixture
 def rank(monkeypatch):
-    """This process is told that it is rank 0 of 2."""
+    """The environment of rank 0 of 2."""
     place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -99,105 +99,85 @@ SCHEDULES = {
 @pytest.mark.parametrize("runtime", SCHEDULES)
 def test_refuses_to_run_alone(runtime):
     options = f"schedule={SCHEDULES[runtime]}", f"runtime={runtime}", "workers=3"
-    message = refused("train", *TINY, *options)
-    assert "not started as a rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set)" in message
+    message = refused("train", *TINY, *options, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT")
     assert message.count("torchrun --nproc-per-node ") == 1
     assert message.endswith(f"runtime={runtime} workers=3")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["runtime=distributed", "workers=3"],
-            "the schedule has 3 ranks and 2 were started: torchrun --nproc-per-node 3 ",
-        ),
-        (
-            ["runtime=distributed", "workers=2", "schedule.placement=per_stage_and_microbatch"],
-            "the schedule has 6 ranks and 2 were started",
-        ),
-        (
-            ["runtime=single_process", "workers=2"],
-            "runtime=single_process is one process and 2 were",
-        ),
-        (["runtime=distributed", "workers=2", "runtime.timeout=0"], "above 0: got 0.0"),
-        (["runtime=ddp", "schedule=dp", "runtime.backend=mpi"], "choose one of auto, nccl, gloo"),
-        (["runtime=ddp", "schedule=dp", "workers=2", "device=cuda:1"], "so auto, cuda or cpu"),
-        (["runtime=ddp", "workers=2", "runtime.bucket=3"], "no option runtime.bucket"),
-        (
-            ["runtime=ddp", "workers=2"],
-            "runtime=ddp trains data parallelism, a micro-batch a",
-        ),
-    ],
-)
-def test_refuses_before_it_meets_the_others(rank, arguments, message):
-    assert message in refused("train", *TINY, *arguments)
+REFUSES = r"""
+runtime=distributed workers=3 | 3 ranks and 2 .* --nproc-per-node 3
+runtime=distributed workers=2 schedule.placement=per_stage_and_microbatch | 6 ranks and 2
+runtime=single_process workers=2 | runtime=single_process
+runtime=distributed workers=2 runtime.timeout=0 | timeout .* got 0
+runtime=ddp schedule=dp runtime.backend=mpi | backend 'mpi'
+runtime=ddp schedule=dp workers=2 device=cuda:1 | device=cuda:1
+runtime=ddp workers=2 runtime.bucket=3 | option runtime.bucket
+runtime=ddp workers=2 | runtime=ddp
+"""
 
 
-def test_another_rank_than_the_first_ends_without_a_word(rank, monkeypatch):
+@pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
+def test_refuses_before_it_meets_the_others(rank, arguments, pattern):
+    refused("train", *TINY, *arguments, match=pattern)
+
+
+def test_other_ranks_print_nothing(rank, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     options = ("runtime=distributed", "workers=2", "runtime.timeout=0")
     assert run("train", *TINY, *options) == (2, "", "")
 
 
-@pytest.mark.parametrize(("number", "told"), [("0", "error: a mistake\n"), ("1", "")])
-def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, told):
+@pytest.mark.parametrize(("number", "printed"), [("0", "error: a mistake\n"), ("1", "")])
+def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, printed):
     given_up = []
     world = SimpleNamespace(watch=SimpleNamespace(give_up=given_up.append))
     monkeypatch.setenv("RANK", number)
     monkeypatch.setattr("toolkit.runtime.process_group.join.joined", lambda: world)
     exit_with_error("a mistake")
     assert given_up == ["a mistake"]
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == printed
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "message"),
-    [
-        ("one", "2", "torchrun's variables are whole numbers"),
-        ("0", "two", "torchrun's variables are whole numbers"),
-        ("5", "2", "RANK=5 is outside WORLD_SIZE=2: start with torchrun"),
-    ],
+    ("rank", "size", "pattern"),
+    [("one", "2", "'one'"), ("0", "two", "'two'"), ("5", "2", "RANK=5 .* WORLD_SIZE=2")],
 )
-def test_a_place_that_cannot_be_is_told(monkeypatch, rank, size, message):
+def test_refuses_an_impossible_rank(monkeypatch, rank, size, pattern):
     place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    assert message in refused("train", *TINY, "runtime=distributed", "workers=2")
+    refused("train", *TINY, "runtime=distributed", "workers=2", match=pattern)
 
 
-def test_nobody_listens(rank, monkeypatch):
+def test_ends_if_the_other_ranks_do_not_come(rank, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    finished = run(
-        "train", *TINY, "runtime=distributed", "workers=2", "runtime.timeout=0.5", "device=cpu"
-    )
+    options = ("runtime=distributed", "workers=2", "runtime.timeout=0.5", "device=cpu")
+    finished = run("train", *TINY, *options)
     assert finished.status == EXIT_FAILED
-    assert "rank 1 cannot meet the others at 127.0.0.1:1 within 0.5 s" in finished.err
+    assert re.search("rank 1 .*127.0.0.1:1 .*0.5 s", finished.err)
     assert "Traceback" not in finished.err
 
 
-def test_refuses_slurm_where_it_is_not(monkeypatch):
+def test_refuses_slurm_without_its_commands():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    message = refused("train", "-m", *TINY, "runtime=distributed", "hydra/launcher=slurm")
-    assert message == (
-        "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
-    )
+    options = ("runtime=distributed", "hydra/launcher=slurm")
+    refused("train", "-m", *TINY, *options, match="hydra/launcher=slurm .* srun")
 
 
 def test_submitit_may_be_missing():
     error = MissingConfigException("", missing_cfg_file="hydra/launcher/submitit_slurm")
     message = explain(error, "train", EXPERIMENTS.parent / "conf", [])
-    assert message == "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
+    assert "pip install hydra-submitit-launcher" in message
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """N = 2, on 4 processes: every setting of the paper, under every rule."""
+    """Every setting of the paper under every rule, N = 2, on 4 processes."""
     return launch(predicted_vs_measured.measure, predicted_vs_measured.n_ranks(2), 2)[0]
 
 
 def measuring(monkeypatch, folder, rows):
-    """The experiment, with ``rows`` for what the processes return."""
+    """Run the experiment; its processes return ``rows``."""
     monkeypatch.setattr("toolkit.runtime.launch", lambda *arguments, **options: [rows])
     return run("communication", "workers=2", "measured=true", f"hydra.run.dir={folder}")
 

@@ -1,4 +1,4 @@
-"""Every training run is in W&B, offline, and nothing of it depends on that."""
+"""Every training run is in W&B, offline; no run depends on it."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from tests.experiments.command import TINY, run
+from tests.experiments.command import TINY, complete, run
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.results import Curves, provenance, training_log
 
@@ -27,7 +27,7 @@ def files_with(folder, text):
     return [path for path in paths if text.encode() in path.read_bytes()]
 
 
-def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, wandb_runs):
+def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
     arguments = *TRACKED, "diagnostics=2", "tracking.checkpoints=true"
     first = run("train", *arguments, f"hydra.run.dir={tmp_path}")
     assert first.status == 0, first.err
@@ -54,7 +54,7 @@ def test_a_run_and_its_resumption_are_one_run_in_wandb(tmp_path, wandb_runs):
     assert [*resumed.points("epoch/top1")] == [8]
 
 
-def test_the_key_is_nowhere_in_a_run(tmp_path, monkeypatch):
+def test_run_does_not_contain_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     finished = run("train", *TRACKED, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
@@ -63,7 +63,7 @@ def test_the_key_is_nowhere_in_a_run(tmp_path, monkeypatch):
     assert not files_with(tmp_path, KEY)
 
 
-def test_the_key_is_not_in_the_command_of_a_result(tmp_path, monkeypatch):
+def test_provenance_does_not_contain_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
     config = OmegaConf.create({"tracking": {"name": KEY, "tags": [KEY]}})
@@ -72,8 +72,8 @@ def test_the_key_is_not_in_the_command_of_a_result(tmp_path, monkeypatch):
     assert KEY not in str(source)
 
 
-def test_each_run_of_a_sweep_is_one_with_its_own_configuration(tmp_path, wandb_runs):
-    """The second one fails, and tells why."""
+def test_runs_of_a_sweep_have_separate_configurations(tmp_path, wandb_runs):
+    """The second one fails, and records the reason."""
     folder = tmp_path / "a sweep"
     arguments = "-m", *TRACKED, "optimizer.lr=0.05,1e30"
     assert run("train", *arguments, f"hydra.sweep.dir={folder}").status != 0
@@ -86,7 +86,7 @@ def test_each_run_of_a_sweep_is_one_with_its_own_configuration(tmp_path, wandb_r
     assert second.summary["state"].startswith("failed: the training loss of epoch 0")
 
 
-def test_a_run_that_a_signal_stops_tells_so(tmp_path, monkeypatch, wandb_runs):
+def test_records_the_signal_that_stops_a_run(tmp_path, monkeypatch, wandb_runs):
     trained = Curves.trained
 
     def stop(self, step):
@@ -101,7 +101,7 @@ def test_a_run_that_a_signal_stops_tells_so(tmp_path, monkeypatch, wandb_runs):
     assert (stopped.summary["state"], stopped.exit_code) == ("stopped by SIGTERM", 75)
 
 
-def test_without_the_package_all_results_are_written(tmp_path, monkeypatch):
+def test_writes_all_results_without_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     finished = run("train", *TRACKED, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0, finished.err
@@ -113,14 +113,14 @@ def test_without_the_package_all_results_are_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["save.keep=0", "guard_factor=1", "profile=-1"])
-def test_a_run_that_cannot_be_is_not_in_wandb(tmp_path, option):
+def test_invalid_options_start_no_wandb_run(tmp_path, option):
     finished = run("train", *TRACKED, option, f"hydra.run.dir={tmp_path}")
     assert finished.status == 2
     assert finished.err.startswith("error: ")
     assert not (tmp_path / "wandb").exists()
 
 
-def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
+def test_comparison_tracks_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v2", f"hydra.run.dir={tmp_path}"
     finished = run("compare", *arguments)
     assert finished.status == 0, finished.err
@@ -135,8 +135,8 @@ def test_a_comparison_has_a_run_for_each_rule_and_seed(tmp_path, wandb_runs):
     assert f"wandb sync {tmp_path}/wandb/offline-run-*\n" in finished.out
 
 
-def test_a_run_of_a_comparison_whose_loss_diverges_has_failed(tmp_path, wandb_runs):
-    """As one of train has, and with no metrics of a last epoch."""
+def test_diverged_run_of_a_comparison_is_marked_failed(tmp_path, wandb_runs):
+    """As a run of train is, without final metrics."""
     arguments = *TRACKED, "seeds=1", "~rules.cdp_v1", "~rules.cdp_v2", "optimizer.lr=1e30"
     assert run("compare", *arguments, f"hydra.run.dir={tmp_path}").status == 0
     (lost,) = wandb_runs
@@ -146,11 +146,9 @@ def test_a_run_of_a_comparison_whose_loss_diverges_has_failed(tmp_path, wandb_ru
 
 def test_bench_tracking(tmp_path):
     sizes = ("image_size=8", "stages=2", "batch=2", "rounds=2", "steps=2", "every=1", "most=1000")
-    arguments = [f"bench.{size}" for size in sizes]
-    finished = run("bench", "bench=tracking", *arguments, f"hydra.run.dir={tmp_path}")
-    assert finished.status == 0, finished.err
-    rows = json.loads((tmp_path / "result.json").read_text())["metrics"]
-    assert [row["tracking"] for row in rows] == ["disabled", "offline"]
-    assert rows[0]["ratio"] == 1
-    assert 0 < rows[1]["ratio_min"] <= rows[1]["ratio"] <= rows[1]["ratio_max"]
-    assert not rows[1]["failed"]
+    options = [f"bench.{size}" for size in sizes]
+    disabled, offline = complete("bench", tmp_path, "bench=tracking", *options)["metrics"]
+    assert (disabled["tracking"], offline["tracking"]) == ("disabled", "offline")
+    assert disabled["ratio"] == 1
+    assert 0 < offline["ratio_min"] <= offline["ratio"] <= offline["ratio_max"]
+    assert not offline["failed"]
