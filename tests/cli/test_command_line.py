@@ -89,8 +89,8 @@ device=gpu | device=gpu
 device=meta | device=meta
 schedule.placement=foo | placement 'foo'
 schedule.delay=late | delay.*'late'
-schedule.delay=[1,1] | delay.* got 2
-schedule.delay=[[1,1],[1]] | delay.*\[2, 1\]
+schedule.delay=[1,1] | 4 stages.* got \(1, 1\)
+schedule.delay=[[1,1],[1]] | got \(\(1, 1\), \(1,\)\)
 'schedule.delay={foo: 1}' | delay.*'foo'
 'schedule.delay={sed: 1}' | 'sed'.*seed
 'schedule.delay={distribution: normal}' | distribution .*'normal'
@@ -135,28 +135,21 @@ def test_train_refuses(tmp_path, arguments, pattern):
 
 @pytest.mark.filterwarnings("ignore")  # Optuna's own
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["seed=interval(1,0.1)"], "The `low` value must be smaller than or equal to the `high`"),
-        (["hydra.sweeper.n_trials=0"], "no run has finished: give hydra.sweeper.n_trials=1 or"),
-    ],
+    ("argument", "pattern"),
+    [("seed=interval(1,0.1)", "`low` .* `high`"), ("hydra.sweeper.n_trials=0", "n_trials=1")],
 )
-def test_optuna_refuses(tmp_path, arguments, expected):
+def test_optuna_refuses(tmp_path, argument, pattern):
     sweep = "-m", "hydra/sweeper=optuna", f"hydra.sweep.dir={tmp_path}"
-    assert f"hydra/sweeper=optuna: {expected}" in refused("train", *sweep, *arguments)
+    refused("train", *sweep, argument, match=f"hydra/sweeper=optuna: .*{pattern}")
 
 
-def test_an_impossible_delay_shows_the_grid(tmp_path):
-    message = refused("train", "schedule.delay=0", *TINY, f"hydra.run.dir={tmp_path}")
+@pytest.mark.parametrize(
+    ("delay", "pattern"), [("0", "delay=1 .*freshest"), ("{most: 2}", "least=1")]
+)
+def test_impossible_delay_shows_the_grid(tmp_path, delay, pattern):
+    where = f"hydra.run.dir={tmp_path}"
+    message = refused("train", f"schedule.delay={delay}", *TINY, where, match=pattern)
     assert "stage 0 on micro-batch 0 cannot read weights 0 steps late" in message
-    assert 'ask for delay=1 there, or for delay="freshest"' in message
-    assert "rank 0 [0F0] 1F0 2F0" in message
-
-
-def test_a_random_delay_below_the_timing_shows_the_grid(tmp_path):
-    message = refused("train", "schedule.delay={most: 2}", *TINY, f"hydra.run.dir={tmp_path}")
-    assert "stage 0 on micro-batch 0 cannot read weights 0 steps late" in message
-    assert "draw delays of least=1 or more" in message
     assert "rank 0 [0F0] 1F0 2F0" in message
 
 
@@ -191,8 +184,8 @@ def test_others_refuse(tmp_path, arguments, pattern):
     refused(*arguments, f"hydra.run.dir={tmp_path}", match=pattern)
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
-    """Only what the toolkit itself refuses is the user's mistake."""
+def test_bug_keeps_its_traceback(monkeypatch, tmp_path):
+    """Only a UserError is the user's mistake."""
     monkeypatch.setattr("toolkit.training.training_run.partition", lambda *_: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         run("train", *TINY, f"hydra.run.dir={tmp_path}")
@@ -210,7 +203,7 @@ def test_help_lists_groups_and_options(name):
     assert {"seed=7", "stages=4", "epochs=10", "data.root=null", "optimizer.lr=0.1"} <= set(lines)
 
 
-def test_help_tells_what_options_of_groups_mean():
+def test_help_explains_options_of_groups():
     shown = run("train", "--help", "optimizer=muon", "save.keep=3").out
     assert re.search(r"optimizer.ns_steps=5 +of Newton and Schulz", shown)
     assert re.search(r"save.keep=3 +the latest; the best stays", shown)
@@ -222,7 +215,7 @@ def test_help_tells_what_options_of_groups_mean():
 
 @pytest.fixture
 def own(tmp_path):
-    """A folder with two optimizers and an experiment of a user's own, as options name it."""
+    """The option that adds a folder with the user's optimizers and experiments."""
     files = {
         "optimizer/mine": "_target_: torch.optim.RMSprop\nlr: 0.001\n",
         "optimizer/nowhere": "_target_: nowhere.SGD\nlr: 0.1\n",
@@ -243,7 +236,7 @@ def own(tmp_path):
     return f"--config-dir={tmp_path / 'own'}"
 
 
-def test_choices_of_ones_own(own, tmp_path):
+def test_own_choices(own, tmp_path):
     finished = run("train", own, "experiment=ours", *TINY, f"hydra.run.dir={tmp_path}/run")
     assert finished.status == 0
     config = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
@@ -258,39 +251,30 @@ def test_choices_of_ones_own(own, tmp_path):
     )
 
 
-def test_mistakes_in_choices_of_ones_own(own):
-    assert refused("train", own, "optimizer=mien").startswith(
-        "optimizer=mien is unknown: did you mean mine? choose one of adamw, broken, lamb,"
-    )
-    message = refused("train", own, "experiment=eight", "microbatches=2")
-    assert message.startswith("microbatches=2, and a preset has workers=8, which sets")
-    message = refused("train", own, "optimizer=nowhere", *TINY)
-    assert message.startswith("_target_: nowhere.SGD cannot be imported: ")
-    message = refused("train", own, "optimizer=nothing", *TINY)
-    assert message.startswith("this choice of optimizer has no _target_: add to its file what")
-    message = refused("train", own, "optimizer=rate", "optimizer.bta=3")
-    assert message == "there is no option optimizer.bta: did you mean optimizer.beta?"
-    message = refused("train", own, "optimizer=rate", "optimizer.foo=3")
-    assert message == "there is no option optimizer.foo: optimizer has lr, beta"
-    message = refused("train", own, "optimizer=broken")
-    assert re.search(r"optimizer/broken.yaml line 2: expected ',' or '\]', but got", message)
-    message = refused("train", own, "optimizer=listed")
-    assert message.endswith(
-        "listed.yaml: it is a list; a choice has options by name, such as lr: 0.1"
-    )
-    message = refused("train", own, "optimizer=rate", "optimizer.lr=fast", *TINY)
-    assert message == "optimizer.lr is a number: got 'fast'"
-    message = refused("train", own, "lr=torchs", *TINY)
-    assert message.startswith("_target_: torch.optim.lr_scheduler.StepLR cannot be called so: ")
-    assert message.endswith("missing 1 required positional argument: 'optimizer'")
-    message = refused("train", own, "lr=number", *TINY)
-    assert message.startswith("lr: fractions.Fraction gives a Fraction, and training takes what")
-    message = refused("train", own, "schedule=number", *TINY)
-    assert message.startswith("schedule: fractions.Fraction gives a Fraction, and a schedule is")
+OWN_REFUSES = r"""
+optimizer=mien | optimizer=mien .* mine\? .* adamw, broken, lamb
+experiment=eight microbatches=2 | microbatches=2, .* workers=8
+optimizer=nowhere | nowhere.SGD
+optimizer=nothing | optimizer has no _target_
+optimizer=rate optimizer.bta=3 | option optimizer.bta: .* optimizer.beta
+optimizer=rate optimizer.foo=3 | option optimizer.foo: optimizer has lr, beta
+optimizer=broken | optimizer/broken.yaml line 2
+optimizer=listed | listed.yaml: .* list
+optimizer=rate optimizer.lr=fast | optimizer.lr .* got 'fast'
+lr=torchs | torch.optim.lr_scheduler.StepLR .* 'optimizer'
+lr=number | lr: fractions.Fraction gives a Fraction
+schedule=number | schedule: fractions.Fraction gives a Fraction
+"""
 
 
-def test_machines_of_ones_own(tmp_path):
-    """As the page of options tells, and what is none."""
+@pytest.mark.parametrize(("arguments", "pattern"), cases(OWN_REFUSES))
+def test_own_choices_are_refused(own, arguments, pattern):
+    sizes = () if arguments[0].startswith("experiment") else TINY
+    refused("train", own, *arguments, *sizes, match=pattern)
+
+
+def test_own_machine(tmp_path):
+    """The example of conf/README.md, and mistakes in it."""
     page = (EXPERIMENTS.parent / "conf" / "README.md").read_text()
     where = tmp_path / "own" / "hardware" / "mine.yaml"
     where.parent.mkdir(parents=True)
@@ -301,17 +285,15 @@ def test_machines_of_ones_own(tmp_path):
     assert finished.status == 0
     assert "my machines" in finished.out
     where.write_text(text.replace("5.0e+13", "fast"))
-    message = refused("simulate", *given)
-    assert message == "hardware.flops is a positive number: got 'fast'"
+    refused("simulate", *given, match="hardware.flops .* got 'fast'")
     where.write_text(text.replace("memory_bandwidth", "memory_bandwith"))
-    assert refused("simulate", *given).endswith("unexpected keyword argument 'memory_bandwith'")
+    refused("simulate", *given, match="'memory_bandwith'")
     where.write_text("name: my machines\n")
-    message = refused("simulate", *given)
-    assert message.startswith("this choice of hardware has no _target_: add to its file")
+    refused("simulate", *given, match="hardware has no _target_")
 
 
-def test_data_of_ones_own(own, tmp_path, monkeypatch):
-    """As the page of options tells, and what is none."""
+def test_own_data(own, tmp_path, monkeypatch):
+    """The example of conf/README.md, and mistakes in it."""
     page = (EXPERIMENTS.parent / "conf" / "README.md").read_text()
     (tmp_path / "my_set.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
     monkeypatch.chdir(tmp_path)
@@ -322,13 +304,13 @@ def test_data_of_ones_own(own, tmp_path, monkeypatch):
     where.write_text("_target_: my_set.load\nn: 48\n")
     finished = run("train", own, *rest, f"hydra.run.dir={tmp_path}/run")
     assert finished.status == 0
-    for text, expected in [
-        ("_target_: torch.utils.data.TensorDataset", "TensorDataset gives a TensorDataset, and"),
-        ("_target_: builtins.list", "data: builtins.list gives a list, and training takes a set"),
-        ("n: 3", "this choice of data has no _target_: add to its file what makes it, such as"),
+    for text, pattern in [
+        ("_target_: torch.utils.data.TensorDataset", "data: .* gives a TensorDataset"),
+        ("_target_: builtins.list", "data: .* gives a list"),
+        ("n: 3", "data has no _target_"),
     ]:
         where.write_text(text)
-        assert expected in refused("train", own, *rest, f"hydra.run.dir={tmp_path}/other")
+        refused("train", own, *rest, f"hydra.run.dir={tmp_path}/other", match=pattern)
 
 
 def python(*arguments):
@@ -348,30 +330,23 @@ def test_help_does_not_wait_for_torch():
     finished = python("-X", "importtime", "experiments/train.py", "--help")
     assert finished.returncode == 0
     assert "schedule" in finished.stdout
-    told, said = [], []
-    for line in finished.stderr.splitlines():
-        (told if line.startswith("import time:") else said).append(line)
-    loaded = {line.rpartition("|")[2].strip() for line in told}
+    lines = finished.stderr.splitlines()
+    times = [line for line in lines if line.startswith("import time:")]
+    loaded = {line.rpartition("|")[2].strip() for line in times}
     assert "hydra" in loaded
     assert not loaded & {"torch", "matplotlib", "pandas", "wandb"}
-    assert not said
+    assert times == lines
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("name", "argument", "pattern"),
     [
-        (["experiments/train.py", "seed=abc"], "error: seed=abc: seed is a whole number\n"),
-        (
-            ["experiments/compare.py", "sed=1"],
-            "error: there is no option sed: did you mean seed?\n",
-        ),
-        (
-            ["experiments/bench.py", "foo"],
-            "error: bench=foo is unknown: choose one of checkpoint_fuzz, data_fuzz, explorer,"
-            " failure, grouped, links, peak, resume, simulator, tracking\n",
-        ),
+        ("train", "seed=abc", "seed=abc"),
+        ("compare", "sed=1", "option sed: .* seed"),
+        ("bench", "foo", "bench=foo .* checkpoint_fuzz, data_fuzz, explorer"),
     ],
 )
-def test_refuses_in_a_process_of_its_own(arguments, expected):
-    finished = python(*arguments)
-    assert (finished.returncode, finished.stdout, finished.stderr) == (2, "", expected)
+def test_refuses_in_a_process(name, argument, pattern):
+    finished = python(f"experiments/{name}.py", argument)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert re.fullmatch(f"error: .*{pattern}.*\n", finished.stderr)

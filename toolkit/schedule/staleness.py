@@ -218,7 +218,7 @@ def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Stalenes
     elif shape != [n_microbatches] * n_stages:
         raise UserError(
             f"a delay is one number, a list with one for each of {n_stages} stages, or a matrix of"
-            f" {n_stages} x {n_microbatches} [stage][microbatch]: got rows of lengths {shape}"
+            f" {n_stages} x {n_microbatches} [stage][microbatch]: got {given}"
         )
     found = tuple(tuple(whole(steps, "a delay, in steps,", 0) for steps in row) for row in given)
     return found, found
