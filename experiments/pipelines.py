@@ -24,7 +24,7 @@ activations: the most that a rank holds, in brackets all together; A is all that
 keeps over the whole model
 idle: the share of a rank's time in the steady state
 weights: the most that a rank holds at once, all versions; P is those of the whole model; an update
-writes a stage's new version beside the old, for that moment
+holds a stage's old and new version for that moment
 staleness: steps by which weights are late, over stages and micro-batches
 flush: whether each step ends before the next begins, so that all weights are fresh
 """

@@ -1,4 +1,4 @@
-"""Models as stages: those of one form are analysed once, which takes long."""
+"""Models as stages: models of one form are analysed once, since that is slow."""
 
 import copy
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _CUT: dict[tuple, Stages] = {}
 def cut(
     model: nn.Module, n_stages: int, example: torch.Tensor, by: str | Sequence[str] = "flops"
 ) -> Stages:
-    """What :func:`toolkit.model.partition` gives, of this model's own modules and weights."""
+    """As :func:`toolkit.model.partition`, with this model's modules and weights."""
     parameters = tuple((p.dtype, p.device, p.requires_grad) for p in model.parameters())
     modules = tuple((type(module), module.training) for module in model.modules())
     inputs = tuple(example.shape), example.dtype, example.device

@@ -1,4 +1,4 @@
-"""Options by their names, and which of them differ."""
+"""Dotted names of options, and which options differ between runs."""
 
 import pytest
 
@@ -11,13 +11,13 @@ def test_nested_options_have_dotted_names():
     assert flat(options) == {"a": 1, "b.c.d": [2], "b.e": None, "3.4": 5}
 
 
-def test_a_group_is_left_out_with_all_that_is_in_it():
+def test_without_removes_whole_groups():
     options = {"a": 1, "a.b": 2, "ab": 3, "c.a": 4}
     assert without(options, ["a"]) == {"ab": 3, "c.a": 4}
     assert without(options, ["a.b", "c"]) == {"a": 1, "ab": 3}
 
 
-def test_what_differs_has_two_values():
+def test_differing_options_have_two_values():
     options = [{"a": 1, "b": [1], "c": 0}, {"b": [1.0], "a": 2}, {"a": 2, "d": 3}]
     assert differing(options) == ["a"]
     assert differing([*options, {"d": None}]) == ["a", "d"]
@@ -25,10 +25,10 @@ def test_what_differs_has_two_values():
 
 
 @pytest.mark.parametrize("name", sorted(INDIFFERENT))
-def test_what_is_indifferent_is_an_option(name):
-    """A misspelt one would count."""
+def test_indifferent_names_are_options(name):
+    """A misspelt name would make runs differ."""
     assert name in {*schema.options("train"), *schema.options("compare")}
 
 
-def test_a_run_does_not_depend_on_what_is_around_it():
+def test_runs_do_not_depend_on_options_around_them():
     assert AROUND < INDIFFERENT

@@ -23,7 +23,7 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 
 
 def imported(path, annotations=True):
-    """Modules that a file imports, also in functions and, unless told not to, for annotations."""
+    """Modules that a file imports, also in functions; by default also for annotations."""
     tree = ast.parse(path.read_text())
     nodes = {*ast.walk(tree)}
     for branch in ast.walk(tree):

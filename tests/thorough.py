@@ -1,4 +1,4 @@
-"""How much is tried: what a developer waits for; with THOROUGH=1, as CI has it too, all of it."""
+"""How much is tested: a developer's share, or everything with THOROUGH=1, as in CI."""
 
 import os
 
