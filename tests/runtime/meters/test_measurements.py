@@ -119,11 +119,6 @@ def test_slots_of_several_ticks():
     assert found == ((Sent(), Sent()), (Sent(1, 8), Sent()), (Sent(), Sent(1, 8)))
 
 
-def test_peaks(pipeline):
-    assert pipeline.peak_activations() == (5, 7)
-    assert pipeline.peak_weights() == (200, 60)
-
-
 def test_activations_by_slot(pipeline):
     """Until they are freed; in the slot that begins then they do not count."""
     events = pipeline.records[0].events

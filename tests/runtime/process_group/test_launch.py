@@ -153,26 +153,22 @@ def test_what_cannot_be_launched_is_named(error, match, arguments, options):
         launch(*arguments, **options)
 
 
-def test_the_watch_has_the_word_on_a_rank_that_has_died():
+@pytest.mark.parametrize(
+    ("fail", "match"),
+    [
+        (lambda watch: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 .* rank 0 waited for it"),
+        (lambda watch: watch.give_up("batch=7 cannot be divided"), "batch=7"),
+    ],
+)
+def test_the_watch_names_the_reason(fail, match):
     def function():
         here = world.join()
         here.gather(None)
         if here.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            fail(here.watch)
         here.gather(None)
 
-    with pytest.raises(JobFailedError, match=r"^rank 1 .* rank 0 waited for it"):
-        launch(function, 2)
-
-
-def test_a_mistake_that_one_rank_knows_of_ends_all():
-    def function():
-        here = world.join()
-        if here.rank == 1:
-            here.watch.give_up("batch=7 cannot be divided by 2")
-        here.gather(None)
-
-    with pytest.raises(JobFailedError, match="batch=7"):
+    with pytest.raises(JobFailedError, match=match):
         launch(function, 2)
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from toolkit.cost.timeline import Timeline
-from toolkit.runtime.meters.meter import Event, Record
+from toolkit.runtime.meters.meter import Record
 from toolkit.runtime.meters.recorder import timeline_of
 from toolkit.schedule import Action, Buffer, Schedule
 from toolkit.schedule.program import most_by_slot
@@ -18,9 +18,6 @@ class Sent(NamedTuple):
 
     messages: int = 0
     bytes: Fraction = Fraction()
-
-    def plus(self, other: "Sent") -> "Sent":
-        return Sent(self.messages + other.messages, self.bytes + other.bytes)
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,11 @@ class Measurements:
             for event in record.events:
                 i = event.instruction
                 if i.buffer in buffers and i.action not in (Action.RECV, Action.FREE):
-                    slot = total[self._slot(event)]
-                    slot[record.rank] = slot[record.rank].plus(_sent(event, record.rank))
+                    slot = total[event.tick // self.schedule.timing.ticks_per_slot]
+                    so_far, more = slot[record.rank], traffic_of(i, record.rank)
+                    slot[record.rank] = Sent(
+                        so_far.messages + more.messages, so_far.bytes + more.units * event.bytes
+                    )
         return tuple(map(tuple, total))
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
@@ -55,9 +55,8 @@ class Measurements:
         A release at the start of a slot comes before the slot.
         """
         tick = self.schedule.timing.ticks_per_slot
-        return tuple(
-            tuple(most_by_slot(_levels(record), self._n_slots, tick)) for record in self.records
-        )
+        levels = map(_levels, self.records)
+        return tuple(tuple(most_by_slot(found, self._n_slots, tick)) for found in levels)
 
     def peak_activations(self) -> tuple[int, ...]:
         """Return the peak bytes of activations, by rank."""
@@ -74,7 +73,7 @@ class Measurements:
 
         Collectives count as in :meth:`sent`.
         """
-        every = self.sent(*Buffer)
+        every, peaks = self.sent(*Buffer), self.peak_activations()
         rows: list[dict[str, int | float | None]] = []
         for rank, record in enumerate(self.records):
             sent = [of_rank[rank] for of_rank in every]
@@ -82,7 +81,7 @@ class Measurements:
             rows.append(
                 {
                     "rank": rank,
-                    "peak_activations": self.peak_activations()[rank],
+                    "peak_activations": peaks[rank],
                     "peak_weights": self.peak_weights()[rank],
                     "device_peak": record.device_peak,
                     "messages_sent": sum(of_slot.messages for of_slot in sent),
@@ -102,9 +101,6 @@ class Measurements:
         last = max(event.tick for record in self.records for event in record.events)
         return -(-last // self.schedule.timing.ticks_per_slot)
 
-    def _slot(self, event: Event) -> int:
-        return event.tick // self.schedule.timing.ticks_per_slot
-
 
 def _levels(record: Record) -> Iterator[tuple[int, int]]:
     """Yield (tick, bytes of activations) after each forward and each release."""
@@ -113,9 +109,3 @@ def _levels(record: Record) -> Iterator[tuple[int, int]]:
         released = i.action == Action.FREE and i.buffer == Buffer.ACTIVATION
         if released or i.action == Action.FORWARD:
             yield event.tick, event.activations
-
-
-def _sent(event: Event, rank: int) -> Sent:
-    """Return what ``rank`` sent: a message, or its share of a collective in its usual form."""
-    messages, units = traffic_of(event.instruction, rank)
-    return Sent(messages, units * event.bytes)

@@ -43,11 +43,11 @@ def timeline_of(schedule: Schedule, records: Sequence[Record]) -> Timeline:
         for record in records
         for change in _changes(record, origin)
     ]
-    ends: dict[int, float] = {}
+    ends: defaultdict[int, float] = defaultdict(float)
     for event in (event for record in records for event in record.events):
         if event.instruction.action == Action.UPDATE:
             step = event.instruction.step or 0
-            ends[step] = max(ends.get(step, 0.0), event.end - origin)
+            ends[step] = max(ends[step], event.end - origin)
     step_ends = tuple(ends[step] for step in sorted(ends))
     return Timeline(f"{schedule.name}, measured", len(records), spans, changes, step_ends)
 

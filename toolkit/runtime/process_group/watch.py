@@ -92,7 +92,7 @@ class Watch:
         self._seen, self._since, self._now = self.position, 0.0, 0.0
         self._beat = min(BEAT, timeout / 8)
         self._reason: Diagnosis | None = None
-        self._watching = False
+        self._watching, self._old_pipe = False, -1
 
     def at(self, what: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
         """Note that the main thread is at ``what`` from now on.
@@ -143,7 +143,7 @@ class Watch:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         reason = re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", reason)  # gloo's
         if not self._watching:
-            raise JobFailedError(f"rank {self.rank} cannot go on, {self.position}: {reason}")
+            raise JobFailedError(f"rank {self.rank} cannot continue, {self.position}: {reason}")
         self._error = reason
         self._await_end()
 
@@ -196,33 +196,31 @@ class Watch:
         self._wake()
         self._thread.join()
         self._write(status=status)
-        self._give_signals_back()
+        self._give_signals_back(self._old_pipe)
         self._others.stop(_LINGER)
         os.close(self._read_end)
         os.close(self._write_end)
         atexit.unregister(self._at_exit)
 
-    # Signals. While the main thread is blocked in C++, no Python handler runs, but the signal's
-    # number reaches the pipe at once. A user's handler, such as a training's that saves itself,
-    # has its signals to itself.
+    # While the main thread is blocked in C++, no Python handler runs, but a signal's number reaches
+    # the pipe at once. A user's handler, such as a training's that saves itself, has its signals
+    # to itself.
 
     def _take_signals(self) -> None:
         global _signalled
-        self._took_term = False
         if threading.current_thread() is not threading.main_thread():
             return
         self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         # An existing handler stays: submitit's makes Slurm's first SIGTERM harmless.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _leave_to_watch)
-            self._took_term = True
         _signalled = self
 
-    def _give_signals_back(self) -> None:
+    def _give_signals_back(self, pipe: int) -> None:
         global _signalled
         if _signalled is self:
-            signal.set_wakeup_fd(self._old_pipe)
-            if self._took_term:
+            signal.set_wakeup_fd(pipe)
+            if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _signalled = None
 
@@ -315,13 +313,12 @@ class Watch:
 
     def _is_elected(self) -> bool:
         """Return whether this rank announces: the first to lock a common memory, then a key."""
-        local = {rank: shared for rank, (_, shared) in self._others.local.items()}
-        local[self.rank] = self._shared
-        first = local[min(local)].lock()
-        if not first or not self._others.remote:
-            return first
-        store = self._others.store
-        return _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
+        lowest = min(self._others.local, default=self.rank)
+        shared = self._others.local[lowest][1] if lowest < self.rank else self._shared
+        if not shared.lock():
+            return False
+        store, remote = self._others.store, self._others.remote
+        return not remote or _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
 
     def _leave_failed(self, message: str) -> NoReturn:
         """Report the failure, show it to the other ranks, and leave."""
@@ -352,14 +349,10 @@ _signalled: Watch | None = None
 
 def _forget_signals() -> None:
     """Detach a process forked from a rank: a signal to it is not one to the rank."""
-    global _signalled
-    if _signalled is not None:
-        signal.set_wakeup_fd(-1)
-        if _signalled._took_term:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        atexit.unregister(_signalled._at_exit)
-        _signalled._watching = False
-        _signalled = None
+    if (watch := _signalled) is not None:
+        watch._watching = False
+        watch._give_signals_back(-1)
+        atexit.unregister(watch._at_exit)
 
 
 os.register_at_fork(after_in_child=_forget_signals)

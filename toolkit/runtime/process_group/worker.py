@@ -62,7 +62,9 @@ def main(connection: int, job: int) -> None:
     watch.announce = lambda message: _send("announced", message)
     _send("came", None)
     try:
-        function, args, kwargs = _load(job)
+        with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:  # ranks share the file's offset
+            os.close(job)
+            function, args, kwargs = pickle.loads(pickled)
         result = function(*args, **kwargs)
         join.leave()
         packed = _pack(result, "the result")
@@ -73,12 +75,6 @@ def main(connection: int, job: int) -> None:
         threading.Event().wait()
     else:
         _send("returned", packed)
-
-
-def _load(job: int) -> Any:
-    with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:
-        os.close(job)
-        return pickle.loads(pickled)
 
 
 def _send(what: str, value: Any) -> None:
