@@ -123,6 +123,6 @@ def _lost_connection(ranks: Ranks, me: int) -> Diagnosis:
     places = "".join(f"; rank {r} was {ranks[r].place}" for r in ends)
     return Diagnosis(
         None,
-        f"the connection between rank {me} and {whom}{', '.join(map(str, ends))} is lost, and all"
-        f" run: rank {me} was {mine.place}{places} ({mine.error})",
+        f"the connection between rank {me} and {whom}{', '.join(map(str, ends))} is lost:"
+        f" rank {me} was {mine.place}{places} ({mine.error})",
     )
