@@ -272,26 +272,11 @@ def test_test_images_are_cropped_at_the_centre(tmp_path):
     ("load", "inside"), [(cifar10, "train/ and test/"), (image_folder, "val/")]
 )
 def test_a_root_that_is_missing(tmp_path, load, inside):
-    with pytest.raises(UserError, match=f"{inside}"):
+    with pytest.raises(UserError, match=f"data.root .*{inside}"):
         load(None)
-    with pytest.raises(UserError, match=f"{tmp_path}"):
+    with pytest.raises(UserError, match=f"data.root={tmp_path}/no .*{inside}"):
         load(str(tmp_path / "no"))
-    with pytest.raises(UserError, match=f"{tmp_path}"):
-        load(str(tmp_path))
-
-
-@pytest.mark.parametrize("load", [cifar10, image_folder])
-def test_a_root_that_cannot_be_read(tmp_path, load, monkeypatch):
-    scan = os.scandir
-
-    def refuse(path):
-        if str(path) == str(tmp_path):
-            raise PermissionError(13, "Permission denied")
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    message = rf"data.root={tmp_path} cannot be read \(Permission denied\): expected a folder that"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=f"{tmp_path}/train"):
         load(str(tmp_path))
 
 
@@ -315,8 +300,7 @@ def test_an_image_that_is_none(cifar_folders):
 def test_classes_that_differ(tmp_path, load, test, classes):
     write_images(tmp_path / "train", classes)
     write_images(tmp_path / test, (*classes[1:], "zebra"))
-    message = f"{tmp_path}/train and {tmp_path}/{test} need a folder for each class.*{classes[0]!r}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=f"{tmp_path}/train and {tmp_path}/{test} .*{classes[0]}"):
         load(str(tmp_path))
 
 

@@ -100,7 +100,7 @@ def test_numbers_in_files(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("bad", "expected"),
     [
-        (lambda root: text(str(root / "no.txt")), r"data.root: .*no.txt cannot be read: No such"),
+        (lambda root: text(str(root / "no.txt")), r"data.root=.*no.txt"),
         (lambda root: text(str(root)), "has no .txt files: give a file, or a folder with some"),
         (lambda root: text(test_share=1.0), "data.test_share is a share between 0 and 1: got 1.0"),
         (lambda root: text(test_share=0.0), "data.test_share is a share between 0 and 1: got 0.0"),
@@ -108,12 +108,12 @@ def test_numbers_in_files(tmp_path, dtype):
         (lambda root: text(length=10**6), "are too few for data.length=1000000, which takes 2000"),
         (lambda root: counted(15), "15 tokens of training text are too few for data.length=8, wh"),
         (lambda root: counted(16, n_test=8), "8 tokens of test text .* which takes 9: give more"),
-        (lambda root: token_files(None), "set data.root to one with train.bin, val.bin"),
-        (lambda root: token_files(str(root)), "train.bin cannot be read: No such file"),
+        (lambda root: token_files(None), "data.root.*train.bin"),
+        (lambda root: token_files(str(root)), "data.root.*/train.bin"),
         (lambda root: token_files(str(root), dtype="half"), "a type of whole numbers, such as"),
         (lambda root: token_files(str(root), dtype="words"), "such as uint16: got 'words'"),
         (lambda root: token_files(str(root), dtype="m8"), "such as uint16: got 'm8'"),
-        (lambda root: token_files(str(root), vocabulary=0), "train.bin cannot be read"),
+        (lambda root: token_files(str(root), vocabulary=0), "data.root.*/train.bin"),
     ],
 )
 def test_refuses(tmp_path, bad, expected):
@@ -135,11 +135,11 @@ def test_half_a_number_and_an_empty_file(tmp_path):
 def test_tokens_beyond_the_vocabulary(strange):
     """Of the test at once; of the training text, which may be long, where they are met."""
     tokens = np.append(np.full(40, 10), strange)
-    told = f"text has a token {strange}, and data.vocabulary=11 knows 0 to 10: change it, or"
-    with pytest.raises(UserError, match=f"{told}"):
+    message = f"text has a token {strange}, and data.vocabulary=11 allows 0 to 10"
+    with pytest.raises(UserError, match=message):
         Tokens(tokens[:40], tokens, 8, 11)
     found = Tokens(np.resize(tokens[-1:], 40), tokens[:40], 8, 11)
-    with pytest.raises(UserError, match=f"{told}"):
+    with pytest.raises(UserError, match=message):
         [*found.train(2, 0, 0, CPU)]
 
 
