@@ -30,9 +30,7 @@ from torch import Tensor
 from benchmarks import fuzz
 from toolkit.cli.errors import explain
 from toolkit.training import Outcome, prepare, run_with_checkpoints
-from toolkit.training.checkpoint import read, write
-from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.rank_checkpoint import read_parts, write_sharded
+from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, write_sharded
 
 PASSED = ("refused", "previous", "equal")
 FAILED = ("traceback", "hang", "silent")

@@ -75,7 +75,7 @@ def epoch(number, top1):
 
 def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
     """As the loop does: pauses within epochs, and after each of them."""
-    position = Position(first_loss=1.0, stretch_loss=1.0)
+    position = Position(first_loss=1.0)
     for number, top1 in enumerate(accuracies):
         while position.step < n_steps:
             stretch = min(keeper.steps(position, n_steps), n_steps - position.step)
@@ -173,7 +173,7 @@ def test_no_signal_stops_a_run_that_is_done(make, clock):
         keeper.end(Position(epoch=1))
 
 
-def test_one_checkpoint_that_was_not_written_does_not_belie_a_later_one(make, clock, capsys):
+def test_stops_with_a_checkpoint_after_a_failed_save(make, clock, capsys):
     signals = Signals()
     keeper = make(signals=signals)
     keeper.checkpoints.full = True
@@ -211,6 +211,6 @@ def test_signals_are_given_back():
 @pytest.mark.parametrize("loss", [10.5, float("nan"), float("inf")])
 def test_a_loss_far_above_the_first_is_a_divergence(make, loss):
     keeper = make()
-    keeper.check(Position(first_loss=1.0, stretch_loss=10.0))
-    with pytest.raises(DivergedError, match="the training loss of epoch 0, step 0 is"):
-        keeper.check(Position(first_loss=1.0, stretch_loss=loss))
+    keeper.check(10.0, Position(first_loss=1.0))
+    with pytest.raises(DivergedError, match="the training loss of epoch 0 is"):
+        keeper.check(loss, Position(first_loss=1.0))

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from tests.thorough import more
 from tests.training.test_data import CLASSES, CPU, write_images, write_ten
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, class_folders, image_folder
@@ -120,7 +121,7 @@ def test_workers_survive_signals_to_all_processes_of_a_job(readers):
     assert who == processes(workers.read(1, CHOSEN))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", more(["fork"], ["fork", "spawn"]))
 def test_workers_end_with_the_run(root, method):
     """Also in the middle of an epoch, while they read on."""
     program = "\n".join(
@@ -136,7 +137,7 @@ def test_workers_end_with_the_run(root, method):
     )
     path = root / "program.py"
     path.write_text(program)
-    subprocess.run([sys.executable, str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, str(path)], check=True, timeout=120)
 
 
 def test_two_epochs_at_once(readers):
