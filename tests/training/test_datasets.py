@@ -88,8 +88,8 @@ class Stream(IterableDataset):
     ("train", "message"),
     [
         (Stream(), "^train: got a Stream"),
-        (TensorDataset(torch.zeros(4, 3, 8, 8)), r"the first sample is \(a Tensor \[3, 8, 8\]\);"),
-        (TensorDataset(torch.zeros(4, 3), torch.zeros(4)), r"\(a Tensor \[3\], a Tensor \[\]\);"),
+        (TensorDataset(torch.zeros(4, 3, 8, 8)), r"the first sample is \(Tensor \[3, 8, 8\]\);"),
+        (TensorDataset(torch.zeros(4, 3), torch.zeros(4)), r"\(Tensor \[3\], Tensor \[\]\);"),
     ],
 )
 def test_refuses(train, message):

@@ -41,11 +41,7 @@ class DamagedCheckpointError(UserError):
 
 
 def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state``, of tensors and plain values, atomically.
-
-    Raises:
-        OSError: the file cannot be written; what was at ``path`` is unchanged.
-    """
+    """Write ``state``, of tensors and plain values; after an OSError ``path`` is unchanged."""
     payload = serialised(state)
     write_bytes(path, _MAGIC, hashlib.sha256(payload).hexdigest().encode() + b"\n", payload)
 
@@ -58,16 +54,21 @@ def serialised(state: Mapping[str, Any]) -> bytes:
 
 
 def write_bytes(path: Path, *parts: bytes) -> None:
-    """Write a file atomically, through to the disk.
-
-    Raises:
-        OSError: the file cannot be written; what was at ``path`` is unchanged.
-    """
+    """Write a file atomically, through to the disk; after an OSError ``path`` is unchanged."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder's new names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -94,28 +95,14 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's new names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # A file for each rank
 
 
 def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
-    """Write what every rank adds to a state. Every rank calls this function.
+    """Write every rank's part of a state: ``runtime``, its ``Runtime.part()``, and its own values.
 
-    Args:
-        path: folder to write; all ranks see the same.
-        part: `runtime`, this rank's `Runtime.part()`, and what else this rank keeps.
-        world: the ranks; None for a single process.
-
-    Raises:
-        OSError: the folder cannot be written. Every rank raises, and the old folder stays.
+    Every rank calls this function. If one cannot write, every rank raises OSError, and what was at
+    ``path`` stays.
     """
     rank, size = (world.rank, world.size) if world else (0, 1)
     temporary = path.with_name(f".{path.name}.part")
@@ -144,17 +131,10 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
 
 
 def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[str, Any]:
-    """Return the state whose parts are in `path`, on the CPU. Every rank calls this function.
+    """Return the state whose parts are in ``path``, on the CPU, however many ranks wrote it.
 
-    Args:
-        path: folder to read; all ranks see the same. The number of its writers is free.
-        own: stages whose weights and optimizer states this rank needs; the tensors of other
-            stages become meta tensors.
-        world: the ranks; None for a single process.
-
-    Raises:
-        DamagedCheckpointError: a file is not as it was written. Every rank raises.
-        OSError: a file cannot be read. Every rank raises.
+    Every rank calls this function. Tensors of stages outside ``own`` become meta tensors, so no
+    rank holds the whole. If one rank finds a file damaged or unreadable, every rank raises.
     """
     with _raise_on_every_rank(world):
         try:
@@ -172,20 +152,13 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
 
 
 def read_parts(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield what each rank wrote to `path`, one file after another.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, too many, or not as it was written.
-        OSError: a file cannot be read.
-    """
-    names, n_ranks = {file.name for file in path.iterdir()}, 1
-    if "rank_0.ckpt" in names:
-        n_ranks = read(path / "rank_0.ckpt")["n_ranks"]
+    """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
+    names = {file.name for file in path.iterdir()}
+    n_ranks = read(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
     expected = [f"rank_{k}.ckpt" for k in range(n_ranks)]
     if differing := sorted(names ^ {*expected}):
         raise DamagedCheckpointError(
-            f"{path} is damaged: expected {n_ranks} files rank_K.ckpt, and {differing[0]} is"
-            f" {'unknown' if differing[0] in names else 'missing'}"
+            f"{path} is damaged: got {differing[0]}; expected {n_ranks} files rank_K.ckpt"
         )
     for name in expected:
         yield read(path / name)["part"]
@@ -262,16 +235,10 @@ class Checkpoints:
     def save(
         self, runtime: Runtime, rest: Mapping[str, Any], step: int, *, best: bool = False
     ) -> None:
-        """Save the state of ``runtime``, and remove the oldest. Every rank calls this method.
+        """Save the state of ``runtime`` after ``step`` training steps, and remove the oldest.
 
-        Args:
-            runtime: runtime after ``step`` training steps of the run.
-            rest: what else to save, of tensors and plain values.
-            step: number of training steps of the run.
-            best: whether the run was never better.
-
-        Raises:
-            OSError: the checkpoint cannot be written, on rank 0 at least; the earlier ones stay.
+        Every rank calls this method. If the checkpoint cannot be written, rank 0 at least raises
+        OSError, and the earlier ones stay. ``rest`` holds tensors and plain values.
         """
         path = self.folder / f"step_{step:09d}.ckpt"
         leads = runtime.rank == 0
@@ -305,10 +272,7 @@ class Checkpoints:
         return bool(from_rank_0(runtime, self.paths()))
 
     def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
-        """Load the latest whole checkpoint.
-
-        Every rank calls this method, and gets the same state, with meta tensors for other ranks'
-        stages of a sharded one.
+        """Load the latest whole checkpoint, for ``runtime``. Every rank calls this method.
 
         Args:
             runtime: runtime that will load the state.
@@ -333,14 +297,10 @@ class Checkpoints:
                 return whole, damaged
             except (DamagedCheckpointError, OSError) as error:
                 damaged.append(str(error))
-        if damaged:
-            raise UserError(
-                f"no checkpoint in {self.folder} is whole ({'; '.join(damaged)}): remove that"
-                " folder to start again"
-            )
+        reasons = f" ({'; '.join(damaged)})" if damaged else ""
         raise UserError(
-            f"there is no checkpoint in {self.folder}: give resume= the output directory of a run"
-            " that has saved one, or start without resume="
+            f"there is no whole checkpoint in {self.folder}{reasons}: give resume= the output"
+            " directory of a run that has saved one, or remove that folder to start again"
         )
 
 

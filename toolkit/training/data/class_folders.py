@@ -54,17 +54,7 @@ def evaluation_transform(size: int) -> Transform:
 class Folder(SourceSet):
     """An image set in class folders.
 
-    Args:
-        train, test: the folders of the training and the test images.
-        image_size: height and width of the model's input, in pixels.
-        num_workers: processes that read, at most one a core; None: this rank's share of the
-            machine's cores.
-        prefetch_factor: batches that each of them reads ahead.
-        damaged: ``refuse`` damaged images, or ``skip`` them: the next readable one of its class
-            replaces each.
-
-    Raises:
-        UserError: the folders do not hold images, or an option is out of its range.
+    See :func:`toolkit.training.data.image_folder` for the options.
     """
 
     def __init__(
@@ -72,9 +62,9 @@ class Folder(SourceSet):
         train: Path,
         test: Path,
         image_size: int,
-        num_workers: int | None = None,
-        prefetch_factor: int = 2,
-        damaged: str = "refuse",
+        num_workers: int | None,
+        prefetch_factor: int,
+        damaged: str,
     ) -> None:
         for name, value, least in (
             ("image_size", image_size, 1),
@@ -124,14 +114,9 @@ def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
 
 
 def read_image(images: ImageFolder, index: int, skip: bool) -> tuple[Any, int, list[str]]:
-    """Read an image; if damaged, and ``skip``, the next readable image of its class.
+    """Read an image; if it is damaged, and ``skip``, the next readable image of its class.
 
     The choice depends on the files alone, not on the process or the rest of the batch.
-
-    Args:
-        images: images in the order of their classes.
-        index: number of the image.
-        skip: whether another image may replace it.
 
     Returns:
         The PIL image, its number, and the paths of the damaged images before it.

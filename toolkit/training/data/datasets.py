@@ -46,19 +46,14 @@ class Datasets(SourceSet):
 def _images(sample: Any, n_classes: int) -> Images:
     pair = isinstance(sample, tuple | list) and len(sample) == 2
     if not pair or not isinstance(sample[0], Tensor) or sample[0].dim() != 3:
+        parts = sample if isinstance(sample, tuple | list) else (sample,)
+        found = [f"{type(x).__name__} {list(getattr(x, 'shape', ''))}" for x in parts]
         raise UserError(
-            f"the first sample is {_describe(sample)}; expected a pair of a tensor [channels,"
+            f"the first sample is ({', '.join(found)}); expected a pair of a tensor [channels,"
             " height, width] and the number of a class; give form= unless samples are images"
         )
     channels, height, width = sample[0].shape
     return Images(channels, height, width, n_classes)
-
-
-def _describe(sample: Any) -> str:
-    if isinstance(sample, tuple | list):
-        return f"({', '.join(map(_describe, sample))})"
-    shape = f" {list(sample.shape)}" if isinstance(sample, Tensor) else ""
-    return f"a {type(sample).__name__}{shape}"
 
 
 @dataclass(frozen=True)
