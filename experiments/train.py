@@ -32,7 +32,7 @@ def main(config: DictConfig) -> Ended:
     from toolkit.files import write_json
     from toolkit.results import describe, track
     from toolkit.training import prepare
-    from toolkit.training.checkpoints import from_rank_0
+    from toolkit.training.checkpoint import from_rank_0
     from toolkit.training.profiling import check_profile
     from toolkit.training.run_with_checkpoints import check_saving
 

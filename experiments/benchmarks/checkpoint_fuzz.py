@@ -1,13 +1,13 @@
-"""Damaged checkpoints: whether a run that is resumed tells, or ends as if nothing had happened.
+"""Damaged checkpoints: whether a resumed run reports the damage, or silently ends differently.
 
-Each mutation damages, by chance, the latest of a run's checkpoints: the bytes of a file, or what
-is in it, under a checksum that is right. The run is then resumed:
+Each round damages a run's latest checkpoint at random: the bytes of a file, or its contents under a
+valid checksum. The run is then resumed:
 
 refused     one sentence
-previous    the damaged file is named, the checkpoint before it used, and the run ends bit-identical
-equal       the run ends bit-identical; what was damaged is nothing that it depends on
+previous    the run names the damaged file, uses the checkpoint before it, and ends bit-identical
+equal       the run ends bit-identical; nothing depends on what was damaged
 
-Anything else is a failure: a traceback, a hang, or a run that ends otherwise (silent).
+Anything else is a failure: a traceback, a hang, or another end (silent).
 """
 
 import shutil
@@ -24,16 +24,13 @@ from typing import Any
 
 import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from benchmarks import fuzz
 from toolkit.cli.errors import explain
 from toolkit.training import Outcome, prepare, run_with_checkpoints
-from toolkit.training.checkpoint import read, write
-from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.rank_checkpoint import read_parts, write_sharded
+from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, write_sharded
 
 PASSED = ("refused", "previous", "equal")
 FAILED = ("traceback", "hang", "silent")
@@ -61,16 +58,9 @@ _RUNS = {
 }
 
 
-@dataclass(kw_only=True)
-class Round(fuzz.Round):
-    """A mutation of a run's checkpoint, and what came of it."""
-
-    run: str
-
-
 @dataclass(frozen=True)
 class Whole:
-    """A run, with checkpoints of its middle and its end, and what it ends with."""
+    """A run with checkpoints of its middle and its end, its final weights and its metrics."""
 
     config: DictConfig
     folder: Path
@@ -79,20 +69,17 @@ class Whole:
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a kind of mutation: how many ended how, and a message."""
-    fuzz.check(config)
-    output = Path(HydraConfig.get().runtime.output_dir)
+    """Return a row for each kind of damage: the number of rounds by outcome, and a message."""
     with tempfile.TemporaryDirectory() as scratch:
         wholes = {name: _whole(options, Path(scratch) / name) for name, options in _RUNS.items()}
 
-        def one(kind: str, number: int, chance: Random) -> Round:
-            done = Round(kind=kind, number=number, run=chance.choice([*wholes]))
-            _one_round(done, wholes[done.run], Path(scratch) / "damaged", chance, config.limit)
+        def one(done: fuzz.Round, chance: Random) -> None:
+            done.subject = chance.choice([*wholes])
+            folder = Path(scratch) / "damaged"
+            _one_round(done, wholes[done.subject], folder, chance, config.limit)
             done.message = done.message.replace(f"{scratch}/", "")
-            return done
 
-        found = fuzz.rounds([*BYTES, *CONTENTS], config.mutations, seed, one, PASSED, output)
-    return [fuzz.summary(of, "checkpoints", PASSED, FAILED) for of in fuzz.by_kind(found)]
+        return fuzz.run(config, seed, [*fuzz.BYTES, *CONTENTS], one, PASSED, FAILED)
 
 
 def _whole(options: list[str], folder: Path) -> Whole:
@@ -111,14 +98,14 @@ def _scores(outcome: Outcome) -> list[tuple[Any, ...]]:
     return [(e.epoch, e.train_loss, e.test_loss, e.top1, e.ema_top1) for e in outcome.epochs]
 
 
-def _one_round(done: Round, whole: Whole, folder: Path, chance: Random, limit: float) -> None:
+def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, limit: float) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole.folder, folder)
     *_, last, end = Checkpoints(folder / "checkpoints").paths()
     shutil.rmtree(end) if end.is_dir() else end.unlink()
-    if done.kind in BYTES:
+    if done.kind in fuzz.BYTES:
         file = chance.choice(sorted(last.iterdir())) if last.is_dir() else last
-        file.write_bytes(BYTES[done.kind](file.read_bytes(), chance))
+        file.write_bytes(fuzz.BYTES[done.kind](file.read_bytes(), chance))
     elif last.is_dir():
         (part,) = read_parts(last)
         done.target = _mutate(part, CONTENTS[done.kind], chance)
@@ -161,43 +148,7 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# Of bytes
-
-
-def _flip(content: bytes, chance: Random) -> bytes:
-    damaged = bytearray(content)
-    for _ in range(chance.choice([1, 1, 10])):
-        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
-    return bytes(damaged)
-
-
-def _cut(content: bytes, chance: Random) -> bytes:
-    return content[: chance.choice([0, chance.randrange(100), chance.randrange(len(content))])]
-
-
-def _grow(content: bytes, chance: Random) -> bytes:
-    return content + chance.randbytes(chance.randrange(1, 100))
-
-
-def _zero(content: bytes, chance: Random) -> bytes:
-    begin = chance.randrange(len(content))
-    length = min(chance.randrange(1, 4096), len(content) - begin)
-    return content[:begin] + bytes(length) + content[begin + length :]
-
-
-def _noise(content: bytes, chance: Random) -> bytes:
-    return chance.randbytes(len(content))
-
-
-BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
-    "bits flipped": _flip,
-    "cut": _cut,
-    "grown": _grow,
-    "zeroed": _zero,
-    "noise": _noise,
-}
-
-# Of contents
+# Damage to contents
 
 Place = tuple[Any, Any]  # a container, and a key or index of it
 

@@ -1,17 +1,15 @@
 """Damaged image sets: whether each is refused by one clear error, or read as its files say.
 
-Each mutation damages a small set by chance, in one way of many; a process of its own then reads one
-epoch of it, by data.damaged=refuse or skip, alone or with workers. What comes is compared with what
-PIL makes of the same files, listed and put in order here, without the toolkit:
+Each round damages a small set at random; a process of its own then reads one epoch of it, with
+data.damaged=refuse or skip, alone or with workers. The batches are compared with what PIL decodes:
 
 refused    one sentence that names the damaged file or folder, and PIL cannot read it either
-equal      the batches of the whole set
-changed    batches as PIL decodes the damaged files: an image that is still valid, though another,
-           or fewer images; nobody can know that they were different
-skipped    the next image of the class stands in, and exactly these are counted
+equal      the batches of the undamaged set
+changed    batches as PIL decodes the damaged files: a valid image, though another, or fewer images
+skipped    the next image of the class replaces each damaged one, and exactly these are counted
 
-Anything else is a failure: a traceback, a hang, a dead process, an error for no reason or without a
-path, batches that differ (silent).
+Anything else is a failure: a traceback, a hang, a dead process, a needless or unclear error, or
+other batches (silent).
 """
 
 import hashlib
@@ -24,379 +22,386 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
-from torchvision.datasets import CIFAR10
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms.v2 import functional
+from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.transforms.v2.functional import pil_to_tensor
 
-from benchmarks import fuzz, mutations
+from benchmarks import fuzz
 from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
-from toolkit.training.data.image_loader import (
-    Transform,
-    apply_seeded,
-    evaluation_transform,
-    training_transform,
-)
+from toolkit.training.data.class_folders import evaluation_transform, training_transform
+from toolkit.training.data.datasets import seeded
 
 SETS = ("batches", "cifar", "folder")
-KINDS = (*mutations.FILES, *mutations.FOLDERS)
 PASSED = ("refused", "equal", "changed", "skipped")
 FAILED = ("traceback", "hang", "died", "silent", "needless", "unclear")
 _CONF = Path(__file__).parents[2] / "conf"
 _CPU = torch.device("cpu")
-_SIZE = 16  # of what is seen of a folder's images
+_SIZE = 16  # pixels of the model's input, for the set "folder"
 _BATCH = 3
-_NOBODY = 65534  # root may read everything, and so reads as this user what nobody may read
-_LEVELS = 3.0  # between two decoders, of 255
+_SEED, _EPOCH = 5, 1
 
-Epochs = tuple[list[Tensor], list[int]]
-"""Pixels ``[3, size, size]`` from 0 to 255 of all images, in order, and their classes."""
+Samples = list[tuple[Tensor, int]]
+"""Pixels ``[3, size, size]`` from 0 to 255, and classes."""
+
+
+class Read(NamedTuple):
+    """An epoch and the test samples, in order; paths of damaged images that were replaced."""
+
+    train: Samples
+    test: Samples
+    damaged: tuple[str, ...] = ()
+
+
+class Case(NamedTuple):
+    """Which set is read, and how."""
+
+    images: str
+    damaged: str = "refuse"
+    num_workers: int = 0
+
+
+class Whole(NamedTuple):
+    """An undamaged set: its folder, the MD5 sums of its batch files, and its samples."""
+
+    root: Path
+    sums: dict[str, str]
+    read: Read
 
 
 class DamagedSetError(Exception):
-    """PIL and the rules for folders say that a set cannot be read."""
-
-
-@dataclass(kw_only=True)
-class Round(fuzz.Round):
-    """A mutation of a set, and what came of it."""
-
-    images: str
-    damaged: str  # data.damaged
-    num_workers: int
-    skipped: int = 0
-
-
-@dataclass
-class Expected:
-    """What PIL makes of a set; the paths of what stood in for."""
-
-    train: Epochs
-    test: Epochs
-    damaged: set[str] = field(default_factory=set)
+    """PIL or torchvision cannot read the set."""
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
-    """A row a kind of mutation: how many ended how, and a message."""
-    _check(config)
-    output = Path(HydraConfig.get().runtime.output_dir)
-    with tempfile.TemporaryDirectory() as scratch:
-        wholes = {name: _whole(name, Path(scratch)) for name in set(config.sets)}
-
-        def one(kind: str, number: int, chance: Random) -> Round:
-            done = Round(
-                kind=kind,
-                number=number,
-                images=chance.choice(config.sets),
-                damaged=chance.choice(["refuse", "skip"]),
-                num_workers=chance.choice([0, 0, 0, 2]),
-            )
-            one_round(done, wholes[done.images], chance, config.limit)
-            return done
-
-        kinds = list(config.kinds) or list(KINDS)
-        found = fuzz.rounds(kinds, config.mutations, seed, one, PASSED, output)
-    return [summary(of_kind) for of_kind in fuzz.by_kind(found)]
-
-
-def summary(rounds: list[Round]) -> dict[str, Any]:
-    """The row of a kind."""
-    row = fuzz.summary(rounds, "sets", PASSED, FAILED)
-    return row | {"images skipped": sum(done.skipped for done in rounds)}
-
-
-def _check(config: DictConfig) -> None:
+    """Return a row for each kind of damage: the number of rounds by outcome, and a message."""
     if not hasattr(os, "fork"):
         raise UserError(f"bench=data_fuzz forks processes, as on Linux: this is {sys.platform}")
-    fuzz.check(config)
     for name, known in (("kinds", KINDS), ("sets", SETS)):
         if unknown := [each for each in config[name] if each not in known]:
             raise UserError(f"unknown bench.{name} {unknown[0]!r}: choose of {', '.join(known)}")
     if not config.sets:
         raise UserError(f"bench.sets are some of {', '.join(SETS)}: got none")
+    with tempfile.TemporaryDirectory() as scratch:
+        wholes = {name: build(name, Path(scratch) / name) for name in set(config.sets)}
+
+        def one(done: fuzz.Round, chance: Random) -> None:
+            damaged, num_workers = chance.choice(["refuse", "skip"]), chance.choice([0, 0, 0, 2])
+            case = Case(chance.choice(config.sets), damaged, num_workers)
+            one_round(done, wholes[case.images], case, chance, config.limit)
+
+        return fuzz.run(config, seed, [*config.kinds] or [*KINDS], one, PASSED, FAILED)
 
 
-# A mutation, in a process of its own
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A set as it was before.
-
-    Attributes:
-        root: where it lies.
-        sums: MD5 sums of its batch files, by name.
-        read: what the toolkit makes of it.
-    """
-
-    root: Path
-    sums: dict[str, str]
-    read: tuple[Epochs, Epochs]
-
-
-def _whole(name: str, scratch: Path) -> Whole:
-    scratch.chmod(0o755)
-    root = scratch / name
-    mutations.build(name, root)
-    files = [path for path in root.glob("cifar-10-batches-py/*") if path.is_file()]
-    sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
-    with _published(sums):
-        train, test, _ = _read(name, root, "refuse", 0)
-        expected = _expected(name, root, sums, skip=False)
-        assert _alike(train, expected.train), f"{name} is not what PIL makes of it"
-        assert _alike(test, expected.test), f"{name} is not what PIL makes of it"
-    return Whole(root, sums, (train, test))
-
-
-def one_round(done: Round, whole: Whole, chance: Random, limit: float) -> None:
-    """Damage a copy of ``whole``, read it, and note what came of it."""
+def one_round(done: fuzz.Round, whole: Whole, case: Case, chance: Random, limit: float) -> None:
+    """Damage a copy of ``whole``, read it in another process, and complete the round."""
+    done.subject = f"{case.images} {case.damaged} num_workers={case.num_workers}"
     with tempfile.TemporaryDirectory(dir=whole.root.parent) as scratch:
-        os.chmod(scratch, 0o755)
         root = Path(scratch) / "set"
         shutil.copytree(whole.root, root)
-        target = mutations.damage(done.kind, root, chance)
-        done.target = os.fsencode(target.relative_to(root)).decode(errors="backslashreplace")
+        done.target = damage(done.kind, root, chance)
         context = multiprocessing.get_context("fork")
         mine, other = context.Pipe(duplex=False)
-        process = context.Process(target=_reader, args=(other, done, root, whole))
+        process = context.Process(target=_reader, args=(other, case, root, whole))
         process.start()
         other.close()
         try:
-            ended = mine.poll(limit)
-            done.outcome, done.skipped, done.message = mine.recv() if ended else ("hang", 0, "")
+            done.outcome, done.message = mine.recv() if mine.poll(limit) else ("hang", "")
         except EOFError:
             process.join()
             done.outcome, done.message = "died", f"status {process.exitcode}"
-        finally:
-            if done.outcome == "hang" and process.pid is not None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join()
-            mine.close()
+        if done.outcome == "hang" and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
         done.message = done.message.replace(str(root), "SET")
 
 
-def _reader(connection: Connection, done: Round, root: Path, whole: Whole) -> None:
-    os.setsid()
+def _reader(connection: Connection, case: Case, root: Path, whole: Whole) -> None:
+    os.setsid()  # a group of its own, so that a hang is killed together with its workers
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with _published(whole.sums):
-        if done.kind in mutations.PERMISSIONS and os.geteuid() == 0:
-            _read(done.images, whole.root, done.damaged, done.num_workers)  # imports all it takes
-            os.seteuid(_NOBODY)
-        connection.send(_judged(done, root, whole))
+    connection.send(_judge(case, root, whole))
 
 
-def _judged(done: Round, root: Path, whole: Whole) -> tuple[str, int, str]:
-    """The outcome, how many images were skipped, and what was said."""
-    expected: Expected | None
+def _judge(case: Case, root: Path, whole: Whole) -> tuple[str, str]:
+    """Return the outcome and a message."""
+    expected, reason = None, ""
     try:
-        expected, reason = _expected(done.images, root, whole.sums, done.damaged == "skip"), ""
+        expected = _expected(case, root, whole)
     except (DamagedSetError, OSError) as error:
-        expected, reason = None, str(error)
+        reason = str(error)
     try:
-        train, test, damaged = _read(done.images, root, done.damaged, done.num_workers)
+        found = _read(case, root, whole.sums)
     except Exception as error:
         message = explain(error, "train", _CONF, [])
-        if message is None or not isinstance(error, ValueError):
-            return "traceback", 0, traceback.format_exc()
+        if message is None or not isinstance(error, UserError):
+            return "traceback", traceback.format_exc()
         if expected is not None:
-            return "needless", 0, message
-        lines, named = message.splitlines(), str(root) in message
-        clear = len(lines) == 1 and named and "Traceback" not in message
-        return ("refused" if clear else "unclear"), 0, message
-    n = len(damaged)
+            return "needless", message
+        clear = len(message.splitlines()) == 1 and str(root) in message
+        return ("refused" if clear else "unclear"), message
     if expected is None:
-        return "silent", n, f"read, though {reason}"
-    if not _alike(train, expected.train) or not _alike(test, expected.test):
-        return "silent", n, f"other batches: {_difference((train, test), expected)}"
-    if set(damaged) != expected.damaged or len(set(damaged)) != n:
-        return "silent", n, f"skipped {damaged}, and {sorted(expected.damaged)} are damaged"
-    if n:
-        return "skipped", n, f"{damaged[0]} is skipped"
-    same = _alike(train, whole.read[0], 0.0) and _alike(test, whole.read[1], 0.0)
-    return ("equal" if same else "changed"), 0, ""
+        return "silent", f"read, though {reason}"
+    for samples, others in zip(found[:2], expected[:2], strict=True):
+        if difference := _difference(samples, others):
+            return "silent", f"other batches: {difference}"
+    if sorted(found.damaged) != sorted(expected.damaged):
+        return "silent", f"skipped {found.damaged}, and {expected.damaged} are damaged"
+    if found.damaged:
+        return "skipped", f"{found.damaged[0]} is skipped"
+    changed = any(map(_difference, found[:2], whole.read[:2]))
+    return ("changed" if changed else "equal"), ""
 
 
-def _alike(epochs: Epochs, other: Epochs, levels: float = _LEVELS) -> bool:
-    if epochs[1] != other[1]:
-        return False
-    pairs = zip(epochs[0], other[0], strict=True)
-    return all(a.shape == b.shape and (a - b).abs().max() <= levels for a, b in pairs)
+def _difference(samples: Samples, others: Samples) -> str:
+    """Say how samples differ; empty where they are equal, to rounding."""
+    if (labels := [y for _, y in samples]) != (expected := [y for _, y in others]):
+        return f"classes {labels} for {expected}"
+    pairs = [(x, z) for (x, _), (z, _) in zip(samples, others, strict=True)]
+    worst = max((float((x - z).abs().max()) for x, z in pairs), default=0.0)
+    return f"{worst:.1f} levels" if worst > 0.01 else ""
 
 
-def _difference(found: tuple[Epochs, Epochs], expected: Expected) -> str:
-    told = []
-    for (x, y), (other, labels) in zip(found, (expected.train, expected.test), strict=True):
-        if y != labels:
-            told.append(f"classes {y} for {labels}")
-        else:
-            worst = max(float((a - b).abs().max()) for a, b in zip(x, other, strict=True))
-            told.append(f"{worst:.1f} levels")
-    return ", ".join(told)
+# What the toolkit reads, and what PIL and torchvision do
 
 
-# What the toolkit makes of a set
-
-
-def _published(sums: dict[str, str]) -> Any:
-    """These are the published batch files."""
-    names = sorted(sums)
-    train, test = ([[n, sums[n]] for n in names if n.startswith(w)] for w in ("data", "test"))
-    meta = CIFAR10.meta | {"md5": sums.get("batches.meta")}
-    return mock.patch.multiple(CIFAR10, train_list=train, test_list=test, meta=meta)
-
-
-def _read(
-    name: str, root: Path, damaged: str, num_workers: int
-) -> tuple[Epochs, Epochs, tuple[str, ...]]:
-    """One epoch, and the test images; what was skipped."""
+def _read(case: Case, root: Path, sums: dict[str, str]) -> Read:
     images: Any
-    if name == "folder":
-        images = image_folder(str(root), _SIZE, num_workers, damaged=damaged)
+    if case.images == "folder":
+        images = image_folder(str(root), _SIZE, case.num_workers, damaged=case.damaged)
         mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     else:
-        images = cifar10(str(root), crop_padding=0, flip=False, damaged=damaged)
+        train, test = ([[n, sums[n]] for n in sums if n.startswith(w)] for w in ("data", "test"))
+        meta = CIFAR10.meta | {"md5": sums.get("batches.meta")}
+        # Take the small files for the published ones.
+        with mock.patch.multiple(CIFAR10, train_list=train, test_list=test, meta=meta):
+            images = cifar10(str(root), crop_padding=0, flip=False, damaged=case.damaged)
         mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     offset, scale = (torch.tensor(c).view(3, 1, 1) for c in (mean, std))
-    epochs: list[Epochs] = []
-    for batches in (images.train(_BATCH, 5, 1, _CPU), images.test(_BATCH, _CPU)):
-        read = [*batches]
-        pixels = [(x * scale + offset) * 255 for batch, _ in read for x in batch]
-        epochs.append((pixels, [int(y) for _, labels in read for y in labels]))
-    return epochs[0], epochs[1], images.damaged
+    epochs = [
+        [
+            ((pixels * scale + offset) * 255, int(label))
+            for inputs, targets in batches
+            for pixels, label in zip(inputs, targets, strict=True)
+        ]
+        for batches in (images.train(_BATCH, _SEED, _EPOCH, _CPU), images.test(_BATCH, _CPU))
+    ]
+    return Read(epochs[0], epochs[1], images.damaged)
 
 
-# What PIL makes of it
+def _sums(root: Path) -> dict[str, str]:
+    files = [path for path in sorted(root.glob("cifar-10-batches-py/*")) if path.is_file()]
+    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
 
 
-def _expected(name: str, root: Path, sums: dict[str, str], skip: bool) -> Expected:
-    os.listdir(root / ".")
-    if name == "batches":
-        return _batches(root, sums)
-    splits = [_listed(root / split) for split in ("train", "val" if name == "folder" else "test")]
-    if [c for c, _ in splits[0]] != [c for c, _ in splits[1]]:
-        raise DamagedSetError("the classes differ")
-    if name == "cifar" and len(splits[0]) != 10:
-        raise DamagedSetError(f"{len(splits[0])} classes")
+def _expected(case: Case, root: Path, whole: Whole) -> Read:
+    """Return what PIL decodes, in the order of the toolkit's seeds.
+
+    Raises:
+        DamagedSetError, OSError: the set cannot be read.
+    """
+    if case.images == "batches":
+        if not whole.sums.items() <= _sums(root).items():
+            raise DamagedSetError("a batch file is not the published one")
+        return whole.read
+    folder = case.images == "folder"
+    splits = [ImageFolder(str(root / name)) for name in ("train", "val" if folder else "test")]
+    n_classes = len(splits[0].classes)
+    if splits[0].classes != splits[1].classes or not (folder or n_classes == 10):
+        raise DamagedSetError(f"the classes differ, or {n_classes} are not 10")
     damaged: set[str] = set()
-    epochs: list[Epochs] = []
-    views: list[Transform | None] = [None, None]
-    if name == "folder":
-        views = [training_transform(_SIZE), evaluation_transform(_SIZE)]
-    for split, view in zip(splits, views, strict=True):
-        paths = [(path, label) for label, (_, paths) in enumerate(split) for path in paths]
-        training = split is splits[0]
-        seed = hash((5, 1)) if training else 0
-        order, everything = _order(len(paths), training), list(range(len(paths)))
-        seen = {
-            k: _stands_in(paths, k, skip, seed, view, damaged)
-            for k in (order if name == "folder" else everything)
-        }
-        epochs.append(([seen[k] for k in order], [paths[k][1] for k in order]))
-    return Expected(epochs[0], epochs[1], damaged)
+    epochs: list[Samples] = []
+    for images, training in zip(splits, (True, False), strict=True):
+        n, seed, order = len(images), 0, [*range(len(images))]
+        transform = None
+        if folder:
+            transform = (training_transform if training else evaluation_transform)(_SIZE)
+        if training:
+            if n < _BATCH:
+                raise DamagedSetError(f"{n} images")
+            seed = hash((_SEED, _EPOCH))
+            generator = torch.Generator().manual_seed(seed)
+            order = torch.randperm(n, generator=generator).tolist()[: n // _BATCH * _BATCH]
+        seen = {}
+        for k in order if folder else range(n):  # CIFAR-10 is decoded as a whole
+            image, number = _decoded(images, k, case.damaged == "skip", damaged)
+            if transform is not None:
+                seen[k] = seeded(hash((seed, number)), transform, image).float()
+            elif image.size == (32, 32):
+                seen[k] = pil_to_tensor(image).float()
+            else:
+                raise DamagedSetError(f"image {number} has another size")
+        epochs.append([(seen[k], images.targets[k]) for k in order])
+    return Read(epochs[0], epochs[1], tuple(damaged))
 
 
-def _order(n: int, training: bool) -> list[int]:
-    if not training:
-        return list(range(n))
-    if n < _BATCH:
-        raise DamagedSetError(f"{n} images")
-    generator = torch.Generator().manual_seed(hash((5, 1)))
-    return torch.randperm(n, generator=generator).tolist()[: n // _BATCH * _BATCH]
-
-
-def _listed(folder: Path) -> list[tuple[str, list[str]]]:
-    """Classes and their images."""
-    found = []
-    for name in sorted(os.listdir(folder / ".")):
-        if not os.path.isdir(folder / name):
-            continue
-        paths = sorted(_walked(folder / name))
-        if not paths:
-            raise DamagedSetError(f"{name} is empty")
-        found.append((name, [os.path.join(*path) for path in paths]))
-    if not found:
-        raise DamagedSetError("there are no classes")
-    return found
-
-
-def _walked(folder: Path) -> Iterator[tuple[str, str]]:
-    def refuse(error: OSError) -> None:
-        raise error
-
-    for root, _, names in os.walk(folder, onerror=refuse, followlinks=True):
-        os.stat(os.path.join(root, "."))
-        if os.path.islink(root) and folder.is_relative_to(os.path.realpath(root)):
-            raise DamagedSetError(f"{root} is in itself")
-        yield from ((root, n) for n in names if n.lower().endswith(IMG_EXTENSIONS))
-
-
-def _stands_in(
-    paths: list[tuple[str, int]],
-    index: int,
-    skip: bool,
-    seed: int,
-    view: Transform | None,
-    damaged: set[str],
-) -> Tensor:
-    """What is seen of the image, or of the next of its class that PIL can read."""
-    label = paths[index][1]
-    alike = [k for k, (_, other) in enumerate(paths) if other == label]
-    start = alike.index(index)
-    for k in alike[start:] + alike[:start]:
-        path = paths[k][0]
+def _decoded(
+    images: ImageFolder, index: int, skip: bool, damaged: set[str]
+) -> tuple[Image.Image, int]:
+    """Return the image, or the next one of its class that PIL can read, and its number."""
+    same = [k for k, label in enumerate(images.targets) if label == images.targets[index]]
+    start = same.index(index)
+    for k in same[start:] + same[:start]:
+        path = images.samples[k][0]
         try:
             if not os.path.isfile(path):
-                raise DamagedSetError("no file")
+                raise FileNotFoundError(path)
             with Image.open(path) as image:
-                decoded = image.convert("RGB")
+                return image.convert("RGB"), k
         except Exception as error:
             if not skip:
                 raise DamagedSetError(f"{path} is damaged: {error!r}") from error
             damaged.add(path)
-            continue
-        if view is not None:
-            return apply_seeded(view, decoded, hash((seed, k))).float()
-        if decoded.size != (32, 32):
-            raise DamagedSetError(f"{path} has another size")
-        return functional.pil_to_tensor(decoded).float()
-    raise DamagedSetError(f"of class {label} all are damaged")
+    raise DamagedSetError(f"all images of class {images.targets[index]} are damaged")
 
 
-def _batches(root: Path, sums: dict[str, str]) -> Expected:
-    """Only if each file is what it was: its pixels and labels then stand where they stood."""
-    pixels: dict[bool, list[Any]] = {True: [], False: []}
-    for name, md5 in sorted(sums.items()):
-        path = root / "cifar-10-batches-py" / name
-        if not path.is_file():
-            raise DamagedSetError(f"{name} is none")
-        data = path.read_bytes()
-        if hashlib.md5(data).hexdigest() != md5:
-            raise DamagedSetError(f"{name} is another file")
-        if name != "batches.meta":
-            pixels[name.startswith("data")].append(pickle.loads(data))
-    epochs: list[Epochs] = []
-    for training in (True, False):
-        found = pixels[training]
-        images = torch.cat([torch.as_tensor(f["data"]) for f in found]).view(-1, 3, 32, 32).float()
-        labels = [label for f in found for label in f["labels"]]
-        order = _order(len(labels), training)
-        epochs.append(([images[k] for k in order], [labels[k] for k in order]))
-    return Expected(epochs[0], epochs[1])
+# Undamaged sets
+
+
+def build(name: str, root: Path) -> Whole:
+    """Write a small set: images in class folders as ImageNet, or as CIFAR-10; or its batches."""
+    random = np.random.default_rng(0)
+    if name == "batches":
+        folder = root / "cifar-10-batches-py"
+        folder.mkdir(parents=True)
+        for file in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
+            pixels = random.integers(0, 256, (6, 3072), dtype=np.uint8)
+            labels = random.integers(0, 10, 6).tolist()
+            (folder / file).write_bytes(pickle.dumps({"data": pixels, "labels": labels}))
+        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["cat"] * 10}))
+    elif name == "cifar":
+        _write(
+            root, [f"class{k}" for k in range(10)], {"train": ("png",) * 2, "test": ("png",)}, 32
+        )
+    else:
+        splits = {"train": ("jpg", "jpg", "jpeg", "png", "bmp"), "val": ("jpg", "jpg")}
+        _write(root, ["cat", "dog", "eel"], splits, 40)
+    sums = _sums(root)
+    read = _read(Case(name), root, sums)
+    expected = _expected(Case(name), root, Whole(root, sums, read))
+    assert not any(map(_difference, read[:2], expected[:2])), f"{name} is not what PIL decodes"
+    return Whole(root, sums, read)
+
+
+def _write(root: Path, classes: list[str], splits: dict[str, tuple[str, ...]], size: int) -> None:
+    for split, endings in splits.items():
+        for c, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            for k, ending in enumerate(endings):
+                _smooth(size, c + 11 * k + len(split)).save(root / split / name / f"{k}.{ending}")
+
+
+def _smooth(size: int, phase: float) -> Image.Image:
+    down, across = np.mgrid[:size, :size]
+    waves = [
+        128 + 120 * np.sin((down * (phase % 3 + 1) + across * p + phase) / 9) for p in (1, 2, 3)
+    ]
+    return Image.fromarray(np.stack(waves, 2).astype(np.uint8))
+
+
+# Damage
+
+Mutation = Callable[[Path, Random], Any]
+
+
+def damage(kind: str, root: Path, random: Random) -> str:
+    """Damage a random file or folder of the set at ``root``; return its path below ``root``."""
+    is_file = kind not in FOLDERS
+    paths = [path for path in sorted(root.rglob("*")) if path.is_file() == is_file]
+    target = random.choice(paths if is_file else [root, *paths])
+    (FILES if is_file else FOLDERS)[kind](target, random)
+    return str(target.relative_to(root))
+
+
+def _rewrite(change: Callable[[bytes, Random], bytes]) -> Mutation:
+    return lambda path, random: path.write_bytes(change(path.read_bytes(), random))
+
+
+def _flip_head(path: Path, random: Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(fuzz.BYTES["bits flipped"](content[:64], random) + content[64:])
+
+
+def _another(path: Path, random: Random) -> None:
+    others = [other for other in path.parents[1].rglob("*") if other.is_file() and other != path]
+    path.write_bytes(random.choice(others).read_bytes())
+
+
+def _another_format(path: Path, random: Random) -> None:
+    image = _smooth(random.choice([32, 40]), random.random() * 9)
+    form = random.choice(["GIF", "PNG", "JPEG", "TIFF", "WEBP", "BMP", "PPM", ""])
+    if not form:
+        texts = [b"<!DOCTYPE html><html>404</html>", b"PK\x03\x04" + bytes(40), b"cos\nsystem\n."]
+        path.write_bytes(random.choice(texts))
+    elif form == "PNG":
+        image.convert(random.choice(["L", "1", "RGBA", "P", "I;16"])).save(path, form)
+    else:
+        image.convert(random.choice(["L", "RGB"])).save(path, form)
+
+
+def _remove(path: Path, random: Random) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _rename(path: Path, random: Random) -> None:
+    stem, ending = path.stem, path.suffix
+    names = [f"{path.name}.part", f"{stem}.txt", f"z {stem}{ending}", f"{stem}{ending.upper()}"]
+    path.rename(path.with_name(random.choice(names)))
+
+
+def _becomes(make: Mutation) -> Mutation:
+    def mutate(path: Path, random: Random) -> None:
+        _remove(path, random)
+        make(path, random)
+
+    return mutate
+
+
+def _flatten(path: Path, random: Random) -> None:
+    for k, file in enumerate(sorted(p for p in path.rglob("*") if p.is_file())):
+        file.rename(path / f"moved{k}{file.suffix}")
+    for folder in [each for each in path.iterdir() if each.is_dir()]:
+        shutil.rmtree(folder)
+
+
+def _link(path: Path, random: Random) -> None:
+    path.symlink_to(random.choice(["nowhere", path.name]))
+
+
+FILES: dict[str, Mutation] = {
+    **{kind: _rewrite(change) for kind, change in fuzz.BYTES.items()},
+    "head flipped": _flip_head,
+    "another file": _another,
+    "another format": _another_format,
+    "removed": _remove,
+    "renamed": _rename,
+    "becomes a folder": _becomes(lambda path, random: path.mkdir()),
+    "becomes a pipe": _becomes(lambda path, random: os.mkfifo(path)),
+    "becomes a link": _becomes(_link),
+}
+FOLDERS: dict[str, Mutation] = {
+    "folder emptied": _becomes(lambda path, random: path.mkdir()),
+    "folder removed": _remove,
+    "folder renamed": lambda path, random: path.rename(path.with_name(f"{path.name} 2")),
+    "folder becomes a file": _becomes(lambda path, random: path.touch()),
+    "folder becomes a link": _becomes(_link),
+    "folder flat": _flatten,
+    "folder in itself": lambda path, random: (path / "again").symlink_to(path, True),
+    "folder with more": lambda path, random: (path / "labels.csv").write_bytes(b"text"),
+}
+KINDS = (*FILES, *FOLDERS)

@@ -1,4 +1,4 @@
-"""Rounds in which something is damaged by chance, by one kind after another; and their table."""
+"""Damage files at random, one kind after another, and tabulate the outcomes."""
 
 import sys
 from collections import Counter
@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 
@@ -18,65 +19,104 @@ from toolkit.files import write_csv
 
 @dataclass
 class Round:
-    """A mutation, and what came of it."""
+    """A mutation and its outcome.
+
+    Attributes:
+        kind: kind of damage.
+        number: number of the round.
+        subject: what was damaged.
+        target: its damaged part.
+        outcome: name of the outcome.
+        message: what was reported.
+    """
 
     kind: str
     number: int
+    subject: str = ""
     target: str = ""
     outcome: str = ""
     message: str = ""
 
 
-RoundT = TypeVar("RoundT", bound=Round)
+def run(
+    config: DictConfig,
+    seed: int,
+    kinds: Sequence[str],
+    one: Callable[[Round, Random], None],
+    passed: Sequence[str],
+    failed: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Run ``config.mutations`` rounds, of every kind in turn; write them to ``mutations.csv``.
 
+    Args:
+        config: options of the bench.
+        seed: seed of all damage.
+        kinds: kinds of damage.
+        one: function that completes a round.
+        passed, failed: names of the outcomes.
 
-def check(config: DictConfig) -> None:
-    """Refuse a number of mutations, or a limit of seconds, without sense.
+    Returns:
+        A row for each kind: the number of rounds by outcome, and a message.
 
     Raises:
-        ValueError: one of them is.
+        UserError: an option is out of its range.
     """
     check_counts(config, "mutations", of="bench.")
     if not config.limit > 0:
         raise UserError(f"bench.limit is a number of seconds above 0: got {config.limit}")
-
-
-def rounds(
-    kinds: Sequence[str],
-    n: int,
-    seed: int,
-    one: Callable[[str, int, Random], RoundT],
-    passed: Sequence[str],
-    output: Path,
-) -> list[RoundT]:
-    """``n`` rounds by ``one``, of every kind in turn; kept as ``mutations.csv`` in ``output``."""
-    found: list[RoundT] = []
-    for number in tqdm(range(n), unit="mutation", leave=False):
-        done = one(kinds[number % len(kinds)], number, Random(f"{seed} {number}"))
-        found.append(done)
+    rounds = [Round(kinds[k % len(kinds)], k) for k in range(config.mutations)]
+    for done in tqdm(rounds, unit="mutation", leave=False):
+        one(done, Random(f"{seed} {done.number}"))
         if done.outcome not in passed:
-            tqdm.write(f"mutation {number} fails: {asdict(done)}", file=sys.stderr)
-    write_csv(output / "mutations.csv", [asdict(done) for done in found])
-    return found
+            tqdm.write(f"mutation {done.number} fails: {asdict(done)}", file=sys.stderr)
+    output = Path(HydraConfig.get().runtime.output_dir)
+    write_csv(output / "mutations.csv", [asdict(done) for done in rounds])
+    return [
+        summary([done for done in rounds if done.kind == kind], passed, failed)
+        for kind in kinds[: len(rounds)]
+    ]
 
 
 def summary(
-    of_kind: Sequence[Round], damaged: str, passed: Sequence[str], failed: Sequence[str]
+    rounds: Sequence[Round], passed: Sequence[str], failed: Sequence[str]
 ) -> dict[str, Any]:
-    """The row of a kind: how many of what was ``damaged`` ended how, and a message."""
-    found = Counter(done.outcome for done in of_kind)
-    told = [done.message for done in of_kind if done.outcome not in passed]
-    told += [done.message for done in of_kind if done.message]
+    """Return the row of a kind; its message is that of a failure, if there is one."""
+    found = Counter(done.outcome for done in rounds)
+    messages = [done.message for done in rounds if done.outcome in failed]
+    messages += [done.message for done in rounds if done.message]
     return {
-        "mutation": of_kind[0].kind,
-        damaged: len(of_kind),
+        "mutation": rounds[0].kind,
+        "rounds": len(rounds),
         **{name: found[name] for name in (*passed, *failed)},
         "failed": sum(found[name] for name in failed),
-        "message": told[0] if told else "",
+        "message": messages[0] if messages else "",
     }
 
 
-def by_kind(found: Sequence[RoundT]) -> list[list[RoundT]]:
-    """The rounds of each kind, in the order in which kinds came."""
-    kinds = dict.fromkeys(done.kind for done in found)
-    return [[done for done in found if done.kind == kind] for kind in kinds]
+# Damage to the bytes of a file
+
+
+def _flip(content: bytes, random: Random) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(random.choice([1, 1, 10])):
+        damaged[random.randrange(len(damaged))] ^= 1 << random.randrange(8)
+    return bytes(damaged)
+
+
+def _cut(content: bytes, random: Random) -> bytes:
+    return content[: random.choice([0, random.randrange(100), random.randrange(len(content))])]
+
+
+def _zero(content: bytes, random: Random) -> bytes:
+    begin = random.randrange(len(content))
+    length = min(random.randrange(1, 4096), len(content) - begin)
+    return content[:begin] + bytes(length) + content[begin + length :]
+
+
+BYTES: dict[str, Callable[[bytes, Random], bytes]] = {
+    "bits flipped": _flip,
+    "cut": _cut,
+    "grown": lambda content, random: content + random.randbytes(random.randrange(1, 100)),
+    "zeroed": _zero,
+    "noise": lambda content, random: random.randbytes(len(content)),
+}

@@ -24,7 +24,7 @@ def test_none_goes_unnoticed(fuzzed):
     for done in rounds:
         wanted = {"previous"} if done["kind"] in damaged else {"refused", "previous"}
         assert done["outcome"] in wanted, done
-    assert {done["run"] for done in rounds} >= {"sgd", "adamw", "sharded"}
+    assert {done["subject"] for done in rounds} >= {"sgd", "adamw", "sharded"}
     assert all(done["target"] for done in rounds if done["outcome"] == "refused")
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from toolkit.training.data.in_memory import InMemory, Labelled
-from toolkit.training.data.normalize import Normalise, Placed
+from toolkit.training.data.in_memory import InMemory, Labelled, Normalise, OnDevices
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
@@ -54,18 +53,18 @@ def test_batches_to_the_bit(padding, flip, epoch):
 
 
 def test_a_device_gets_its_copy_once():
-    placed = Placed(torch.ones(2), torch.zeros(3))
+    held = OnDevices(torch.ones(2), torch.zeros(3))
     meta = torch.device("meta")
-    assert [tensor.device.type for tensor in placed.on(meta)] == ["meta", "meta"]
-    assert placed.on(meta) is placed.on(meta)
-    assert placed.on(CPU)[0] is placed._tensors[0]
+    assert [tensor.device.type for tensor in held.on(meta)] == ["meta", "meta"]
+    assert held.on(meta) is held.on(meta)
+    assert held.on(CPU)[0] is held.tensors[0]
 
 
 def test_copies_do_not_travel():
     """To another process goes what was given, not what is on a device of this one."""
-    placed = Placed(torch.ones(2))
-    placed.on(torch.device("meta"))
-    again = pickle.loads(pickle.dumps(placed))
+    held = OnDevices(torch.ones(2))
+    held.on(torch.device("meta"))
+    again = pickle.loads(pickle.dumps(held))
     assert not again._copies
     assert torch.equal(again.on(CPU)[0], torch.ones(2))
 

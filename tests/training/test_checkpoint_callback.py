@@ -75,7 +75,7 @@ def epoch(number, top1):
 
 def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
     """As the loop does: pauses within epochs, and after each of them."""
-    position = Position(first_loss=1.0, stretch_loss=1.0)
+    position = Position(first_loss=1.0)
     for number, top1 in enumerate(accuracies):
         while position.step < n_steps:
             stretch = min(keeper.steps(position, n_steps), n_steps - position.step)
@@ -91,21 +91,18 @@ def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
     return keeper.checkpoints
 
 
-def test_the_best_is_that_of_the_highest_accuracy_the_latest_of_equals(make, clock):
-    found = train(make(), clock, [0.5, 0.4, 0.7, 0.7, 0.6])
-    assert found.steps == [4, 8, 12, 16, 20]
-    assert found.best == [4, 12, 16]
-
-
-@pytest.mark.parametrize("often", [SaveIntervals(epochs=2), SaveIntervals(steps=6, epochs=None)])
-def test_the_best_is_saved_whenever_it_comes(make, clock, often):
-    found = train(make(often), clock, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95])
-    assert found.best == [4, 24]
-
-
-def test_the_best_by_loss_is_that_of_the_lowest(make, clock):
-    found = train(make(measure=LOSS), clock, [0.5, 0.4, 0.7, 0.4, 0.6])
-    assert found.best == [4, 8, 16]
+@pytest.mark.parametrize(
+    ("often", "measure", "accuracies", "best"),
+    [
+        # the latest of equals, if it is saved
+        (SaveIntervals(), ACCURACY, [0.5, 0.4, 0.7, 0.7, 0.6], [4, 12, 16]),
+        (SaveIntervals(epochs=2), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
+        (SaveIntervals(6, epochs=None), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
+        (SaveIntervals(), LOSS, [0.5, 0.4, 0.7, 0.4, 0.6], [4, 8, 16]),
+    ],
+)
+def test_the_best_is_saved_whenever_it_comes(make, clock, often, measure, accuracies, best):
+    assert train(make(often, measure=measure), clock, accuracies).best == best
 
 
 @pytest.mark.parametrize(
@@ -142,24 +139,23 @@ def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
     assert found == lengths
 
 
-@pytest.mark.parametrize(("full", "saved"), [(False, True), (True, False)])
-def test_a_signal_stops_after_a_checkpoint_if_that_can_be_written(make, clock, full, saved, capsys):
-    signals = Signals()
-    keeper = make(signals=signals)
+@pytest.mark.parametrize(
+    ("often", "full", "saved"),
+    [
+        (SaveIntervals(), False, True),
+        (SaveIntervals(), True, False),
+        (SaveIntervals(epochs=None), False, False),
+    ],
+)
+def test_a_signal_stops_the_run_after_a_checkpoint(make, clock, capsys, often, full, saved):
+    """If it saves any, and this one can be written."""
+    keeper = make(often, Signals(signal.SIGTERM))
     keeper.checkpoints.full = full
-    signals.number = signal.SIGTERM
     with pytest.raises(StoppedError, match="SIGTERM") as stopped:
         train(keeper, clock, [0.1], n_steps=100)
     assert stopped.value.saved is saved
     assert keeper.checkpoints.steps == [8] * saved
     assert ("No space left on device" in capsys.readouterr().err) is full
-
-
-def test_what_is_never_saved_stops_at_a_signal_too(make, clock):
-    signals = Signals(signal.SIGINT)
-    with pytest.raises(StoppedError, match="SIGINT") as stopped:
-        train(make(SaveIntervals(epochs=None), signals), clock, [0.1], n_steps=100)
-    assert not stopped.value.saved
 
 
 def test_no_signal_stops_a_run_that_is_done(make, clock):
@@ -173,13 +169,11 @@ def test_no_signal_stops_a_run_that_is_done(make, clock):
         keeper.end(Position(epoch=1))
 
 
-def test_one_checkpoint_that_was_not_written_does_not_belie_a_later_one(make, clock, capsys):
-    signals = Signals()
-    keeper = make(signals=signals)
+def test_stops_with_a_checkpoint_after_a_failed_save(make, clock, capsys):
+    keeper = make(signals=Signals(signal.SIGTERM))
     keeper.checkpoints.full = True
     keeper.save(Position())
     keeper.checkpoints.full = False
-    signals.number = signal.SIGTERM
     with pytest.raises(StoppedError) as stopped:
         train(keeper, clock, [0.1], n_steps=100)
     assert stopped.value.saved
@@ -211,6 +205,6 @@ def test_signals_are_given_back():
 @pytest.mark.parametrize("loss", [10.5, float("nan"), float("inf")])
 def test_a_loss_far_above_the_first_is_a_divergence(make, loss):
     keeper = make()
-    keeper.check(Position(first_loss=1.0, stretch_loss=10.0))
-    with pytest.raises(DivergedError, match="the training loss of epoch 0, step 0 is"):
-        keeper.check(Position(first_loss=1.0, stretch_loss=loss))
+    keeper.check(10.0, Position(first_loss=1.0))
+    with pytest.raises(DivergedError, match="the training loss of epoch 0 is"):
+        keeper.check(loss, Position(first_loss=1.0))

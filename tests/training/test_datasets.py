@@ -85,15 +85,15 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize(
-    ("train", "told"),
+    ("train", "message"),
     [
-        (Stream(), "train is a Dataset with a length, whose samples have numbers: got a Stream"),
-        (TensorDataset(torch.zeros(4, 3, 8, 8)), r"the first one is \(a Tensor \[3, 8, 8\]\);"),
-        (TensorDataset(torch.zeros(4, 3), torch.zeros(4)), r"\(a Tensor \[3\], a Tensor \[\]\);"),
+        (Stream(), "^train: got a Stream"),
+        (TensorDataset(torch.zeros(4, 3, 8, 8)), r"the first sample is \(Tensor \[3, 8, 8\]\);"),
+        (TensorDataset(torch.zeros(4, 3), torch.zeros(4)), r"\(Tensor \[3\], Tensor \[\]\);"),
     ],
 )
-def test_refuses(train, told):
-    with pytest.raises(ValueError, match=told):
+def test_refuses(train, message):
+    with pytest.raises(UserError, match=message):
         Datasets(train, Noisy(4), 10)
 
 

@@ -9,7 +9,7 @@ from tests.thorough import more
 from tests.training.test_run_with_checkpoints import configured, weights
 from toolkit.runtime import SingleProcess
 from toolkit.training import prepare, run_with_checkpoints
-from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.checkpoint import Checkpoints
 
 
 @pytest.fixture

@@ -501,11 +501,11 @@ def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeyp
 def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypatch):
     check, planted = CheckpointCallback.check, []
 
-    def once(keeper, position):
-        if position.steps_done == 16 and not planted:
+    def once(keeper, loss, position, which="training"):
+        if position.steps_done == 16 and which == "training" and not planted:
             planted.append(position)
             raise DivergedError("planted")
-        check(keeper, position)
+        check(keeper, loss, position, which)
 
     monkeypatch.setattr(CheckpointCallback, "check", once)
     options = "schedule=cdp_v1", "guard=rollback"

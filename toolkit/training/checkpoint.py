@@ -1,91 +1,69 @@
-"""A checkpoint in one file, which is there whole or not at all.
+"""Checkpoints: safe files, a file for each rank where state is sharded, and a run's folder of them.
 
-The file is a line that names the format, the SHA-256 of the rest, and what torch.save made. It is
-written beside its place, flushed to the disk and renamed; so a reader never finds half of one.
+A file is a line that names the format, the SHA-256 of the rest, and torch.save's bytes. It is
+written to a temporary file, flushed to the disk and renamed, so a reader never finds half of one. A
+sharded checkpoint is a folder of such files, `rank_K.ckpt`, that any number of ranks reads.
 """
 
 import hashlib
 import io
 import os
 import pickle
+import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.files import replacing
+from toolkit.runtime.base import Runtime
+from toolkit.runtime.process_group.group import World
+from toolkit.runtime.state import joined, merged
 
 _MAGIC = b"cdp-toolkit checkpoint 1\n"
+_ROWS = "rows by rank"
+_NAME = re.compile(r"step_(\d{9})\.ckpt")
 
 
 class DamagedCheckpointError(UserError):
     """A file that is not, or is no longer, a whole checkpoint."""
 
 
-def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state``, of tensors and plain values, in one piece.
+# One file
 
-    Raises:
-        OSError: it cannot be written; what was at ``path`` is still there.
-    """
+
+def write(path: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state``, of tensors and plain values; after an OSError ``path`` is unchanged."""
     payload = serialised(state)
-    digest = hashlib.sha256(payload).hexdigest().encode() + b"\n"
-    write_bytes(path, _MAGIC, digest, payload)
+    write_bytes(path, _MAGIC, hashlib.sha256(payload).hexdigest().encode() + b"\n", payload)
 
 
 def serialised(state: Mapping[str, Any]) -> bytes:
-    """What torch.save makes of ``state``."""
+    """Return torch.save's bytes of ``state``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
 
 
 def write_bytes(path: Path, *parts: bytes) -> None:
-    """Write a file that is never seen half written.
-
-    Raises:
-        OSError: it cannot be written; what was at ``path`` is still there.
-    """
-    with replacing(path) as beside, beside.open("wb") as file:
-        for part in parts:
-            file.write(part)
+    """Write a file atomically, through to the disk; after an OSError ``path`` is unchanged."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The state that was written to ``path``, its tensors on the CPU.
-
-    Raises:
-        DamagedCheckpointError: the file is not as it was written.
-        OSError: it cannot be read.
-    """
-    content = path.read_bytes()
-    head = len(_MAGIC) + 65
-    if len(content) < head:
-        raise DamagedCheckpointError(f"{path} is damaged: it is cut off")
-    if not content.startswith(_MAGIC):
-        raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
-    payload = memoryview(content)[head:]
-    if content[len(_MAGIC) : head] != hashlib.sha256(payload).hexdigest().encode() + b"\n":
-        raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those written")
-    try:
-        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise DamagedCheckpointError(
-            f"{path} holds what is not tensors and plain values: it was not written by this toolkit"
-        ) from error
-    assert isinstance(state, dict)
-    return state
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the disk know the folder's new names."""
+def _sync_folder(folder: Path) -> None:
+    """Flush the folder's new names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,12 +71,242 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def replace_folder(new: Path, old: Path) -> None:
-    """Give ``new`` the name of ``old``, whether or not there is one."""
-    before = old.with_name(f".{old.name}.before")
-    shutil.rmtree(before, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        old.rename(before)
-    new.rename(old)
-    sync_folder(old.parent)
-    shutil.rmtree(before, ignore_errors=True)
+def read(path: Path) -> dict[str, Any]:
+    """Return the state that was written to ``path``, its tensors on the CPU.
+
+    Raises:
+        DamagedCheckpointError: the file is not as it was written.
+        OSError: the file cannot be read.
+    """
+    content = path.read_bytes()
+    head = len(_MAGIC)
+    digest, payload = content[head : head + 65], memoryview(content)[head + 65 :]
+    if not _MAGIC.startswith(content[:head]):
+        raise DamagedCheckpointError(f"{path} is not a checkpoint of this version")
+    if digest != hashlib.sha256(payload).hexdigest().encode() + b"\n":
+        raise DamagedCheckpointError(f"{path} is damaged: its bytes are not those written")
+    try:
+        state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise DamagedCheckpointError(
+            f"{path} was not written by this toolkit: it holds more than tensors and plain values"
+        ) from error
+    assert isinstance(state, dict)
+    return state
+
+
+# A file for each rank
+
+
+def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
+    """Write every rank's part of a state: ``runtime``, its ``Runtime.part()``, and its own values.
+
+    Every rank calls this function. If one cannot write, every rank raises OSError, and what was at
+    ``path`` stays.
+    """
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with _raise_on_every_rank(world):
+            if rank == 0:
+                _remove(temporary)
+                temporary.mkdir(parents=True)
+        with _raise_on_every_rank(world):
+            state = {"part": dict(part), "n_ranks": size}
+            write(temporary / f"rank_{rank}.ckpt", tree_map_only(Tensor, _rows(rank), state))
+        with _raise_on_every_rank(world):
+            # The folder gets its name last, so a reader never finds one that lacks a rank.
+            if rank == 0:
+                old = path.with_name(f".{path.name}.old")
+                _remove(old)
+                if path.exists():
+                    path.rename(old)
+                temporary.rename(path)
+                _sync_folder(path.parent)
+                _remove(old)
+    except OSError:
+        if rank == 0:
+            _remove(temporary)
+        raise
+
+
+def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[str, Any]:
+    """Return the state whose parts are in ``path``, on the CPU, however many ranks wrote it.
+
+    Every rank calls this function. Tensors of stages outside ``own`` become meta tensors, so no
+    rank holds the whole. If one rank finds a file damaged or unreadable, every rank raises.
+    """
+    with _raise_on_every_rank(world):
+        try:
+            parts = []
+            for part in read_parts(path):
+                for stages in (part["runtime"]["versions"], part["runtime"]["stages"]):
+                    for j in stages.keys() - {*own}:
+                        stages[j] = tree_map_only(Tensor, lambda x: x.to("meta"), stages[j])
+                parts.append(part)
+            runtime = joined(part.pop("runtime") for part in parts)
+            whole: dict[str, Any] = _joined_rows(reduce(merged, parts, {}) | {"runtime": runtime})
+            return whole
+        except (LookupError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
+
+
+def read_parts(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what each rank wrote to ``path``; a missing or unknown file is damage."""
+    names = {file.name for file in path.iterdir()}
+    n_ranks = read(path / "rank_0.ckpt")["n_ranks"] if "rank_0.ckpt" in names else 1
+    expected = [f"rank_{k}.ckpt" for k in range(n_ranks)]
+    if differing := sorted(names ^ {*expected}):
+        raise DamagedCheckpointError(
+            f"{path} is damaged: got {differing[0]}; expected {n_ranks} files rank_K.ckpt"
+        )
+    for name in expected:
+        yield read(path / name)["part"]
+
+
+def _rows(rank: int) -> Any:
+    """Return a function from a tensor to what ``rank`` saves: of a DTensor, this rank's rows."""
+
+    def saved(tensor: Tensor) -> Any:
+        if isinstance(tensor, DTensor):
+            assert tensor.placements == (Shard(0),)
+            return {_ROWS: {rank: saved(tensor.to_local())}}
+        # torch.save would write the whole storage that a view looks into.
+        compact = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        return tensor if compact else tensor.clone()
+
+    return saved
+
+
+def _joined_rows(tree: Any) -> Any:
+    """Return `tree` with the rows of all ranks in one tensor."""
+    if isinstance(tree, dict):
+        if tree.keys() == {_ROWS}:
+            return torch.cat([rows for _, rows in sorted(tree[_ROWS].items())])
+        return {key: _joined_rows(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_joined_rows, tree))
+    return tree
+
+
+@contextmanager
+def _raise_on_every_rank(world: World | None) -> Iterator[None]:
+    """Raise on every rank the error of one of them, so that no other waits for it."""
+    mine = None
+    try:
+        yield
+    except (OSError, DamagedCheckpointError) as error:
+        mine = error
+    for found in [mine] if world is None else world.gather(mine):
+        if found is not None:
+            raise found
+
+
+# The checkpoints of a run
+
+
+def check_keep(keep: int) -> None:
+    """Raise UserError unless at least one checkpoint is kept."""
+    if keep < 1:
+        raise UserError(f"save.keep is 1 or more: got {keep}")
+
+
+def from_rank_0(runtime: Runtime, value: Any) -> Any:
+    """Return rank 0's ``value``, on every rank."""
+    return value if runtime.world is None else runtime.world.gather(value)[0]
+
+
+class Checkpoints:
+    """The checkpoints of one run: the latest, and the best, to which ``best.ckpt`` links.
+
+    Each is a file, which rank 0 writes and reads; or, if ``sharded``, a folder, which all ranks
+    write and read. Both kinds are found and read, whichever is written.
+
+    Args:
+        folder: folder of the checkpoints; if any is sharded, one that all ranks see.
+        keep: number of the latest to keep; the best is kept too.
+        sharded: whether each rank writes its share.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, *, sharded: bool = False) -> None:
+        check_keep(keep)
+        self.folder, self.keep, self.sharded = folder, keep, sharded
+
+    def save(
+        self, runtime: Runtime, rest: Mapping[str, Any], step: int, *, best: bool = False
+    ) -> None:
+        """Save the state of ``runtime`` after ``step`` training steps, and remove the oldest.
+
+        Every rank calls this method. If the checkpoint cannot be written, rank 0 at least raises
+        OSError, and the earlier ones stay. ``rest`` holds tensors and plain values.
+        """
+        path = self.folder / f"step_{step:09d}.ckpt"
+        leads = runtime.rank == 0
+        if self.sharded:
+            write_sharded(
+                path, {"runtime": runtime.part(), **(rest if leads else {})}, runtime.world
+            )
+        else:
+            # state_dict() copies; a single process writes at once and need not.
+            alone = runtime.world is None
+            state = joined([runtime.part()]) if alone else runtime.state_dict()
+            if leads:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write(path, {"runtime": state, **rest})
+        if leads:
+            link = self.folder / "best.ckpt"
+            if best:
+                _remove(link)
+                link.symlink_to(path.name)
+            for old in (*self.paths()[: -self.keep], *self.folder.glob(".step_*")):
+                if old.name != link.resolve().name:
+                    _remove(old)
+
+    def paths(self) -> list[Path]:
+        """Return the checkpoints, the oldest first."""
+        found = self.folder.glob("step_*.ckpt")
+        return sorted(path for path in found if _NAME.fullmatch(path.name))
+
+    def any(self, runtime: Runtime) -> bool:
+        """Return whether rank 0 finds a checkpoint. Every rank calls this method."""
+        return bool(from_rank_0(runtime, self.paths()))
+
+    def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
+        """Load the latest whole checkpoint, for ``runtime``. Every rank calls this method.
+
+        Args:
+            runtime: runtime that will load the state.
+            skip: number of the latest to pass over; the oldest is never passed over.
+
+        Returns:
+            The state, and a sentence on each later checkpoint that is damaged.
+
+        Raises:
+            UserError: there is no whole checkpoint.
+        """
+        damaged: list[str] = []
+        paths = self.paths()
+        found = [(path, path.is_dir()) for path in paths[: max(1, len(paths) - skip)]]
+        for path, sharded in reversed(from_rank_0(runtime, found)):
+            try:
+                if sharded:
+                    return read_sharded(path, runtime.own, runtime.world), damaged
+                with _raise_on_every_rank(runtime.world):
+                    state = read(path) if runtime.rank == 0 else None
+                whole: dict[str, Any] = from_rank_0(runtime, state)
+                return whole, damaged
+            except (DamagedCheckpointError, OSError) as error:
+                damaged.append(str(error))
+        reasons = f" ({'; '.join(damaged)})" if damaged else ""
+        raise UserError(
+            f"there is no whole checkpoint in {self.folder}{reasons}: give resume= the output"
+            " directory of a run that has saved one, or remove that folder to start again"
+        )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

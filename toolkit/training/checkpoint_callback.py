@@ -1,12 +1,12 @@
-"""What keeps a run: its checkpoints, its end by a signal, and an eye on its loss."""
+"""Between stretches of training: save checkpoints, stop at a signal, and watch the loss."""
 
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from types import FrameType
 from typing import Any
 
@@ -16,21 +16,24 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.metric import Metric
 from toolkit.runtime.base import Runtime
-from toolkit.training.checkpoint import serialised, write_bytes
-from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.loop import DivergedError, Epoch, Position, Stretches, is_best
+from toolkit.training.checkpoint import Checkpoints, serialised, write_bytes
+from toolkit.training.loop import DivergedError, Position, Stretches, is_best
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
-_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PAUSE = 5.0  # seconds between two pauses at which ranks hear of signals
-# Seconds in which a repeated signal counts as the same one: torchrun passes to its ranks what Slurm
-# sends to every process.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO = 2.0
+"""Seconds in which the same signal again is an echo, such as torchrun's to each of its ranks."""
+_PAUSE = 5.0  # seconds between two pauses, in which ranks exchange the signals they received
 
 
 class StoppedError(Exception):
-    """A signal has ended the run, after a checkpoint if it saves any."""
+    """A signal ended the run, after a checkpoint if the run saves any.
+
+    Args:
+        number: the signal.
+        saved: whether a checkpoint was written.
+    """
 
     def __init__(self, number: int, *, saved: bool) -> None:
         super().__init__(signal.Signals(number).name)
@@ -42,12 +45,12 @@ class SaveIntervals:
     """When checkpoints are saved; None: not for that reason.
 
     Args:
-        steps: training steps from one to the next.
-        epochs: epochs from one to the next.
-        minutes: time from one to the next.
+        steps: training steps between two of them.
+        epochs: epochs between two of them.
+        minutes: time between two of them.
 
     Raises:
-        UserError: an interval that is not above 0.
+        UserError: an interval is not above 0.
     """
 
     steps: int | None = None
@@ -61,7 +64,16 @@ class SaveIntervals:
 
     @property
     def never(self) -> bool:
+        """Whether no interval is set."""
         return self.steps is None and self.epochs is None and self.minutes is None
+
+    def due(self, position: Position, seconds: float) -> bool:
+        """Return whether to save at ``position``, ``seconds`` after the last checkpoint."""
+        return (
+            (self.steps is not None and position.steps_done % self.steps == 0)
+            or (self.epochs is not None and not position.step and not position.epoch % self.epochs)
+            or (self.minutes is not None and seconds >= 60 * self.minutes)
+        )
 
 
 @dataclass
@@ -69,9 +81,9 @@ class Signals:
     """SIGTERM, SIGINT and SIGHUP, remembered until the run can pause; a second ends it at once.
 
     Attributes:
-        number: of the one that this process has heard; 0 if none.
-        agreed: of one that all ranks know of.
-        at: when it was heard, in seconds.
+        number: the signal that this process received; 0: none.
+        agreed: the signal that all ranks know of; 0: none.
+        at: time of the signal, in seconds.
     """
 
     number: int = 0
@@ -80,10 +92,10 @@ class Signals:
 
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
-        """Hear them, but for SIGHUP under nohup; only the main thread hears any."""
-        deaf = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        """Handle the signals, except SIGHUP under nohup; without effect outside the main thread."""
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         try:
-            before = {n: signal.signal(n, self._hear) for n in _HEARD if n not in deaf}
+            before = {n: signal.signal(n, self._hear) for n in _SIGNALS if n not in ignored}
         except ValueError:
             before = {}
         try:
@@ -105,18 +117,18 @@ class CheckpointCallback(Stretches):
     """Saves, stops and watches a run at the pauses between its stretches.
 
     Args:
-        runtime: that trains.
+        runtime: the runtime that trains.
         saves: whether checkpoints are saved.
-        checkpoints: where they are.
-        often: when they are saved.
-        extra: what a checkpoint holds beside the runtime's state and the position.
-        guard: ``off``, or to raise :class:`DivergedError` where the loss is not finite or, in
+        checkpoints: the run's checkpoints.
+        often: when checkpoints are saved.
+        extra: what a checkpoint holds besides the runtime's state and the position.
+        guard: ``off``, or raise :class:`DivergedError` where the loss is not finite or, in
             training, more than ``guard_factor`` times that of the first step.
         guard_factor: see ``guard``.
-        signals: that end the run.
-        measure: by which a checkpoint is the best.
-        epochs: of the run, which no signal stops once they are done.
-        weights: whether the best checkpoint, and the weights that training ends with, are kept.
+        signals: signals that end the run.
+        measure: metric that decides which checkpoint is the best.
+        epochs: epochs of the run; after the last, no signal stops it.
+        weights: whether to keep the best checkpoint and the final weights.
         length: training steps of the first stretch; later ones are longer or shorter, to take some
             seconds.
 
@@ -143,36 +155,27 @@ class CheckpointCallback(Stretches):
     def steps(self, position: Position, n_steps: int) -> int:
         self._begun = time.monotonic()
         every = self.often.steps
-        if every is None:
-            return self.length
-        return min(self.length, every - position.steps_done % every)
+        return min(self.length, every - position.steps_done % every) if every else self.length
 
-    def check(self, position: Position) -> None:
-        loss = position.stretch_loss
-        if self.guard == "off":
-            return
-        if not isfinite(loss) or loss > self.guard_factor * position.first_loss:
+    def check(self, loss: float, position: Position, which: str = "training") -> None:
+        limit = self.guard_factor * position.first_loss if which == "training" else inf
+        if self.guard != "off" and (not isfinite(loss) or loss > limit):
             before = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
             raise DivergedError(
-                f"the training loss of epoch {position.epoch}, step {position.step} is"
-                f" {loss:.4g}{before}",
+                f"the {which} loss of epoch {position.epoch} is {loss:.4g}{before}",
                 position.history,
             )
 
-    def check_test(self, loss: float, position: Position) -> None:
-        if self.guard != "off" and not isfinite(loss):
-            told = f"the test loss of epoch {position.epoch} is {loss}"
-            raise DivergedError(told, position.history)
-
     def end(self, position: Position) -> None:
         trained = time.monotonic() - self._begun
-        mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _HEARD)]
+        mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _SIGNALS)]
         if self._leads:
             mine[:2] = [time.monotonic() - self._saved_at, trained]
+        # Ranks decide alike: by rank 0's clock, and by the signals of any of them.
         total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
-        since, trained, *by = total
-        heard = [number for number, ranks in zip(_HEARD, by, strict=True) if ranks]
-        due = self._due(position, since)
+        since, trained, *counts = total
+        heard = [number for number, n_ranks in zip(_SIGNALS, counts, strict=True) if n_ranks]
+        due = self.often.due(position, since) or (self.weights and self._is_new_best(position))
         written = (due or bool(heard)) and self.saves and self.save(position)
         if heard:
             self.signals.agreed = heard[0]
@@ -184,12 +187,11 @@ class CheckpointCallback(Stretches):
             self.length //= 2
 
     def save(self, position: Position) -> bool:
-        """Write a checkpoint; a run goes on where it cannot be written, which is False."""
-        rest = {"position": position.state_dict(), **self.extra}
+        """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
         self._saved_at = time.monotonic()
-        history = position.history
-        new = position.step == 0 and bool(history)
-        best = self.weights and new and is_best(history, self.measure)
+        rest = {"position": position.state_dict(), **self.extra}
+        ended = position.step == 0 and bool(position.history)
+        best = self.weights and ended and is_best(position.history, self.measure)
         try:
             self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:
@@ -198,22 +200,20 @@ class CheckpointCallback(Stretches):
         return True
 
     def write_model(self) -> None:
-        """Write the weights that training ended with, for any program that has the model."""
+        """Write the final weights, for any program that has the model."""
         if not (self.saves and self.weights):
             return
-        model = self.runtime.module()
-        if not self._leads:
-            return
+        model = self.runtime.module()  # a collective call
         path = self.checkpoints.folder.parent / "model.pt"
-        try:
-            write_bytes(
-                path, serialised(tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict()))
-            )
-        except OSError as error:
-            self._not_written(f"{_WEIGHTS}, {path}", error)
+        if self._leads:
+            try:
+                state = tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict())
+                write_bytes(path, serialised(state))
+            except OSError as error:
+                self._not_written(f"{_WEIGHTS}, {path}", error)
 
     def notes(self) -> list[str]:
-        """A sentence on what could not be written, if anything."""
+        """Return a sentence on what could not be written, if anything."""
         if not self.unwritten:
             return []
         first, *later = self.unwritten
@@ -232,18 +232,11 @@ class CheckpointCallback(Stretches):
     def _leads(self) -> bool:
         return self.runtime.rank == 0
 
-    def _due(self, position: Position, since: float) -> bool:
-        often = self.often
-        of_epochs = often.epochs is not None and position.step == 0
+    def _is_new_best(self, position: Position) -> bool:
+        """Whether the epoch that has just ended is better than every other."""
+        history = position.history
         return (
-            (often.steps is not None and position.steps_done % often.steps == 0)
-            or (of_epochs and position.epoch % (often.epochs or 1) == 0)
-            or (often.minutes is not None and since >= 60 * often.minutes)
-            or (self.weights and position.step == 0 and self._never_so_good(position.history))
-        )
-
-    def _never_so_good(self, history: Sequence[Epoch]) -> bool:
-        """Whether the last epoch, and no other, is the best."""
-        return bool(history) and not any(
-            is_best([history[-1], other], self.measure) for other in history[:-1]
+            position.step == 0
+            and bool(history)
+            and not any(is_best([history[-1], other], self.measure) for other in history[:-1])
         )

@@ -19,30 +19,26 @@ from toolkit.runtime.state import difference
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.training.data import Batches, SampleSet
 
-_SCORES = 2**25  # at most, of a batch of the test: 128 MiB of 32 bits
+_SCORES = 2**25  # at most, for a batch of the test: 128 MiB in 32 bits
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Cross-entropy over all answers alike, in nats.
+    """Cross-entropy over all answers, in nats.
 
     Args:
-        outputs: ``[..., n_classes]``: of an image, or at each place of a sequence.
-        targets: ``[...]``: the right classes.
-        options: of torch's ``cross_entropy``.
+        outputs: scores ``[..., n_classes]`` of an image, or of each place of a sequence.
+        targets: the right classes ``[...]``.
+        options: options of torch's ``cross_entropy``.
     """
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), **options)
 
 
-def _alone(values: Tensor) -> Tensor:
-    return values
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss, and the shares of answers that are right at first, or among the first five.
+    """Mean loss, and the shares of answers that are right first, or among the first five.
 
-    An answer is the class of an image, or the next token at a place of a sequence. Shares of scores
-    that are not finite are NaN.
+    An answer is the class of an image, or the next token at a place of a sequence. The shares are
+    NaN if the loss is not finite.
     """
 
     loss: float
@@ -52,7 +48,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch came to. Accuracies are shares of the answers to the test samples."""
+    """Metrics of one epoch. Accuracies are shares of the answers to the test samples."""
 
     epoch: int
     train_loss: float
@@ -61,24 +57,24 @@ class Epoch:
     top5: float
     learning_rate: float
     samples_per_second: float
-    ema_loss: float | None = None  # of the test, with the average of the weights if one is kept
+    ema_loss: float | None = None  # by the average of the weights, if the run keeps one
     ema_top1: float | None = None
 
     def told(self, by: Metric) -> str:
-        """How good the model is by now, in short."""
+        """Return the metric ``by`` as short text."""
         return f"loss {self.test_loss:.3f}" if by is LOSS else f"{self.top1:.2%}"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that is done.
+    """A training step that has run.
 
     Attributes:
         step: its number in the epoch, from 1.
-        n_steps: those of the epoch.
-        result: what this process has seen of it. To read its losses is to wait for the device.
-        learning_rate: of its update.
-        samples: how many it took, all micro-batches together.
+        n_steps: number of steps of the epoch.
+        result: this process's result. Reading its losses waits for the device.
+        learning_rate: learning rate of its update.
+        samples: samples of all micro-batches together.
     """
 
     step: int
@@ -90,18 +86,17 @@ class Step:
 
 @dataclass
 class Position:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
-        epoch: the one under way.
-        step: training steps of it that are done.
-        steps_done: those of the whole run.
-        loss: sum of the losses of its micro-batches so far.
-        n_losses: how many they are.
-        stretch_loss: their mean over the last stretch.
-        first_loss: their mean over the first step of all.
-        learning_rate: of the epoch's first update.
-        history: of the epochs before.
+        epoch: number of the current epoch.
+        step: training steps of this epoch so far.
+        steps_done: training steps of the run so far.
+        loss: sum of the losses of this epoch's micro-batches so far.
+        n_losses: number of these losses.
+        first_loss: mean loss of the run's first step.
+        learning_rate: learning rate of the epoch's first update.
+        history: the epochs before.
     """
 
     epoch: int = 0
@@ -109,7 +104,6 @@ class Position:
     steps_done: int = 0
     loss: float = 0.0
     n_losses: float = 0.0
-    stretch_loss: float = nan
     first_loss: float = nan
     learning_rate: float = nan
     history: list[Epoch] = field(default_factory=list)
@@ -119,26 +113,28 @@ class Position:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Position":
-        """The position whose ``state_dict`` was taken.
+        """Return the position of a ``state_dict``.
 
         Raises:
-            UserError: it is formed otherwise.
+            UserError: the state has other keys, or values of other types.
         """
-        history = state["history"] if isinstance(state, dict) and "history" in state else []
-        n_epochs = len(history) if isinstance(history, list) else 0
-        epochs = [_EPOCH | _average_of(history[k]) for k in range(n_epochs)]
-        expected = cls().state_dict() | {"history": epochs}
+        history = state.get("history") if isinstance(state, dict) else None
+        expected = cls().state_dict()
+        for epoch in history if isinstance(history, list) else ():
+            names = ("ema_loss", "ema_top1")
+            own = {n: 0.0 for n in names if isinstance(epoch, dict) and epoch.get(n) is not None}
+            expected["history"].append(asdict(Epoch(0, *[0.0] * 6)) | own)
         if fault := difference(state, expected, "position"):
             raise UserError(fault)
-        return cls(**{**state, "history": [Epoch(**epoch) for epoch in history]})
+        return cls(**{**state, "history": [Epoch(**epoch) for epoch in state["history"]]})
 
 
 class DivergedError(UserError, FloatingPointError):
-    """The loss is not finite, or far above where it began.
+    """The loss is not finite, or far above the first.
 
     Args:
-        message: that says so.
-        epochs: that had ended before.
+        message: message of the error.
+        epochs: the epochs that had ended before.
     """
 
     def __init__(self, message: str, epochs: Sequence[Epoch] = ()) -> None:
@@ -146,39 +142,23 @@ class DivergedError(UserError, FloatingPointError):
         self.epochs = tuple(epochs)
 
     def all_epochs(self, n: int) -> list[Epoch]:
-        """Of a run of ``n``: NaN are those that it did not come to the end of."""
+        """Return the ``n`` epochs of the run; those that did not end are NaN."""
         return [*self.epochs, *(Epoch(k, *[nan] * 6) for k in range(len(self.epochs), n))]
 
 
-_EPOCH = asdict(Epoch(0, *[0.0] * 6))
-
-
-def _average_of(epoch: Any) -> dict[str, float]:
-    """What only some epochs have."""
-    names = ("ema_loss", "ema_top1")
-    return {n: 0.0 for n in names if isinstance(epoch, dict) and epoch.get(n) is not None}
-
-
 class Stretches:
-    """Where training pauses: after each stretch of steps all updates are in. Here: never."""
+    """Pauses of training: a stretch of steps ends with all updates applied. Here: no pauses."""
 
     def steps(self, position: Position, n_steps: int) -> int:
-        """Steps of the next stretch, of the ``n_steps`` that the epoch has left."""
+        """Return the steps of the next stretch, of the ``n_steps`` that the epoch has left."""
         return n_steps
 
-    def check(self, position: Position) -> None:
-        """A stretch has ended. Every rank calls it alike.
+    def check(self, loss: float, position: Position, which: str = "training") -> None:
+        """Check the loss of a stretch, or of the test. Every rank calls this method.
 
         Raises:
-            DivergedError: the loss is no longer finite.
+            DivergedError: the loss is not finite.
         """
-        self._check("training", position.stretch_loss, position)
-
-    def check_test(self, loss: float, position: Position) -> None:
-        """An epoch has been tested, of which ``position`` does not tell yet; as :meth:`check`."""
-        self._check("test", loss, position)
-
-    def _check(self, which: str, loss: float, position: Position) -> None:
         if not isfinite(loss):
             raise DivergedError(
                 f"the {which} loss of epoch {position.epoch} is {loss}: lower optimizer.lr, or warm"
@@ -187,7 +167,7 @@ class Stretches:
             )
 
     def end(self, position: Position) -> None:
-        """What has ended has been checked, and the epoch, if it has ended, is in the history."""
+        """Act on a stretch, or an epoch, whose losses have passed :meth:`check`."""
 
 
 def fit(
@@ -211,17 +191,17 @@ def fit(
         runtime: the runtime that trains, its model on ``device``. If it is one of many ranks, all
             of them make this call, and get the same metrics.
         samples: samples for training and for the test.
-        batch_size: samples a training step, all micro-batches together.
+        batch_size: samples of a training step, all micro-batches together.
         seed: seed of the order of the samples and of their augmentation.
         rate: function from a training step to the learning rate of its update, for the metrics.
         on_epoch: function that is called with each epoch's metrics.
         on_step: function that is called after each step.
-        position: place at which to go on; the runtime has the state of that place.
-        stretches: places at which to pause.
+        position: place to start from; the runtime has the state of that place.
+        stretches: places to pause at.
         options: the runtime's options; the tests compute in its precision.
 
     Raises:
-        DivergedError: the loss is no longer finite.
+        DivergedError: the loss is not finite.
         UserError: epochs had another number of steps before ``position``.
     """
     position = position or Position()
@@ -235,14 +215,14 @@ def fit(
                 f" {position.step}, and an epoch now has {len(batches)}: resume it with the data"
                 " and batch of before"
             )
-        start, begun_at = time.perf_counter(), position.step
+        start, first_step = time.perf_counter(), position.step
         _train(runtime, batches, batch_size, position, stretches, rate, on_step)
         seconds = time.perf_counter() - start
-        n_tested = evaluated_at_once(samples.form, batch_size)
-        share = samples.test(n_tested, device, runtime.rank, runtime.n_ranks)
+        n_at_once = evaluated_at_once(samples.form, batch_size)
+        share = samples.test(n_at_once, device, runtime.rank, runtime.n_ranks)
         model = runtime.module()
         test = evaluate(model, share, runtime.total, options=options)
-        stretches.check_test(test.loss, position)
+        stretches.check(test.loss, position, "test")
         ema = None
         if averages := runtime.averages():
             ema = evaluate(model, share, runtime.total, averages, options)
@@ -253,7 +233,7 @@ def fit(
             top1=test.top1,
             top5=test.top5,
             learning_rate=position.learning_rate,
-            samples_per_second=(len(batches) - begun_at) * batch_size / seconds,
+            samples_per_second=(len(batches) - first_step) * batch_size / seconds,
             ema_loss=ema.loss if ema else None,
             ema_top1=ema.top1 if ema else None,
         )
@@ -273,7 +253,7 @@ def _train(
     rate: Callable[[int], float],
     on_step: Callable[[Step], None],
 ) -> None:
-    """Train on what is left of an epoch, stretch by stretch; ``position`` goes along."""
+    """Train on the rest of an epoch, stretch by stretch, and move ``position``."""
     n_steps = len(batches)
     if position.step == 0:
         position.learning_rate = rate(position.steps_done)
@@ -286,73 +266,72 @@ def _train(
             losses.append(result.losses)
             now = rate(position.steps_done + k)
             on_step(Step(position.step + k + 1, n_steps, result, now, batch_size))
-            del result  # and what it keeps, before the next step
+            del result  # frees its outputs before the next step
         loss, n = _sum(losses, runtime)
         if position.steps_done == 0:
-            first, of = _sum(losses[:1], runtime)
-            position.first_loss = first / of
+            first, n_first = _sum(losses[:1], runtime)
+            position.first_loss = first / n_first
         position.step += stretch
         position.steps_done += stretch
         position.loss, position.n_losses = position.loss + loss, position.n_losses + n
-        position.stretch_loss = loss / n
-        stretches.check(position)
+        stretches.check(loss / n, position)
         if position.step < n_steps:
             stretches.end(position)
 
 
+def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:
+    """Return the sum of all ranks' losses, and their number."""
+    mine = torch.cat(losses).double().cpu()
+    loss, n = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
+    return loss, int(n)
+
+
 def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
-    """Samples of a batch of the test: many, but of large answers few, whose scores take memory."""
+    """Return the batch size of the test: at least 256, unless the scores take too much memory."""
     return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
 
 
 def is_best(history: Sequence[Epoch], by: Metric) -> bool:
-    """Whether the last epoch is as good as any; one that ended in no number is not."""
+    """Return whether the last epoch is as good as any; a metric of NaN is not."""
     values: list[float] = [getattr(epoch, by.key) for epoch in history]
     best = min if by.lower_is_better else max
     return values[-1] == best(filter(isfinite, values), default=None)
-
-
-def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:
-    """All ranks' losses of steps, and how many they are."""
-    mine = torch.cat(losses).double().cpu()
-    loss, n = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
-    return loss, int(n)
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     batches: Batches,
-    total: Callable[[Tensor], Tensor] = _alone,
+    total: Callable[[Tensor], Tensor] = lambda values: values,
     weights: Mapping[str, Tensor] | None = None,
     options: StepOptions = PLAIN,
 ) -> Evaluation:
-    """Test ``model`` on ``batches``; its mode is afterwards what it was.
+    """Test ``model`` on ``batches`` in evaluation mode, and restore the mode of each module.
 
     Args:
         model: the model to test.
         batches: test samples.
         total: function that sums over all ranks, if each tests a share.
-        weights: weights by name, in the place of the model's own.
-        options: a options, in whose precision the model computes.
+        weights: weights by name, in place of the model's own.
+        options: options whose precision the model computes in.
     """
     modes = {module: module.training for module in model.modules()}
     model.eval()
-    sums: list[Tensor] = []  # of each batch: losses, first, among the first five; on its device
+    sums: list[Tensor] = []  # by batch: loss, answers right first, and among the first five
     n_answers = 0
     for inputs, targets in batches:
         with options.autocast(inputs.device):
             outputs = torch.func.functional_call(model, dict(weights or {}), (inputs,))
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        first = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
+        right = outputs.topk(min(5, outputs.shape[-1])).indices == targets[..., None]
         loss = cross_entropy(outputs, targets, reduction="sum")
-        found = loss, first[..., 0].sum(), first.sum()
-        sums.append(torch.stack([number.double() for number in found]))
+        # Kept on the device: to read them here would wait for every batch.
+        sums.append(torch.stack([n.double() for n in (loss, right[..., 0].sum(), right.sum())]))
         n_answers += targets.numel()
     for module, mode in modes.items():
         module.training = mode
-    summed = torch.stack(sums).sum(0).tolist() if sums else [0.0] * 3
-    loss, top1, top5, n = total(torch.tensor([*summed, n_answers], dtype=torch.float64))
+    mine = torch.stack(sums).sum(0).tolist() if sums else [0.0] * 3
+    loss, top1, top5, n = total(torch.tensor([*mine, n_answers], dtype=torch.float64)).tolist()
     if not isfinite(loss):
-        return Evaluation(float(loss / n), nan, nan)
-    return Evaluation(float(loss / n), float(top1 / n), float(top5 / n))
+        return Evaluation(loss / n, nan, nan)
+    return Evaluation(loss / n, top1 / n, top5 / n)

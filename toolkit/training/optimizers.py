@@ -1,23 +1,26 @@
-"""Optimizers beside torch's: those for large batches, from timm, and Muon.
+"""Optimizers besides torch's: Muon, and those for large batches from timm.
 
 Each looks at one parameter tensor at a time, so an optimizer for each stage makes the updates of
-one for the whole model. LAMB's ``max_grad_norm`` is the exception. timm loads when it is needed.
+one for the whole model. LAMB's ``max_grad_norm`` is the exception.
 """
 
 import re
-from collections.abc import Collection, Iterable
-from types import ModuleType
+from collections.abc import Callable, Collection, Iterable
+from math import prod, sqrt
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
 from toolkit.errors import UserError
 from toolkit.runtime import by_name
-from toolkit.training.muon import Muon
 
 OUTER = ("embed", "head", "fc", r"^conv1\.", r"^conv_proj\.")
-"""The first and the last layers of the models of the zoo, by patterns of their names."""
+"""Patterns of the names of the first and the last layers of the zoo's models."""
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_AS_ADAMW = 0.2  # usual root mean square of AdamW's updates, given to those of matrices
 
 
 def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
@@ -26,7 +29,7 @@ def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
     Raises:
         UserError: timm is not installed.
     """
-    return _timm("lars").Lars(params, **options)
+    return _timm("Lars")(params, **options)
 
 
 def lamb(
@@ -35,12 +38,23 @@ def lamb(
     max_grad_norm: float | None = None,
     **options: Any,
 ) -> Optimizer:
-    """timm's Lamb, of You et al., arXiv 1904.00962; it clips only if told to.
+    """timm's Lamb, of You et al., arXiv 1904.00962, by default without clipping.
 
     Raises:
         UserError: timm is not installed.
     """
-    return _timm("lamb").Lamb(params, betas=tuple(betas), max_grad_norm=max_grad_norm, **options)
+    return _timm("Lamb")(params, betas=tuple(betas), max_grad_norm=max_grad_norm, **options)
+
+
+def _timm(name: str) -> Callable[..., Optimizer]:
+    try:
+        from timm import optim
+    except ImportError as error:
+        raise UserError(
+            f"optimizer={name.lower()} needs timm: pip install timm ({error})"
+        ) from error
+    make: Callable[..., Optimizer] = getattr(optim, name)
+    return make
 
 
 @by_name
@@ -50,14 +64,14 @@ def muon(
     betas: Iterable[float] = (0.9, 0.95),
     **options: Any,
 ) -> Optimizer:
-    """:class:`~toolkit.training.muon.Muon`, and AdamW for what is no matrix of a hidden layer.
+    """:class:`Muon` for the matrices of hidden layers, AdamW for all other parameters.
 
     Args:
-        parameters: with their names.
-        adamw: patterns of the names of those that are matrices and yet AdamW's, as the first and
-            the last layer are to be: regular expressions, found anywhere in a name.
-        betas: of AdamW.
-        options: those of Muon.
+        parameters: names and parameters.
+        adamw: regular expressions, found anywhere in a name, of the matrices that AdamW updates:
+            those of the first and the last layer.
+        betas: betas of AdamW.
+        options: options of Muon.
     """
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
@@ -71,9 +85,94 @@ def muon(
     )
 
 
-def _timm(optimizer: str) -> ModuleType:
-    try:
-        from timm import optim
-    except ImportError as error:
-        raise UserError(f"optimizer={optimizer} needs timm: pip install timm ({error})") from error
-    return optim
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024) for groups with ``orthogonal=True``, AdamW for the others.
+
+    A matrix moves along its gradient's running average, whose singular values Newton-Schulz steps
+    bring near 1. The update is as large as AdamW's usually are (arXiv 2502.16982), so one rate and
+    one weight decay serve all parameters. A convolution's weight is a matrix of its first dimension
+    by all others.
+
+    It computes in the parameters' precision, and in at least 32 bits, where Muon often runs in 16:
+    runtimes that sum gradients in another order have to agree.
+
+    Args:
+        params: groups of parameters.
+        momentum: momentum of the running average.
+        nesterov: whether to look ahead by one more gradient.
+        ns_steps: number of Newton-Schulz steps.
+        options: AdamW's: ``lr`` and ``weight_decay`` for all groups, the others for its own.
+
+    Raises:
+        UserError: an option is out of its range, or a group for Muon holds a vector.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        **options: Any,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise UserError(f"momentum is 0 or more, and below 1: got {momentum}")
+        if ns_steps < 1:
+            raise UserError(f"ns_steps is 1 or more: got {ns_steps}")
+        super().__init__(params, **options)
+        self.momentum, self.nesterov, self.ns_steps = momentum, nesterov, ns_steps
+        for group in self.param_groups:
+            group.setdefault("orthogonal", False)
+            if group["orthogonal"] and any(p.dim() < 2 for p in group["params"]):
+                raise UserError("Muon is for matrices: put vectors into a group for AdamW")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Optimizer.__setstate__(self, state)  # AdamW's expects a step count of every parameter
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moved = {}
+        for group in self.param_groups:
+            for p in group["params"] if group["orthogonal"] else ():
+                if p.grad is not None:
+                    self._move(p, p.grad, group["lr"], group["weight_decay"])
+                    moved[p], p.grad = p.grad, None  # hidden from AdamW
+        super().step()
+        for p, grad in moved.items():
+            p.grad = grad
+        return loss
+
+    def _move(self, p: Tensor, grad: Tensor, lr: float, weight_decay: float) -> None:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        average = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
+        ahead = grad.lerp(average, self.momentum) if self.nesterov else average
+        update = orthogonalized(ahead.flatten(1), self.ns_steps).view_as(p)
+        size = _AS_ADAMW * sqrt(max(p.shape[0], prod(p.shape[1:])))
+        p.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * size)
+
+
+def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
+    """Return ``matrix`` with singular values from 0.7 to 1.2, except the smallest; zeros stay.
+
+    Args:
+        matrix: shape ``[rows, columns]``.
+        steps: number of Newton-Schulz steps.
+    """
+    a, b, c = _COEFFICIENTS
+    x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    tall = x.shape[0] > x.shape[1]
+    if tall:
+        x = x.mT
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrix.dtype)

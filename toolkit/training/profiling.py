@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import profiler
-from torch.cuda import is_available
 
 from toolkit.errors import UserError
 
@@ -17,7 +16,7 @@ WARM_UP = 3
 
 
 def check_profile(n_steps: int) -> None:
-    """Refuse fewer steps than none."""
+    """Raise UserError if ``n_steps`` is negative."""
     if n_steps < 0:
         raise UserError(f"profile is 0 or more training steps: got {n_steps}")
 
@@ -26,12 +25,12 @@ class Profile:
     """A context in which some training steps are traced.
 
     Args:
-        n_steps: how many of them, after :data:`WARM_UP` others; 0: none.
-        path: of the trace, in Chrome's JSON format.
-        here: whether this process is the one that is traced.
+        n_steps: number of steps to trace, after :data:`WARM_UP` others; 0: none.
+        path: file of the trace, in Chrome's JSON format.
+        here: whether to trace this process.
 
     Raises:
-        UserError: fewer than none.
+        UserError: ``n_steps`` is negative.
     """
 
     def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:
@@ -40,9 +39,9 @@ class Profile:
         self._profiler: profiler.profile | None = None
         self.written = False
         if n_steps and here:
-            activities = [profiler.ProfilerActivity.CPU]
+            cuda = [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profiler = profiler.profile(
-                activities=activities + [profiler.ProfilerActivity.CUDA] * is_available(),
+                activities=[profiler.ProfilerActivity.CPU, *cuda],
                 schedule=profiler.schedule(wait=0, warmup=WARM_UP, active=n_steps, repeat=1),
                 on_trace_ready=self._write,
                 acc_events=True,
@@ -50,26 +49,23 @@ class Profile:
 
     def __enter__(self) -> "Profile":
         if self._profiler:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes into the progress bar
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or it writes into the progress bar
             self._profiler.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop()
-
-    def step(self) -> None:
-        """A training step is done."""
         if self._profiler:
-            with _waiting_for_the_ops():
-                self._profiler.step()
-        if self.written:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._profiler:
-            with _waiting_for_the_ops():
+            with _current_stream_only():
                 self._profiler.stop()
         self._profiler = None
+
+    def step(self) -> None:
+        """Count a training step, after it has run."""
+        if self._profiler:
+            with _current_stream_only():
+                self._profiler.step()
+        if self.written:
+            self.__exit__()
 
     def _write(self, finished: profiler.profile) -> None:
         finished.export_chrome_trace(str(self.path))
@@ -77,17 +73,17 @@ class Profile:
 
 
 @contextmanager
-def _waiting_for_the_ops() -> Iterator[None]:
-    """Have torch wait for this thread's stream where it would wait for all that its GPU does.
+def _current_stream_only() -> Iterator[None]:
+    """Let torch wait for this thread's stream, where it would wait for the whole GPU.
 
-    A receive that was begun early may be among that, of what a rank sends once this one goes on.
+    The GPU may hold a receive that was posted early, and whose sender waits for this rank.
     """
 
     def wait(device: Any = None) -> None:
         torch.cuda.current_stream(device).synchronize()
 
-    for_all, torch.cuda.synchronize = torch.cuda.synchronize, wait
+    original, torch.cuda.synchronize = torch.cuda.synchronize, wait
     try:
         yield
     finally:
-        torch.cuda.synchronize = for_all
+        torch.cuda.synchronize = original

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from toolkit.errors import UserError, check_choice, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.schedule import Schedule, timing
+from toolkit.training.checkpoint import Checkpoints, check_keep, from_rank_0
 from toolkit.training.checkpoint_callback import GUARDS, CheckpointCallback, SaveIntervals, Signals
-from toolkit.training.checkpoints import Checkpoints, check_keep, from_rank_0
 from toolkit.training.config_diff import FREE, changed_options, rate_follows_epochs
 from toolkit.training.data import SampleSet
 from toolkit.training.loop import DivergedError, Epoch, Position, Step

@@ -1,117 +1,142 @@
-"""Batches of a set that is held in memory."""
+"""Batches of samples: a function of the seed, the epoch and the position, whoever reads them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
+from toolkit.model.input_spec import InputSpec
 from toolkit.training.data.sample_set import Batch, Batches
 
 Wanted = Callable[[int], Sequence[int]]
-"""The parts of a batch, by its number, that are wanted."""
-
-Rows = Callable[[int, int], Tensor]
-"""The rows of a batch, by its number and size, that are read."""
+"""A function from a batch's number to the parts of that batch to read."""
 
 
-def all_rows(batch: int, size: int) -> Tensor:
-    return torch.arange(size)
+class Source(ABC):
+    """Samples by number, varied by random numbers that are drawn for a whole batch."""
 
-
-def rows_of(batch_size: int, n_parts: int, wanted: Wanted) -> Rows:
-    """The rows of the ``wanted`` ones of ``n_parts`` equal parts.
-
-    Raises:
-        UserError: a batch cannot be divided.
-    """
-
-    def rows(batch: int, size: int) -> Tensor:
-        _check(size, n_parts)
-        parts = torch.arange(size).view(n_parts, -1)
-        return parts[list(wanted(batch))].flatten()
-
-    _check(batch_size, n_parts)
-    return rows
-
-
-def _check(size: int, n_parts: int) -> None:
-    if size % n_parts:
-        raise UserError(
-            f"a batch of {size} samples cannot be divided into {n_parts} micro-batches of equal"
-            f" size: make it a multiple of {n_parts}"
-        )
-
-
-class Source(Protocol):
-    """Gives samples by number, varied by what is drawn for them."""
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """How each of ``n`` samples is varied, ``[k, n]``; not at all without a generator."""
-        ...
+        """Return random numbers ``[k, n]`` for ``n`` samples; constants without a generator."""
+        return torch.empty(0, n, dtype=torch.long)
 
-    def take(self, chosen: Tensor, drawn: Tensor, device: torch.device) -> Batch:
-        """The ``chosen`` samples, varied as ``drawn``; both are on the CPU."""
-        ...
+    @abstractmethod
+    def read(
+        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
+    ) -> Iterator[Batch]:
+        """Yield batches on ``device``.
+
+        Args:
+            batches: sample numbers ``[n]`` and random numbers ``[k, n]`` of each, on the CPU.
+            seed: seed of the epoch.
+            device: device of the batches.
+        """
 
 
 @dataclass(frozen=True)
-class HeldBatches:
-    """Batches of ``source``.
+class EpochBatches:
+    """The batches of one epoch, or of the test.
 
-    What is drawn at random is drawn on the CPU, so that every device sees the same samples.
+    Random numbers are drawn on the CPU, so every device sees the same samples.
 
     Attributes:
-        order: numbers of the samples.
-        generator: of what is drawn; without one, batches are of the test, and the last may be
-            smaller.
-        first, last: the first batch, and the one before which they end; None: with the samples.
+        source: the samples.
+        order: numbers of the samples, ``[n]``.
+        batch_size: samples of a batch.
+        device: device of the batches.
+        generator: state with which augmentation begins. None for the test, whose last batch may
+            be smaller.
+        seed: seed of the epoch.
+        n_parts, wanted: equal parts of a batch, and those to read of each.
+        first, last: the range of batches.
     """
 
     source: Source
     order: Tensor
     batch_size: int
     device: torch.device
-    generator: torch.Generator | None
-    rows: Rows = all_rows
+    generator: torch.Generator | None = None
+    seed: int = 0
+    n_parts: int = 1
+    wanted: Wanted = lambda batch: (0,)
     first: int = 0
     last: int | None = None
 
     def __len__(self) -> int:
+        return len(self._numbers())
+
+    def _numbers(self) -> range:
         full, rest = divmod(len(self.order), self.batch_size)
-        n = full + bool(rest and self.generator is None)
-        return (n if self.last is None else min(n, self.last)) - self.first
+        return range(full + (rest > 0 and self.generator is None))[self.first : self.last]
 
     def between(self, first: int, last: int) -> Batches:
         """See :class:`Batches`."""
-        return replace(self, first=self.first + first, last=self.first + last)
-
-    def __iter__(self) -> Iterator[Batch]:
-        generator = None if self.generator is None else self.generator.clone_state()
-        batches = self.order.split(self.batch_size)[: self.first + len(self)]
-        for k, chosen in enumerate(batches, start=-self.first):
-            # Drawn for the whole batch, so that a part of it is varied like the whole.
-            drawn = self.source.draw(len(chosen), generator)
-            if k < 0:
-                continue
-            rows = self.rows(k, len(chosen))
-            if len(rows):
-                yield self.source.take(chosen[rows], drawn[:, rows], self.device)
+        numbers = self._numbers()[first:last]
+        return replace(self, first=numbers.start, last=numbers.stop)
 
     def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
         """See :class:`toolkit.runtime.microbatches.Divisible`."""
-        return iter(replace(self, rows=rows_of(self.batch_size, n_parts, wanted)))
+        if self.batch_size % n_parts:
+            raise UserError(
+                f"a batch of {self.batch_size} samples cannot be divided into {n_parts}"
+                f" micro-batches of equal size: make it a multiple of {n_parts}"
+            )
+        return iter(replace(self, n_parts=n_parts, wanted=wanted))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.source.read(self._drawn(), self.seed, self.device)
+
+    def _drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = None if self.generator is None else self.generator.clone_state()
+        span = self._numbers()
+        batches = self.order.split(self.batch_size)[: span.stop]
+        for k, chosen in enumerate(batches, start=-span.start):
+            # Drawn for every whole batch from the first on: a part, or a range of batches, then
+            # has the random numbers that it has within the whole.
+            drawn = self.source.draw(len(chosen), generator)
+            if k >= 0 and (parts := [*self.wanted(k)]):
+                rows = torch.arange(len(chosen)).view(self.n_parts, -1)[parts].flatten()
+                yield chosen[rows], drawn[:, rows]
+
+
+class SourceSet:
+    """A :class:`SampleSet` of two sources.
+
+    Args:
+        train, test: the training and the test samples.
+        form: what a sample is.
+    """
+
+    def __init__(self, train: Source, test: Source, form: InputSpec) -> None:
+        self._train, self._test, self.form = train, test, form
+
+    def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
+        """Return the batches of one epoch; see :class:`SampleSet`."""
+        n = len(self._train)
+        order, generator = shuffled(n, batch_size, seed, epoch, self.form.samples)
+        seed = hash((seed, epoch))
+        return EpochBatches(self._train, order, batch_size, device, generator, seed)
+
+    def test(
+        self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
+    ) -> Batches:
+        """Return every ``n_ranks``-th test sample from number ``rank`` on."""
+        order = torch.arange(len(self._test))[rank::n_ranks]
+        return EpochBatches(self._test, order, batch_size, device)
 
 
 def shuffled(
     n: int, batch_size: int, seed: int, epoch: int, samples: str
 ) -> tuple[Tensor, torch.Generator]:
-    """The numbers of ``n`` samples in the order of an epoch, and what draws all else in it.
+    """Return the order of ``n`` samples in an epoch, and the generator for all else in it.
 
     Raises:
-        UserError: they are fewer than a training step takes.
+        UserError: a training step takes more samples than there are.
     """
     if batch_size > n:
         raise UserError(
@@ -120,3 +145,10 @@ def shuffled(
         )
     generator = torch.Generator().manual_seed(hash((seed, epoch)))
     return torch.randperm(n, generator=generator), generator
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on ``device``, without waiting for work queued there."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

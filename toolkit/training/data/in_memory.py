@@ -1,15 +1,15 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import HeldBatches, shuffled
-from toolkit.training.data.normalize import Normalise, Placed, send
-from toolkit.training.data.sample_set import Batch, Batches
+from toolkit.training.data.batches import Source, SourceSet, send
+from toolkit.training.data.sample_set import Batch
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,16 @@ class Labelled:
     labels: Tensor
 
 
-class InMemory:
+class InMemory(SourceSet):
     """An image set held as bytes on the training device; augmented and normalised there.
 
     Args:
         train, test: the images.
-        n_classes: how many there are.
-        mean, std: of each channel, black being 0 and white 1.
-        crop_padding: training images are padded by as many pixels and cropped at random.
-        flip: training images are mirrored at random.
-        damaged: paths of images for which others of their classes stand in.
+        n_classes: number of classes.
+        mean, std: mean and standard deviation of each channel, black being 0 and white 1.
+        crop_padding: pixels by which training images are padded before a random crop.
+        flip: whether training images are mirrored at random.
+        damaged: paths of damaged images that others of their classes replace.
     """
 
     def __init__(
@@ -44,39 +44,62 @@ class InMemory:
         damaged: Sequence[str] = (),
     ) -> None:
         self.damaged = tuple(damaged)
-        self._n_train, self._n_test = len(train.labels), len(test.labels)
-        augment = _Augment(Normalise(mean, std), crop_padding, flip)
-        self._train = _Images(augment, Placed(train.images, train.labels))
-        self._test = _Images(augment, Placed(test.images, test.labels))
+        normalise = Normalise(mean, std)
         channels, height, width = train.images.shape[1:]
-        self.form = Images(channels, height, width, n_classes)
+        super().__init__(
+            _Images(OnDevices(train.images, train.labels), normalise, crop_padding, flip),
+            _Images(OnDevices(test.images, test.labels), normalise, crop_padding, flip),
+            Images(channels, height, width, n_classes),
+        )
 
-    def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        order, generator = shuffled(self._n_train, batch_size, seed, epoch, self.form.samples)
-        return HeldBatches(self._train, order, batch_size, device, generator)
 
-    def test(
-        self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
-    ) -> Batches:
-        order = torch.arange(self._n_test)[rank::n_ranks]
-        return HeldBatches(self._test, order, batch_size, device, None)
+class OnDevices:
+    """Tensors, moved to each device once."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+        self._copies: dict[torch.device, tuple[Tensor, ...]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the tensors on ``device``."""
+        if device not in self._copies:
+            self._copies[device] = tuple(tensor.to(device) for tensor in self.tensors)
+        return self._copies[device]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process may have no such device.
+        return {**self.__dict__, "_copies": {}}
+
+
+class Normalise:
+    """Bytes ``[n, channels, height, width]`` to normalised floats, on the bytes' device.
+
+    Args:
+        mean, std: mean and standard deviation of each channel, black being 0 and white 1.
+    """
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self._constants = OnDevices(*(torch.tensor(c).view(1, -1, 1, 1) for c in (mean, std)))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        mean, std = self._constants.on(pixels.device)
+        return pixels.float().div_(255).sub_(mean).div_(std)
 
 
 @dataclass(frozen=True)
-class _Augment:
-    """How images become what a model sees."""
+class _Images(Source):
+    """The training or the test images."""
 
+    held: OnDevices
     normalise: Normalise
     crop_padding: int
     flip: bool
 
-    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """How each of ``n`` images is augmented.
+    def __len__(self) -> int:
+        return len(self.held.tensors[1])
 
-        Returns:
-            ``[3, n]``: the row and the column of the padded image at which the crop begins, and 1
-            where it is mirrored.
-        """
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Return ``[3, n]``: the crop's first row and column in the padded image, and the flip."""
         padding = self.crop_padding
         corners = torch.full((2, n), padding)
         mirrored = torch.zeros(1, n, dtype=torch.long)
@@ -86,37 +109,30 @@ class _Augment:
             mirrored = (torch.rand(1, n, generator=generator) < 0.5).long()
         return torch.cat([corners, mirrored])
 
-    def cut(self, images: Tensor, chosen: Tensor, drawn: Tensor) -> Tensor:
-        """Normalised floats of the ``chosen`` images, augmented as ``drawn``; all on one device."""
+    def read(
+        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
+    ) -> Iterator[Batch]:
+        images, labels = self.held.on(device)
+        for chosen, drawn in batches:
+            # One transfer for the numbers and the augmentation of a whole batch.
+            there = send(torch.cat([chosen[None], drawn]), device)
+            yield self._augmented(images, *there), labels[there[0]]
+
+    def _augmented(
+        self, images: Tensor, chosen: Tensor, top: Tensor, left: Tensor, mirrored: Tensor
+    ) -> Tensor:
         if not self.crop_padding and not self.flip:
             return self.normalise(images[chosen])
         height, width = images.shape[2:]
-        top, left, mirrored = drawn[:, :, None]
         down, across = (torch.arange(size, device=images.device) for size in (height, width))
-        rows = down + top - self.crop_padding
-        columns = torch.where(mirrored > 0, across.flip(0), across) + left - self.crop_padding
-        each = chosen[:, None, None]
+        rows = down + top[:, None] - self.crop_padding
+        across = torch.where(mirrored[:, None] > 0, across.flip(0), across)
+        columns = across + left[:, None] - self.crop_padding
         at_rows = rows.clamp(0, height - 1)[:, :, None]
         at_columns = columns.clamp(0, width - 1)[:, None, :]
-        x = self.normalise(images[each, :, at_rows, at_columns].permute(0, 3, 1, 2).contiguous())
+        pixels = images[chosen[:, None, None], :, at_rows, at_columns]
+        x = self.normalise(pixels.permute(0, 3, 1, 2).contiguous())
         if self.crop_padding:
-            inside = (rows == rows.clamp(0, height - 1))[:, None, :, None]
-            inside = inside & (columns == columns.clamp(0, width - 1))[:, None, None, :]
-            x = torch.where(inside, x, 0.0)
+            inside = (rows[:, :, None] == at_rows) & (columns[:, None, :] == at_columns)
+            x = torch.where(inside[:, None], x, 0.0)
         return x
-
-
-@dataclass(frozen=True)
-class _Images:
-    """The training or the test images of a set."""
-
-    augment: _Augment
-    placed: Placed
-
-    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
-        return self.augment.draw(n, generator)
-
-    def take(self, chosen: Tensor, drawn: Tensor, device: torch.device) -> Batch:
-        pixels, labels = self.placed.on(device)
-        there = send(torch.cat([chosen[None], drawn]), device)
-        return self.augment.cut(pixels, there[0], there[1:]), labels[there[0]]

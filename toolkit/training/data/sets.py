@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from toolkit.cli.process import is_rank_zero
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.training.data.in_memory import InMemory, Labelled
 
 if TYPE_CHECKING:
     from torchvision.datasets import ImageFolder
 
-    from toolkit.training.data.corrupt_images import Skipped
-    from toolkit.training.data.image_loader import Folder
+    from toolkit.training.data.class_folders import Folder
 
-_PUBLISHED = "cifar-10-batches-py"
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
@@ -76,51 +73,49 @@ def cifar10(
 
     Args:
         root: a folder that holds ``cifar-10-batches-py``, or ``train`` and ``test`` with one
-            folder of images a class.
-        crop_padding: training images are padded by as many pixels and cropped at random.
-        flip: training images are mirrored at random.
-        n_train, n_test: as many images only, of all classes alike and always the same ones; None
-            is all.
+            folder of images for each class.
+        crop_padding: pixels by which training images are padded before a random crop.
+        flip: whether training images are mirrored at random.
+        n_train, n_test: number of images, of all classes alike and always the same; None: all.
         damaged: ``refuse`` damaged images in class folders, or ``skip`` them: the next one of its
-            class stands in for each.
+            class replaces each.
 
     Raises:
-        UserError: the folder is missing or holds something else, or fewer images; or an option
-            has no such value.
+        UserError: the folder is missing or holds something else, or too few images; or an option
+            is out of its range.
     """
-    from toolkit.training.data.corrupt_images import Skipped, skips
+    from torchvision.datasets import CIFAR10
 
     if crop_padding < 0:
         raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
-    skip, skipped = skips(damaged), Skipped(tells=is_rank_zero())  # each rank reads them all
-    expected = "cifar-10-batches-py/, or train/ and test/ with one folder of images a class"
-    folder = _existing("cifar10", root, expected)
+    check_choice("data.damaged", damaged, ("refuse", "skip"))
+    folder = _folder("cifar10", root, "cifar-10-batches-py/, or train/ and test/")
+    skipped: dict[str, None] = {}
     wanted = {"n_train": n_train, "n_test": n_test}
-    if os.path.lexists(folder / _PUBLISHED):
+    if os.path.lexists(folder / CIFAR10.base_folder):
         found = [_published(folder, train) for train in (True, False)]
         train, test = (
-            _part(images, balanced_subset(n, images.labels, name))
-            for images, (name, n) in zip(found, wanted.items(), strict=True)
+            Labelled(images[chosen], labels[chosen])
+            for (images, labels), (name, n) in zip(found, wanted.items(), strict=True)
+            for chosen in [balanced_subset(n, labels, name)]
         )
     else:
-        from toolkit.training.data.image_files import open_split
+        from toolkit.training.data.class_folders import open_split
 
-        _check_splits(folder, expected, "train", "test")
         split = open_split(folder / "train", folder / "test")
         if (n_classes := len(split[0].classes)) != 10:
             raise UserError(
-                f"{folder / 'train'} holds folders of {n_classes} classes: CIFAR-10 has 10; take"
+                f"{folder / 'train'} holds {n_classes} classes: CIFAR-10 has 10; use"
                 " data=image_folder for other images"
             )
-        chosen = [
-            balanced_subset(n, torch.as_tensor(found.targets), name)
-            for found, (name, n) in zip(split, wanted.items(), strict=True)
-        ]
         train, test = (
-            _decoded(*which, skip, skipped, size=32) for which in zip(split, chosen, strict=True)
+            _decoded(
+                images, balanced_subset(n, torch.tensor(images.targets), name), damaged, skipped
+            )
+            for images, (name, n) in zip(split, wanted.items(), strict=True)
         )
     return InMemory(
-        train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip, damaged=skipped.paths
+        train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip, damaged=tuple(skipped)
     )
 
 
@@ -135,56 +130,42 @@ def image_folder(
     """ImageNet, or any images in ``root/train/<class>/`` and ``root/val/<class>/``.
 
     Training images are cropped and resized at random and mirrored; test images are resized to
-    8/7 of ``image_size`` and cropped at the centre (256 and 224 pixels, as the paper has it).
+    8/7 of ``image_size`` and cropped at the centre (256 and 224 pixels, as in the paper).
 
     Args:
         root: the folder.
-        image_size: height and width of what the model sees, in pixels.
-        num_workers: processes that read and decode; None: as many as cores, shared by the ranks
-            of this machine, and 16 at most.
-        validation: the folder of the test images.
+        image_size: height and width of the model's input, in pixels.
+        num_workers: processes that read and decode; None: one a core, shared by the ranks of this
+            machine, and 16 at most.
+        validation: name of the folder of the test images.
         prefetch_factor: batches that each process reads ahead.
         damaged: ``refuse`` damaged images, or ``skip`` them: the next one of its class, in the
-            order of their paths, stands in for each.
+            order of their paths, replaces each.
 
     Raises:
-        UserError: the folder is missing or holds something else, or an option has no such value.
+        UserError: the folder is missing or holds something else, or an option is out of its range.
     """
-    expected = f"train/ and {validation}/ with one folder of images a class"
     if not validation:
         raise UserError("data.validation is the name of a folder, such as val: got nothing")
-    folder = _existing("image_folder", root, expected)
-    _check_splits(folder, expected, "train", validation)
-    from toolkit.training.data.image_loader import Folder
+    folder = _folder("image_folder", root, f"train/ and {validation}/")
+    from toolkit.training.data.class_folders import Folder
 
     train, test = folder / "train", folder / validation
     return Folder(train, test, image_size, num_workers, prefetch_factor, damaged)
 
 
-def _existing(name: str, root: str | None, expected: str) -> Path:
+def _folder(name: str, root: str | None, expected: str) -> Path:
+    expected = f"a folder that holds {expected} with one folder of images for each class"
     if root is None:
-        raise UserError(f"data={name} reads a folder: set data.root to one that holds {expected}")
-    from toolkit.training.data.image_files import problem_of
-
-    folder = Path(os.path.expanduser(root))
-    if (problem := problem_of(folder)) is not None:
-        raise UserError(f"data.root={folder} {problem}: expected a folder that holds {expected}")
+        raise UserError(f"data={name} reads a folder: set data.root to {expected}")
+    folder = Path(root).expanduser()
+    if not os.path.isdir(folder):
+        raise UserError(f"data.root={folder} is not a folder: expected {expected}")
     return folder
 
 
-def _check_splits(root: Path, expected: str, *splits: str) -> None:
-    from toolkit.training.data.image_files import contents, problem_of
-
-    for name in splits:
-        if (problem := problem_of(root / name)) is not None:
-            raise UserError(
-                f"data.root={root} does not hold {expected}: {name} {problem}; it"
-                f" holds {contents(root)}"
-            )
-
-
-def _published(root: Path, train: bool) -> Labelled:
-    """Read CIFAR-10's batch files by torchvision.
+def _published(root: Path, train: bool) -> tuple[Tensor, Tensor]:
+    """Read CIFAR-10's batch files: images ``[n, 3, 32, 32]`` and classes ``[n]``.
 
     They are pickles: torchvision loads them only if their MD5 sums are the published ones.
     """
@@ -194,69 +175,57 @@ def _published(root: Path, train: bool) -> Labelled:
         found = CIFAR10(str(root), train=train, download=False)
     except (RuntimeError, OSError) as error:
         raise UserError(
-            f"data.root={root}: {root / _PUBLISHED} is incomplete or damaged: unpack"
+            f"data.root={root}: {root / CIFAR10.base_folder} is incomplete or damaged: unpack"
             " cifar-10-python.tar.gz there again"
         ) from error
     images = torch.from_numpy(found.data).permute(0, 3, 1, 2).contiguous()
-    return Labelled(images, torch.tensor(found.targets))
-
-
-def _part(images: Labelled, chosen: Tensor) -> Labelled:
-    return Labelled(images.images[chosen], images.labels[chosen])
+    return images, torch.tensor(found.targets)
 
 
 def _decoded(
-    found: "ImageFolder", chosen: Tensor, skip: bool, skipped: "Skipped", size: int
+    found: "ImageFolder", chosen: Tensor, damaged: str, skipped: dict[str, None]
 ) -> Labelled:
-    """The chosen images of class folders, in memory."""
-    from torchvision.transforms import v2
+    """Return the chosen images of class folders; add damaged ones to ``skipped``."""
+    from torchvision.transforms.v2.functional import pil_to_tensor
     from tqdm import tqdm
 
-    from toolkit.training.data import image_files as files
-    from toolkit.training.data.corrupt_images import first_readable
+    from toolkit.training.data.class_folders import read_image, report_damaged
 
-    to_bytes = v2.PILToTensor()
-    images = torch.empty(len(chosen), 3, size, size, dtype=torch.uint8)
+    images = torch.empty(len(chosen), 3, 32, 32, dtype=torch.uint8)
     reading = f"reading {Path(found.root).name}"
     for k, index in enumerate(tqdm(chosen.tolist(), desc=reading, leave=False, mininterval=1)):
-        (number, image), damaged = first_readable(
-            found, index, skip, lambda number: (number, files.read(found, number)[0])
-        )
-        skipped.add(damaged)
-        if image.size != (size, size):
+        image, number, paths = read_image(found, index, damaged == "skip")
+        # Every rank reads every image; one of them warns.
+        report_damaged(skipped, paths, warn=os.environ.get("RANK", "0") == "0")
+        if image.size != (32, 32):
             raise UserError(
                 f"{found.samples[number][0]} is {image.width}x{image.height} pixels: expected"
-                f" {size}x{size}; take data=image_folder for images of any size"
+                " 32x32; use data=image_folder for images of any size"
             )
-        images[k] = to_bytes(image)
-    return Labelled(images, torch.as_tensor(found.targets)[chosen])
+        images[k] = pil_to_tensor(image)
+    return Labelled(images, torch.tensor(found.targets)[chosen])
 
 
 def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
-    """The first ``n`` images of a fixed random order in which the classes take turns.
+    """Return numbers of ``n`` images, ascending: a fixed random choice, of all classes alike.
 
-    Classes have equal numbers of them, or one more or less, as long as each has images left. A
-    larger subset holds the smaller ones.
+    The numbers of images of two classes differ by at most one, as long as each has images left.
+    A larger subset holds the smaller ones.
 
     Args:
-        n: how many; None is all.
+        n: number of images; None: all.
         labels: the classes of all images.
-        option: what sets ``n``, as the error names it.
-
-    Returns:
-        their numbers, ascending.
+        option: the option that sets ``n``, for the error.
 
     Raises:
-        UserError: there are not so many.
+        UserError: ``n`` is below 1, or above the number of images.
     """
     everything = torch.arange(len(labels))
     if n is None:
         return everything
-    if n < 1:
-        raise UserError(f"data.{option} is 1 or more, or null for all: got {n}")
-    if n > len(labels):
+    if not 1 <= n <= len(labels):
         raise UserError(
-            f"data.{option}={n} and there are {len(labels)} images: give fewer, or null for all"
+            f"data.{option} is 1 to {len(labels)}, the number of images, or null for all: got {n}"
         )
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     turn = torch.empty_like(everything)

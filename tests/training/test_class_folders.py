@@ -1,0 +1,442 @@
+"""Class folders: workers that last, damaged images, and random crops that depend on the seed."""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from tests.thorough import more
+from tests.training.test_data import CLASSES, CPU, write_images, write_ten
+from toolkit.errors import UserError
+from toolkit.training.data import cifar10, class_folders, image_folder
+from toolkit.training.data.class_folders import n_workers, read_image, report_damaged
+
+MEAN, STD = (torch.tensor(c).view(3, 1, 1) for c in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+
+def write_jpegs(folder, n=4, size=(40, 30)):
+    """Smooth ones, as photographs are; every class has a grey one and a PNG, too."""
+    down, across = np.mgrid[: size[1], : size[0]]
+    for c, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for k in range(n):
+            waves = [128 + 120 * np.sin((down * (c + 1) + across * (k + p)) / 9) for p in range(3)]
+            image = Image.fromarray(np.stack(waves, 2).astype(np.uint8))
+            image.save(folder / name / f"{k}.jpg", quality=95)
+        image.convert("L").save(folder / name / "grey.jpg", quality=95)
+        image.save(folder / name / "flat.png")
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_jpegs(tmp_path / "train")
+    write_jpegs(tmp_path / "val", n=2)
+    return tmp_path
+
+
+def batches(images, device=CPU, **order):
+    return [*images.train(6, **{"seed": 0, "epoch": 0, **order}, device=device)]
+
+
+def files_of(images):
+    """The training and the test images, as torchvision lists them."""
+    return images._train.dataset.images, images._test.dataset.images
+
+
+def cut(path, kept):
+    path.write_bytes(path.read_bytes()[:kept])
+
+
+# Workers
+
+CHOSEN = [[3, 1], [0, 2], [5, 4]]
+
+
+class Who(torch.utils.data.Dataset):
+    """Each image is the process that reads it, the seed of its epoch and its number."""
+
+    def __getitem__(self, key):
+        return torch.tensor([os.getpid(), *key]), 0, []
+
+
+@pytest.fixture
+def begin(monkeypatch):
+    """Start to read an epoch by a loader, which is made of a number of workers."""
+    monkeypatch.setattr(class_folders, "_NORMALISE", lambda pixels: pixels)
+
+    def begin(loader, seed, chosen=CHOSEN):
+        numbers = [(torch.tensor(batch), None) for batch in chosen]
+        return (who for who, _ in loader.read(numbers, seed, CPU))
+
+    return begin
+
+
+def loader(num_workers):
+    return class_folders._Loaded(Who(), {}, num_workers, 1)
+
+
+def assert_read(batches, seed):
+    """All in their order; return the processes that have read them."""
+    found = torch.stack([*batches])
+    assert found[..., 1].unique().tolist() == [seed]
+    assert found[..., 2].tolist() == CHOSEN
+    return {*found[..., 0].flatten().tolist()}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_workers_last_from_epoch_to_epoch(begin, num_workers):
+    """Also if the reader counts batches, and never asks whether there is another one."""
+    loaded = loader(num_workers)
+    first = assert_read(begin(loaded, 7), 7)
+    counted = begin(loaded, 8)
+    assert assert_read([next(counted) for _ in CHOSEN], 8) == first
+    assert assert_read(begin(loaded, 9), 9) == first
+    assert len(first - {os.getpid()}) == num_workers
+    assert not [*begin(loaded, 0, [])]
+
+
+def test_two_epochs_at_once(begin):
+    loaded = loader(1)
+    assert_read(begin(loaded, 2), 2)
+    outer = begin(loaded, 0)
+    found = [next(outer)]
+    assert_read(begin(loaded, 1), 1)
+    assert_read([*found, *outer], 0)
+
+
+def test_workers_survive_signals_to_all_processes_of_a_job(begin):
+    """The run saves a checkpoint first, and reads until then."""
+    loaded = loader(2)
+    batches = begin(loaded, 0)
+    found = [next(batches)]
+    for number in ("INT", "TERM", "TERM"):  # a launcher may send it on
+        pids = [str(child.pid) for child in multiprocessing.active_children()]
+        subprocess.run(["kill", f"-{number}", *pids], check=True)
+    assert assert_read([*found, *batches], 0) == assert_read(begin(loaded, 1), 1)
+
+
+@pytest.mark.parametrize("method", more(["fork"], ["fork", "spawn"]))
+def test_workers_end_with_the_run(root, method):
+    """Also in the middle of an epoch, while they read on."""
+    program = f"""
+import multiprocessing, torch
+from toolkit.training.data import image_folder
+if __name__ == "__main__":
+    multiprocessing.set_start_method({method!r})
+    loaded = iter(image_folder({str(root)!r}, 8, 2).train(1, 0, 0, torch.device("cpu")))
+    next(loaded)
+"""
+    (root / "program.py").write_text(program)
+    subprocess.run([sys.executable, str(root / "program.py")], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cores", "ranks", "expected"),
+    [(None, 8, 4, 2), (None, 2, 4, 1), (None, 64, 2, 16), (3, 8, 4, 3), (30, 8, 1, 8)],
+)
+def test_number_of_workers(monkeypatch, asked, cores, ranks, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert n_workers(asked) == expected
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_images_are_what_pil_and_torchvision_make_of_them(root, epoch):
+    """Each drawn by the seed of its epoch and its number."""
+    images = image_folder(str(root), 16, 0)
+    files, _ = files_of(images)
+    seed = hash((5, epoch))
+    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(seed))
+    view = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.PILToTensor()])
+    before = torch.get_rng_state()
+    found = [x for batch, _ in batches(images, seed=5, epoch=epoch) for x in batch]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(found) == len(files) == 18
+    for x, index in zip(found, order.tolist(), strict=True):
+        with torch.random.fork_rng([]):
+            torch.manual_seed(hash((seed, index)))
+            pixels = view(files[index][0])
+        worst = ((x * STD + MEAN) * 255 - pixels).abs().max()
+        assert worst < 1.1, files.samples[index]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu(root):
+    ours = batches(image_folder(str(root), 16, 2), CPU)
+    theirs = batches(image_folder(str(root), 16, 2), torch.device("cuda"))
+    for (x, y), (other, labels) in zip(ours, theirs, strict=True):
+        assert other.device.type == labels.device.type == "cuda"
+        assert torch.equal(y, labels.cpu())
+        assert ((x - other.cpu()) * STD * 255).abs().mean() < 2
+
+
+# Damaged images
+
+
+@pytest.mark.parametrize(
+    ("damaged", "index", "tried"),
+    [((), 3, [3]), ((3, 4), 3, [3, 4, 5]), ((6, 3, 5), 5, [5, 6, 3, 4]), ((2,), 2, [2, 0])],
+)
+def test_the_next_of_its_class_replaces_a_damaged_image(tmp_path, damaged, index, tried):
+    """Images 0 to 2 are of one class, 3 to 6 of another."""
+    images = numbered(tmp_path, damaged)
+    paths = [images.samples[k][0] for k in tried]
+    assert read_image(images, index, skip=True) == (paths[-1], tried[-1], paths[:-1])
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_damaged_image_that_none_replaces(tmp_path, skip):
+    images = numbered(tmp_path, (0, 1, 2))
+    with pytest.raises(UserError, match="root/cat" if skip else f"{tmp_path}/1.jpg"):
+        read_image(images, 1, skip)
+
+
+def numbered(folder, damaged):
+    """Seven empty files of two classes; each is read as its path."""
+    targets = [0] * 3 + [1] * 4
+    samples = [(str(folder / f"{k}.jpg"), target) for k, target in enumerate(targets)]
+
+    def loader(path):
+        if path in [samples[k][0] for k in damaged]:
+            raise IndexError("index out of range")  # as PIL does on some garbled files
+        return path
+
+    for path, _ in samples:
+        open(path, "w").close()
+    return SimpleNamespace(
+        root="root", classes=["cat", "dog"], targets=targets, samples=samples, loader=loader
+    )
+
+
+def test_each_damaged_image_is_reported_once(capsys):
+    damaged = {}
+    for paths in (["a", "b"], ["b"], [], ["c", "a"]):
+        report_damaged(damaged, paths)
+    assert [*damaged] == ["a", "b", "c"]
+    found, err = capsys.readouterr()
+    assert not found
+    assert [line.split()[:2] for line in err.splitlines()] == [["warning:", k] for k in "abc"]
+
+
+def everything(images, epoch=0):
+    """Training and test batches."""
+    return [*batches(images, epoch=epoch), *images.test(4, CPU)]
+
+
+@pytest.mark.parametrize(("kept", "num_workers"), [(10, 0), (900, 2)])
+def test_the_rest_of_a_batch_stays(root, capsys, kept, num_workers):
+    """Bit for bit; the next image of its class is where the damaged image was."""
+    whole = [everything(image_folder(str(root), 16, 0), epoch=e) for e in (0, 1)]
+    broken = [root / "train/cat/1.jpg", root / "val/dog/0.jpg"]
+    next_ones = [root / "train/cat/2.jpg", root / "val/dog/1.jpg"]
+    for path in broken:
+        cut(path, kept)
+    images = image_folder(str(root), 16, num_workers, damaged="skip")
+    found = [everything(images, epoch=e) for e in (0, 1)]
+    places = []
+    for files, path, other in zip(files_of(images), broken, next_ones, strict=True):
+        paths = [name for name, _ in files.samples]
+        places.append((paths.index(str(path)), paths.index(str(other))))
+    for epoch, (ours, theirs) in enumerate(zip(found, whole, strict=True)):
+        order = torch.randperm(18, generator=torch.Generator().manual_seed(hash((0, epoch))))
+        for part, numbers, (place, other) in (
+            (slice(0, 3), order.tolist(), places[0]),
+            (slice(3, None), range(12), places[1]),
+        ):
+            x, before = (torch.cat([x for x, _ in each[part]]) for each in (ours, theirs))
+            y, labels = (torch.cat([y for _, y in each[part]]) for each in (ours, theirs))
+            assert torch.equal(y, labels)
+            rows = [other if k == place else k for k in numbers]
+            assert place in numbers
+            expected = torch.stack([before[[*numbers].index(k)] for k in rows])
+            assert torch.equal(x, expected)
+    assert sorted(images.damaged) == sorted(map(str, broken))
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 2
+    assert all(f"warning: {path}" in err for path in broken)
+
+
+def test_parts_are_slices_of_the_whole(root):
+    """Whichever rank reads them; it counts what it has read."""
+    cut(root / "train/cat/1.jpg", 900)
+    whole = image_folder(str(root), 16, 0, damaged="skip")
+    expected = batches(whole)
+    ranks = [image_folder(str(root), 16, 0, damaged="skip") for _ in range(3)]
+    for rank, images in enumerate(ranks):
+        parts = images.train(6, 0, 0, CPU).parts(3, lambda k, rank=rank: [rank])
+        for (x, y), (part, labels) in zip(expected, parts, strict=True):
+            assert torch.equal(part, x.chunk(3)[rank])
+            assert torch.equal(labels, y.chunk(3)[rank])
+    assert sorted(len(images.damaged) for images in ranks) == [0, 0, 1]
+    assert whole.damaged == (str(root / "train/cat/1.jpg"),)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_errors_name_the_file_in_one_line(root, num_workers):
+    """Whichever process reads it; batches after the error are read anew."""
+    broken = root / "val/dog/a b.jpg"
+    broken.write_bytes(b"none")
+    images = image_folder(str(root), 16, num_workers)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"^{broken} .*data.damaged=skip$"):
+            list(images.test(4, CPU))
+    for path in (root / "val/eel").iterdir():
+        path.write_bytes(b"none")
+    images = image_folder(str(root), 16, num_workers, damaged="skip")
+    with pytest.raises(UserError, match=f"^{root}/val/eel: none of its 4 .*data.damaged=skip"):
+        list(images.test(4, CPU))
+
+
+@pytest.mark.parametrize("becomes", ["pipe", "missing", "link"])
+def test_what_is_no_file(root, becomes):
+    """A pipe does not block."""
+    images = image_folder(str(root), 16, 0)
+    path = root / "val/dog/1.jpg"
+    path.unlink()
+    if becomes == "pipe":
+        os.mkfifo(path)
+    if becomes == "link":
+        path.symlink_to("1.jpg")
+    with pytest.raises(UserError, match=f"{path}"):
+        list(images.test(4, CPU))
+    skipping = image_folder(str(root), 16, 0, damaged="skip")
+    list(skipping.test(4, CPU))
+    assert skipping.damaged == (() if becomes == "missing" else (str(path),))
+
+
+# CIFAR-10 in class folders
+
+
+@pytest.fixture
+def ten(tmp_path):
+    return write_ten(tmp_path)
+
+
+def test_cifar10_skips(ten, capsys, monkeypatch):
+    """Every rank reads every image, and the first one warns."""
+    before = cifar10(str(ten))
+    cut(ten / "test/class3/1.png", 200)
+    cut(ten / "train/class0/0.png", 20)
+    with pytest.raises(UserError, match=f"{ten}/train/class0/0.png .*data.damaged=skip"):
+        cifar10(str(ten))
+    images = cifar10(str(ten), damaged="skip")
+    assert len(capsys.readouterr().err.splitlines()) >= 2
+    ((x, y),) = images.test(20, CPU)
+    ((whole, labels),) = before.test(20, CPU)
+    assert torch.equal(y, labels)
+    assert torch.equal(x, whole[[*range(7), 6, *range(8, 20)]])
+    ((x, _),) = cifar10(str(ten), 0, False, damaged="skip").train(30, 0, 0, CPU)
+    assert len({image.numpy().tobytes() for image in x}) == 29
+    paths = (str(ten / "train/class0/0.png"), str(ten / "test/class3/1.png"))
+    assert images.damaged == paths
+    assert before.damaged == ()
+    capsys.readouterr()
+    monkeypatch.setenv("RANK", "1")
+    n_skipped = [len(cifar10(str(ten), n_train=n, damaged="skip").damaged) for n in (10, 20, None)]
+    assert n_skipped == sorted(n_skipped)
+    assert n_skipped[-1] == 2
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damaged", ["refuse", "skip"])
+def test_another_size_is_not_damage(ten, damaged):
+    Image.new("RGB", (32, 31)).save(ten / "train/class1/2.png")
+    message = f"^{ten}/train/class1/2.png is 32x31 .*data=image_folder"
+    with pytest.raises(UserError, match=message):
+        cifar10(str(ten), damaged=damaged)
+
+
+# Refusals
+
+
+def empty_class(root):
+    (root / "train/bat").mkdir()
+    (root / "train/bat/notes.txt").touch()
+
+
+def no_classes(root):
+    for name in CLASSES:
+        shutil.rmtree(root / "train" / name)
+    Image.new("RGB", (9, 9)).save(root / "train/0.png")
+
+
+def class_of_one_split(root):
+    (root / "val/zebra").mkdir()
+    Image.new("RGB", (9, 9)).save(root / "val/zebra/0.png")
+
+
+def split_is_file(root):
+    shutil.rmtree(root / "val")
+    (root / "val").touch()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (empty_class, "/train .*bat"),
+        (no_classes, "/train "),
+        (class_of_one_split, "/val .*zebra"),
+        (split_is_file, "/val "),
+        (lambda root: (root / "train").rename(root / "other"), "/train "),
+        (lambda root: (root / "val").rename(root / "other"), "/val "),
+    ],
+)
+def test_another_layout(root, damage, message):
+    damage(root)
+    with pytest.raises(UserError, match=f"{root}{message}"):
+        image_folder(str(root))
+
+
+def test_another_name_of_the_test_images(root):
+    (root / "val").rename(root / "holdout")
+    assert image_folder(str(root), validation="holdout").form.n_classes == 3
+
+
+def test_a_folder_that_cannot_be_read(root, monkeypatch):
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path) == str(root / "val"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=f"{root}/val .*Permission denied"):
+        image_folder(str(root))
+
+
+@pytest.mark.parametrize(
+    ("load", "options"),
+    [
+        (image_folder, {"damaged": "skp"}),
+        (image_folder, {"image_size": 0}),
+        (image_folder, {"num_workers": -1}),
+        (image_folder, {"prefetch_factor": 0}),
+        (image_folder, {"validation": ""}),
+        (cifar10, {"damaged": "skp"}),
+        (cifar10, {"crop_padding": -1}),
+    ],
+)
+def test_refuses(root, load, options):
+    ((name, value),) = options.items()
+    with pytest.raises(UserError, match=rf"data\.{name}.*{value}"):
+        load(str(root), **options)
+
+
+def test_three_classes_are_no_cifar10(tmp_path):
+    for split in ("train", "test"):
+        write_images(tmp_path / split, CLASSES)
+    with pytest.raises(UserError, match=r"3 classes.*data=image_folder"):
+        cifar10(str(tmp_path))
