@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def main(config: DictConfig) -> Ended:
     from toolkit.cli import build_schedule
     from toolkit.results.comparison import before, train_all
-    from toolkit.results.comparison_folder import asked_for, kept_or_why
+    from toolkit.results.comparison_folder import select_runs, try_keep_runs
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError
     from toolkit.training.data import load
@@ -49,7 +49,7 @@ def main(config: DictConfig) -> Ended:
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)
     runs, begun = before(config, next(iter(rules.values())), folder)
-    notes = resumed(len(asked_for(config, runs)), len(runs))
+    notes = resumed(len(select_runs(config, runs)), len(runs))
     notes += different_batches(rules, config.batch)
     if is_rank_zero():
         for note in notes:
@@ -61,7 +61,7 @@ def main(config: DictConfig) -> Ended:
             runs.append(run)
             if not is_rank_zero():
                 continue
-            warned, why_not = why_not, kept_or_why(folder, runs)
+            warned, why_not = why_not, try_keep_runs(folder, runs)
             if why_not not in ("", warned):
                 print(f"warning: {why_not}; training goes on", file=sys.stderr)
     except StoppedError as stopped:
@@ -73,7 +73,7 @@ def main(config: DictConfig) -> Ended:
         return Ended()
     notes += [why_not] if why_not else []
     seconds = time.perf_counter() - start
-    whole = conclude(config, rules, asked_for(config, runs), samples.form.metric, notes, seconds)
+    whole = conclude(config, rules, select_runs(config, runs), samples.form.metric, notes, seconds)
     return Ended(0 if whole and not why_not else 1)
 
 
@@ -88,7 +88,7 @@ def conclude(
     """Print and write what came of all runs; returns whether it could be written."""
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
-    from toolkit.files import noted
+    from toolkit.files import note_write_errors
     from toolkit.results import delay_means, describe, write_result
     from toolkit.training import pick_device
 
@@ -105,7 +105,7 @@ def conclude(
     show(rows, delays, counted, next(iter(called.values())), by)
     print(_LEGEND.format(seeds=config.seeds, by=by))
     unwritten: list[str] = []
-    with noted(unwritten, folder):
+    with note_write_errors(unwritten, folder):
         write_result(
             folder,
             "comparison",

@@ -33,11 +33,11 @@ def main(config: DictConfig) -> None:
     from toolkit import __version__
     from toolkit.files import write_csv
     from toolkit.format import count
-    from toolkit.results.all_runs import read_runs
     from toolkit.results.collect import frame
     from toolkit.results.publish import publish
     from toolkit.results.report import build_report
     from toolkit.results.report_page import write_html
+    from toolkit.results.runs import read_runs
 
     runs = read_runs(folders)
     report = build_report(runs, config.title)

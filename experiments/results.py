@@ -4,7 +4,6 @@ Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README.md and experiments
 show the table of experiments/results/NAME/result.json and its origin. --check only compares.
 """
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 from toolkit import format as cells
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.provenance import strip_folders
+from toolkit.results.record import read_result
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -31,7 +31,7 @@ def rendered(page: str) -> str:
 
 def table(name: str) -> str:
     """The table of a kept result, and its origin."""
-    result = json.loads((RESULTS / name / "result.json").read_text())
+    result = read_result(RESULTS / name)
     rows = next(rows for prefix, rows in _ROWS if name.startswith(prefix))(result)
     found = result["provenance"]
     return (

@@ -65,7 +65,7 @@ def train(
     config: DictConfig, job: Any, folder: Path, tracker: Any, start: float
 ) -> tuple[Ended, dict[str, Any]]:
     """Train, and write what came of it to ``folder``; returns how it ended, and the result."""
-    from toolkit.files import noted, write_json
+    from toolkit.files import note_write_errors, write_json
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, run_with_checkpoints
 
@@ -96,7 +96,7 @@ def train(
     track_weights(config, folder, tracker)
     result = result_of(config, outcome, ranks, records, notes, time.perf_counter() - start)
     n_notes = len(notes)
-    with noted(notes, folder):
+    with note_write_errors(notes, folder):
         write_json(folder / "result.json", result)
     whole = len(notes) == n_notes
     tell(config, result, records)
@@ -180,23 +180,23 @@ def damaged_in(outcome: "Outcome") -> list[Any]:
 def write_tables(
     outcome: "Outcome", measured: "Measurements | None", records: Records, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """Tables and figures of the whole run; what cannot be written is noted.
+    """Tables and figures of the whole run; what cannot be written is note_write_errors.
 
     Returns:
         what was measured, a row a rank.
     """
-    from toolkit.files import noted, write_csv
+    from toolkit.files import note_write_errors, write_csv
 
     folder, looks = records.folder, records.delays.rows()
-    with noted(notes, folder):
+    with note_write_errors(notes, folder):
         write_csv(folder / "epochs.csv", [as_row(epoch) for epoch in outcome.epochs])
     if looks:
-        with noted(notes, folder):
+        with note_write_errors(notes, folder):
             write_csv(folder / "delays.csv", looks)
     ranks: list[dict[str, Any]] = []
     if measured:
         timelines, ranks = beside_predicted(measured, outcome.job, notes)
-        with noted(notes, folder):
+        with note_write_errors(notes, folder):
             write_measured(timelines, ranks, folder, records.tracker)
     return ranks
 
@@ -211,11 +211,13 @@ def result_of(
 ) -> dict[str, Any]:
     """What ``result.json`` holds; its last metrics and notes are tracked, too."""
     from toolkit.results import delay_means, describe, provenance, training_log
+    from toolkit.results.record import SCHEMA
 
     job, tracker, final = outcome.job, records.tracker, as_row(outcome.epochs[-1])
     tracker.summary({training_log.final(name): value for name, value in final.items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     return {
+        "schema": SCHEMA,
         "schedule": job.schedule.name,
         "metrics": final,
         "judged_by": records.measure.name,

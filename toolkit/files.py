@@ -37,7 +37,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 @contextmanager
-def noted(notes: list[str], folder: Path) -> Iterator[None]:
+def note_write_errors(notes: list[str], folder: Path) -> Iterator[None]:
     """Append a note instead of raising OSError when ``folder`` cannot be written."""
     try:
         yield

@@ -13,9 +13,9 @@ import pytest
 from tests.experiments.command import TINY, complete, refused, rows, run
 from tests.thorough import thorough
 from toolkit.notebook import settings
-from toolkit.results import comparison_folder as in_folder
-from toolkit.results.all_runs import read_runs
+from toolkit.results import comparison_folder
 from toolkit.results.comparison_folder import RuleRun, keep_options, keep_runs
+from toolkit.results.runs import read_runs
 from toolkit.training import DivergedError, Epoch, loop, training_run
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -265,14 +265,14 @@ def test_refuses_a_schedule_file_that_has_changed(tmp_path):
 
 def test_warns_and_tries_again_if_runs_cannot_be_written(tmp_path, monkeypatch):
     writes = iter(range(100))
-    write = in_folder.keep_runs
+    write = comparison_folder.keep_runs
 
     def full(folder, runs):
         if next(writes) == 0:
             raise OSError(28, "No space left on device", str(folder / "runs.csv"))
         write(folder, runs)
 
-    monkeypatch.setattr(in_folder, "keep_runs", full)
+    monkeypatch.setattr(comparison_folder, "keep_runs", full)
     finished = run("compare", *OPTIONS, f"hydra.run.dir={tmp_path}")
     assert finished.status == 0
     assert "runs.csv: No space left on device" in finished.err

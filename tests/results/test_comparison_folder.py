@@ -8,10 +8,10 @@ from omegaconf import OmegaConf
 
 from toolkit.results.comparison_folder import (
     RuleRun,
-    asked_for,
     ended_before,
     keep_options,
     keep_runs,
+    select_runs,
     under_way,
 )
 
@@ -106,7 +106,7 @@ def test_runs_that_are_not_asked_for_are_kept(folder):
     """With the options of their rules, which count when they are asked for again."""
     less = options(seed=1, seeds=1, rules={"dp": RULES["dp"]})
     runs = ended_before(folder, less)
-    assert [(run.rule, run.seed) for run in asked_for(less, runs)] == [("dp", 1)]
+    assert [(run.rule, run.seed) for run in select_runs(less, runs)] == [("dp", 1)]
     keep(folder, less, [*runs, ended("dp", 2)])
     assert len(ended_before(folder, options())) == 5
     with pytest.raises(ValueError, match=re.escape("rules.late.delay=9 (was None)")):

@@ -5,8 +5,7 @@ from math import isnan, nan
 
 import pytest
 
-from toolkit.results.csv_log import Ledger
-from toolkit.results.reader import read_csv
+from toolkit.results.csv_log import Ledger, read_csv
 
 
 def rows(*numbers, of=1.0):

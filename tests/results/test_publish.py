@@ -15,10 +15,10 @@ from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
-from toolkit.results.all_runs import read_runs
 from toolkit.results.publish import publish, wandb_report, wandb_workspace
 from toolkit.results.report import SECTIONS, build_report
 from toolkit.results.report_page import Command, Report, Section, Table, Text
+from toolkit.results.runs import read_runs
 from toolkit.results.training_log import group_of
 from toolkit.schedule import catalog
 

@@ -9,9 +9,9 @@ from tests.results import folders
 from toolkit.files import write_json
 from toolkit.format import DASH
 from toolkit.results import paired_difference
-from toolkit.results.all_runs import read_runs
 from toolkit.results.report import SECTIONS, build_report
 from toolkit.results.report_page import Command, Figure, Page, Table, Text
+from toolkit.results.runs import read_runs
 
 FOLDER = {"_target_": "toolkit.training.data.image_folder"}
 
@@ -80,7 +80,7 @@ def test_the_summary_names_what_has_not_finished_and_why(report, sweep):
 def test_notes_of_runs_are_told_once(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
     path = tmp_path / "a" / "result.json"
-    path.write_text(path.read_text().replace("{", '{"notes": ["steps differ", 7], ', 1))
+    path.write_text(path.read_text().replace("{", '{"notes": ["steps differ"], ', 1))
     rows = table(built(tmp_path), "Summary", "Notes of the runs")
     assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
 
@@ -104,8 +104,6 @@ def test_data_of_ones_own_are_judged_as_their_result_tells(tmp_path):
     write_json(tmp_path / "0" / "result.json", result | {"judged_by": "loss"})
     (row,) = table(built(tmp_path), "Accuracy", "loss after the last epoch")
     assert row["loss (nats)"] == "0.100"
-    write_json(tmp_path / "0" / "result.json", result | {"judged_by": "taste"})
-    assert table(built(tmp_path), "Accuracy", "accuracy after the last epoch")
 
 
 @pytest.mark.parametrize("data", ["text", "token_files"])
@@ -345,13 +343,21 @@ def test_a_schedule_that_cannot_be_shown_is_named(tmp_path, options, why):
     assert "No run has a schedule." in texts(report, "Communication")
 
 
-def test_a_result_of_another_version_is_named_and_left_out(tmp_path):
+def test_a_damaged_result_is_named(tmp_path):
     result = folders.train(tmp_path / "a")
-    folders.write_json(tmp_path / "a" / "result.json", result | {"metrics": [1]})
+    folders.write_json(tmp_path / "a" / "result.json", result | {"metrics": []})
     report = built(tmp_path)
-    (row,) = table(report, "Summary", "left out of tables and figures")
-    assert "they are of another version" in row["reason"]
+    (row,) = table(report, "Summary", "Not finished")
+    assert (row["state"], row["rule"]) == ("damaged", "DP")
     assert texts(report, "Accuracy") == "No run has finished with an accuracy."
+
+
+def test_a_training_without_a_schedule_is_left_out(tmp_path):
+    result = folders.train(tmp_path / "a")
+    del result["provenance"]["config"]["schedule"]
+    folders.write_json(tmp_path / "a" / "result.json", result)
+    (row,) = table(built(tmp_path), "Summary", "left out of tables and figures")
+    assert row["folder"] == str(tmp_path / "a")
 
 
 def test_a_timeline_that_cannot_be_read_is_named(tmp_path):

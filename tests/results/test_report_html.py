@@ -9,7 +9,6 @@ from matplotlib.figure import Figure as Drawing
 
 from tests.results import folders
 from toolkit.format import DASH
-from toolkit.results.all_runs import read_runs
 from toolkit.results.report import build_report
 from toolkit.results.report_page import (
     Command,
@@ -21,6 +20,7 @@ from toolkit.results.report_page import (
     to_html,
     write_html,
 )
+from toolkit.results.runs import read_runs
 
 HOSTILE = "<script>alert(1)</script>\"'&"
 CHROMIUM = shutil.which("chromium") or ""

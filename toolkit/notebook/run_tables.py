@@ -1,6 +1,5 @@
 """Tables of own and kept runs, and of what was counted and measured."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import isnan
@@ -46,7 +45,7 @@ def train_rules(
 
     from toolkit.cli import build_schedule
     from toolkit.results.comparison_folder import run_options, seeds_of
-    from toolkit.results.reader import numbers_of, per_cent
+    from toolkit.results.record import per_cent
     from toolkit.schedule import labels
     from toolkit.training import prepare
     from toolkit.training.data import load
@@ -65,7 +64,7 @@ def train_rules(
         on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
         own = OmegaConf.create(run_options(config, name, seed))
         for epoch in prepare(own, images).run_to_end():
-            numbers = per_cent(numbers_of(asdict(epoch))) | {"epoch": epoch.epoch}
+            numbers = per_cent(asdict(epoch)) | {"epoch": epoch.epoch}
             rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)
     return pd.DataFrame(rows)
@@ -177,14 +176,15 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame
     """
     import pandas as pd
 
+    from toolkit.results.record import DamagedError, read_result
     from toolkit.schedule import labels
 
     try:
-        result = json.loads((Path(folder) / "result.json").read_text())
-    except (OSError, ValueError):
-        result = {}
+        result = read_result(Path(folder))
+    except DamagedError:
+        result = {"metrics": []}
     wanted = {"rule", "schedule", *measure.columns}
-    if not all(wanted <= {*row} for row in result.get("metrics", [{}])):
+    if not result["metrics"] or not all(wanted <= {*row} for row in result["metrics"]):
         raise UserError(
             f"{folder} has no result of a comparison with test {measure.name}: give a finished"
             " output folder of experiments/compare.py, such as that of study=delays"

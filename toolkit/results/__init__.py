@@ -4,7 +4,7 @@ from toolkit.results.collect import collect, learning_curves
 from toolkit.results.csv_log import Ledger
 from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe, describe_cpu, provenance
-from toolkit.results.result import write_result
+from toolkit.results.record import write_result
 from toolkit.results.statistics import (
     Estimate,
     binomial_half_width,

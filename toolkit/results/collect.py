@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.options import AROUND, differing, flat, without
-from toolkit.results.all_runs import read_runs
 from toolkit.results.run_record import Run
+from toolkit.results.runs import read_runs
 
 if TYPE_CHECKING:
     import pandas as pd

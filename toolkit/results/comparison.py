@@ -16,9 +16,9 @@ from toolkit.results.comparison_folder import (
     RuleRun,
     begun,
     ended_before,
-    fresh_unless_saved,
     keep_options,
     keep_runs,
+    prepare_folder,
     run_options,
     seeds_of,
 )
@@ -116,7 +116,7 @@ def _trained(
     called = f"{name}, seed {config.seed}"
     job = prepare(config, samples)
     progress.run(f"{job.schedule.name}, seed {config.seed}")
-    own = fresh_unless_saved(folder, name, config.seed, here=is_rank_zero())
+    own = prepare_folder(folder, name, config.seed, here=is_rank_zero())
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
     by = samples.form.metric
     notes: list[str] = []

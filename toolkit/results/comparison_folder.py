@@ -8,7 +8,7 @@ with are in ``runs.yaml``, with every rule of which there is a run.
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import isnan
 from pathlib import Path
@@ -19,16 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from toolkit.errors import UserError
-from toolkit.files import has_checkpoint, noted, write_csv, write_text
+from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY
-from toolkit.results.reader import read_csv
+from toolkit.results.csv_log import read_csv
 from toolkit.training.config_diff import changed_options
-from toolkit.training.loop import Epoch
 
 # Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}
 
-_OPTIONAL = {f.name for f in fields(Epoch) if f.default is None}  # averages, where they are kept
 _ORDERS = "orders"  # in the options: digests of rank orders that rules have from files
 
 
@@ -74,8 +72,8 @@ def run_options(config: DictConfig, rule: str, seed: int) -> dict[Any, Any]:
     return {**config, "schedule": config.rules[rule], "seed": seed}
 
 
-def asked_for(config: DictConfig, runs: Sequence[RuleRun]) -> list[RuleRun]:
-    """Those of ``runs`` of which the comparison is to tell."""
+def select_runs(config: DictConfig, runs: Sequence[RuleRun]) -> list[RuleRun]:
+    """Return the runs whose rule and seed the comparison asks for."""
     seeds = seeds_of(config)
     return [run for run in runs if run.rule in config.rules and run.seed in seeds]
 
@@ -138,10 +136,10 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
         (folder / UNDER_WAY).rmdir()
 
 
-def kept_or_why(folder: Path, runs: Sequence[RuleRun]) -> str:
-    """As :func:`keep_runs`; returns why it cannot be written, if it cannot."""
+def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
+    """Keep runs as :func:`keep_runs`; return why they cannot be written, or an empty text."""
     why: list[str] = []
-    with noted(why, folder):
+    with note_write_errors(why, folder):
         keep_runs(folder, runs)
     return "".join(why)
 
@@ -151,8 +149,8 @@ def under_way(folder: Path, rule: str, seed: int) -> Path:
     return folder / UNDER_WAY / f"{rule}_{seed}"
 
 
-def fresh_unless_saved(folder: Path, rule: str, seed: int, *, here: bool = True) -> Path:
-    """The folder of a run that begins, or goes on; without a checkpoint it is empty.
+def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> Path:
+    """Return the folder of a run under way, emptied unless it has a checkpoint.
 
     Args:
         here: whether this process is the one that writes.
@@ -173,14 +171,12 @@ def _read(folder: Path) -> list[RuleRun]:
     found: dict[tuple[str, int], RuleRun] = {}
     for name, kept in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):
         for row in read_csv(folder / name, words=("rule", "note")):
-            key = row.pop("rule"), int(row.pop("seed"))
+            key = row.pop("rule"), row.pop("seed")
             run = found.setdefault(key, RuleRun(*key, [], []))
             if kept == "notes":
                 run.notes.append(row["note"])
-                continue
-            known = {k: None if k in _OPTIONAL and isnan(row[k]) else row[k] for k in row}
-            whole = {k: int(row[k]) for k in ("epoch", "step", "stage") if k in row}
-            getattr(run, kept).append(known | whole)
+            else:
+                getattr(run, kept).append(row)
     return [*found.values()]
 
 

@@ -1,27 +1,27 @@
-"""A table on disk that grows while a run goes on."""
+"""Tables of numbers on disk: read whole, or written row by row while a run trains."""
 
 import csv
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.files import write_csv
+from toolkit.results.record import DamagedError
 
 Row = dict[str, Any]
 
 
 class Ledger:
-    """Rows of numbers in a CSV file, as soon as there are any.
+    """Rows of numbers, each written to a CSV file as soon as it is known.
 
-    What a resumed run, or one that is rolled back, does again takes the place of what it did
-    before. Where the file cannot be written, the rows are kept in memory.
+    A row replaces the one with the same keys: a run that is resumed or rolled back repeats steps.
+    While the file cannot be written, rows stay in memory.
 
     Args:
-        path: of the file.
-        keys: columns of whole numbers that tell rows apart, by which they are in order.
-        resume: go on with the rows that the file has.
+        path: the file.
+        keys: columns of whole numbers that identify and order the rows.
+        resume: start with the rows of the file.
         here: whether this process writes.
     """
 
@@ -31,31 +31,30 @@ class Ledger:
         self.path, self.keys, self.here = path, tuple(keys), here
         self._rows: dict[tuple[int, ...], Row] = {}
         self._columns: dict[str, None] = {}  # in order
-        self._whole = False  # whether the file has these rows
+        self._on_disk = False  # whether the file has all rows
         if resume:
-            self._take(_read(path))
+            self._take(read_csv(path, skip_damaged=True))
 
     def rows(self) -> list[Row]:
-        """All of them, in order."""
+        """All rows, in order."""
         return [self._rows[key] for key in sorted(self._rows)]
 
     def put(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take in rows; they may lack columns, and have some of their own."""
-        known, columns = len(self._rows), len(self._columns)
+        """Add rows, which may have more or fewer columns than those before."""
+        n_known, n_columns = len(self._rows), len(self._columns)
         self._take(rows)
         if not rows or not self.here:
             return
+        is_new = (len(self._rows), len(self._columns)) == (n_known + len(rows), n_columns)
         try:
-            appended = (len(self._rows), len(self._columns)) == (known + len(rows), columns)
-            if self._whole and appended:
+            if self._on_disk and is_new:
                 with self.path.open("a", newline="") as file:
                     csv.DictWriter(file, self._columns).writerows(rows)
             else:
-                whole = [{name: row.get(name) for name in self._columns} for row in self.rows()]
-                write_csv(self.path, whole)
-            self._whole = True
+                write_csv(self.path, [{k: r.get(k) for k in self._columns} for r in self.rows()])
+            self._on_disk = True
         except OSError:
-            self._whole = False
+            self._on_disk = False
 
     def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
         for row in rows:
@@ -63,23 +62,42 @@ class Ledger:
             self._columns |= dict.fromkeys(row)
 
 
-def _read(path: Path) -> list[Row]:
-    """The rows of numbers, but for those that cannot be read, as one that is half written."""
-    found: list[Row] = []
-    with suppress(OSError, ValueError), path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            with suppress(ValueError):
-                found.append({name: _number(text) for name, text in row.items()})
-    return found
+def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = False) -> list[Row]:
+    """Read the rows of a table of numbers; none if there is no file.
 
+    Args:
+        path: the file.
+        words: columns of text. Other cells are int, float, or None if they are empty.
+        skip_damaged: leave out rows that cannot be read, such as one half written by a process
+            that was killed.
 
-def _number(text: str | list[str] | None) -> float | None:
-    """
     Raises:
-        ValueError: it is none.
+        DamagedError: it cannot be read, or a cell is not a number.
     """
-    if not isinstance(text, str):
-        raise UserError("the row has too few cells, or too many")
+    rows: list[Row] = []
+    if not path.exists():
+        return rows
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = reader.fieldnames or []
+            if not names:
+                raise UserError("it is empty")
+            for row in reader:
+                try:
+                    if None in row or None in row.values():
+                        raise UserError(f"line {reader.line_num} does not have {len(names)} cells")
+                    rows.append({k: v if k in words else _number(v) for k, v in row.items()})
+                except ValueError:
+                    if not skip_damaged:
+                        raise
+    except (OSError, ValueError, csv.Error) as error:
+        if not skip_damaged:
+            raise DamagedError(f"{path.name} cannot be read: {first_line(error)}") from error
+    return rows
+
+
+def _number(text: str) -> float | None:
     if not text:
         return None
     return int(text) if text.lstrip("-").isdecimal() else float(text)

@@ -1,13 +1,11 @@
-"""A bar that shows how far training has come, and what it has come to."""
+"""A bar that shows how far training is, how fast, and its loss."""
 
 import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
-from toolkit.results.speed import Speed
+from tqdm.auto import tqdm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,30 +16,26 @@ _SMOOTHED = 50  # training steps whose mean loss is shown
 
 
 class Progress:
-    """A bar over epochs, counted in steps; on a terminal it moves, elsewhere it prints seldom.
+    """A bar over the epochs of one or several runs, which moves with each training step.
 
     Args:
-        n: epochs of all runs together, or number of other units.
-        unit: name of the units that ``n`` counts.
+        n_epochs: epochs of all runs together.
         shown: whether this process shows the bar.
-        interval: seconds between two refreshes; unless given, a moment on a terminal.
+        interval: seconds between two refreshes; by default 0.2 on a terminal and 10 elsewhere.
     """
 
-    def __init__(
-        self, n: int, *, unit: str = "epochs", shown: bool = True, interval: float | None = None
-    ) -> None:
-        self._epochs = self._before = 0  # of all runs, and of those before this one
-        self._begins = True
+    def __init__(self, n_epochs: int, *, shown: bool = True, interval: float | None = None) -> None:
         self._interval = (0.2 if sys.stderr.isatty() else 10) if interval is None else interval
         self._refreshed = time.monotonic()
+        self._before = 0  # epochs of earlier runs
+        self._new_run = True
+        self._since, self._samples = 0.0, 0  # start of an epoch, and samples since
         self._losses: deque[Tensor] = deque(maxlen=_SMOOTHED)
-        self._speed = Speed()
         self._figures = self._note = ""
         self._bar = tqdm(
-            total=n,
+            total=n_epochs,
             disable=not shown,
-            unit=f" {unit}",
-            bar_format="{l_bar}{bar}| {n:.1f}/{total}{unit} [{elapsed}<{remaining}{postfix}]",
+            bar_format="{l_bar}{bar}| {n:.1f}/{total} epochs [{elapsed}<{remaining}{postfix}]",
             mininterval=self._interval,
         )
 
@@ -49,67 +43,62 @@ class Progress:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._bar.leave = error is None or self._bar.n > 0  # of what never began nothing stays
+        self._bar.leave = error is None or self._bar.n > 0  # an unused bar would hide the error
         self._bar.close()
 
     def run(self, name: str) -> None:
-        """A new run begins."""
+        """Begin a run."""
         self._losses.clear()
-        self._before, self._begins = self._epochs, True
+        self._new_run = True
         self._bar.set_description_str(name, refresh=False)
 
-    def step(self, step: int, n_steps: int) -> None:
-        """``step`` of the epoch's ``n_steps`` steps are done."""
-        self._bar.update(self._epochs + step / n_steps - self._bar.n)
-        if step == n_steps:
-            self._epochs += 1
-
     def trained(self, step: "Step") -> None:
-        """A training step is done. Its loss is read, which waits for the device, when it shows."""
+        """Show a training step; its loss only now and then, since reading waits for the device."""
         if self._bar.disable:
             return
         now = time.monotonic()
+        epochs = (step.result.step + 1) / step.n_steps
+        # Neither evaluation, compilation nor the steps before a resumption count as time of steps.
+        if step.step == 1 or self._new_run:
+            self._since, self._samples = now, 0
+        else:
+            self._samples += step.samples
+        if self._new_run:
+            self._new_run = False
+            self._bar.initial += epochs - 1 / step.n_steps
         if len(step.result.losses):
             self._losses.append(step.result.losses)
-        if self._begins:  # a run that is resumed has been trained before, and not now
-            trained = (step.result.step + 1) // step.n_steps - step.step // step.n_steps
-            self._epochs, self._begins = self._before + trained, False
-            self._bar.initial += trained + (step.step - 1) / step.n_steps
-        self._speed.trained(step, now)
-        self._bar.n = self._epochs + step.step / step.n_steps
-        if step.step == step.n_steps:
-            self._epochs += 1
+        self._bar.n = self._before + epochs
         due = now >= self._refreshed + self._interval
-        if due or step.step == step.n_steps:  # at the end of an epoch its loss is read anyway
-            self._show(step)
+        if due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
+            self._show(step.learning_rate)
         if due:
             self._refreshed = now
             self._bar.refresh()
 
-    def ended(self, n: int) -> None:
-        """The run has ended, and counts as ``n`` epochs; those that it lacks took no time."""
-        self._epochs = self._before + n
-        if self._bar.disable:
-            return
-        self._bar.initial += self._epochs - self._bar.n
-        self._bar.n = self._epochs
+    def ended(self, n_epochs: int) -> None:
+        """End a run of ``n_epochs``; those that it did not train took no time."""
+        self._before += n_epochs
+        if not self._bar.disable:
+            self._bar.initial += self._before - self._bar.n
+            self._bar.n = self._before
 
     def line(self, text: str) -> None:
-        """A line by itself, above the bar."""
+        """Print a line above the bar."""
         self._bar.write(text, file=sys.stderr)
 
     def note(self, text: str) -> None:
-        """Something short to show at the end of the bar."""
+        """Show a short text at the end of the bar."""
         self._note = text
         self._set_end()
 
-    def _show(self, step: "Step") -> None:
-        shown = [f"lr {step.learning_rate:.3g}"]
+    def _show(self, learning_rate: float) -> None:
+        shown = []
+        if self._samples:
+            shown.append(f"{self._samples / (time.monotonic() - self._since):.0f} samples/s")
         if self._losses:
-            shown.insert(0, f"loss {_mean(self._losses):.3f}")
-        if rate := self._speed.rate(time.monotonic()):
-            shown.insert(0, f"{rate:.0f} samples/s")
-        self._figures = ", ".join(shown)
+            shown.append(f"loss {_mean(self._losses):.3f}")
+        self._figures = ", ".join([*shown, f"lr {learning_rate:.3g}"])
         self._set_end()
 
     def _set_end(self) -> None:

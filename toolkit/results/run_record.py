@@ -1,4 +1,4 @@
-"""A run, as its folder tells."""
+"""One run, as read from its folder."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,33 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.metric import ACCURACY, Metric
-from toolkit.results.reader import Numbers
+from toolkit.results.record import DamagedError, Numbers
 
 STATES = ("finished", "running", "stopped", "failed", "unfinished", "damaged")
-_DIVERGED = re.compile(r"(training|test) loss of epoch \d+")  # in what a run has ended with
+_DIVERGED = re.compile(r"(training|test) loss of epoch \d+")  # in the message of a failed run
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training, or another result, as its folder tells.
+    """One training, or another result, as read from its folder.
 
     Attributes:
         folder: where it is; several runs of a comparison share it.
         kind: the experiment, such as train or compare.
         state: one of :data:`STATES`.
-        message: why it has not finished, or what is missing; empty if nothing is.
-        left_out: whether what is missing keeps it out of figures.
-        rule: what the configuration calls its schedule.
-        schedule: the schedule's name.
+        message: why it has not finished, or a caution; empty otherwise.
+        rule: name of its schedule in the configuration.
+        schedule: the schedule's own name.
         seed: of weights and data.
-        config: its own options, those of a single training also where it is one of a comparison.
-        judged_by: what tells how good its model is.
+        config: its options; of a run of a comparison, those of that training.
+        judged_by: the metric of its model.
         metrics: of the last epoch; accuracies in per cent.
         epochs: the metrics of every epoch.
-        delays: what the delay did to the gradients, a row a stage.
-        ranks: what was measured, a row a rank.
-        notes: on what did not go as it should; of a comparison, on all of its runs.
-        repeats: runs that ``metrics`` is the mean of, where no run has been kept by itself.
+        delays: delay diagnostics, a row per stage.
+        ranks: measurements, a row per rank.
+        notes: sentences on what went wrong; of a comparison, in all of its runs.
+        repeats: number of runs that ``metrics`` is the mean of, if no single run was kept.
         provenance: command, commit, versions, device, started, seconds.
     """
 
@@ -42,7 +41,6 @@ class Run:
     kind: str
     state: str
     message: str = ""
-    left_out: bool = False
     rule: str | None = None
     schedule: str | None = None
     seed: int | None = None
@@ -58,19 +56,30 @@ class Run:
 
     @property
     def trains(self) -> bool:
-        """Whether it is one of the experiments that train a model."""
+        """Whether the experiment trains a model."""
         return self.kind in ("train", "compare")
 
     @property
     def diverged(self) -> bool:
-        """Whether its loss did, which ended it."""
+        """Whether its loss diverged, which ended it."""
         lost = any(isnan(epoch.get("train_loss", 0.0)) for epoch in self.epochs)
         return lost or _DIVERGED.search(self.message) is not None
 
     @property
     def counts(self) -> bool:
-        """Whether it has a final accuracy, and tells what of."""
-        told = isfinite(self.metrics.get("top1", nan)) and isinstance(
-            self.config.get("schedule"), dict
-        )
-        return self.trains and self.state == "finished" and told and not self.left_out
+        """Whether it has a final accuracy and a known schedule."""
+        known = isinstance(self.config.get("schedule"), dict)
+        accurate = isfinite(self.metrics.get("top1", nan))
+        return self.trains and self.state == "finished" and known and accurate
+
+
+def seed_of(config: Mapping[str, Any]) -> int | None:
+    """Return the seed of a run, if it has one.
+
+    Raises:
+        DamagedError: it is not a whole number below 2^63, which is the largest in a table.
+    """
+    seed = config.get("seed")
+    if seed is not None and (not isinstance(seed, int) or abs(seed) >= 2**63):
+        raise DamagedError(f"seed is not a whole number below 2^63: got {str(seed)[:20]}")
+    return seed
