@@ -101,7 +101,7 @@ def _ended(run: Run) -> tuple[str, str] | None:
 
 def _means(row: Numbers) -> Numbers:
     """A rule's means, spreads and differences, from a row of the result."""
-    metrics = {}
+    metrics: Numbers = {}
     for by in (ACCURACY, LOSS):
         names = by.key, *(f"{by.name}_{part}" for part in ("sd", "difference", "difference_95"))
         metrics |= {k: row.get(column, nan) for k, column in zip(names, by.columns, strict=True)}

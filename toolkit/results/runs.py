@@ -193,7 +193,7 @@ def _options_of(folder: Path) -> dict[str, Any]:
 
 def _job_of(folder: Path) -> tuple[str, str | None]:
     """The experiment and its choice of a schedule, as Hydra wrote them; otherwise "" and None."""
-    hydra = read_yaml(folder / ".hydra" / "hydra.yaml").get("hydra")
+    hydra: Any = read_yaml(folder / ".hydra" / "hydra.yaml").get("hydra")
     try:
         return str(hydra["job"]["name"]), hydra["runtime"]["choices"].get("schedule")
     except (AttributeError, KeyError, TypeError):
