@@ -9,6 +9,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import wandb
 
 from tests.results import folders
 from toolkit.cost import UNIT, simulate, unit_costs
@@ -231,7 +232,7 @@ def test_it_is_published(server, runs, capfd):
     assert KEY not in said.out + said.err
 
     Server.status = 401
-    with pytest.raises(UserError, match=r"refused \(.*401.*entity=me and project=cdp") as found:
+    with pytest.raises(UserError, match=r"failed \(.*entity=me and project=cdp") as found:
         publish(report, runs, "me", "cdp")
     assert KEY not in str(found.value)
 
@@ -240,18 +241,9 @@ def test_without_a_key_nobody_is_asked(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(UserError, match=r"publish=wandb needs a key for .*`wandb login`"):
+    wandb.teardown()  # which remembers the keys of earlier tests
+    with pytest.raises(UserError, match=r"publish=wandb failed \(No API key configured"):
         publish(Report("T", []), [], "me", "cdp")
-
-
-def test_a_key_is_found_where_login_leaves_it(monkeypatch, tmp_path):
-    from toolkit.results.publish import _key_and_server
-
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://wandb.home:80")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    (tmp_path / "netrc").write_text(f"machine wandb.home login user password {KEY}\n")
-    assert _key_and_server() == (KEY, "http://wandb.home:80")
 
 
 def test_without_network_it_says_so(monkeypatch):
@@ -260,7 +252,7 @@ def test_without_network_it_says_so(monkeypatch):
         port = free.getsockname()[1]
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    with pytest.raises(UserError, match=rf"127.0.0.1:{port} cannot be reached \(.*refused"):
+    with pytest.raises(UserError, match=rf"127.0.0.1:{port}.*connection refused"):
         publish(Report("T", []), [], "me", "cdp")
 
 

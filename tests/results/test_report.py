@@ -1,6 +1,5 @@
 """A report's sections, for every output alike."""
 
-import json
 from math import nan, sqrt
 
 import pytest
@@ -196,6 +195,8 @@ def test_what_was_measured_is_told(report, sweep):
     assert (first["messages sent"], first["MB sent"]) == ("2000000", "2.000")
     (figure,) = blocks(report, "Communication", Figure)
     assert figure.alt.startswith("Timeline of CDP-v2")
+    assert figure.source.startswith("data:image/png;base64,")
+    assert figure.pixels[0] == 2 * figure.pixels[1]
 
 
 def test_commands_are_told_once(report, sweep):
@@ -358,15 +359,3 @@ def test_a_training_without_a_schedule_is_left_out(tmp_path):
     folders.write_json(tmp_path / "a" / "result.json", result)
     (row,) = table(built(tmp_path), "Summary", "left out of tables and figures")
     assert row["folder"] == str(tmp_path / "a")
-
-
-def test_a_timeline_that_cannot_be_read_is_named(tmp_path):
-    folders.train(tmp_path / "a")
-    folders.measured(tmp_path / "a")
-    whole = (tmp_path / "a" / "spans.csv").read_text()
-    for damage in (whole.replace("compute", "fly"), "rank\n0\n", "\0", json.dumps({})):
-        (tmp_path / "a" / "spans.csv").write_text(damage)
-        report = built(tmp_path)
-        assert f"The timeline of DP in {tmp_path / 'a'} is left out" in texts(
-            report, "Communication"
-        )

@@ -45,7 +45,7 @@ def test_everything_is_escaped():
 
 
 def test_a_run_of_any_name_is_inert(tmp_path):
-    folders.train(tmp_path / "<script>alert(1)<", command=f"python {HOSTILE}")
+    folders.train(tmp_path / "<script>alert(1)<", command=f"python train.py {HOSTILE}")
     result = (tmp_path / "<script>alert(1)<" / "result.json").read_text()
     named = result.replace('"schedule": "DP"', '"schedule": "<script>alert(2)<"', 1)
     (tmp_path / "<script>alert(1)<" / "result.json").write_text(named)

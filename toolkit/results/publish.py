@@ -3,27 +3,20 @@
 Figures are not uploaded; panels show the curves and images that training logs.
 """
 
-import netrc
-import os
 import re
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from unicodedata import category
-from urllib.error import HTTPError
-from urllib.parse import urlsplit
-from urllib.request import urlopen
 
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import training_log
 from toolkit.results.report_page import Block, Command, Page, Report, Table, Text
 from toolkit.results.run_record import Run
+from toolkit.results.training_log import one_line
 from toolkit.results.wandb_run import WANDB_RUN, environment, read_identity
 
-_TIMEOUT = 10  # seconds to reach W&B's server
 _LONGEST_TITLE = 128
 _CLIENT = {
     "WANDB_SILENT": "true",
@@ -52,26 +45,18 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
         raise UserError(
             f"publish=wandb needs wandb-workspaces ({error}): pip install 'cdp-toolkit[reports]'"
         ) from None
+    import wandb
+
     with environment(**_CLIENT):
-        key, server = _key_and_server()
         try:
-            with suppress(HTTPError):  # an answer of any kind will do
-                urlopen(server, timeout=_TIMEOUT).close()
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"publish=wandb: {server} cannot be reached ({getattr(error, 'reason', error)}):"
-                " the HTML report needs no network"
-            ) from None
-        try:
+            wandb.login(timeout=1, verify=True)  # on a terminal it would ask for a key, and wait
             page = wandb_report(report, runs, entity, project).save()
             space = wandb_workspace(report, runs, entity, project).save()
             return str(page.url), str(space.url)
         except Exception as error:  # of the client, its service or the server
-            why = " ".join(str(error).split()) or type(error).__name__
-            why = why.replace(key, "...") if key else why
             raise UserError(
-                f"publish=wandb: {server} refused ({why}): check the key, entity={entity} and"
-                f" project={project}"
+                f"publish=wandb failed ({one_line(error)}): log in with `wandb login`, and check"
+                f" entity={entity} and project={project}; the HTML report needs no network"
             ) from None
 
 
@@ -203,36 +188,3 @@ def _workspaces() -> Any:
         import wandb_workspaces.workspaces
 
     return wandb_workspaces.workspaces
-
-
-def _key_and_server() -> tuple[str, str]:
-    """W&B's key (empty if a token file replaces it) and the server's address.
-
-    W&B's client would ask the user for a missing key; this raises.
-
-    Raises:
-        UserError: there is no key.
-    """
-    import wandb
-
-    server = os.environ.get("WANDB_BASE_URL") or str(wandb.setup().settings.base_url)
-    server = server.rstrip("/")
-    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return "", server
-    key = os.environ.get("WANDB_API_KEY") or _key_of_login(urlsplit(server).hostname or "")
-    if not key:
-        raise UserError(
-            f"publish=wandb needs a key for {server}: log in with `wandb login`, or set"
-            " WANDB_API_KEY"
-        )
-    return key, server
-
-
-def _key_of_login(host: str) -> str:
-    """The key that ``wandb login`` wrote to the user's netrc file; empty if there is none."""
-    for place in filter(None, (os.environ.get("NETRC"), "~/.netrc", "~/_netrc")):
-        with suppress(OSError, netrc.NetrcParseError, RuntimeError):
-            found = netrc.netrc(Path(place).expanduser()).authenticators(host)
-            if found and found[2]:
-                return found[2]
-    return ""

@@ -1,30 +1,25 @@
 """Memory and communication of the runs' schedules, counted and measured."""
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import isfinite, nan
-from pathlib import Path
+from math import nan
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from toolkit.errors import UserError, first_line
+from toolkit.errors import first_line
 from toolkit.format import DASH, MB, count, number
 from toolkit.results.report_groups import Group
 from toolkit.results.report_page import Block, Figure, Page, Table, Text
 from toolkit.results.schedule_from_config import rebuild_schedule
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Drawing
-
     from toolkit.schedule import Schedule, SteadyState
 
 _GRIDS = 9  # schedules drawn
 _ROWS = 12  # of the largest one drawn
 _EXPLORED, _EXPLORED_SIZE = 3, 8  # schedules, stages and micro-batches of one
 _MOST_OPS = 4096  # stages times micro-batches of a schedule to count
-_MOST_SPANS, _MOST_RANKS = 20_000, 64  # of a timeline to draw
 
 Cells = dict[str, str]
 
@@ -135,20 +130,14 @@ def communication_blocks(groups: Sequence[Group], schedules: Schedules) -> Itera
     if measured := _measured(groups, _rank_traffic):
         yield Table(measured, "Messages as measured, in the steps that were recorded.")
     for group in groups:
-        run = next((run for run in group.runs if (run.folder / "spans.csv").exists()), None)
-        if run is None:
-            continue
-        try:
-            figure = draw_timeline(run.folder / "spans.csv", group.label)
-        except ValueError as error:
-            yield Text(f"The timeline of {group.label} in {run.folder} is left out: {error}.")
-            continue
-        yield Figure(
-            figure,
-            f"{group.label} as measured in {run.folder}: what each rank computes, updates, sends"
-            " and receives, over time.",
-            f"Timeline of {group.label}: a row a rank, over what all of them send.",
-        )
+        files = (run.folder / "timeline.png" for run in group.runs)
+        if file := next((file for file in files if file.exists()), None):
+            yield Figure(
+                file,
+                f"{group.label} as measured in {file.parent}: what each rank computes, updates,"
+                " sends and receives, over time.",
+                f"Timeline of {group.label}: a row a rank, over what all of them send.",
+            )
 
 
 def _peaks(name: str, schedule: "Schedule", steady: "SteadyState") -> Cells:
@@ -215,47 +204,3 @@ def _rank_traffic(row: Mapping[str, float]) -> Cells:
 
 def _megabytes(row: Mapping[str, float], name: str, form: str = "{:.3f}") -> str:
     return number(row.get(name, nan) / MB, form)
-
-
-def draw_timeline(path: Path, name: str) -> "Drawing":
-    """Draw a ``spans.csv``.
-
-    Raises:
-        UserError: it cannot be read, or has too many spans to draw.
-    """
-    from toolkit.cost.timeline import COMPUTED, LANES, Span, Timeline
-    from toolkit.figures import timelines
-
-    try:
-        with path.open(newline="") as file:
-            spans = [
-                Span(
-                    rank=int(row["rank"]),
-                    lane=row["lane"],
-                    start=float(row["start"]),
-                    end=float(row["end"]),
-                    name=row["name"],
-                    stage=int(row["stage"]),
-                    microbatch=None,
-                    step=None,
-                    bytes=float(row["bytes"] or 0),
-                )
-                for row in csv.DictReader(file, strict=True)
-            ]
-    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
-        raise UserError(f"{path.name} cannot be read ({error!r})") from error
-    n_ranks = 1 + max((span.rank for span in spans), default=-1)
-    valid = all(
-        span.rank >= 0
-        and span.lane in LANES
-        and isfinite(span.end)
-        and 0 <= span.start <= span.end
-        and (span.lane != "compute" or span.computed in COMPUTED)
-        for span in spans
-    )
-    if not valid or not any(span.end for span in spans):
-        raise UserError(f"{path.name} is not a timeline")
-    if len(spans) > _MOST_SPANS or n_ranks > _MOST_RANKS:
-        raise UserError(f"{path.name} has {len(spans)} spans of {n_ranks} ranks, too many to draw")
-    shown = Timeline(name, n_ranks, spans, (), (max(span.end for span in spans),))
-    return timelines(shown, memory=False)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
 _PIXELS = 91  # of the page per inch of a figure, at most
+_WIDTH = 640  # pixels of a PNG on the page, at most
 _NUMBER = re.compile(rf"(± )?[-+]?[\d.,]+(e[-+]?\d+)?( %)?|{DASH}")
 _SHORT = 22  # characters that stay on one line
 
@@ -44,24 +45,31 @@ class Figure:
     """A picture.
 
     Attributes:
-        figure: matplotlib's figure.
+        figure: matplotlib's figure, or a PNG file.
         caption: what it shows, and how to read it.
         alt: the same for readers who cannot see it, in a line.
     """
 
-    figure: "Drawing"
+    figure: "Drawing | Path"
     caption: str
     alt: str
 
     @property
     def pixels(self) -> tuple[int, int]:
         """Width and height on the page."""
+        if isinstance(self.figure, Path):
+            from PIL import Image
+
+            with Image.open(self.figure) as image:
+                return _WIDTH, round(_WIDTH * image.height / image.width)
         width, height = self.figure.get_size_inches()
         return round(_PIXELS * width), round(_PIXELS * height)
 
     @property
     def source(self) -> str:
-        """The SVG as a data URL, so that its ids do not clash with those of other figures."""
+        """The picture as a data URL; an SVG's ids then do not clash with those of others."""
+        if isinstance(self.figure, Path):
+            return f"data:image/png;base64,{b64encode(self.figure.read_bytes()).decode()}"
         from toolkit.figures import style
 
         content = BytesIO()
