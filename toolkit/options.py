@@ -1,41 +1,36 @@
-"""Options of runs: their names, which of them differ, and which change nothing of a training."""
+"""Options of runs: their dotted names, which of them differ, and which change no result."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 COMPARED = "runs.yaml"
-"""In the folder of a comparison: the options of its runs."""
+"""File in a comparison's folder with the options of its runs."""
 
 ENDED = "runs.csv"
-"""In the folder of a comparison: the epochs of the runs that have ended."""
+"""File in a comparison's folder with the epochs of the runs that have ended."""
 
 UNDER_WAY = "under_way"
-"""In the folder of a comparison: a folder for each run that has begun and not ended."""
+"""Folder in a comparison's folder with a folder for each run that has begun and not ended."""
 
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
-"""How a note begins on a run whose options tell only of its last part."""
+"""Start of the note on a run whose options are only those of its last part."""
 
 AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
-"""What is around a run: where it is tracked, what it goes on from, the comparison it is of."""
+"""Options around a run: its tracking, the run that it resumes, its comparison."""
 
 INDIFFERENT = AROUND | {
-    *("save", "guard", "guard_factor", "profile", "diagnostics"),
+    *("save", "guard", "guard_factor"),  # checkpoints, and what happens after a divergence
+    *("profile", "diagnostics"),  # measurements
+    # How it is computed and read, which changes results by rounding at most.
     *("runtime", "device", "threads", "data.num_workers", "data.prefetch_factor"),
-    *("cudnn_benchmark", "workers"),
+    "cudnn_benchmark",
+    "workers",  # microbatches has its value
 }
-"""Options, or groups of them, on which the course of a training does not depend:
-
-- those :data:`AROUND` a run;
-- ``save``, ``guard``, ``guard_factor``: when it is kept, and what becomes of one that diverges;
-- ``profile``, ``diagnostics``: at what one looks meanwhile;
-- ``runtime``, ``device``, ``threads``, ``cudnn_benchmark``, ``data.num_workers``,
-  ``data.prefetch_factor``: by what it is computed and read, up to rounding;
-- ``workers``: ``microbatches`` has its value.
-"""
+"""Options, or groups of them, that do not change the course of a training."""
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"a.b": c}`` of ``{"a": {"b": c}}``; a group without options is none."""
+    """Return ``{"a.b": c}`` for ``{"a": {"b": c}}``; a group without options is left out."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -46,13 +41,13 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The options but for some, or for groups of them, by their names."""
+    """Return flat ``options`` without ``names``, which may be options or groups."""
     groups = tuple(f"{name}." for name in names)
     return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The flat options that have two values or more, where they are given."""
+    """Return the flat options that have two values or more among the runs that have them."""
     first: dict[str, Any] = {}
     found: set[str] = set()
     for run in options:

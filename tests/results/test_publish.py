@@ -79,24 +79,21 @@ def test_a_comparison_of_a_sweep_has_the_group_that_its_runs_were_tracked_in(tmp
 
 @pytest.mark.parametrize(
     ("judged_by", "bars"),
-    [
-        ([], ["top1"]),
-        ([ACCURACY, ACCURACY], ["top1"]),
-        ([LOSS], ["test_loss"]),
-        ([LOSS, ACCURACY], ["test_loss", "top1"]),
-    ],
+    [([], ["top1"]), ([LOSS], ["test_loss"]), ([LOSS, ACCURACY, LOSS], ["test_loss", "top1"])],
 )
-def test_bars_are_of_what_the_runs_are_judged_by(runs, judged_by, bars):
+def test_report_and_workspace_have_bars_of_the_runs_metrics(runs, judged_by, bars):
     judged = [replace(run, judged_by=by) for run, by in zip(runs, judged_by, strict=False)]
     other = replace(runs[0], kind="memory")
-    report = Report("T", [Section(name, []) for name in SECTIONS])
-    told = json.dumps(spec_of(report, [*judged, other]))
+    report = Report("Runs = <1>", [Section(name, []) for name in SECTIONS])
+    words = json.dumps(spec_of(report, [*judged, other]))
     for metric in ("top1", "test_loss"):
-        assert (f'"final/{metric}"' in told) == (metric in bars)
+        assert (f'"final/{metric}"' in words) == (metric in bars)
     space = wandb_workspace(report, judged, "me", "cdp")._to_model()
+    assert space.display_name == "Runs    1"  # no symbols
     sections = space.spec.section.panel_bank_config.sections
-    (panels,) = (section.panels for section in sections if section.name == "Accuracy")
-    assert len(panels) == 6 + len(bars)
+    n_panels = {section.name: len(section.panels) for section in sections}
+    expected = {"Accuracy": 6 + len(bars), "Memory": 3, "Communication": 3}
+    assert {name: n_panels[name] for name in expected} == expected
 
 
 def test_what_panels_show_is_logged():
@@ -136,19 +133,6 @@ def test_text_is_no_markup():
     assert table == f"{escaped}\n\n| {escaped} |\n| --- |\n| {escaped} |"
     (code,) = (b for b in spec["blocks"] if b["type"] == "code-block")
     assert code["children"][0]["children"][0]["text"] == "run 'x'\n# note"
-
-
-def test_the_workspace_has_the_same_panels():
-    report = Report("Runs = <1>", [Section(name, []) for name in SECTIONS])
-    space = wandb_workspace(report, [], "me", "cdp")._to_model()
-    assert space.display_name == "Runs    1"  # no symbols
-    sections = space.spec.section.panel_bank_config.sections
-    named = {section.name: len(section.panels) for section in sections}
-    assert {name: named[name] for name in ("Accuracy", "Memory", "Communication")} == {
-        "Accuracy": 7,
-        "Memory": 3,
-        "Communication": 3,
-    }
 
 
 class Server(BaseHTTPRequestHandler):

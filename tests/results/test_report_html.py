@@ -67,17 +67,17 @@ def test_it_needs_no_other_file():
     assert "url(" not in page
 
 
-def test_it_says_the_same_each_time():
+def test_the_same_report_has_the_same_page():
     pages = {to_html(Report("T", [Section("S", [Figure(drawing(), "c", "a")])])) for _ in "12"}
     assert len(pages) == 1
 
 
-def test_names_are_unique_and_figures_told(tmp_path):
+def test_ids_are_unique_and_figures_have_a_text():
     sections = [Section("A", [Figure(drawing(), "c", "what it shows")]), Section("A", [Text("t")])]
     page = to_html(Report("T", sections))
     names = re.findall(r' id="([^"]+)"', page)
     assert len(names) == len(set(names)) == 2
-    assert [f'href="#{name}"' in page for name in names] == [True, True]
+    assert all(f'href="#{name}"' in page for name in names)
     assert 'alt="what it shows"' in page
     assert "<figcaption>c</figcaption>" in page
 

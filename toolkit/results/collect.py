@@ -1,8 +1,7 @@
-"""Runs as tidy tables: a row a run, or a row an epoch."""
+"""Runs as tables: a row per run, or a row per epoch."""
 
 import json
 from collections.abc import Mapping, Sequence
-from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,67 +23,48 @@ PRINCIPAL = (
     "precision",
     "runtime",
 )
-"""Options that are columns whether or not the runs differ in them."""
+"""Options that always have a column."""
 
 _SIZES = {"n": "microbatches", "n_microbatches": "microbatches", "n_stages": "stages"}
-"""A schedule's own sizes, by the options that they are unless they are given."""
+"""A schedule's own sizes, and the options that they replace."""
 
-_TOLD = {  # by a column of its own, or by another option
+_ELSEWHERE = {  # shown by a column of its own, or by another option
     *("seed", "schedule", "device", "workers", "model.name"),
     *("schedule.n", "schedule.n_stages", "schedule.n_microbatches"),
 }
 
 
 def collect(*folders: str | Path) -> "pd.DataFrame":
-    """Every run below the folders, a row each: what it was, what came of it, where it is from.
+    """Return every run below ``folders``, a row each, with its options, metrics and origin.
 
-    Accuracies are in per cent, ``seconds`` is a training's wall time. An option has a column if it
-    is :data:`PRINCIPAL`, or if runs differ in it. What has not finished is a row, too: ``state``
-    and ``message`` tell why, and its metrics are NaN. A row of a comparison whose runs.csv has not
-    been kept is the mean over its seeds, and has none.
+    Accuracies are in per cent; ``seconds`` is a training's wall time. An option has a column if it
+    is :data:`PRINCIPAL` or differs between runs. Unfinished runs have NaN as metrics and their
+    reason in ``state`` and ``message``. A comparison without runs.csv has a row per rule: the
+    mean over its seeds.
 
     Raises:
-        ValueError: a folder that does not exist, or without any run.
+        UserError: a folder does not exist, or there are no runs.
     """
     return frame(read_runs(folders))
 
 
 def learning_curves(*folders: str | Path) -> "pd.DataFrame":
-    """The epochs of every run below the folders, a row each; accuracies in per cent.
+    """Return the epochs of every run below ``folders``, a row each; accuracies in per cent.
 
-    An option has a column if runs differ in it.
+    An option has a column if it differs between runs.
 
     Raises:
-        ValueError: a folder that does not exist, or without any run.
+        UserError: a folder does not exist, or there are no runs.
     """
-    return epochs_frame(read_runs(folders))
-
-
-def frame(runs: Sequence[Run]) -> "pd.DataFrame":
-    """The table of :func:`collect`."""
     import pandas as pd
 
-    options = [flat_options(run.config) for run in runs]
-    shown = [*PRINCIPAL, *(name for name in differing(options) if name not in PRINCIPAL)]
-    metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    rows = [
-        _what(run)
-        | {name: run.metrics.get(name, float("nan")) for name in ["top1", *metrics]}
-        | {name: values.get(name) for name in shown}
-        | _origin(run)
-        for run, values in zip(runs, options, strict=True)
-    ]
-    return pd.DataFrame(rows).astype({"seed": "Int64"})
-
-
-def epochs_frame(runs: Sequence[Run]) -> "pd.DataFrame":
-    """The table of :func:`learning_curves`."""
-    import pandas as pd
-
+    runs = read_runs(folders)
     options = [flat_options(run.config) for run in runs]
     differ = differing(options)
     rows = [
-        _what(run) | _counted(epoch) | {name: values.get(name) for name in differ}
+        _what(run)
+        | {name: int(value) if name == "epoch" else value for name, value in epoch.items()}
+        | {name: values.get(name) for name in differ}
         for run, values in zip(runs, options, strict=True)
         for epoch in run.epochs
     ]
@@ -93,53 +73,49 @@ def epochs_frame(runs: Sequence[Run]) -> "pd.DataFrame":
     return pd.DataFrame(rows).astype({"seed": "Int64"})
 
 
-def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by their dotted names; a group that a ``_target_`` chooses has its name as a value.
+def frame(runs: Sequence[Run]) -> "pd.DataFrame":
+    """Return the table of :func:`collect`."""
+    import pandas as pd
 
-    Lists are JSON. The model is called by its name; sizes are those of the schedule.
+    options = [flat_options(run.config) for run in runs]
+    shown = dict.fromkeys([*PRINCIPAL, *differing(options)])
+    metrics = dict.fromkeys(["top1", *(name for run in runs for name in run.metrics)])
+    rows = [
+        _what(run)
+        | {name: run.metrics.get(name, float("nan")) for name in metrics}
+        | {name: values.get(name) for name in shown}
+        | _origin(run)
+        for run, values in zip(runs, options, strict=True)
+    ]
+    return pd.DataFrame(rows).astype({"seed": "Int64"})
+
+
+def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their dotted names.
+
+    A group with a ``_target_`` has the target's last name as its value, the model its own name.
+    Lists are JSON. Sizes that the schedule has replace those of the configuration.
     """
     found: dict[str, Any] = {}
     for name, value in without(flat(config), AROUND).items():
         if name.endswith("._target_"):
             name, value = name.removesuffix("._target_"), str(value).rpartition(".")[2]
         found[name] = json.dumps(value, default=str) if isinstance(value, list) else value
-    model = config.get("model")
+    model, schedule = config.get("model"), config.get("schedule")
     if isinstance(model, dict):
         found["model"] = model.get("target") or model.get("name") or found.get("model")
-    schedule = config.get("schedule")
     if isinstance(schedule, dict) and not schedule.get("file"):
-        sizes = {_SIZES[k]: n for k, n in schedule.items() if k in _SIZES and isinstance(n, int)}
-        found |= sizes
-    return {name: value for name, value in found.items() if name not in _TOLD}
+        found |= {_SIZES[k]: n for k, n in schedule.items() if k in _SIZES and isinstance(n, int)}
+    return {name: value for name, value in found.items() if name not in _ELSEWHERE}
 
 
 def _what(run: Run) -> dict[str, Any]:
-    return {
-        "folder": str(run.folder),
-        "kind": run.kind,
-        "state": run.state,
-        "message": run.message,
-        "rule": run.rule,
-        "schedule": run.schedule,
-        "seed": run.seed,
-    }
-
-
-def _counted(epoch: Mapping[str, float]) -> dict[str, float]:
-    """Its number whole, if it is."""
-    number = epoch.get("epoch", nan)
-    return {**epoch, "epoch": int(number) if number.is_integer() else number}
+    names = ("kind", "state", "message", "rule", "schedule", "seed")
+    return {"folder": str(run.folder)} | {name: getattr(run, name) for name in names}
 
 
 def _origin(run: Run) -> dict[str, Any]:
-    found = run.provenance
-    versions = found.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
-    return {
-        "commit": found.get("commit"),
-        "toolkit": versions.get("cdp-toolkit"),
-        "torch": versions.get("torch"),
-        "device": found.get("device"),
-        "started": found.get("started"),
-        "command": found.get("command"),
-    }
+    versions = run.provenance.get("versions") or {}
+    found = {"toolkit": versions.get("cdp-toolkit"), "torch": versions.get("torch")}
+    names = ("commit", "device", "started", "command")
+    return found | {name: run.provenance.get(name) for name in names}

@@ -1,4 +1,4 @@
-"""Schedules of runs, rebuilt from the options that these had."""
+"""Schedules rebuilt from the options of runs."""
 
 from collections.abc import Mapping
 from math import prod
@@ -14,13 +14,16 @@ _MOST_OPS = 1_000_000  # of a schedule
 
 
 def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
-    """The schedule that a run's options describe.
+    """Return the schedule that a run's options describe.
 
-    Only a function of the catalogue is called, with the options as they stand: a result may come
-    from anyone, so nothing that it names is imported, instantiated or resolved.
+    A result may come from anyone, so nothing that it names is imported, instantiated or resolved:
+    only a function of the catalogue is called, with plain values.
+
+    Args:
+        options: the group ``schedule`` of a configuration, or a rule of a comparison.
 
     Raises:
-        ValueError: they describe none, or none of this version.
+        UserError: they do not describe a schedule of this version.
     """
     target = options.get("_target_")
     name = target.removeprefix(_CATALOG) if isinstance(target, str) else ""
@@ -45,7 +48,7 @@ def rebuild_schedule(options: Mapping[str, Any]) -> "Schedule":
 
 
 def schedule_name(options: Any) -> str | None:
-    """What the schedule of these options is called; None if they describe none."""
+    """Return the schedule's name, or None if ``options`` do not describe a schedule."""
     try:
         return rebuild_schedule(options).name if isinstance(options, dict) else None
     except ValueError:

@@ -14,7 +14,7 @@ from toolkit.metric import Metric
 class Estimate:
     """A mean, and half the width of its 95 % interval.
 
-    That is NaN where values show no spread: a single one, or all equal, as counts of few can be.
+    The latter is NaN if values have no spread: a single one, or all equal, as small counts can be.
     """
 
     mean: float
@@ -27,15 +27,19 @@ class Estimate:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation of the sample; NaN for a single value."""
+    """Return the standard deviation of the sample; NaN for a single value."""
     return stdev(values) if len(values) > 1 else nan
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-    """The mean of value - baseline over pairs, with Student's 95 % interval.
+    """Return the mean of value - baseline over pairs, with Student's 95 % interval.
+
+    Args:
+        values: numbers, at least one.
+        baseline: as many numbers, in the same order.
 
     Raises:
-        ValueError: the sequences do not pair up.
+        UserError: the sequences differ in length, or are empty.
     """
     if len(values) != len(baseline) or not values:
         raise UserError(
@@ -52,10 +56,10 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
 
 
 def binomial_half_width(share: float, n: int) -> float:
-    """Half the width of the 95 % interval of a share that was counted on ``n`` samples.
+    """Return half the width of the 95 % interval of a share counted on ``n`` samples.
 
     z sqrt(p(1 - p) / (n + z^2)), where p = (n share + z^2 / 2) / (n + z^2) and z = 1.96: unlike
-    sqrt(share (1 - share) / n) it is not 0 where all of ``n`` are right.
+    sqrt(share (1 - share) / n) it is not 0 if all of ``n`` are right.
 
     Source: Agresti and Coull, The American Statistician 52(2), 1998.
     """
@@ -66,15 +70,14 @@ def binomial_half_width(share: float, n: int) -> float:
 
 
 def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
-    """:func:`paired_difference` over the seeds that both have; NaN where no pair is of numbers.
+    """Return :func:`paired_difference` over the shared seeds, or NaN if no pair is left.
 
     Args:
-        values: values by seed, in any order; NaN for a run that has diverged, whose seed is left
-            out.
-        baseline: values of the baseline, by seed, as above.
+        values: values by seed; NaN for a run that diverged, which leaves out its pair.
+        baseline: values of the baseline by seed, as above.
 
     Raises:
-        ValueError: they share no seed.
+        UserError: they share no seed.
     """
     shared = [seed for seed in values if seed in baseline]
     if not shared:
@@ -92,16 +95,16 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
 def over_seeds(
     values: Mapping[int, float], baseline: Mapping[int, float], by: Metric
 ) -> dict[str, float]:
-    """What a rule comes to, and how far from the ``baseline``, by the measure's columns.
+    """Return a rule's mean, spread, difference and half interval, by the metric's columns.
 
     Args:
-        values: values by seed, in the measure's unit; NaN for runs that have diverged, which are
-            left out.
-        baseline: values of the baseline, by seed, as above.
-        by: measure of the values.
+        values: values by seed, in the metric's unit; NaN for runs that diverged, which are left
+            out.
+        baseline: values of the baseline by seed, as above.
+        by: the metric.
 
     Raises:
-        ValueError: they share no seed.
+        UserError: they share no seed.
     """
     known = [value for value in values.values() if not isnan(value)]
     difference = paired_by_seed(values, baseline)
