@@ -12,16 +12,15 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _SUBPACKAGES = (
-    "config",
+    "cli",
     "cost",
     "figures",
     "model",
     "notebook",
-    "pilot",
-    "report",
+    "plan",
+    "results",
     "runtime",
     "schedule",
-    "tracking",
     "training",
 )
 

@@ -1,36 +1,41 @@
-"""Options of runs: their dotted names, which of them differ, and which change no result."""
+"""Options of runs: their names, which of them differ, and which change nothing of a training."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 COMPARED = "runs.yaml"
-"""File in a comparison's folder with the options of its runs."""
+"""In the folder of a comparison: the options of its runs."""
 
 ENDED = "runs.csv"
-"""File in a comparison's folder with the epochs of the runs that have ended."""
+"""In the folder of a comparison: the epochs of the runs that have ended."""
 
 UNDER_WAY = "under_way"
-"""Folder in a comparison's folder with a folder for each run that has begun and not ended."""
+"""In the folder of a comparison: a folder for each run that has begun and not ended."""
 
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
-"""Start of the note on a run whose options are only those of its last part."""
+"""How a note begins on a run whose options tell only of its last part."""
 
 AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
-"""Options around a run: its tracking, the run that it resumes, its comparison."""
+"""What is around a run: where it is tracked, what it goes on from, the comparison it is of."""
 
 INDIFFERENT = AROUND | {
-    *("save", "guard", "guard_factor"),  # checkpoints, and what happens after a divergence
-    *("profile", "diagnostics"),  # measurements
-    # How it is computed and read, which changes results by rounding at most.
+    *("save", "guard", "guard_factor", "profile", "diagnostics"),
     *("runtime", "device", "threads", "data.num_workers", "data.prefetch_factor"),
-    "cudnn_benchmark",
-    "workers",  # microbatches has its value
+    *("cudnn_benchmark", "workers"),
 }
-"""Options, or groups of them, that do not change the course of a training."""
+"""Options, or groups of them, on which the course of a training does not depend:
+
+- those :data:`AROUND` a run;
+- ``save``, ``guard``, ``guard_factor``: when it is kept, and what becomes of one that diverges;
+- ``profile``, ``diagnostics``: at what one looks meanwhile;
+- ``runtime``, ``device``, ``threads``, ``cudnn_benchmark``, ``data.num_workers``,
+  ``data.prefetch_factor``: by what it is computed and read, up to rounding;
+- ``workers``: ``microbatches`` has its value.
+"""
 
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{"a.b": c}`` for ``{"a": {"b": c}}``; a group without options is left out."""
+    """``{"a.b": c}`` of ``{"a": {"b": c}}``; a group without options is none."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -41,13 +46,13 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return flat ``options`` without ``names``, which may be options or groups."""
+    """The options but for some, or for groups of them, by their names."""
     groups = tuple(f"{name}." for name in names)
     return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
 
 
 def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the flat options that have two values or more among the runs that have them."""
+    """The flat options that have two values or more, where they are given."""
     first: dict[str, Any] = {}
     found: set[str] = set()
     for run in options:
