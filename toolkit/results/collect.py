@@ -42,6 +42,9 @@ def collect(*folders: str | Path) -> "pd.DataFrame":
     reason in ``state`` and ``message``. A comparison without runs.csv has a row per rule: the
     mean over its seeds.
 
+    Args:
+        folders: output folders of runs, or folders above them.
+
     Raises:
         UserError: a folder does not exist, or there are no runs.
     """
@@ -52,6 +55,9 @@ def learning_curves(*folders: str | Path) -> "pd.DataFrame":
     """Return the epochs of every run below ``folders``, a row each; accuracies in per cent.
 
     An option has a column if it differs between runs.
+
+    Args:
+        folders: output folders of runs, or folders above them.
 
     Raises:
         UserError: a folder does not exist, or there are no runs.

@@ -1,4 +1,6 @@
-"""``result.json``, the record of an experiment. Its schema, version 1:
+"""Reader and writer of ``result.json``, the record of an experiment.
+
+Its schema is version 1:
 
 | field | content |
 |---|---|
@@ -80,7 +82,13 @@ def write_result(
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Read ``folder/result.json``.
+    """Read and check ``folder/result.json``.
+
+    Args:
+        folder: output folder of an experiment.
+
+    Returns:
+        the fields of the schema, and the experiment's own.
 
     Raises:
         DamagedError: it cannot be read, or does not match the schema.

@@ -31,6 +31,10 @@ def build_report(runs: Sequence[Run], title: str) -> Report:
     """Return the report on ``runs``, with the sections :data:`SECTIONS`.
 
     What cannot be shown is named and left out.
+
+    Args:
+        runs: as :func:`toolkit.results.runs.read_runs` returns them.
+        title: heading of the page.
     """
     groups = group_runs(runs)
     schedules = schedules_of(groups)

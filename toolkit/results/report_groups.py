@@ -35,6 +35,7 @@ class Group:
 
     @property
     def config(self) -> Mapping[str, Any]:
+        """The options of the first run."""
         return self.runs[0].config
 
     @property

@@ -42,6 +42,9 @@ _MESSAGES = {
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Read every run below ``folders``, in the order of their names, damaged runs too.
 
+    Args:
+        folders: output folders of runs, or folders above them; links may name a run twice.
+
     Raises:
         UserError: a folder does not exist, or there are no runs.
     """
