@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Hardware:
             if not (isinstance(value, float | int) and value > 0):
                 raise UserError(f"hardware.{name} is a positive number: got {value!r}")
         latency = self.link_latency
-        if not (isinstance(latency, float | int) and isfinite(latency) and latency >= 0):
+        if not (isinstance(latency, float | int) and 0 <= latency < inf):
             raise UserError(f"hardware.link_latency is 0 or more seconds: got {latency!r}")
 
     @classmethod
@@ -100,10 +100,7 @@ class Hardware:
 def check_hardware(hardware: Hardware) -> None:
     """Raise UserError if ``hardware`` is not a Hardware, for example a preset's name."""
     if not isinstance(hardware, Hardware):
-        raise UserError(
-            f"hardware must be a toolkit.cost.Hardware: got {hardware!r}; load a machine of"
-            " conf/hardware with Hardware.preset(name)"
-        )
+        raise UserError(f"hardware is a Hardware, such as Hardware.preset(name): got {hardware!r}")
 
 
 def presets() -> dict[str, Hardware]:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from toolkit.cost.hardware import Hardware, check_hardware
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError, check_choice
-from toolkit.model.analysis import NodeCost, cut_off, node_costs
+from toolkit.model.analysis import Work, cut_off, node_costs, tensors_in
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import in_training, kept_generators, refused, trace
 
@@ -110,11 +109,13 @@ def memory_curve(
             raise UserError("axis=measured runs the model: give an example on a real device")
         with refused(model, inputs), kept_generators(inputs):
             seconds = _measured(traced, inputs, precision)
-        forward = [seconds[name][0] for name, _ in costs]
-        backward = [seconds[name][1] for name, _ in costs]
+        times = [seconds[name] for name, _ in costs]
     else:
-        forward = [_duration(node, False, axis, hardware) for _, node in costs]
-        backward = [_duration(node, True, axis, hardware) for _, node in costs]
+        times = [
+            (_duration(node.forward, axis, hardware), _duration(node.backward, axis, hardware))
+            for _, node in costs
+        ]
+    forward, backward = zip(*times, strict=True)
     kept = np.cumsum([node.activations for _, node in costs])
     durations = [*forward, *reversed(backward)]
     if not any(durations) or not (curve := _curve(durations, [*kept, *reversed(kept)])).peak:
@@ -131,12 +132,9 @@ def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
     return MemoryCurve(edges, np.array(levels, dtype=float)[lasting])
 
 
-def _duration(node: NodeCost, backward: bool, axis: str, hardware: Hardware | None) -> float:
-    work = node.backward if backward else node.forward
-    if axis == "flops":
-        return work.flops
-    if axis == "bytes":
-        return work.bytes
+def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
+    if axis in ("flops", "bytes"):
+        return float(getattr(work, axis))
     if hardware is None:
         raise UserError(
             'axis="roofline" needs hardware, for example Hardware.preset("a100_nvlink"); or choose'
@@ -178,11 +176,9 @@ class _Stopwatch(fx.Interpreter):
         with autocast(self.precision, self.device):
             output = getattr(self, n.op)(n.target, args, kwargs)
         middle = synchronized_time(self.device)
-        trained = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn]
+        trained = [x for x in tensors_in(output) if x.grad_fn]
         if trained:
             torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        self.seconds[n.name] = (
-            middle - begin,
-            synchronized_time(self.device) - middle if trained else 0.0,
-        )
+        end = synchronized_time(self.device) if trained else middle
+        self.seconds[n.name] = (middle - begin, end - middle)
         return output

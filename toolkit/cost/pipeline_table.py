@@ -93,10 +93,8 @@ def _pipeline(method: catalog.Method, p: int, m: int) -> Schedule:
         ranks = {"n_ranks": p} if "n_ranks" in method.options else {}
         return method(p * method.stages_per_rank, m, **ranks)
     if m % p:
-        raise UserError(
-            f"CDP gives each rank the same number of micro-batches: got {m} for {p} ranks;"
-            " choose a multiple"
-        )
+        why = "CDP gives each rank the same number of micro-batches"
+        raise UserError(f"{why}: got {m} for {p} ranks")
     return method(p, placement="per_stage", accumulate=m // p)
 
 

@@ -78,19 +78,20 @@ def _check(
             " schedule.lower(n_steps).verify()"
         )
     check_hardware(hardware)
-    if len(costs) != (n := program.schedule.n_stages):
+    n, n_ranks = program.schedule.n_stages, len(program.ranks)
+    if len(costs) != n:
         raise UserError(f"costs need one entry for each of the {n} stages: got {len(costs)}")
-    for name in ("speeds", "memories"):
-        if 0 < len(given := getattr(hardware, name)) < len(program.ranks):
-            raise UserError(
-                f"hardware.{name} needs an entry for each of the {len(program.ranks)} ranks, or"
-                f" none: got {len(given)}"
-            )
-    if optimizer_bytes and len(optimizer_bytes) != n:
+    if len(optimizer_bytes) not in (0, n):
         raise UserError(
-            f"optimizer_bytes needs one entry for each of the {n} stages, or none: got"
+            f"optimizer_bytes has an entry for each of {n} stages, or none: got"
             f" {len(optimizer_bytes)}"
         )
+    for name in ("speeds", "memories"):
+        if 0 < len(given := getattr(hardware, name)) < n_ranks:
+            raise UserError(
+                f"hardware.{name} has an entry for each of {n_ranks} ranks, or none: got"
+                f" {len(given)}"
+            )
 
 
 class _Simulation:
@@ -132,14 +133,13 @@ class _Simulation:
             for stage in program.updated(rank):
                 self.changes.append(Change(0.0, rank, OPTIMIZER, optimizer_bytes[stage]))
         self.names: dict[tuple, str] = {op: str(op) for op in program.schedule.timing.starts}
-        self.handlers = {action: self._compute for action in Action if action.computes} | {
+        self.handlers = {
+            action: self._collective if action.communicates else self._compute for action in Action
+        } | {
             Action.UPDATE: self._update,
             Action.PREDICT: self._predict,
             Action.SEND: self._send,
             Action.RECV: self._receive,
-            Action.ALL_REDUCE: self._collective,
-            Action.REDUCE: self._collective,
-            Action.BROADCAST: self._collective,
             Action.FREE: self._free,
         }
         schedule = program.schedule

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.schedule import Kind
 
@@ -163,11 +163,7 @@ class Timeline:
 
     def bytes_sent(self) -> tuple[float, ...]:
         """Return the bytes that each rank sent, collectives included."""
-        sent = [0.0] * self.n_ranks
-        for span in self.spans:
-            if span.lane == SEND:
-                sent[span.rank] += span.bytes
-        return tuple(sent)
+        return self._sent(lambda span: True)
 
     def bytes_a_step(self) -> tuple[float, ...]:
         """Return the bytes that each rank sends per steady-state step, whenever it sends them.
@@ -175,11 +171,15 @@ class Timeline:
         If no step is known to be steady, return the mean over all steps.
         """
         steps = self._steps_from_0()
+        sent = self._sent(lambda span: not self.steady or steps(span) in self.steady)
+        return tuple(n_bytes / len(self.steady or self.step_ends) for n_bytes in sent)
+
+    def _sent(self, counts: Callable[[Span], bool]) -> tuple[float, ...]:
         sent = [0.0] * self.n_ranks
         for span in self.spans:
-            if span.lane == SEND and (not self.steady or steps(span) in self.steady):
+            if span.lane == SEND and counts(span):
                 sent[span.rank] += span.bytes
-        return tuple(n_bytes / len(self.steady or self.step_ends) for n_bytes in sent)
+        return tuple(sent)
 
     def to_frame(self) -> "pd.DataFrame":
         """Return the spans as a pandas DataFrame, one row each."""
@@ -189,23 +189,28 @@ class Timeline:
 
     def to_chrome_trace(self, path: str | Path) -> None:
         """Write a Perfetto or chrome://tracing trace: a process per rank, a row per lane."""
+        lanes = (*LANES, "slots")
         events: list[dict] = []
-        slots = self._slots()
-        for rank in range(self.n_ranks):
-            events.append(_metadata("process_name", rank, 0, f"rank {rank}"))
-            for lane, name in enumerate((*LANES, "slots")):
-                events.append(_metadata("thread_name", rank, lane, name))
-            for slot, (start, end) in sorted(slots[rank].items()):
-                events.append(_complete(f"slot {slot}", rank, len(LANES), start, end))
-        for span in self.spans:
-            named = ("stage", "microbatch", "step", "bytes", "peer", "slot")
-            args = {key: value for key in named if (value := getattr(span, key)) is not None}
-            event = _complete(span.name, span.rank, LANES.index(span.lane), span.start, span.end)
-            events.append(event | {"cat": span.lane, "args": args})
-        for rank in range(self.n_ranks):
+
+        def add(phase: str, name: str, rank: int, args: dict | None = None, **more: object) -> None:
+            events.append({"ph": phase, "name": name, "pid": rank, **more, "args": args or {}})
+
+        def bar(name: str, rank: int, lane: str, start: float, end: float, **more: Any) -> None:
+            when: dict[str, Any] = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            add("X", name, rank, tid=lanes.index(lane), **when, **more)
+
+        for rank, slots in enumerate(self._slots()):
+            add("M", "process_name", rank, {"name": f"rank {rank}"}, tid=0)
+            for k, lane in enumerate(lanes):
+                add("M", "thread_name", rank, {"name": lane}, tid=k)
+            for slot, (start, end) in sorted(slots.items()):
+                bar(f"slot {slot}", rank, "slots", start, end)
             for when, held in self.memory(rank):
-                counter = {"ph": "C", "name": "memory", "pid": rank, "ts": when * 1e6}
-                events.append(counter | {"args": {"bytes": held}})
+                add("C", "memory", rank, {"bytes": held}, ts=when * 1e6)
+        named = ("stage", "microbatch", "step", "bytes", "peer", "slot")
+        for span in self.spans:
+            args = {key: value for key in named if (value := getattr(span, key)) is not None}
+            bar(span.name, span.rank, span.lane, span.start, span.end, args=args, cat=span.lane)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _slots(self) -> list[dict[int, tuple[float, float]]]:
@@ -217,12 +222,3 @@ class Timeline:
                 start, end = times.get(span.slot, (span.start, span.end))
                 times[span.slot] = min(start, span.start), max(end, span.end)
         return found
-
-
-def _complete(name: str, rank: int, lane: int, start: float, end: float) -> dict:
-    duration = (end - start) * 1e6
-    return {"ph": "X", "name": name, "pid": rank, "tid": lane, "ts": start * 1e6, "dur": duration}
-
-
-def _metadata(kind: str, rank: int, lane: int, name: str) -> dict:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": lane, "args": {"name": name}}

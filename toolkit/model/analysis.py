@@ -108,9 +108,9 @@ def node_costs(
 @torch.no_grad()
 def outputs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, Any]:
     """Return the result of each node of ``traced`` on the meta device, by node name."""
-    recorder = _Outputs(meta_copy(traced), garbage_collect_values=False)
-    recorder.run(*(_to_meta(tensor) for tensor in example))
-    return recorder.found
+    interpreter = fx.Interpreter(meta_copy(traced), garbage_collect_values=False)
+    interpreter.run(*(_to_meta(tensor) for tensor in example))
+    return {node.name: value for node, value in interpreter.env.items()}
 
 
 def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
@@ -134,17 +134,6 @@ def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
         return cut[id(value)]
 
     return tree_map(begin, values), leaves
-
-
-class _Outputs(fx.Interpreter):
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.found: dict[str, Any] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        output = super().run_node(n)
-        self.found[n.name] = output
-        return output
 
 
 def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter]]:
@@ -221,15 +210,17 @@ class _Recorder(AsTrained):
         (args, kwargs), leaves = cut_off((args, kwargs), changed=bool(changes))
         kept = self.bytes
         keeping = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
-        with _Counter() as forward, keeping:
+        with _counting() as forward, keeping:
             output = self._run(n, args, kwargs)
-        leaves += [parameter for _, parameter in parameters_of(self.module, n)]
-        with _Counter() as backward:
-            _backward(output, leaves)
+        parameters = [parameter for _, parameter in parameters_of(self.module, n)]
+        with _counting() as backward:
+            _backward(output, [*leaves, *parameters])
+        new = {id(p): p.numel() for p in parameters if id(p) not in self.counted}
+        self.counted |= new.keys()
         self.costs[n.name] = NodeCost(
             forward=forward.work,
             backward=backward.work,
-            parameters=self._new_parameters(n),
+            parameters=sum(new.values()),
             activations=self.bytes - kept,
             changes=changes,
             state=tuple(k for k, x in self.state.items() if x._version != before[k]),
@@ -258,12 +249,6 @@ class _Recorder(AsTrained):
             self.bytes += tensor.untyped_storage().nbytes()
         return tensor
 
-    def _new_parameters(self, n: fx.Node) -> int:
-        found = {id(p): p for _, p in parameters_of(self.module, n)}
-        new = {k: p for k, p in found.items() if k not in self.counted}
-        self.counted |= new.keys()
-        return sum(parameter.numel() for parameter in new.values())
-
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a node's result."""
@@ -278,29 +263,12 @@ def _backward(output: Any, leaves: list[Tensor]) -> None:
         torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
 
 
-class _Counter:
+@contextmanager
+def _counting() -> Iterator["_Traffic"]:
     """Count the work of the operations inside the context."""
-
-    def __init__(self) -> None:
-        self._flops = FlopCounterMode(display=False, custom_mapping=_FLOPS)
-        self._traffic = _Traffic()
-
-    def __enter__(self) -> "_Counter":
-        self._flops.__enter__()
-        self._traffic.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._traffic.__exit__(*error)
-        self._flops.__exit__(*error)
-
-    @property
-    def draws(self) -> bool:
-        return self._traffic.draws
-
-    @property
-    def work(self) -> Work:
-        return Work(self._flops.get_total_flops(), self._traffic.bytes, self._traffic.in_16_bits)
+    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as flops, _Traffic() as traffic:
+        yield traffic
+    traffic.flops = flops.get_total_flops()
 
 
 def _convolution_backward(*args: Any, **rest: Any) -> int:
@@ -323,26 +291,24 @@ class _Traffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes = 0
-        self.in_16_bits = False
-        self.draws = False
+        self.flops = self.bytes = 0
+        self.in_16_bits = self.draws = False
+
+    @property
+    def work(self) -> Work:
+        return Work(self.flops, self.bytes, self.in_16_bits)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         if func.is_view or func in _ALLOCATIONS:
             return output
-        self.draws |= _draws(func, args)
+        drops = attention.draws(func, args)
+        seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.draws |= seeded if drops is None else drops
         touched = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
         self.bytes += sum(x.nbytes for x in touched)
         self.in_16_bits |= any(x.dtype in attention.HALVES for x in touched)
         return output
-
-
-def _draws(kernel: Any, arguments: tuple[Any, ...]) -> bool:
-    of_attention = attention.draws(kernel, arguments)
-    if of_attention is not None:
-        return of_attention
-    return torch.Tag.nondeterministic_seeded in kernel.tags
 
 
 _ALLOCATIONS = {

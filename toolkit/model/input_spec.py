@@ -33,11 +33,8 @@ class Images:
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of a function that makes a model for these images."""
-        return {
-            "n_classes": self.n_classes,
-            "image_size": self.width,
-            "in_channels": self.channels,
-        }
+        sizes = {"image_size": self.width, "in_channels": self.channels}
+        return {"n_classes": self.n_classes, **sizes}
 
     def example(self, n: int, device: torch.device | str = "cpu") -> Tensor:
         """Return pixels ``[n, channels, height, width]`` from a fixed seed."""

@@ -103,13 +103,8 @@ def partition(
     traced = trace(model, len(inputs))
     check_traceable(model, traced)
     costs = _costs(model, traced, inputs)
-    nodes = [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
-    output = next(iter(reversed(traced.graph.nodes))).args[0]
-    if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
-        raise UserError(
-            f"{type(model).__name__} must return one tensor: wrap it in a module that selects one"
-        )
-    crossing = _Crossings(traced, nodes, costs, _batched(model, traced, inputs, costs, output.name))
+    crossing = _Crossings(traced, costs, _batched(model, traced, inputs, costs))
+    nodes = crossing.nodes
     if isinstance(by, str) or not isinstance(by, Sequence):
         if by not in MEASURES:
             raise UserError(
@@ -119,12 +114,12 @@ def partition(
         cuts = _balance(loads, n_stages, crossing)
     else:
         loads = [0] * len(nodes)
-        cuts = _named_cuts(nodes, n_stages, list(by), crossing)
+        cuts = _named_cuts(n_stages, list(by), crossing)
     edges = [0, *cuts, len(nodes)]
     spans = list(pairwise(edges))
     return Stages(
         model=model,
-        modules=tuple(_stage(traced, nodes, crossing, *span) for span in spans),
+        modules=tuple(crossing.stage(*span) for span in spans),
         boundaries=tuple(crossing.boundary(begin) for begin, _ in spans),
         output=crossing.boundary(len(nodes))[0],
         loads=tuple(sum(loads[begin:end]) for begin, end in spans),
@@ -158,75 +153,67 @@ def _batched(
     traced: fx.GraphModule,
     inputs: tuple[torch.Tensor, ...],
     costs: dict[str, NodeCost],
-    output: str,
 ) -> set[str]:
     """Return the nodes whose first dimension grows by one row if the inputs' does."""
-    n = inputs[0].shape[0]
+    name, n = type(model).__name__, inputs[0].shape[0]
+    output = next(iter(reversed(traced.graph.nodes))).args[0]
+    if not isinstance(output, fx.Node) or not isinstance(costs[output.name].output, torch.Tensor):
+        raise UserError(f"{name} must return one tensor: wrap it in a module that selects one")
     more = tuple(t.new_empty((n + 1, *t.shape[1:]), device="meta") for t in inputs)
     try:
         others = outputs(traced, more)
-    except Exception as error:  # as above
+    except Exception as error:  # the model's own code may raise anything
         raise UserError(
-            f"{type(model).__name__} runs on {n} rows but not on {n + 1}: the first dimension must"
-            f" be the batch: {first_line(error)}"
+            f"{name} runs on {n} rows but not on {n + 1}: the first dimension must be the batch:"
+            f" {first_line(error)}"
         ) from error
-    sizes = {k: _first_sizes(cost.output, others[k]) for k, cost in costs.items()}
-    answers = sizes[output]
+    sizes = {
+        k: [x.shape[0] for x in pair if isinstance(x, torch.Tensor) and x.dim()]
+        for k, pair in ((k, (cost.output, others[k])) for k, cost in costs.items())
+    }
+    answers = sizes[output.name]
     if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
         raise UserError(
-            f"{type(model).__name__} must return one tensor with the batch first: got shape"
-            f" {shapes_of((costs[output].output,))} for {n} samples"
+            f"{name} must return one tensor with the batch first: got shape"
+            f" {shapes_of((costs[output.name].output,))} for {n} samples"
         )
-    return {k for k, pair in sizes.items() if pair == (n, n + 1)}
-
-
-def _first_sizes(*values: object) -> tuple[int, ...]:
-    return tuple(x.shape[0] for x in values if isinstance(x, torch.Tensor) and x.dim() > 0)
+    return {k for k, pair in sizes.items() if pair == [n, n + 1]}
 
 
 class _Crossings:
     """Values that cross the cut before each node, and what forbids that cut."""
 
     def __init__(
-        self,
-        traced: fx.GraphModule,
-        nodes: list[fx.Node],
-        costs: dict[str, NodeCost],
-        batched: set[str],
+        self, traced: fx.GraphModule, costs: dict[str, NodeCost], batched: set[str]
     ) -> None:
-        self.traced, self.nodes, self.costs, self.batched = traced, nodes, costs, batched
-        self.at: list[list[fx.Node]] = [[] for _ in range(len(nodes) + 1)]
-        self.obstacle: list[str | None] = [None] * (len(nodes) + 1)
-        position = {node: k for k, node in enumerate(nodes)}
+        self.traced, self.costs, self.batched = traced, costs, batched
+        self.nodes = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
+        self.at: list[list[fx.Node]] = [[] for _ in range(len(self.nodes) + 1)]
+        self.obstacle: list[str | None] = [None] * (len(self.nodes) + 1)
+        position = {node: k for k, node in enumerate(self.nodes)}
         by_name = {node.name: node for node in traced.graph.nodes}
         for node in traced.graph.nodes:
             if node.op in ("get_attr", "output"):  # each stage reads its own attributes
                 continue
             made = position.get(node, -1)
-            uses = [position.get(user, len(nodes)) for user in node.users]
-            for cut in range(made + 1, max(uses, default=-1) + 1):
+            uses = [position.get(user, len(self.nodes)) for user in node.users]
+            crossed = range(made + 1, max(uses, default=-1) + 1)
+            for cut in crossed:
                 self.at[cut].append(node)
-                self._check_value(cut, node)
+            if not isinstance(costs[node.name].output, torch.Tensor):
+                self._forbid(crossed, f"{node} is not a tensor")
+            elif node.name not in batched:
+                self._forbid(crossed, f"{node} has no batch dimension")
             for changed in costs[node.name].changes:
                 first = position.get(by_name[changed], -1) + 1
                 self._forbid(range(first, made + 1), f"{node} changes {changed} in place")
-        self._keep_shared_parameters_together(position)
-
-    def _check_value(self, cut: int, node: fx.Node) -> None:
-        value = self.costs[node.name].output
-        if not isinstance(value, torch.Tensor):
-            self._forbid([cut], f"{node} is not a tensor")
-        elif node.name not in self.batched:
-            self._forbid([cut], f"{node} has no batch dimension")
-
-    def _keep_shared_parameters_together(self, position: dict[fx.Node, int]) -> None:
-        uses: dict[int, list[int]] = {}
+        shared: dict[int, list[int]] = {}
         for node, k in position.items():
             # A node that only reads a parameter may be repeated; what counts is who uses it.
             users = [position[user] for user in node.users if user in position]
-            for _, parameter in parameters_of(self.traced, node):
-                uses.setdefault(id(parameter), []).extend(users if node.op == "get_attr" else [k])
-        for found in uses.values():
+            for _, parameter in parameters_of(traced, node):
+                shared.setdefault(id(parameter), []).extend(users if node.op == "get_attr" else [k])
+        for found in shared.values():
             between = range(min(found, default=0) + 1, max(found, default=0) + 1)
             self._forbid(between, "a parameter is used on both sides")
 
@@ -234,12 +221,8 @@ class _Crossings:
         for cut in cuts:
             self.obstacle[cut] = self.obstacle[cut] or why
 
-    def allowed(self) -> list[int]:
-        return [cut for cut in range(1, len(self.nodes)) if self.obstacle[cut] is None]
-
     def bytes(self, cut: int) -> int:
-        outputs = (self.costs[node.name].output for node in self.at[cut])
-        return sum(tensor.nbytes for tensor in outputs)
+        return sum(self.costs[node.name].output.nbytes for node in self.at[cut])
 
     def boundary(self, cut: int) -> tuple[Boundary, ...]:
         return tuple(
@@ -248,10 +231,46 @@ class _Crossings:
             if isinstance(tensor := self.costs[node.name].output, torch.Tensor)
         )
 
+    def stage(self, begin: int, end: int) -> fx.GraphModule:
+        """Return the nodes from ``begin`` to before ``end`` as a module."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        inputs = [node for node in self.traced.graph.nodes if node.op == "placeholder"]
+        for node in self.at[begin] if begin else inputs:
+            copies[node] = graph.placeholder(node.name)
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node not in copies:
+                assert node.op == "get_attr", f"{node} does not cross into this stage"
+                copies[node] = graph.node_copy(node)
+            return copies[node]
+
+        own = self.nodes[begin:end]
+        for node in own:
+            if node not in copies and node.op != "get_attr":
+                for argument in node.all_input_nodes:
+                    copied(argument)
+                copies[node] = graph.node_copy(node, copied)
+        graph.output(tuple(copied(node) for node in self.at[end]))
+        draws = any(self.costs[node.name].draws for node in own)
+        return subgraph(self.traced, graph, draws=draws, mixes=any(map(self._mixes, own)))
+
+    def _mixes(self, node: fx.Node) -> bool:
+        """Whether an operation mixes the samples of different micro-batches in one batch.
+
+        A batch norm whose input has the batch first separates micro-batches already.
+        """
+        if node.op != "call_module":
+            return False
+        module = self.traced.get_submodule(str(node.target))
+        if isinstance(module, _BatchNorm):
+            return any(x.name not in self.batched for x in node.all_input_nodes)
+        return bool(getattr(module, "scale_grad_by_freq", False))
+
 
 def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:
     """Return the best allowed cuts; see :func:`toolkit.model.balance.balanced`."""
-    allowed = crossing.allowed()
+    allowed = [k for k, why in enumerate(crossing.obstacle[:-1]) if k and why is None]
     if not 1 <= n_stages <= len(allowed) + 1:
         found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
         obstacle = "".join(f"; most other cuts fail: {why}" for why, _ in found.most_common(1))
@@ -265,18 +284,16 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
     return [edges[cut] for cut in cuts]
 
 
-def _named_cuts(
-    nodes: list[fx.Node], n_stages: int, names: list[str], crossing: _Crossings
-) -> list[int]:
+def _named_cuts(n_stages: int, names: list[str], crossing: _Crossings) -> list[int]:
     if len(names) != n_stages - 1:
         raise UserError(
             f"{n_stages} stages need {n_stages - 1} names of first modules: got {len(names)}"
         )
     cuts = []
     for name in names:
-        inside = [k for k, node in enumerate(nodes) if _belongs(node, name)]
+        inside = [k for k, node in enumerate(crossing.nodes) if _belongs(node, name)]
         if not inside:
-            paths = dict.fromkeys(path for node in nodes for path in _paths(node) if path)
+            paths = dict.fromkeys(path for node in crossing.nodes for path in _paths(node) if path)
             near = "".join(f"did you mean {path}? " for path in get_close_matches(name, paths, 1))
             outermost = dict.fromkeys(path.partition(".")[0] for path in paths)
             raise UserError(
@@ -301,48 +318,6 @@ def _paths(node: fx.Node) -> list[str]:
     return [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
 
 
-def _stage(
-    traced: fx.GraphModule, nodes: list[fx.Node], crossing: _Crossings, begin: int, end: int
-) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    if begin == 0:
-        received = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    else:
-        received = crossing.at[begin]
-    for node in received:
-        copies[node] = graph.placeholder(node.name)
-
-    def copied(node: fx.Node) -> fx.Node:
-        if node not in copies:
-            assert node.op == "get_attr", f"{node} does not cross into this stage"
-            copies[node] = graph.node_copy(node)
-        return copies[node]
-
-    for node in nodes[begin:end]:
-        if node not in copies and (node.op != "get_attr"):
-            for argument in node.all_input_nodes:
-                copied(argument)
-            copies[node] = graph.node_copy(node, copied)
-    graph.output(tuple(copied(node) for node in crossing.at[end]))
-    draws = any(crossing.costs[node.name].draws for node in nodes[begin:end])
-    mixes = any(_mixes(traced, node, crossing.batched) for node in nodes[begin:end])
-    return subgraph(traced, graph, draws=draws, mixes=mixes)
-
-
-def _mixes(traced: fx.GraphModule, node: fx.Node, batched: set[str]) -> bool:
-    """Whether an operation mixes the samples of different micro-batches in one batch.
-
-    A batch norm whose input has the batch first separates micro-batches already.
-    """
-    if node.op != "call_module":
-        return False
-    module = traced.get_submodule(str(node.target))
-    if isinstance(module, _BatchNorm):
-        return any(x.name not in batched for x in node.all_input_nodes)
-    return bool(getattr(module, "scale_grad_by_freq", False))
-
-
 def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
     """Raise UserError unless ``checkpoint`` is ``none``, ``all`` or a list."""
     listed = isinstance(checkpoint, Sequence) and not isinstance(checkpoint, str)
@@ -363,11 +338,11 @@ def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[in
         UserError: ``checkpoint`` is something else.
     """
     check_checkpoint(checkpoint)
-    for stage in () if isinstance(checkpoint, str) else checkpoint:
-        if stage not in range(n_stages):
-            raise UserError(
-                f"unknown stage {stage!r} in checkpoint: choose from 0 to {n_stages - 1}"
-            )
+    named = () if isinstance(checkpoint, str) else checkpoint
+    if unknown := [stage for stage in named if stage not in range(n_stages)]:
+        raise UserError(
+            f"unknown stage {unknown[0]!r} in checkpoint: choose from 0 to {n_stages - 1}"
+        )
     return frozenset(stage for stage in range(n_stages) if recomputes(checkpoint, stage))
 
 

@@ -244,20 +244,19 @@ def _seeing_draws() -> Iterator[None]:
     """Reject random draws that the graph would freeze."""
     before = _generators()
     yield
-    if any(state != now for state, now in zip(before, _generators(), strict=True)):
+    if before != _generators():
         raise _UntraceableError(
             "draws random numbers in its forward that do not depend on its input, and its graph"
             " would draw them once: use torch.randn_like(x), or a function marked by torch.fx.wrap"
         )
 
 
-def _generators() -> tuple[object, ...]:
+def _generators() -> list[object]:
     """Return the states of the generators that a forward may use."""
-    _, numbers, *rest = np.random.get_state(legacy=True)
+    kind, numbers, *rest = np.random.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    tensors = [torch.get_rng_state(), *devices]
-    drawn = tuple(state.numpy(force=True).tobytes() for state in tensors)
-    return drawn, random.getstate(), np.asarray(numbers).tobytes(), rest
+    tensors = [state.numpy(force=True).tobytes() for state in (torch.get_rng_state(), *devices)]
+    return [tensors, random.getstate(), kind, np.asarray(numbers).tobytes(), rest]
 
 
 @contextmanager

@@ -57,33 +57,25 @@ def _resnet(
     width = _WIDTH if width is None else width
     if width == _WIDTH:
         model = get_model(name, num_classes=n_classes)
-    else:
-        model = _resnet_of_width(name, n_classes, width)
+    else:  # torchvision has no argument for it
+        with torch.device("meta"):  # every layer with weights is replaced below
+            model = get_model(name, num_classes=n_classes)
+        model.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        model.bn1 = nn.BatchNorm2d(width)
+        model.inplanes = width
+        for k in range(4):
+            old = getattr(model, f"layer{k + 1}")
+            layer = model._make_layer(type(old[0]), width * 2**k, len(old), stride=2 if k else 1)
+            setattr(model, f"layer{k + 1}", layer)
+        model.fc = nn.Linear(model.inplanes, n_classes)
+        _initialise(model)
     small = image_size <= _SMALL_IMAGE
     if small or in_channels != 3:
         kernel, stride = (3, 1) if small else (7, 2)
         model.conv1 = nn.Conv2d(in_channels, width, kernel, stride, kernel // 2, bias=False)
-        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+        _initialise(model.conv1)
     if small:
         model.maxpool = nn.Identity()
-    return model
-
-
-def _resnet_of_width(name: str, n_classes: int, width: int) -> nn.Module:
-    """torchvision's ResNet with another width, for which it has no argument."""
-    from torchvision.models import get_model
-
-    with torch.device("meta"):  # every layer with weights is replaced below
-        model = get_model(name, num_classes=n_classes)
-    model.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
-    model.bn1 = nn.BatchNorm2d(width)
-    model.inplanes = width
-    for k in range(4):
-        old = getattr(model, f"layer{k + 1}")
-        layer = model._make_layer(type(old[0]), width * 2**k, len(old), stride=2 if k else 1)
-        setattr(model, f"layer{k + 1}", layer)
-    model.fc = nn.Linear(model.inplanes, n_classes)
-    _initialise(model)
     return model
 
 
