@@ -101,18 +101,6 @@ def test_1f1b_starts_no_more_than_it_can_finish(make, p, m):
 
 
 @pytest.mark.parametrize(
-    "make", [pipeline_orders.gpipe, pipeline_orders.one_f_one_b, pipeline_orders.zero_bubble]
-)
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_each_part_of_a_micro_batch_follows_the_one_before(make, p, m):
-    for rank, order in enumerate(make(p, m)):
-        for microbatch in range(m):
-            kinds = [op.kind for op in order if op == Op(op.kind, rank, microbatch)]
-            assert kinds == sorted(kinds)
-            assert len(kinds) == (3 if make is pipeline_orders.zero_bubble else 2)
-
-
-@pytest.mark.parametrize(
     ("make", "length"),
     [
         (catalog.gpipe, lambda p, m: 2 * (m + p - 1)),

@@ -126,23 +126,31 @@ def first(action, buffer=Buffer.PREDICTION):
     return find(PROGRAM, lambda i: i.action == action and i.buffer == buffer)
 
 
-def test_a_missing_prediction():
-    rank, predict = first(Action.PREDICT)
-    message = refusal(drop(PROGRAM, rank, predict))
-    assert "FORWARD prediction stage 0" in message
-    assert "the rank does not hold the prediction from version 1 of stage 0" in message
+def instead(**fields):
+    return lambda program, rank, i: put(program, rank, i, i._replace(**fields))
 
 
-def test_late_weights_read_as_they_are():
-    rank, op = first(Action.FORWARD)
-    message = refusal(put(PROGRAM, rank, op, op._replace(buffer=None)))
-    assert "promises weight version 1, and to predict from it" in message
+LATE = Buffer.PREDICTION
 
 
-def test_a_prediction_where_none_is_promised():
-    rank, op = first(Action.FORWARD, None)
-    wrong = op._replace(buffer=Buffer.PREDICTION)
-    assert "promises weight version 0\n" in refusal(put(PROGRAM, rank, op, wrong))
+@pytest.mark.parametrize(
+    ("action", "buffer", "change", "why"),
+    [
+        (Action.PREDICT, LATE, drop, "does not hold the prediction from version 1 of stage 0"),
+        (Action.FORWARD, LATE, instead(buffer=None), "weight version 1, and to predict from it"),
+        (Action.FORWARD, None, instead(buffer=LATE), "promises weight version 0\n"),
+        (Action.PREDICT, LATE, instead(step=1), "predicts nothing from version 1"),
+        (Action.PREDICT, LATE, twice, "holds that prediction already"),
+        (
+            Action.FREE,
+            LATE,
+            drop,
+            "slot 16, FREE prediction stage 2 step 2 version 1: it is missing",
+        ),
+    ],
+)
+def test_a_broken_program_is_refused(action, buffer, change, why):
+    assert why in refusal(change(PROGRAM, *first(action, buffer)))
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -155,20 +163,3 @@ def test_a_prediction_without_both_versions(version):
     )
     message = refusal(before(PROGRAM, rank, free, predict))
     assert f"{predict}: the rank does not hold version {version} of" in message
-
-
-def test_a_prediction_of_what_is_fresh():
-    rank, predict = first(Action.PREDICT)
-    wrong = predict._replace(step=predict.version)
-    assert "predicts nothing from version 1" in refusal(put(PROGRAM, rank, predict, wrong))
-
-
-def test_a_prediction_made_twice():
-    rank, predict = first(Action.PREDICT)
-    assert "holds that prediction already" in refusal(twice(PROGRAM, rank, predict))
-
-
-def test_a_prediction_that_is_never_freed():
-    rank, free = first(Action.FREE)
-    message = refusal(drop(PROGRAM, rank, free))
-    assert f"slot {PROGRAM.slot(free)}, {free}: it is missing" in message

@@ -79,17 +79,6 @@ def test_one_less_anywhere_is_refused(schedule, data):
         assert "\n".join(grid).count("[") == 1
 
 
-@given(schedules(chains=["in_order"]), st.integers(0, 4))
-@quick
-def test_every_delay_from_the_freshest_on_is_accepted(schedule, more):
-    most = replace(schedule, delay="freshest").max_staleness
-    late = replace(schedule, delay=most + more)
-    assert {d for row in late.staleness for d in row} == {most + more}
-    if most:
-        with pytest.raises(UserError, match="cannot read weights"):
-            replace(schedule, delay=most - 1)
-
-
 @given(schedules(), st.integers(0, 6))
 @quick
 def test_versions_begin_at_zero(schedule, step):

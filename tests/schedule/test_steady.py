@@ -220,32 +220,18 @@ def test_sharded_cdp_is_point_to_point_and_bounded(n, delay):
     assert max(t.messages for slot in steady(*choices).traffic for t in slot) <= 3
 
 
-def weights_held(*choices):
-    """The most stage-versions that any rank holds."""
-    most = []
-    begin = schedule(*choices).first_holders
-    for rank, instructions in enumerate(program(*choices).ranks):
-        held = sum(rank in begin(j) for j in range(schedule(*choices).n_stages))
-        peak = held
-        for i in instructions:
-            comes = i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0])
-            if i.action == Action.UPDATE or (comes and i.buffer == Buffer.WEIGHTS):
-                held += 1
-            elif i.action == Action.FREE and i.buffer == Buffer.WEIGHTS:
-                held -= 1
-            peak = max(peak, held)
-        most.append(peak)
-    return max(most)
-
-
 @pytest.mark.parametrize("n", SIZES)
 def test_sharded_weights_do_not_grow_with_n(n):
     """One stage owned, and the few that pass through; replicated, every stage is held."""
-    assert weights_held(DP, n) == n + 1
-    assert weights_held(DP, n, "per_microbatch", "sharded") == 3
+
+    def held(*choices):
+        return max(program(*choices).peak_weights())
+
+    assert held(DP, n) == n + 1
+    assert held(DP, n, "per_microbatch", "sharded") == 3
     for delay in RULES:
-        assert weights_held(delay, n) > n
-        assert weights_held(delay, n, "per_microbatch", "sharded") <= 4
+        assert held(delay, n) > n
+        assert held(delay, n, "per_microbatch", "sharded") <= 4
 
 
 @given(schedules())

@@ -60,7 +60,7 @@ PLACE = re.compile(r"rank (\d+), slot (\d+), ([A-Z_]+ .*stage \d+[^:]*): (.+)")
 
 
 def names_the_place(message, program=None):
-    """Rank, slot and instruction are named, and are those of the program."""
+    """The reason. Rank, slot and instruction are named, and are those of the program."""
     first, head, *_ = message.splitlines()
     found = PLACE.fullmatch(first)
     assert found, first
@@ -90,30 +90,129 @@ def is_free(buffer):
     return lambda i: i.action == Action.FREE and i.buffer == buffer
 
 
-@given(programs(placements=APART), st.data())
-@quick
-@pytest.mark.parametrize("action", [Action.SEND, Action.RECV], ids=["send", "receive"])
-def test_a_dropped_message(action, program, data):
-    rank, message = pick(data, program, lambda i: i.action == action)
-    mutant = drop(program, rank, message)
-    names_the_place(refusal(mutant), mutant)
+def of(*actions):
+    return lambda i: i.action in actions
 
 
-@given(programs(placements=APART), st.data())
-@quick
-def test_a_dropped_send_and_its_receive(program, data):
-    rank, send = pick(data, program, lambda i: i.action == Action.SEND)
+def same(program, rank, i, action, **other):
+    """The instruction of ``rank`` that does ``action`` for the stage, micro-batch and step of i."""
+    key = (action, *i._replace(**other)[2:5])
+    return next(found for found in program.ranks[rank] if found[1:5] == key)
+
+
+def drop_both(program, rank, send, data):
     receive = send._replace(action=Action.RECV, peers=(rank,))
-    mutant = drop(drop(program, rank, send), send.peers[0], receive)
-    names_the_place(refusal(mutant), mutant)
+    return drop(drop(program, rank, send), send.peers[0], receive)
 
 
-@given(programs(placements=APART, rules=["simultaneous"]), st.data())
+def redirect(program, rank, send, data):
+    others = sorted({*range(len(program.ranks))} - {rank, *send.peers})
+    assume(others)
+    return put(program, rank, send, send._replace(peers=(data.draw(st.sampled_from(others)),)))
+
+
+def exchange(program, rank, backward, data):
+    """A backward and its forward change places."""
+    forward = same(program, rank, backward, Action.FORWARD)
+    forward_there = backward._replace(action=Action.FORWARD, tick=forward.tick)
+    mutant = put(program, rank, forward_there, None)
+    return put(put(mutant, rank, backward, forward_there), rank, None, backward)
+
+
+def second_half_first(program, rank, second, data):
+    return before(program, rank, second, same(program, rank, second, Action.BACKWARD_INPUT))
+
+
+def later_stage_first(program, rank, later, data):
+    earlier = same(program, rank, later, Action.FORWARD, stage=later.stage - 1)
+    return before(program, rank, later, earlier)
+
+
+def free_before_use(program, rank, free, data):
+    user = next(i for i in program.ranks[rank] if i.action in BACKWARDS and i[2:5] == free[2:5])
+    return before(program, rank, free, user), user, "its activations are not there"
+
+
+def free_weights_before_use(program, rank, user, data):
+    own = program.ranks[rank]
+    ends = own[own.index(user) :]
+    free = next(i for i in ends if i.action == Action.FREE and i.weights == user.weights)
+    what = "the prediction from version" if user.buffer else "version"
+    why = f"the rank does not hold {what} {user.version} of stage {user.stage}"
+    return before(program, rank, free, user), user, why
+
+
+def read_another(program, rank, op, data):
+    wrong = op._replace(version=op.version + data.draw(st.sampled_from([-1, 1, 2])))
+    predicts = ", and to predict from it" if op.buffer else ""
+    why = f"the schedule promises weight version {op.version}{predicts}\n"
+    return put(program, rank, op, wrong), wrong, why
+
+
+def make_another(program, rank, update, data):
+    wrong = update._replace(version=update.version + data.draw(st.sampled_from([-1, 1])))
+    return put(program, rank, update, wrong)
+
+
+HERE, THERE, END = "in the mutant", "in the program", "at the end: "  # what must be named
+LOCAL = ["one", "per_microbatch"]
+FORWARDS_AFTER = lambda i: i.action == Action.FORWARD and i.stage > 0  # noqa: E731
+MUTATIONS = {
+    "a send dropped": ({"placements": APART}, of(Action.SEND), drop, HERE),
+    "a receive dropped": ({"placements": APART}, of(Action.RECV), drop, HERE),
+    "a message dropped": ({"placements": APART}, of(Action.SEND), drop_both, HERE),
+    "a collective left": (
+        {"placements": APART, "rules": ["simultaneous"]}, of(*COLLECTIVES), drop, HERE,
+    ),
+    "a message to another rank": ({"placements": APART}, of(Action.SEND), redirect, HERE),
+    "anything dropped": ({}, lambda i: True, drop, END),
+    "anything done twice": ({}, lambda i: True, twice, HERE),
+    "an op done twice": ({}, lambda i: i.action.computes, twice, "it has been done before"),
+    "a backward before its forward": ({}, of(*BACKWARDS), exchange, HERE),
+    "a second half before the first": (
+        {"rules": ["split"], "placements": LOCAL},
+        of(Action.BACKWARD_WEIGHT),
+        second_half_first,
+        "the first half of this backward",
+    ),
+    "a later stage's forward first": (
+        {"placements": LOCAL}, FORWARDS_AFTER, later_stage_first, HERE,
+    ),
+    "activations freed before their use": ({}, is_free(Buffer.ACTIVATION), free_before_use, None),
+    "weights freed before their use": (
+        {}, lambda i: i.action.computes, free_weights_before_use, None,
+    ),
+    "activations never freed": ({}, is_free(Buffer.ACTIVATION), drop, "it is missing\nslot"),
+    "weights never freed": (
+        {"states": ["replicated"]}, is_free(Buffer.WEIGHTS), drop, "it is missing\nslot",
+    ),
+    "a buffer freed twice": ({}, of(Action.FREE), twice, "there is nothing to free"),
+    "another version read": ({}, lambda i: i.action.computes, read_another, None),
+    "another version made": ({}, of(Action.UPDATE), make_another, END),
+    "a contribution missing": (
+        {}, of(Action.BACKWARD, Action.BACKWARD_WEIGHT), drop, THERE,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@given(data=st.data())
 @quick
-def test_a_rank_that_stays_away_from_a_collective(program, data):
-    rank, collective = pick(data, program, lambda i: i.action in COLLECTIVES)
-    mutant = drop(program, rank, collective)
-    names_the_place(refusal(mutant), mutant)
+def test_is_refused(name, data):
+    options, wanted, change, why = MUTATIONS[name]
+    program = data.draw(programs(**options))
+    rank, named = pick(data, program, wanted)
+    simple = change in (drop, twice)
+    mutant = change(program, rank, named) if simple else change(program, rank, named, data)
+    if isinstance(mutant, tuple):
+        mutant, named, why = mutant
+    message = refusal(mutant)
+    if why in (HERE, THERE):
+        names_the_place(message, mutant if why == HERE else None)
+    elif why == END:
+        assert message.startswith(END) or names_the_place(message)
+    else:
+        assert message.startswith(at(program, rank, named) + why)
 
 
 def test_a_rank_that_joins_a_collective_of_others():
@@ -121,78 +220,6 @@ def test_a_rank_that_joins_a_collective_of_others():
     _, collective = find(program, lambda i: i.action in COLLECTIVES)
     outsider = next(r for r in range(len(program.ranks)) if r not in collective.peers)
     mutant = edit(program, outsider, lambda own: own.insert(0, collective))
-    names_the_place(refusal(mutant), mutant)
-
-
-@given(programs(placements=APART), st.data())
-@quick
-def test_a_message_to_the_wrong_rank(program, data):
-    assume(len(program.ranks) > 2)
-    rank, send = pick(data, program, lambda i: i.action == Action.SEND)
-    others = set(range(len(program.ranks))) - {rank, *send.peers}
-    wrong = send._replace(peers=(data.draw(st.sampled_from(sorted(others))),))
-    mutant = put(program, rank, send, wrong)
-    names_the_place(refusal(mutant), mutant)
-
-
-@given(programs(), st.data())
-@quick
-def test_any_dropped_instruction(program, data):
-    rank, instruction = pick(data, program, lambda i: True)
-    message = refusal(drop(program, rank, instruction))
-    assert message.startswith("at the end: ") or names_the_place(message)
-
-
-@given(programs(), st.data())
-@quick
-def test_any_duplicated_instruction(program, data):
-    rank, instruction = pick(data, program, lambda i: True)
-    mutant = twice(program, rank, instruction)
-    names_the_place(refusal(mutant), mutant)
-
-
-@given(programs(), st.data())
-@quick
-def test_a_duplicated_op(program, data):
-    rank, op = pick(data, program, lambda i: i.action.computes)
-    message = refusal(twice(program, rank, op))
-    assert message.startswith(at(program, rank, op) + "it has been done before")
-
-
-@given(programs(), st.data())
-@quick
-def test_a_backward_before_its_forward(program, data):
-    """Two ops of a rank change places."""
-    rank, backward = pick(data, program, lambda i: i.action in BACKWARDS)
-    forward = backward._replace(
-        action=Action.FORWARD,
-        tick=next(
-            i.tick for i in program.ranks[rank] if i[1:5] == (Action.FORWARD, *backward[2:5])
-        ),
-    )
-    mutant = put(program, rank, forward, None)
-    mutant = put(mutant, rank, backward, forward)
-    mutant = put(mutant, rank, None, backward)
-    names_the_place(refusal(mutant), mutant)
-
-
-@given(programs(rules=["split"], placements=["one", "per_microbatch"]), st.data())
-@quick
-def test_the_second_half_of_a_backward_before_the_first(program, data):
-    rank, second = pick(data, program, lambda i: i.action == Action.BACKWARD_WEIGHT)
-    key = (Action.BACKWARD_INPUT, *second[2:5])
-    first = next(i for i in program.ranks[rank] if i[1:5] == key)
-    message = refusal(before(program, rank, second, first))
-    assert message.startswith(at(program, rank, second) + "the first half of this backward")
-
-
-@given(programs(placements=["one", "per_microbatch"]), st.data())
-@quick
-def test_a_forward_before_that_of_the_stage_before(program, data):
-    rank, later = pick(data, program, lambda i: i.action == Action.FORWARD and i.stage > 0)
-    key = (Action.FORWARD, later.stage - 1, later.microbatch, later.step)
-    earlier = next(i for i in program.ranks[rank] if i[1:5] == key)
-    mutant = before(program, rank, later, earlier)
     names_the_place(refusal(mutant), mutant)
 
 
@@ -225,68 +252,6 @@ def test_two_ranks_that_wait_for_each_other():
 
 @given(programs(), st.data())
 @quick
-def test_activations_used_after_they_are_freed(program, data):
-    rank, free = pick(data, program, is_free(Buffer.ACTIVATION))
-    key = free[2:5]
-    user = next(i for i in program.ranks[rank] if i.action in BACKWARDS and i[2:5] == key)
-    message = refusal(before(program, rank, free, user))
-    assert message.startswith(at(program, rank, user) + "its activations are not there")
-
-
-@given(programs(), st.data())
-@quick
-def test_weights_used_after_they_are_freed(program, data):
-    """Before an op that reads the version, if that op is after the version came."""
-    rank, user = pick(data, program, lambda i: i.action.computes)
-    own = program.ranks[rank]
-    frees = [
-        i
-        for i in own[own.index(user) :]
-        if i.action == Action.FREE and i.weights == user.weights and i.version is not None
-    ]
-    message = refusal(before(program, rank, frees[0], user))
-    what = "the prediction from version" if user.buffer else "version"
-    why = f"the rank does not hold {what} {user.version} of stage {user.stage}"
-    assert message.startswith(at(program, rank, user) + why)
-
-
-@given(programs(), st.data())
-@quick
-def test_activations_that_are_never_freed(program, data):
-    rank, free = pick(data, program, is_free(Buffer.ACTIVATION))
-    message = refusal(drop(program, rank, free))
-    assert message.startswith(at(program, rank, free) + "it is missing\nslot")
-
-
-@given(programs(states=["replicated"]), st.data())
-@quick
-def test_weights_that_are_never_freed(program, data):
-    rank, free = pick(data, program, is_free(Buffer.WEIGHTS))
-    message = refusal(drop(program, rank, free))
-    assert message.startswith(at(program, rank, free) + "it is missing\nslot")
-
-
-@given(programs(), st.data())
-@quick
-def test_a_buffer_freed_twice(program, data):
-    rank, free = pick(data, program, lambda i: i.action == Action.FREE)
-    message = refusal(twice(program, rank, free))
-    assert message.startswith(at(program, rank, free) + "there is nothing to free")
-
-
-@given(programs(), st.sampled_from([-1, 1, 2]), st.data())
-@quick
-def test_a_wrong_weight_version(program, off, data):
-    rank, op = pick(data, program, lambda i: i.action.computes)
-    wrong = op._replace(version=op.version + off)
-    message = refusal(put(program, rank, op, wrong))
-    predicts = ", and to predict from it" if op.buffer else ""
-    why = f"the schedule promises weight version {op.version}{predicts}\n"
-    assert message.startswith(at(program, rank, wrong) + why)
-
-
-@given(programs(), st.data())
-@quick
 def test_a_missing_update(program, data):
     """Whoever needs the new version lacks it; after the last step, it is missed at the end."""
     rank, update = pick(data, program, lambda i: i.action == Action.UPDATE)
@@ -298,16 +263,6 @@ def test_a_missing_update(program, data):
         names_the_place(message)
 
 
-@pytest.mark.parametrize("off", [-1, 1])
-@given(programs(), st.data())
-@quick
-def test_an_update_that_makes_another_version(off, program, data):
-    rank, update = pick(data, program, lambda i: i.action == Action.UPDATE)
-    wrong = update._replace(version=update.version + off)
-    message = refusal(put(program, rank, update, wrong))
-    assert message.startswith("at the end: ") or names_the_place(message)
-
-
 def test_newest_weights_that_are_freed():
     """What training has made must be there at the end."""
     program = catalog.cyclic(2).lower(1)
@@ -317,15 +272,6 @@ def test_newest_weights_that_are_freed():
     message = refusal(edit(program, rank, lambda own: own.append(free._replace(tick=tick))))
     assert f"rank {rank}" in message.splitlines()[0]
     assert f"stage {update.stage}" in message.splitlines()[0]
-
-
-@given(programs(), st.data())
-@quick
-def test_a_missing_contribution(program, data):
-    """A backward that is not done: its share of the gradient is missing, or its results are."""
-    last = (Action.BACKWARD, Action.BACKWARD_WEIGHT)
-    rank, backward = pick(data, program, lambda i: i.action in last)
-    names_the_place(refusal(drop(program, rank, backward)))
 
 
 @given(programs(placements=["per_microbatch"], rules=["simultaneous"]), st.data())
