@@ -113,20 +113,13 @@ recomputed = pytest.mark.parametrize("checkpoint", ["none", [1]])
 
 @everything
 @recomputed
-def test_what_was_put_in_comes_out(schedule, checkpoint):
+def test_what_was_put_in_comes_out_and_predicts_the_run(schedule, checkpoint):
     costs = recomputing((FIRST, SECOND), checkpoint)
-    found, links = calibrate(simulate(schedule.lower(3), costs, LATENT), costs)
+    seen = simulate(schedule.lower(4), costs, LATENT)
+    found, links = calibrate(seen, costs)
     assert found == costs
     assert links.memory_bandwidth == pytest.approx(10)
-    alone = schedule.n_ranks == 1
-    assert links.link_latency == pytest.approx(0.0 if alone else 0.5)
-
-
-@everything
-@recomputed
-def test_it_predicts_the_run_that_it_was_seen_in(schedule, checkpoint):
-    program, costs = schedule.lower(4), recomputing((FIRST, SECOND), checkpoint)
-    seen = simulate(program, costs, LATENT)
+    assert links.link_latency == pytest.approx(0.0 if schedule.n_ranks == 1 else 0.5)
     blank = [replace(c, forward_seconds=None, backward_seconds=None) for c in costs]
     again = predict_calibrated(seen, schedule, blank)
     assert again.name == f"{schedule.name}, predicted"

@@ -265,11 +265,27 @@ def test_slow_weights_stay_until_they_are_sent():
 # By what schedules promise
 
 
-@everything
-def test_unit_time_is_the_schedules_own(schedule):
-    """The period, and each rank's activations."""
+HALVES = [
+    make(per_rank * n, 2 * n)
+    for make, per_rank in (
+        (catalog.zero_bubble, 1),
+        (catalog.zb_v, 2),
+        (catalog.v_half, 2),
+        (catalog.v_min, 2),
+    )
+    for n in (1, 2, 3, 5)
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [*((s, 1.0) for n in (1, 2, 3, 5) for s in catalogue(n)), *((s, 2.0) for s in HALVES)],
+    ids=lambda value: label(value) if isinstance(value, Schedule) else "",
+)
+def test_unit_time_is_the_schedules_own(schedule, backward):
+    """The period, and each rank's activations; half a backward takes a slot."""
     program = schedule.lower(4).verify()
-    timeline = simulate(program, unit_costs(schedule.n_stages), UNIT)
+    timeline = simulate(program, unit_costs(schedule.n_stages, backward), UNIT)
     assert timeline.step_time == pytest.approx(schedule.period, rel=1e-12)
     ranks = range(schedule.n_ranks)
     peaks = tuple(timeline.peak_memory(rank, "activations") for rank in ranks)
@@ -287,22 +303,6 @@ def test_every_op_of_the_first_step_starts_as_scheduled(schedule):
     expected = {str(op): start / tick for op, start in schedule.timing.starts.items()}
     found = {s.name: s.start for s in timeline.spans if s.lane == "compute" and s.step == 0}
     assert found == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
-@pytest.mark.parametrize(
-    ("make", "per_rank"),
-    [(catalog.zero_bubble, 1), (catalog.zb_v, 2), (catalog.v_half, 2), (catalog.v_min, 2)],
-    ids=["ZB-H1", "ZB-V", "V-Half", "V-Min"],
-)
-def test_split_backwards_in_unit_time(make, per_rank, n):
-    """Where a half takes a slot."""
-    schedule = make(per_rank * n, 2 * n)
-    program = schedule.lower(3).verify()
-    timeline = simulate(program, unit_costs(per_rank * n, backward=2.0), UNIT)
-    assert timeline.step_time == schedule.period
-    peaks = tuple(timeline.peak_memory(rank, "activations") for rank in range(n))
-    assert peaks == program.peak_activations()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -350,27 +350,21 @@ def test_rates_are_those_of_a_long_training(schedule):
         catalog.data_parallel(4, delay=2, state="sharded"),
         catalog.published(4, state="sharded"),
         *(catalog.data_parallel(8, delay=delay, n_stages=4) for delay in range(4)),
+        *(
+            make(rule, n)
+            for n in (2, 3, 4)
+            for make in paper_table.SETTINGS.values()
+            for rule in paper_table.RULES
+        ),
     ],
-    ids=lambda schedule: schedule.name,
+    ids=label,
 )
-def test_weights_that_are_read_steps_later_are_sent_nevertheless(schedule):
-    """But for those that no step of the program reads any more."""
+def test_what_is_sent_in_a_step_is_the_footprints(schedule):
+    """Gradients and weights, however late these are read, as simulated and as counted."""
     stages = [StageCost(1.0, 1.0, parameter_bytes=1.0)] * schedule.n_stages
     timeline = simulate(schedule.lower(steps_to_time(schedule)), stages, UNIT)
-    counted = float(footprint(schedule).traffic) * schedule.n_stages
-    assert sum(timeline.bytes_a_step()) / schedule.n_ranks == pytest.approx(counted)
-
-
-@pytest.mark.parametrize("rule", paper_table.RULES)
-@pytest.mark.parametrize("setting", paper_table.SETTINGS)
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_what_is_sent_in_a_step_is_the_footprints(n, setting, rule):
-    """Gradients and weights of the paper's settings, as simulated and as counted."""
-    schedule = paper_table.SETTINGS[setting](rule, n)
-    stages = [StageCost(1.0, 1.0, parameter_bytes=1.0)] * n
-    timeline = simulate(schedule.lower(steps_to_time(schedule)), stages, UNIT)
     counted = footprint(schedule)
-    expected = counted.traffic * counted.ranks * n
+    expected = counted.traffic * counted.ranks * schedule.n_stages
     assert sum(timeline.bytes_a_step()) == pytest.approx(float(expected))
 
 

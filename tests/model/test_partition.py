@@ -2,6 +2,7 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -183,15 +184,12 @@ class LongSkip(nn.Module):
         return self.last(self.middle(start) + start + x)
 
 
-@pytest.mark.parametrize("n_stages", [2, 4, 8])
+@pytest.mark.parametrize("n_stages", [4, 8])
 def test_a_residual_travels_over_many_cuts(n_stages):
-    torch.manual_seed(0)
-    model, x = LongSkip().double(), torch.randn(3, 6, dtype=torch.float64)
-    stages = partition(model, n_stages, x)
+    stages = partition(LongSkip(), n_stages, torch.empty(3, 6))
     names = [[b.name for b in boundary] for boundary in stages.boundaries]
     assert names[0] == ["x"]
     assert all({"x", "first"} <= set(crossing) for crossing in names[1:-1])
-    assert_equal_to_whole(model, stages, x)
 
 
 def test_boundaries_tell_names_shapes_and_types():
@@ -221,15 +219,6 @@ class Sizes(nn.Module):
         return x.view(x.size(0), -1).sum(1, keepdim=True)
 
 
-@pytest.mark.parametrize("n_stages", [2, 3])
-@pytest.mark.parametrize("batch", [3, 7])
-def test_size_arithmetic_holds_for_batches_of_other_sizes(n_stages, batch):
-    torch.manual_seed(0)
-    model = Sizes().double()
-    stages = partition(model, n_stages, torch.empty(3, 4, 4, dtype=torch.float64))
-    assert_equal_to_whole(model, stages, torch.randn(batch, 4, 4, dtype=torch.float64))
-
-
 class TwoInputs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -237,15 +226,6 @@ class TwoInputs(nn.Module):
 
     def forward(self, x, which):
         return self.layer(torch.tanh(x)) * self.embed(which)
-
-
-def test_several_inputs_of_several_types():
-    torch.manual_seed(0)
-    model = TwoInputs().double()
-    inputs = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 4, 1])
-    stages = partition(model, 2, inputs)
-    assert [b.dtype for b in stages.boundaries[0]] == [torch.float64, torch.int64]
-    assert_equal_to_whole(model, stages, *inputs)
 
 
 class InPlace(nn.Module):
@@ -266,25 +246,15 @@ def after_view(_, x):
     return x
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model, x: model.relu(x),
-        lambda _, x: F.relu(x, inplace=True),
-        lambda _, x: F.relu(x, True),
-        lambda _, x: torch.relu_(x),
-        lambda _, x: x.mul_(2),
-        after_view,
-        lambda model, x: model.relu(x.flatten(1)),
-    ],
-    ids=["module", "keyword", "position", "function", "method", "view", "flatten"],
-)
-def test_no_cut_before_a_change_in_place(change):
-    torch.manual_seed(0)
-    model, x = InPlace(change).double(), torch.randn(3, 4, dtype=torch.float64)
-    assert_equal_to_whole(model, partition(model, 3, x), x)
-    with pytest.raises(UserError, match=r"1 to 3 .*=4"):
-        partition(model, 4, x)
+CHANGES = {
+    "module": lambda model, x: model.relu(x),
+    "keyword": lambda _, x: F.relu(x, inplace=True),
+    "position": lambda _, x: F.relu(x, True),
+    "function": lambda _, x: torch.relu_(x),
+    "method": lambda _, x: x.mul_(2),
+    "view": after_view,
+    "flatten": lambda model, x: model.relu(x.flatten(1)),
+}
 
 
 class Tied(nn.Module):
@@ -299,18 +269,46 @@ class Tied(nn.Module):
         return self.head(self.decode(self.inside(self.encode(x))))
 
 
-@pytest.mark.parametrize("n_stages", [2, 3])
-def test_tied_parameters_stay_in_one_stage(n_stages):
+ROWS = torch.randn(3, 4, dtype=torch.float64)
+LONG = torch.randn(3, 6, dtype=torch.float64)
+TOKENS = torch.randn(7, 4, 4, dtype=torch.float64)
+WHICH = torch.tensor([0, 4, 1])
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "n_stages"),
+    [
+        *(pytest.param(LongSkip, (LONG,), n, id=f"residual {n}") for n in (2, 4, 8)),
+        *(pytest.param(Sizes, (TOKENS[:b],), n, id=f"size arithmetic of {b}, {n}")
+          for b in (3, 7) for n in (2, 3)),
+        pytest.param(TwoInputs, (ROWS, WHICH), 2, id="two inputs"),
+        *(pytest.param(partial(InPlace, change), (ROWS,), 3, id=f"in place: {name}")
+          for name, change in CHANGES.items()),
+        *(pytest.param(Tied, (ROWS,), n, id=f"tied {n}") for n in (2, 3)),
+    ],
+)  # fmt: skip
+def test_stages_equal_the_whole(make, inputs, n_stages):
+    """On batches of another size than the example, too."""
     torch.manual_seed(0)
-    model, x = Tied().double(), torch.randn(3, 4, dtype=torch.float64)
-    stages = partition(model, n_stages, x)
-    assert {"encode.weight", "decode.weight"} <= stages[0].state_dict().keys()
-    again = nn.Sequential(layer := nn.Linear(4, 4), nn.Tanh(), layer, nn.Linear(4, 4))
-    names = [sorted(dict(stage.named_parameters())) for stage in partition(again, 2, x.float())]
-    assert names == [["0.bias", "0.weight"], ["3.bias", "3.weight"]]
-    assert_equal_to_whole(model, stages, x)
+    model = make().double()
+    stages = partition(model, n_stages, tuple(x[:3] for x in inputs))
+    assert [b.dtype for b in stages.boundaries[0]] == [x.dtype for x in inputs]
+    assert_equal_to_whole(model, stages, *inputs)
+
+
+@pytest.mark.parametrize("make", [Tied, *(partial(InPlace, c) for c in CHANGES.values())])
+def test_no_cut_separates_a_change_or_a_parameter(make):
     with pytest.raises(UserError, match=r"1 to 3 .*=4"):
-        partition(model, 4, x)
+        partition(make(), 4, ROWS.float())
+
+
+def test_tied_parameters_stay_in_one_stage():
+    assert {"encode.weight", "decode.weight"} <= partition(Tied(), 2, ROWS.float())[
+        0
+    ].state_dict().keys()
+    again = nn.Sequential(layer := nn.Linear(4, 4), nn.Tanh(), layer, nn.Linear(4, 4))
+    names = [sorted(dict(stage.named_parameters())) for stage in partition(again, 2, ROWS.float())]
+    assert names == [["0.bias", "0.weight"], ["3.bias", "3.weight"]]
 
 
 # Named cuts

@@ -145,7 +145,7 @@ LATE = Buffer.PREDICTION
             Action.FREE,
             LATE,
             drop,
-            "slot 16, FREE prediction stage 2 step 2 version 1: it is missing",
+            "16, FREE prediction stage 2 step 2 version 1: it is missing",
         ),
     ],
 )
