@@ -40,13 +40,11 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
     for span in timeline.spans:
         if span.lane in (SEND, RECEIVE):
             meetings[span.name, span.stage, span.step, span.microbatch, span.start].append(span)
-    messages = [
-        # a collective is several messages that wait for each other
-        (span.end - span.start)
-        / (max(1, rounds(_COLLECTIVES[span.name], len(met))) if span.peer is None else 1)
-        for met in meetings.values()
-        for span in met
-    ]
+    messages = []
+    for met in meetings.values():
+        for span in met:  # a collective is several messages that wait for each other
+            n = 1 if span.peer is not None else rounds(_COLLECTIVES[span.name], len(met))
+            messages.append((span.end - span.start) / max(1, n))
     updates = [
         (s.end - s.start) / costs[s.stage].update_bytes()
         for s in timeline.spans

@@ -29,17 +29,19 @@ def row_of(layout: Placement, rank: int, microbatch: int) -> int:
 def render(
     timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
 ) -> str:
-    """The grid of ``n_steps`` training steps; ``mark=(op, step)`` puts that op in brackets.
+    """The grid of ``n_steps`` training steps.
 
-    Of a large grid, what is around the op in brackets.
+    Columns are ticks where starts fall between slots; an op then covers its further ticks with
+    ``-``. Steps that overlap differ by the primes after their ops.
 
-    Columns are ticks where starts fall between slots; an op then covers its further ticks
-    with ``-``. Each training step bears a prime more than the one before, and the first of those
-    that cannot be taken for one still under way bears none again: odd steps bear one, as a rule.
+    Args:
+        timing: when ops start.
+        layout: on which rank.
+        n_steps: 1 or more.
+        mark: (op, step) to put in brackets; of a large grid, only its surroundings are shown.
     """
     n_steps = whole(n_steps, "n_steps", 1)
     tick = timing.ticks_per_slot
-    told_apart = max(2, timing.steps_under_way)
     cells: dict[int, dict[int, str]] = {}
     last = 0
     marked: tuple[int, int] | None = None
@@ -47,11 +49,12 @@ def render(
         for op, start in timing.starts.items():
             at = start + step * timing.period
             rank = layout.rank(op.stage, op.microbatch, step)
-            text = str(op) + "'" * (step % told_apart)
+            row = row_of(layout, rank, op.microbatch)
+            text = str(op) + "'" * (step % max(2, timing.steps_under_way))
             if (op, step) == mark:
                 text = f"[{text}]"
-                marked = row_of(layout, rank, op.microbatch), at
-            columns = cells.setdefault(row_of(layout, rank, op.microbatch), {})
+                marked = row, at
+            columns = cells.setdefault(row, {})
             columns[at] = f"{columns[at]}/{text}" if at in columns else text
             for further in range(at + 1, at + tick):
                 columns.setdefault(further, "-")
@@ -79,6 +82,6 @@ def render(
 
 
 def _around(shown: Sequence[int], at: int, most: int) -> Sequence[int]:
-    """At most so many of ``shown``, with the one at the index ``at`` in their midst."""
+    """At most ``most`` of ``shown``, around the index ``at``."""
     first = max(0, min(at - most // 2, len(shown) - most))
     return shown[first : first + most]

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 
-# Looked up once: many instructions are counted.
-_ACTIVATION, _WEIGHTS = Buffer.ACTIVATION, Buffer.WEIGHTS
-_UPDATE, _PREDICT, _FREE = Action.UPDATE, Action.PREDICT, Action.FREE
-_RECV, _BROADCAST = Action.RECV, Action.BROADCAST
 _SENDING = (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 
 
@@ -173,11 +169,8 @@ def _alive(instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
 
 def _weights_gained(i: Instruction, rank: int) -> int:
     """The stages' weights that ``rank`` holds more, or less, after an instruction."""
-    action, buffer = i.action, i.buffer
-    if buffer is None:  # an op that reads what is there, or an update
-        return int(action == _UPDATE)
-    if action == _FREE:
-        return -int(buffer != _ACTIVATION)
-    if buffer == _WEIGHTS:
-        return int(action == _RECV or (action == _BROADCAST and rank != i.peers[0]))
-    return int(action == _PREDICT)
+    if i.action == Action.FREE:
+        return -int(i.buffer != Buffer.ACTIVATION)
+    if i.buffer == Buffer.WEIGHTS:
+        return int(i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0]))
+    return int(i.action in (Action.UPDATE, Action.PREDICT))
