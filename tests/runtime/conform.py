@@ -3,6 +3,7 @@
 import copy
 import io
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from tests.runtime import models
 from tests.thorough import THOROUGH
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
+from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
 from toolkit.runtime.messages import Messages
@@ -29,7 +31,7 @@ GPIPE = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
 def schedules(n_ranks):
     """Every method that takes ``n_ranks``: 1, 2, 3, 4, 6, 10 or 16.
 
-    To add one is to buy the suite.
+    A new method is added here, and is then tested by the whole suite.
     """
     if n_ranks == 1:
         yield catalog.gradient_accumulation(2, 3)
@@ -89,11 +91,11 @@ def adamw(parameters):
 
 @dataclass
 class Trained:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         states: the model's, by the steps that were done: 4, 5 and 6.
-        updates: (step, weights by name) that each update has left, of all ranks.
+        updates: (step, weights by name) after each update, of all ranks.
         steps: of the results.
         losses: (step, micro-batch) -> loss, of all ranks.
         peaks: activation bytes of each rank.
@@ -108,7 +110,7 @@ class Trained:
     sent: list[float]
 
     def assert_follows(self, states: list[dict], losses: dict) -> None:
-        """That it is what ``states``, those after each step, and ``losses`` tell."""
+        """Compare it with ``states``, those after each step, and ``losses``."""
         for n_steps, state in self.states.items():
             models.assert_same(state, states[n_steps - 1])
         models.assert_updates(self.updates, states)
@@ -145,8 +147,7 @@ def all_methods(sizes) -> tuple[dict[int, list[Trained]], dict[int, dict]]:
     world = join(device="cpu")
     trained: dict[int, list[Trained]] = {}
     for size in sizes:
-        part = world.part(size)
-        if part is not None:
+        if (part := world.part(size)) is not None:
             trained[size] = [train(part, schedule) for schedule in schedules(size)]
         world.barrier()
     tiers = in_tiers(world) if world.size == 4 else {}
@@ -185,25 +186,26 @@ def odd_jobs() -> dict[str, Any]:
     world = join(device="cpu")
     found: dict[str, Any] = {}
     for schedule in (catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)):
-        stages = models.cut_awkward(models.awkward(), schedule)
-        scheduler = _decay
-        runtime = Distributed(
-            stages, schedule, adamw, F.cross_entropy, lr_scheduler=scheduler, seed=3, world=world
-        )
-        list(runtime.run(models.id_batches(schedule.n_microbatches)))
+        runtime = _awkward(world, schedule)
         found[f"awkward {schedule.name}"] = runtime.module().state_dict()
         found[f"rates {schedule.name}"] = models.learning_rates(runtime)
-    found["state"] = _state_dict(world)
-    found["resumed"] = _resume(world, found["state"])
+    first = _runtime(world, catalog.cyclic(2, 1, state="sharded"))
+    list(first.run(models.make_batches(2)[:3]))
+    found["state"] = copy.deepcopy(first.state_dict())
+    resumed = _runtime(world, catalog.cyclic(2, 1, "per_stage"))  # of the same trajectory
+    resumed.load_state_dict(found["state"])
+    list(resumed.run(models.make_batches(2)[3:]))
+    found["resumed"] = resumed.module().state_dict()
     found["unalike"] = _unalike(world)
     found["not saved"] = _not_saved(world)
     found["errors"] = _errors(world)
-    found["recipes"] = with_recipes(world)
-    found["rehearsed"] = _rehearsed(world)
+    found["options"] = _with_options(world)
+    found["refused"] = _refused(world)
+    found["warmed up"] = _warmed_up(world)
     return found
 
 
-def recipes():
+def option_cases():
     """Options whose code differs between a rank and a single process: name, schedule, options."""
     all_at_once = StepOptions(clip=0.05, checkpoint="all", ema=0.9, channels_last=True)
     for schedule in (
@@ -215,15 +217,14 @@ def recipes():
     yield "delayed", catalog.cyclic(2, 1), all_at_once
 
 
-def with_recipes(world) -> dict[str, Any]:
-    """What :func:`recipes` come to, and 16 bits, on 2 ranks."""
-    from toolkit.runtime.baselines import DDP, DelayedAllReduce  # seconds that others need not wait
+def _with_options(world) -> dict[str, Any]:
+    """States with :func:`option_cases`, and with 16 bits, on 2 ranks."""
+    from toolkit.runtime.baselines import DDP, DelayedAllReduce  # slow to import
 
     found: dict[str, Any] = {}
-    for name, schedule, options in recipes():
+    for name, schedule, options in option_cases():
         make = DelayedAllReduce if name == "delayed" else Distributed
-        stages = models.cut(models.residual(), schedule)
-        runtime = make(stages, schedule, sgd, F.cross_entropy, world=world, options=options)
+        runtime = _runtime(world, schedule, make=make, options=options)
         list(runtime.run(models.make_batches(2)))
         found[name] = copy.deepcopy(runtime.module().state_dict()), runtime.averages()
     batches = [(x.float(), y) for x, y in models.make_batches(2)]
@@ -231,8 +232,7 @@ def with_recipes(world) -> dict[str, Any]:
     def in_single(make, schedule, precision, **others):
         stages = models.cut(models.residual(), schedule)
         stages.model.float()
-        options = StepOptions(precision=precision)
-        others |= {"world": world, "options": options}
+        others |= {"world": world, "options": StepOptions(precision=precision)}
         return make(stages, schedule, sgd, F.cross_entropy, **others)
 
     for precision in ("fp32", "bf16"):
@@ -244,49 +244,46 @@ def with_recipes(world) -> dict[str, Any]:
         found[f"{precision} held"] = measured.peak_activations()
     ddp = in_single(DDP, catalog.data_parallel(2), "bf16")
     found["DDP bf16"] = [float(result.loss) for result in ddp.run(batches)][-1]
-    found["refused"] = _refused(world)
     return found
 
 
-def _refused(world) -> list[str]:
-    """What the baselines say of techniques that they do not have."""
+def _error_of(attempt, kind=UserError) -> str | None:
+    try:
+        attempt()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def _refused(world) -> list[str | None]:
+    """The baselines' errors for techniques that they do not have."""
     from toolkit.runtime.baselines import DDP, FSDP, TorchPipelining
 
-    messages = []
-    for make, schedule, options in (
-        (DDP, catalog.data_parallel(2), StepOptions(clip=1.0)),
-        (FSDP, catalog.data_parallel(2), StepOptions(ema=0.9)),
-        (DDP, catalog.data_parallel(2), StepOptions(precision="fp16")),
-        (TorchPipelining, catalog.gpipe(2, 2), StepOptions(precision="bf16")),
-    ):
-        stages = models.cut(models.residual(), schedule)
-        try:
-            make(stages, schedule, sgd, F.cross_entropy, world=world, options=options)
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    return [
+        _error_of(partial(_runtime, world, schedule, make=make, options=StepOptions(**given)))
+        for make, schedule, given in (
+            (DDP, catalog.data_parallel(2), {"clip": 1.0}),
+            (FSDP, catalog.data_parallel(2), {"ema": 0.9}),
+            (DDP, catalog.data_parallel(2), {"precision": "fp16"}),
+            (TorchPipelining, catalog.gpipe(2, 2), {"precision": "bf16"}),
+        )
+    ]
 
 
-def _rehearsed(world) -> tuple[list[str], dict]:
-    """In which order a rank begins, where messages are taken for NCCL's; and what it comes to."""
+def _warmed_up(world) -> tuple[list[str], dict]:
+    """The first calls of a rank whose messages are taken for NCCL's; and its last state."""
     begun: list[str] = []
 
     def noted(name, function):
         return lambda *args, **options: (begun.append(name), function(*args, **options))[1]
 
-    schedule = catalog.cyclic(2, 1, "per_stage")
-    stages = models.cut_awkward(models.awkward(), schedule)
     with (
         mock.patch.object(world, "backend", "nccl"),
-        mock.patch.object(distributed, "warm_up", noted("rehearsal", distributed.warm_up)),
+        mock.patch.object(distributed, "warm_up", noted("warm_up", distributed.warm_up)),
         mock.patch.object(Messages, "receive", noted("receive", Messages.receive)),
         mock.patch.object(Messages, "send", noted("send", Messages.send)),
     ):
-        runtime = Distributed(
-            stages, schedule, adamw, F.cross_entropy, lr_scheduler=_decay, seed=3, world=world
-        )
-        list(runtime.run(models.id_batches(2)))
-        return begun, runtime.module().state_dict()
+        return begun, _awkward(world, catalog.cyclic(2, 1, "per_stage")).module().state_dict()
 
 
 def in_tiers(world) -> dict[int, dict]:
@@ -321,23 +318,18 @@ def _decay(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def _runtime(world, schedule, model=None, **options):
+def _runtime(world, schedule, model=None, make=Distributed, **options):
     stages = models.cut(model or models.residual(), schedule)
-    return Distributed(stages, schedule, sgd, F.cross_entropy, world=world, **options)
+    return make(stages, schedule, sgd, F.cross_entropy, world=world, **options)
 
 
-def _state_dict(world):
-    runtime = _runtime(world, catalog.cyclic(2, 1, state="sharded"))
-    list(runtime.run(models.make_batches(2)[:3]))
-    return copy.deepcopy(runtime.state_dict())
-
-
-def _resume(world, state):
-    """Under another placement of the same trajectory."""
-    runtime = _runtime(world, catalog.cyclic(2, 1, "per_stage"))
-    runtime.load_state_dict(state)
-    list(runtime.run(models.make_batches(2)[3:]))
-    return runtime.module().state_dict()
+def _awkward(world, schedule):
+    """A runtime that has trained an awkward model, with all that a rank could do otherwise."""
+    stages = models.cut_awkward(models.awkward(), schedule)
+    given = stages, schedule, adamw, F.cross_entropy
+    runtime = Distributed(*given, lr_scheduler=_decay, seed=3, world=world)
+    list(runtime.run(models.id_batches(schedule.n_microbatches)))
+    return runtime
 
 
 def _unalike(world):
@@ -368,15 +360,10 @@ def _not_saved(world) -> str | None:
     )
     runtime.step(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long))
     found = runtime.module().state_dict(), runtime.averages()
-    try:
-        for tensors in found:
-            torch.save(tensors, io.BytesIO())
-    except RuntimeError as error:
-        return str(error)
-    return None
+    return _error_of(lambda: [torch.save(x, io.BytesIO()) for x in found], RuntimeError)
 
 
-def _errors(world) -> list[str]:
+def _errors(world) -> list[str | None]:
     """The messages of what every rank refuses alike."""
     runtime = _runtime(world, catalog.cyclic(2))
     batches = models.make_batches(2)
@@ -387,10 +374,4 @@ def _errors(world) -> list[str]:
         lambda: runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7)),
         lambda: runtime.load_state_dict({}),
     )
-    messages = []
-    for attempt in attempts:
-        try:
-            attempt()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    return [_error_of(attempt) for attempt in attempts]

@@ -1,4 +1,4 @@
-"""What all runtimes do alike: runs that are left before their end, and errors in them."""
+"""What all runtimes do alike: abandoned runs, and errors in runs."""
 
 import copy
 import itertools
@@ -28,8 +28,8 @@ def runtime_for(model, schedule, order):
 @pytest.mark.parametrize(
     "schedule", [catalog.data_parallel(2, delay=1), catalog.cyclic(3)], ids=name_of
 )
-def test_where_steps_overlap_a_run_that_is_left_is_not_gone_on_with(model, schedule, n_steps):
-    """Until a state is loaded, after which it gives nothing more."""
+def test_an_abandoned_run_is_refused_until_a_state_is_loaded(model, schedule, n_steps):
+    """Where steps overlap. The abandoned run yields nothing more."""
     batches = make_batches(schedule.n_microbatches)
     left, whole = (runtime_for(copy.deepcopy(model), schedule, "scheduled") for _ in "ab")
     state = left.state_dict()
@@ -43,15 +43,14 @@ def test_where_steps_overlap_a_run_that_is_left_is_not_gone_on_with(model, sched
         left.state_dict,
         lambda: left.step(*batches[0]),
         lambda: list(left.run(batches)),
-        lambda: left.load_state_dict({}),
     )
     for close in (lambda: None, run.close):
         close()
-        for attempt in attempts[:-1]:
-            with pytest.raises(UserError):
+        for attempt in attempts:
+            with pytest.raises(UserError, match=r"not exhausted.*load a state"):
                 attempt()
-        with pytest.raises(UserError, match="versions"):
-            attempts[-1]()
+        with pytest.raises(UserError, match=r"lacks .*'versions'"):
+            left.load_state_dict({})
     left.load_state_dict(state)
     assert left.steps_done == 0
     list(left.run(batches))
@@ -60,19 +59,18 @@ def test_where_steps_overlap_a_run_that_is_left_is_not_gone_on_with(model, sched
     assert_same(left.module().state_dict(), whole.module().state_dict())
 
 
-def test_a_run_can_be_exhausted_after_all(model):
+def test_a_run_can_be_exhausted_later(model):
     batches = make_batches(3)
     late, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), "scheduled") for _ in "ab")
     for _ in (run := late.run(batches)):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="not exhausted"):
             late.module()
     assert list(run) == []
     list(whole.run(batches))
     assert_same(late.module().state_dict(), whole.module().state_dict())
 
 
-def test_a_state_can_be_loaded_during_a_run(model):
-    """Which is at its end then."""
+def test_loading_a_state_ends_a_run(model):
     batches = make_batches(3)
     runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
     state = runtime.state_dict()
@@ -82,14 +80,25 @@ def test_a_state_can_be_loaded_during_a_run(model):
     assert_same(runtime.module().state_dict(), state["model"])
 
 
+def test_grouped_refuses_more_steps_than_batches(model):
+    """After it has trained on those there are."""
+    runtime = runtime_for(model, catalog.cyclic(3), "grouped")
+    with pytest.raises(UserError, match="n_steps=2"):
+        list(runtime.run(make_batches(3)[:2], n_steps=3))
+    assert runtime.steps_done == 2
+
+
 @pytest.mark.parametrize("order", ORDERS)
-def test_what_is_refused_before_a_run_begins_is_not_in_the_way(model, order):
+def test_a_refused_run_leaves_no_trace(model, order):
     batches = make_batches(3)
     runtime, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), order) for _ in "ab")
-    with pytest.raises(UserError, match="3"):
+    with pytest.raises(UserError, match=r"multiple of 3.*\[7, 7\]"):
         runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
-    with pytest.raises(UserError, match="0"):
+    with pytest.raises(UserError, match="n_steps=0"):
         list(runtime.run([], n_steps=1))
+    if order == "scheduled":
+        with pytest.raises(UserError, match="give n_steps"):
+            list(runtime.run(iter(batches)))
     with pytest.raises(UserError, match=r"n_steps.*-1"):
         list(runtime.run(batches, n_steps=-1))
     assert list(runtime.run([])) == list(runtime.run(batches, 0)) == []
@@ -100,7 +109,7 @@ def test_what_is_refused_before_a_run_begins_is_not_in_the_way(model, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_after_an_error_in_a_step(model, order):
-    """Steps that do not overlap are as if it had not been begun; others take a state."""
+    """A step that overlaps no other leaves no trace; else a state must be loaded."""
     schedule, batches, calls = catalog.cyclic(3), make_batches(3), itertools.count()
 
     def loss(outputs, targets):
@@ -115,7 +124,7 @@ def test_after_an_error_in_a_step(model, order):
     with pytest.raises(RuntimeError, match="a bad sample"):
         list(failing.run(batches))
     if order == "scheduled":
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match="not exhausted"):
             failing.module()
         failing.load_state_dict(state)
     assert failing.steps_done == (0 if order == "scheduled" else 2)

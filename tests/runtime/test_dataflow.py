@@ -1,4 +1,4 @@
-"""What of a rank's program can be done next: opening, queues, and who holds up whom."""
+"""Which instructions of a rank's program can begin next: opening, queues, and dependencies."""
 
 import random
 
@@ -10,25 +10,29 @@ from tests.schedule.strategies import programs, quick
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.schedule import Action, Buffer, Instruction, catalog
 
-
-def op(action=Action.FORWARD, stage=0, tick=0, microbatch=0):
-    return Instruction(tick, action, stage, microbatch, 0, 0)
+FREE = Instruction(0, Action.FREE, 0, None, None, 0, Buffer.WEIGHTS)
 
 
-def weights(action, peer, stage=0, version=0, tick=0):
-    return Instruction(tick, action, stage, None, None, version, Buffer.WEIGHTS, (peer,))
+def op(action=Action.FORWARD, stage=0):
+    return Instruction(0, action, stage, 0, 0, 0)
+
+
+def weights(action, peer, stage=0, version=0):
+    return Instruction(0, action, stage, None, None, version, Buffer.WEIGHTS, (peer,))
 
 
 def activation(action, peer, stage=0, tick=0, microbatch=0):
     return Instruction(tick, action, stage, microbatch, 0, None, Buffer.ACTIVATION, (peer,))
 
 
-def summed(action, *peers, stage=0, tick=0, step=0):
-    return Instruction(tick, action, stage, None, step, None, Buffer.GRADIENT, peers)
+def summed(action, *peers, stage=0):
+    return Instruction(0, action, stage, None, 0, None, Buffer.GRADIENT, peers)
 
 
-def flow_of(*instructions, ordered=False, rank=0):
-    return Dataflow(instructions, rank, ordered=ordered)
+def flow_of(*instructions, ordered=False, opened=None):
+    flow = Dataflow(instructions, 0, ordered=ordered)
+    flow.open(len(instructions) if opened is None else opened)
+    return flow
 
 
 def begun(flow):
@@ -40,12 +44,11 @@ def begun(flow):
 
 
 def test_in_background():
-    free = Instruction(0, Action.FREE, 0, 0, 0, None, Buffer.ACTIVATION)
     kinds = [
         (op(), False),
         (op(Action.BACKWARD_WEIGHT), False),
-        (free, False),
-        (free._replace(buffer=Buffer.WEIGHTS), True),
+        (FREE._replace(buffer=Buffer.ACTIVATION), False),
+        (FREE, True),
         (op(Action.UPDATE), True),
         (weights(Action.SEND, 1), True),
         (activation(Action.RECV, 1), True),
@@ -57,14 +60,13 @@ def test_in_background():
 # Opening
 
 
-def test_nothing_begins_before_it_is_opened():
-    flow = flow_of(*(activation(Action.RECV, 1, microbatch=m) for m in range(3)))
-    assert flow.next() is None
-    flow.open(0)
+def test_nothing_begins_before_it_is_open():
+    flow = flow_of(*(activation(Action.RECV, 1, microbatch=m) for m in range(3)), opened=0)
     assert flow.next() is None
     flow.open(2)
     assert begun(flow) == [0, 1]
     flow.open(1)  # what is open stays so
+    flow.end(0)
     assert flow.next() is None
     flow.open(3)
     assert begun(flow) == [2]
@@ -72,22 +74,18 @@ def test_nothing_begins_before_it_is_opened():
 
 def test_opening_by_tick():
     ticks = (0, 1, 1, 3, 4)
-    flow = flow_of(*(activation(Action.RECV, 1, tick=t, microbatch=t) for t in ticks))
-    flow.open_until(-1)
-    assert begun(flow) == []
-    flow.open_until(1)
-    assert begun(flow) == [0, 1, 2]
-    flow.open_until(0)
-    flow.open_until(2)
-    assert begun(flow) == []
-    flow.open_until(99)
-    assert begun(flow) == [3, 4]
+    flow = flow_of(*(activation(Action.RECV, 1, tick=t, microbatch=t) for t in ticks), opened=0)
+    found = []
+    for tick in (-1, 1, 0, 2, 99):
+        flow.open_until(tick)
+        found.append(begun(flow))
+    assert found == [[], [0, 1, 2], [], [], [3, 4]]
 
 
-def test_what_ends_lets_others_begin():
-    """Once they are open, too: before, to lack nothing is not enough."""
-    flow = flow_of(op(), activation(Action.SEND, 1), op(stage=1), activation(Action.SEND, 1, 1))
-    flow.open(2)
+def test_an_end_lets_others_begin():
+    """Once they are open, too."""
+    order = op(), activation(Action.SEND, 1), op(stage=1), activation(Action.SEND, 1, 1)
+    flow = flow_of(*order, opened=2)
     assert flow.next() is None
     flow.end(0)
     assert begun(flow) == [1]
@@ -102,53 +100,34 @@ def test_what_ends_lets_others_begin():
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_collectives_begin_in_order(ordered):
-    """Of any kind and group: the second could begin, but waits for the first to have."""
-    flow = flow_of(
-        op(),
-        summed(Action.REDUCE, 0, 1),
-        weights(Action.BROADCAST, 2)._replace(stage=7, peers=(2, 0)),
-        ordered=ordered,
-    )
-    flow.open(3)
+    """Of any kind and group: the second waits for the first to have begun."""
+    broadcast = weights(Action.BROADCAST, 2)._replace(stage=7, peers=(2, 0))
+    flow = flow_of(op(), summed(Action.REDUCE, 0, 1), broadcast, ordered=ordered)
     assert flow.next() is None
     flow.end(0)
     assert begun(flow) == [1, 2]
 
 
-def test_receives_begin_in_order_by_sender_kind_and_stage():
-    """The second version 0 waits until the first is freed, and version 1 of that sender for it."""
+@pytest.mark.parametrize(
+    ("ordered", "first"), [(False, [0, 4, 5, 6]), (True, [0, 4])], ids=["tags", "order"]
+)
+def test_receives_begin_in_order(ordered, first):
+    """By sender, kind and stage, or by sender alone. A version comes again after its free."""
     flow = flow_of(
         weights(Action.RECV, 1),
-        Instruction(0, Action.FREE, 0, None, None, 0, Buffer.WEIGHTS),
+        FREE,
         weights(Action.RECV, 1),
         weights(Action.RECV, 1, version=1),
         weights(Action.RECV, 2, version=2),
         weights(Action.RECV, 1, stage=1),
         activation(Action.RECV, 1),
+        ordered=ordered,
     )
-    flow.open(7)
-    assert begun(flow) == [0, 4, 5, 6]
+    assert begun(flow) == first
     flow.end(0)
     assert begun(flow) == [1]
     flow.end(1)
-    assert begun(flow) == [2, 3]
-
-
-def test_in_order_a_sender_has_one_queue():
-    flow = flow_of(
-        weights(Action.RECV, 1),
-        Instruction(0, Action.FREE, 0, None, None, 0, Buffer.WEIGHTS),
-        weights(Action.RECV, 1),
-        activation(Action.RECV, 1),
-        activation(Action.RECV, 2, stage=1),
-        ordered=True,
-    )
-    flow.open(5)
-    assert begun(flow) == [0, 4]
-    flow.end(0)
-    assert begun(flow) == [1]
-    flow.end(1)
-    assert begun(flow) == [2, 3]
+    assert begun(flow) == [p for p in (2, 3, 5, 6) if p not in first]
 
 
 @pytest.mark.parametrize(("ordered", "first"), [(False, [2, 3]), (True, [3])])
@@ -161,26 +140,15 @@ def test_sends(ordered, first):
         weights(Action.SEND, 2, stage=1),
         ordered=ordered,
     )
-    flow.open(4)
     assert begun(flow) == first
     flow.end(0)
     assert begun(flow) == [p for p in (1, 2, 3) if p not in first]
 
 
-def test_a_queue_goes_on_only_with_what_is_open():
-    flow = flow_of(*(activation(Action.RECV, 1, microbatch=m) for m in range(3)))
-    flow.open(1)
-    assert begun(flow) == [0]
-    flow.end(0)
-    assert flow.next() is None
-    flow.open(3)
-    assert begun(flow) == [1, 2]
-
-
 # What is left
 
 
-def test_who_holds_up_whom():
+def test_held_up_by():
     flow = flow_of(
         activation(Action.RECV, 1),
         op(stage=1),
@@ -189,13 +157,11 @@ def test_who_holds_up_whom():
     )
     assert [flow.held_up_by(p) for p in range(4)] == [0, 0, 0, 0]
     assert not flow.lacks_nothing(1)
-    flow.open(4)
     assert begun(flow) == [0]
     assert flow.held_up_by(3) == 0  # under way
     flow.end(0)
     assert flow.lacks_nothing(1)
-    assert flow.held_up_by(1) == 1
-    assert flow.held_up_by(3) == 1
+    assert (flow.held_up_by(1), flow.held_up_by(3)) == (1, 1)
     flow.end(1)
     assert flow.held_up_by(3) == 2
     flow.end(2)
@@ -204,17 +170,17 @@ def test_who_holds_up_whom():
 
 def test_first_left():
     flow = flow_of(op(), activation(Action.SEND, 1), op(stage=5))
-    assert (flow.n_left, flow.first_left()) == (3, 0)
-    flow.end(2)
-    assert (flow.n_left, flow.first_left()) == (2, 0)
-    flow.end(0)
-    assert (flow.n_left, flow.first_left()) == (1, 1)
+    found = [(flow.n_left, flow.first_left())]
+    for position in (2, 0):
+        flow.end(position)
+        found.append((flow.n_left, flow.first_left()))
+    assert found == [(3, 0), (2, 0), (1, 1)]
     assert [flow.has_ended(p) for p in range(3)] == [True, False, True]
     flow.end(1)
     assert flow.n_left == 0
 
 
-# Of any program
+# Any program
 
 
 @given(programs(), st.integers(0, 10**6), st.booleans(), st.booleans())
@@ -265,10 +231,9 @@ def _queues(order, ordered):
 
 
 def test_the_first_in_the_program_begins_first():
-    """Of all that can begin."""
-    program = catalog.cyclic(3, 1).lower(2)
-    flow = Dataflow(program.ranks[2], 2, ordered=False)
-    flow.open(len(program.ranks[2]))
+    order = catalog.cyclic(3, 1).lower(2).ranks[2]
+    flow = Dataflow(order, 2, ordered=False)
+    flow.open(len(order))
     found = begun(flow)
     assert found == sorted(found)
     assert len(found) > 1

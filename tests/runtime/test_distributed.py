@@ -75,42 +75,35 @@ def test_a_wrong_rule_differs(trained):
 @pytest.mark.parametrize("schedule", [catalog.cyclic(2, 1), catalog.one_f_one_b(2, 3)], ids=name_of)
 def test_awkward_models(odd_jobs, schedule):
     """Dropout, AdamW, a learning-rate schedule, frozen parameters, whole numbers that cross."""
-    runtime = SingleProcess(
-        models.cut_awkward(models.awkward(), schedule),
-        schedule,
-        conform.adamw,
-        F.cross_entropy,
-        lr_scheduler=conform._decay,
-        seed=3,
-    )
+    stages = models.cut_awkward(models.awkward(), schedule)
+    given = stages, schedule, conform.adamw, F.cross_entropy
+    runtime = SingleProcess(*given, lr_scheduler=conform._decay, seed=3)
     list(runtime.run(models.id_batches(schedule.n_microbatches)))
     for found in odd_jobs:  # the model is whole on every rank
         assert_same(found[f"awkward {schedule.name}"], runtime.module().state_dict())
         assert found[f"rates {schedule.name}"] == models.learning_rates(runtime) == [0.0025, 0.0025]
 
 
-def test_a_state_goes_from_runtime_to_runtime(odd_jobs):
-    """Taken of ZeRO-CDP on two ranks; gone on with in a single process, and as a pipeline."""
-    schedule, batches = catalog.cyclic(2, 1), models.make_batches(2)
-    whole = SingleProcess(
-        models.cut(models.residual(), schedule), schedule, conform.sgd, F.cross_entropy
-    )
-    list(whole.run(batches))
-    resumed = SingleProcess(
-        models.cut(models.residual(), schedule), schedule, conform.sgd, F.cross_entropy
-    )
+def in_one_process(schedule, steps=5, **options):
+    """A runtime that has trained ``steps`` steps."""
+    stages = models.cut(models.residual(), schedule)
+    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, **options)
+    list(runtime.run(models.make_batches(schedule.n_microbatches)[:steps]))
+    return runtime
+
+
+def test_a_state_moves_between_runtimes(odd_jobs):
+    """From ZeRO-CDP on two ranks to a single process, and to a pipeline."""
+    schedule = catalog.cyclic(2, 1)
+    whole, resumed = in_one_process(schedule), in_one_process(schedule, 0)
     resumed.load_state_dict(copy.deepcopy(odd_jobs[0]["state"]))
-    list(resumed.run(batches[3:]))
+    list(resumed.run(models.make_batches(2)[3:]))
     assert_same(resumed.module().state_dict(), whole.module().state_dict())
     assert_same(odd_jobs[1]["resumed"], whole.module().state_dict())
 
 
-def test_all_ranks_begin_with_the_weights_of_the_first(odd_jobs):
-    schedule = catalog.cyclic(2)
-    runtime = SingleProcess(
-        models.cut(models.residual(), schedule), schedule, conform.sgd, F.cross_entropy
-    )
-    list(runtime.run(models.make_batches(2)))
+def test_all_ranks_start_with_the_weights_of_the_first(odd_jobs):
+    runtime = in_one_process(catalog.cyclic(2))
     assert_same(odd_jobs[1]["unalike"], runtime.module().state_dict())
 
 
@@ -119,16 +112,9 @@ def test_weights_of_several_types_can_be_saved(odd_jobs):
 
 
 def test_refuses_what_does_not_fit(odd_jobs):
-    expected = (
-        "world.part(3)",
-        "record",
-        "n_steps",
-        "multiple of 2",
-        "versions",
-    )
-    for messages in (found["errors"] for found in odd_jobs):
-        assert len(messages) == len(expected)
-        for message, words in zip(messages, expected, strict=True):
+    expected = ("world.part(3)", "record=STEPS", "give n_steps", "multiple of 2", "versions")
+    for found in odd_jobs:
+        for message, words in zip(found["errors"], expected, strict=True):
             assert words in message
 
 
@@ -164,11 +150,11 @@ def test_refuses_unknown_values(name, wrong):
         Distributed(stages, schedule, torch.optim.SGD, F.cross_entropy, **{name: wrong})
 
 
-def test_by_nccl_a_rank_has_run_its_stages_before_the_first_message(odd_jobs):
-    """Kernels that are loaded meanwhile would wait for it. What comes of the run is the same."""
+def test_with_nccl_a_rank_runs_its_stages_before_the_first_message(odd_jobs):
+    """Loading a kernel later would wait for that message. The result is the same."""
     for job in odd_jobs:
-        begun, state = job["rehearsed"]
-        assert begun[0] == "rehearsal"
+        begun, state = job["warmed up"]
+        assert begun[0] == "warm_up"
         assert {*begun[1:]} == {"receive", "send"}
         assert_same(state, odd_jobs[0]["awkward CDP-v1"])
 
@@ -179,10 +165,8 @@ def test_on_gpus():
     """By NCCL where there are two; else two ranks share one, and gloo takes messages by host."""
     for found in launch(conform.on_gpus, 2):
         for schedule in (catalog.data_parallel(2), catalog.cyclic(2), catalog.cyclic(2, 1)):
-            stages = models.cut(models.residual(), schedule)
-            runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy)
-            list(runtime.run(models.make_batches(2)))
-            assert_same(found[schedule.name], runtime.module().state_dict())
+            expected = in_one_process(schedule).module().state_dict()
+            assert_same(found[schedule.name], expected)
 
 
 @pytest.mark.parametrize("per_machine", [1, 2, 3, 4])
@@ -193,14 +177,12 @@ def test_sums_in_tiers_are_the_same(trained, per_machine):
 
 @pytest.mark.parametrize(
     ("name", "schedule", "options"),
-    list(conform.recipes()),
+    list(conform.option_cases()),
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_recipes(odd_jobs, name, schedule, options):
-    state, averages = odd_jobs[0]["recipes"][name]
-    stages = models.cut(models.residual(), schedule)
-    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, options=options)
-    list(runtime.run(models.make_batches(2)))
+def test_step_options(odd_jobs, name, schedule, options):
+    state, averages = odd_jobs[0]["options"][name]
+    runtime = in_one_process(schedule, options=options)
     assert_same(state, runtime.module().state_dict())
     assert_same(averages, runtime.averages())
 
@@ -217,7 +199,7 @@ def held_in(precision):
 
 def test_16_bits_are_sent_and_held(odd_jobs):
     """Under autocast what crosses a boundary has the type that was computed; all as predicted."""
-    found = odd_jobs[0]["recipes"]
+    found = odd_jobs[0]["options"]
     assert found["bf16 sent"] * 2 == found["fp32 sent"]
     for precision in ("fp32", "bf16"):
         assert found[f"{precision} held"] == held_in(precision)
@@ -227,14 +209,13 @@ def test_16_bits_are_sent_and_held(odd_jobs):
 
 
 def test_baselines_take_what_they_can(odd_jobs):
-    found = odd_jobs[0]["recipes"]
-    assert found["DDP bf16"] < 2
+    assert odd_jobs[0]["options"]["DDP bf16"] < 2
     words = (
-        "ddp takes no clip",
-        "fsdp takes no ema",
+        "ddp takes no clip=1.0",
+        "fsdp takes no ema=0.9",
         "ddp takes no precision=fp16",
         "torch_pipelining takes no precision=bf16",
     )
-    for message, expected in zip(found["refused"], words, strict=True):
+    for message, expected in zip(odd_jobs[0]["refused"], words, strict=True):
         assert expected in message
         assert "runtime=distributed" in message

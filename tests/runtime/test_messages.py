@@ -1,4 +1,4 @@
-"""Messages: what tells them apart, and that they arrive whole, in chunks of any size."""
+"""Messages: their tags and groups, and that they arrive whole, in chunks of any size."""
 
 import threading
 from types import SimpleNamespace
@@ -10,11 +10,13 @@ from hypothesis import given
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
 from toolkit.runtime.message_layout import Layout, Layouts
-from toolkit.runtime.messages import Messages, largest_chunk, tags
+from toolkit.runtime.messages import Messages, all_reduce_groups, largest_chunk, tags
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction
 
-# Tags
+
+def message(action, stage, buffer, *peers):
+    return Instruction(stage % 3, action, stage, None, 0, 0, buffer, peers)
 
 
 @given(programs())
@@ -36,24 +38,10 @@ def test_both_ends_of_a_message_have_one_tag(program):
 
 def test_tags_by_hand():
     """A count of its own for each peer and direction."""
-
-    def message(action, *peers):
-        return Instruction(0, action, 0, None, 0, None, Buffer.GRADIENT, peers)
-
-    order = [
-        message(Action.SEND, 1),
-        message(Action.RECV, 1),
-        Instruction(0, Action.FORWARD, 0, 0, 0, 0),
-        message(Action.SEND, 1),
-        message(Action.SEND, 2),
-        message(Action.ALL_REDUCE, 0, 1),
-        message(Action.RECV, 1),
-        message(Action.SEND, 1),
-    ]
-    assert tags(order) == [1, 1, 0, 2, 1, 0, 2, 3]
-
-
-# Chunks
+    send, receive, reduce = Action.SEND, Action.RECV, Action.ALL_REDUCE
+    order = [(send, 1), (receive, 1), (send, 1), (send, 2), (reduce, 0, 1), (receive, 1), (send, 1)]
+    found = tags([message(action, 0, Buffer.GRADIENT, *peers) for action, *peers in order])
+    assert found == [1, 1, 2, 1, 0, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -72,15 +60,34 @@ def test_chunks_suit_the_backend_unless_chosen(chunk_mb, backend, paced, expecte
     assert largest_chunk(chunk_mb, backend, paced=paced) == expected
 
 
-# Pacing
+TWO_A_MACHINE = [
+    *(("gather", (0, 1)), ("gather", (2, 3))),
+    *(("spread", (0, 1)), ("spread", (2, 3))),
+    ("between", (0, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_machine", "expected"),
+    [
+        (range(4), 0, [("all", (0, 1, 2, 3))]),
+        (range(4), 4, [("all", (0, 1, 2, 3))]),
+        (range(3), 1, [("between", (0, 1, 2))]),
+        (range(4), 2, TWO_A_MACHINE),
+        (range(4), 3, [("gather", (0, 1, 2)), ("spread", (0, 1, 2)), ("between", (0, 3))]),
+        ((1, 3, 5), 4, [("gather", (1, 3)), ("spread", (1, 3)), ("between", (1, 5))]),
+    ],
+)
+def test_groups_of_an_all_reduce(ranks, per_machine, expected):
+    assert all_reduce_groups(ranks, per_machine) == expected
 
 
 def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
-    """What packs it has been given to the stream of the thread that sends."""
+    """The packing runs on the stream of the thread that sends."""
     flat, done, begun = torch.zeros(3, dtype=torch.uint8), [], threading.Event()
 
     def finish_stream(device):
-        begun.wait(0.1)  # and so a pacer that has it already sends it first
+        begun.wait(0.1)  # time for a pacer that has the message too early to send it
         done.append(device)
 
     def isend(chunk, peer, *, group, tag):
@@ -91,8 +98,8 @@ def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
     monkeypatch.setattr("torch.distributed.isend", isend)
     world = SimpleNamespace(rank=0, message_device=flat.device, channel=lambda *ranks: None)
     packing = SimpleNamespace(pack=lambda i, payload, device: flat)
-    with Messages(world, packing, 2, paced=True) as links:
-        links.send(message(Action.SEND, 0, Buffer.WEIGHTS, 1), {})
+    with Messages(world, packing, 2, paced=True) as messages:
+        messages.send(message(Action.SEND, 0, Buffer.WEIGHTS, 1), {})
         begun.wait(20)
     assert done[:2] == [flat.device, 2]
 
@@ -120,12 +127,8 @@ def summands(rank):
     return {name: torch.arange(n, dtype=dtype) + 10 * rank for name, (n, dtype) in MIXED.items()}
 
 
-def message(action, stage, buffer, *peers):
-    return Instruction(stage % 3, action, stage, None, 0, 0, buffer, peers)
-
-
 def exchange():
-    """What came of each stage's message by how it was sent, and of each collective."""
+    """What arrived of each stage's message by how it was sent, and of each collective."""
     world = join(device="cpu")
     world.make_groups([("all", (0, 1))], [])
     peer = 1 - world.rank
@@ -134,9 +137,9 @@ def exchange():
         for paced in (False, True)
         for chunk_bytes in CHUNKS
     }
-    with Messages(world, layouts(), 8, paced=False) as links:
+    with Messages(world, layouts(), 8, paced=False) as messages:
         collectives = {
-            (action.name, root): _collective(links, action, root)
+            (action.name, root): _collective(messages, action, root)
             for action in (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
             for root in (0, 1)
         }
@@ -144,50 +147,47 @@ def exchange():
 
 
 def _all_to_all(world, peer, chunk_bytes, paced):
-    """Every stage's weights at once; half of the receives are there first, in another order."""
+    """Every stage's weights at once; half of the receives come first, in another order."""
     stages = range(len(SIZES))
     sent, coming = [], {}
-    with Messages(world, layouts(), chunk_bytes, paced=paced) as links:
+    with Messages(world, layouts(), chunk_bytes, paced=paced) as messages:
         if paced:
-            links.pacer.rate = 1e5
+            messages.pacer.rate = 1e5
 
         def receive(stage):
             i = message(Action.RECV, stage, Buffer.WEIGHTS, peer)
-            coming[stage] = i, links.receive(i, 1 + stage)
+            coming[stage] = i, messages.receive(i, 1 + stage)
 
         for stage in reversed(stages[::2]):
             receive(stage)
         for stage in stages:
             i = message(Action.SEND, stage, Buffer.WEIGHTS, peer)
             payload = values(world.rank, stage)
-            sent.append(links.send(i, {"w": payload}, 1 + stage))
+            sent.append(messages.send(i, {"w": payload}, 1 + stage))
             payload.zero_()  # it may change at once
-            assert sent[-1].flat.nbytes == links.n_bytes(i) == SIZES[stage]
+            assert sent[-1].flat.nbytes == messages.n_bytes(i) == SIZES[stage]
         for stage in reversed(stages[1::2]):
             receive(stage)
-        for _, transfer in coming.values():
+        for transfer in (*(transfer for _, transfer in coming.values()), *sent):
             transfer.wait()
-        for transfer in sent:
-            transfer.wait()
-        return [links.received(*coming[stage])["w"] for stage in stages]
+        return [messages.received(*coming[stage])["w"] for stage in stages]
 
 
-def _collective(links, action, root):
-    rank = links.world.rank
-    peers = (root, 1 - root)
+def _collective(messages, action, root):
+    """The result of a collective, with an empty one under way."""
+    rank, peers = messages.world.rank, (root, 1 - root)
     if action == Action.BROADCAST:
         i = message(action, 5, Buffer.WEIGHTS, *peers)
-        transfer = links.collective(i, {"w": values(rank, 5)} if rank == root else None)
+        payload = {"w": values(rank, 5)} if rank == root else None
+        empty = i._replace(stage=0), {"w": values(rank, 0)}
     else:
         i = message(action, 0, Buffer.GRADIENT, *peers)
-        total = GradientSum()
-        total.add(summands(rank))
-        transfer = links.collective(i, total)
-    empty = GradientSum() if action != Action.BROADCAST else {"w": values(rank, 0)}
-    nothing = links.collective(i._replace(stage=1 if action != Action.BROADCAST else 0), empty)
+        payload = GradientSum(summands(rank))
+        empty = i._replace(stage=1), GradientSum()
+    transfer, nothing = messages.collective(i, payload), messages.collective(*empty)
     transfer.wait()
     nothing.wait()
-    found = links.received(i, transfer)
+    found = messages.received(i, transfer)
     return found["w"] if action == Action.BROADCAST else found.tensors
 
 
@@ -207,7 +207,7 @@ def test_messages_arrive_whole(exchanged, chunk_bytes, paced):
 
 @pytest.mark.parametrize("root", [0, 1])
 def test_collectives(exchanged, root):
-    """Of each type its own sum: at all ranks, or at the root; and the root's weights."""
+    """Each type has its own sum: at all ranks, or at the root; and the root's weights."""
     total = {name: x + summands(1)[name] for name, x in summands(0).items()}
     for rank, (_, collectives) in enumerate(exchanged):
         for action in ("ALL_REDUCE", "REDUCE") if rank == root else ("ALL_REDUCE",):

@@ -11,6 +11,7 @@ from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, moved
 
 CPU = torch.device("cpu")
 ROWS = torch.zeros(6)
+SHAPE = (((2, 2), torch.float32),)
 
 
 def make_batches(n, size=6, width=2, dtype=torch.float32):
@@ -41,53 +42,57 @@ class Parts:
                 yield tuple(torch.cat([x.chunk(n_parts)[m] for m in parts]) for x in batch)
 
 
-def feed_of(batches, wanted, n_microbatches=3, first_step=0, device=CPU):
-    source = BatchReader(batches, n_microbatches, wanted, first_step, device)
-    return source, MicrobatchQueue(source, first_step, wanted)
+def queue_of(batches, wanted, n_microbatches=3, first_step=0):
+    source = BatchReader(batches, n_microbatches, wanted, first_step, CPU)
+    return MicrobatchQueue(source, first_step, wanted)
 
 
-def looked(batches, wanted, first_step=0, device=CPU, n_microbatches=3):
-    """A source that refuses batches that are not alike, and has looked at the first."""
+def reader(batches, wanted, first_step=0, device=CPU, n_microbatches=3):
+    """A reader that refuses batches that are not alike, and has looked at the first."""
     source = BatchReader(batches, n_microbatches, wanted, first_step, device)
     source.alike = True
     source.look()
     return source
 
 
-def assert_microbatch(feed, step, m, batch, n_microbatches=3):
+def assert_microbatch(queue, step, m, batch, n_microbatches=3):
     inputs, targets = (x.chunk(n_microbatches)[m] for x in batch)
-    (found,) = feed.inputs(step, m)
+    (found,) = queue.inputs(step, m)
     assert torch.equal(found, inputs)
-    assert torch.equal(feed.targets(step, m), targets)
+    assert torch.equal(queue.targets(step, m), targets)
 
 
-# Sources
+# Readers
 
 
-def test_whole_batches_are_given_as_they_are():
-    """Where all of them is read, and copied where some of it."""
+def test_whole_batches_are_not_copied():
     batches = make_batches(2)
-    source = looked(iter(batches), lambda step: [0, 1, 2])
-    assert source.shape == (((2, 2), torch.float32),)
+    source = reader(iter(batches), lambda step: [0, 1, 2])
+    assert source.shape == SHAPE
     for (inputs, targets), ((found,), labels) in zip(batches, source, strict=True):
         assert found is inputs
         assert labels is targets
 
 
-def test_of_whole_batches_too_only_what_is_wanted_is_given():
-    """And of each step one batch is taken, wanted or not."""
-    wanted = {4: [1], 5: [], 6: [0, 2]}
+@pytest.mark.parametrize("divisible", [False, True])
+def test_only_what_is_wanted_is_read(divisible):
+    """And loaded, if it can be; steps count from the first of the source, batches from 0."""
+    wanted = {5: [0, 2], 6: [], 7: [1]}
     batches = make_batches(3)
-    source = looked(iter(batches), wanted.__getitem__, 4)
-    assert source.shape == (((2, 2), torch.float32),)
+    parts = Parts(batches)
+    source = reader(parts if divisible else batches, wanted.__getitem__, 5)
+    assert source.shape == SHAPE
+    assert parts.loaded == ([(0, 0), (0, 2)] if divisible else [])
     (inputs,), targets = next(source)
-    assert torch.equal(inputs, batches[0][0][2:4])
-    assert targets.tolist() == [2, 3]
-    assert inputs.data_ptr() == batches[0][0][2:4].data_ptr()
+    assert targets.tolist() == [0, 1, 4, 5]
+    assert inputs[:, 0].tolist() == [0, 2, 8, 10]
     assert next(source) is None
     (inputs,), targets = next(source)
-    assert targets.tolist() == [200, 201, 204, 205]
-    assert inputs[:, 0].tolist() == [2000, 2002, 2008, 2010]
+    assert targets.tolist() == [202, 203]
+    if divisible:
+        assert (parts.loaded, parts.asked) == ([(0, 0), (0, 2), (2, 1)], [3])
+    else:
+        assert inputs.data_ptr() == batches[2][0][2:4].data_ptr()
 
 
 class Sized(torch.Tensor):
@@ -101,67 +106,32 @@ class Sized(torch.Tensor):
 
 
 @pytest.mark.parametrize(("wanted", "rows"), [([], []), ([1], [2, 2]), ([0, 2], [4, 4])])
-def test_only_what_is_wanted_goes_to_the_device(wanted, rows):
-    batch = tuple(tensor.as_subclass(Sized) for tensor in make_batches(1)[0])
+def test_only_what_is_wanted_moves_to_the_device(wanted, rows):
+    batches = [tuple(tensor.as_subclass(Sized) for tensor in b) for b in make_batches(2)]
+    meta = torch.device("meta")
     Sized.rows = []
-    looked([batch], lambda step: wanted, device=torch.device("meta"))
+    source = reader(batches, lambda step: wanted, device=meta)
     assert Sized.rows == rows
-
-
-def test_only_what_is_wanted_is_loaded():
-    """Steps are counted from the first of the source, batches from 0."""
-    wanted = {5: [0, 2], 6: [], 7: [1]}
-    batches = Parts(make_batches(3))
-    source = looked(batches, wanted.__getitem__, 5)
-    assert source.shape == (((2, 2), torch.float32),)
-    assert batches.loaded == [(0, 0), (0, 2)]
-    (inputs,), targets = next(source)
-    assert targets.tolist() == [0, 1, 4, 5]
-    assert inputs[:, 0].tolist() == [0, 2, 8, 10]
-    assert next(source) is None
-    (inputs,), targets = next(source)
-    assert targets.tolist() == [202, 203]
-    assert batches.loaded == [(0, 0), (0, 2), (2, 1)]
-    assert batches.asked == [3]
-
-
-def test_a_rank_that_reads_nothing():
-    batches = Parts(make_batches(3))
-    source = looked(batches, lambda step: [])
-    assert source.shape is None
-    assert batches.loaded == []
+    for share in source:
+        assert share is None or share[0][0].device == share[1].device == meta
+    assert Sized.rows == 2 * rows
 
 
 def test_a_rank_that_reads_nothing_at_first():
-    batches = Parts(make_batches(2))
-    source = looked(batches, lambda step: [2] if step else [])
+    batches = Parts(make_batches(3))
+    source = reader(batches, lambda step: [2] if step == 1 else [])
     assert source.shape is None
     assert next(source) is None
+    assert batches.loaded == []
     assert next(source)[1].tolist() == [104, 105]
-    assert source.shape == (((2, 2), torch.float32),)
+    assert source.shape == SHAPE
 
 
 def test_several_inputs_and_their_types():
     inputs = torch.zeros(6, 4), torch.zeros(6, 3, 2, dtype=torch.int64)
-    source = looked([(inputs, torch.zeros(6))], lambda step: [1], n_microbatches=2)
+    source = reader([(inputs, torch.zeros(6))], lambda step: [1], n_microbatches=2)
     assert source.shape == (((3, 4), torch.float32), ((3, 3, 2), torch.int64))
     assert [x.shape for x in next(source)[0]] == [(3, 4), (3, 3, 2)]
-
-
-def test_there_is_no_first_batch():
-    with pytest.raises(UserError, match="0"):
-        looked([], lambda step: [0])
-
-
-@pytest.mark.parametrize("divisible", [False, True])
-def test_batches_are_moved_to_the_device(divisible):
-    """Every step's, the first one's too."""
-    meta = torch.device("meta")
-    batches = Parts(make_batches(2)) if divisible else make_batches(2)
-    source = looked(batches, lambda step: [0], device=meta)
-    for _ in range(2):
-        (inputs,), targets = next(source)
-        assert inputs.device == targets.device == meta
 
 
 @pytest.mark.parametrize(
@@ -174,145 +144,112 @@ def test_batches_are_moved_to_the_device(divisible):
     ids=["size", "width", "dtype"],
 )
 @pytest.mark.parametrize("divisible", [False, True])
-def test_batches_that_are_not_alike_are_refused(other, seen, divisible):
+def test_batches_that_differ_are_refused(other, seen, divisible):
+    """Where they must be alike."""
     batches = [*make_batches(2), *other]
-    source = looked(Parts(batches) if divisible else batches, lambda step: [1], 7)
+    source = reader(Parts(batches) if divisible else batches, lambda step: [1], 7)
     next(source)
     next(source)
     with pytest.raises(UserError, match=rf"step 9.*{seen}.*\[2, 2\] of torch.float32"):
         next(source)
-    assert len([*BatchReader(batches, 3, lambda step: [1], 7, CPU)]) == 3  # unless they need not be
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (torch.zeros(7, 2), torch.zeros(7)),
-        (torch.zeros(6, 2), torch.zeros(3)),
-        (torch.zeros(0, 2), torch.zeros(0)),
-        ((torch.zeros(6), torch.zeros(9)), torch.zeros(6)),
-    ],
-    ids=["not a multiple", "targets differ", "empty", "inputs differ"],
-)
-def test_what_cannot_be_divided_is_refused(batch):
-    with pytest.raises(UserError, match="3"):
-        looked([batch], lambda step: [])
-    source = looked([*make_batches(1), batch], lambda step: [0])
-    next(source)
-    with pytest.raises(UserError, match="3"):
-        next(source)
+    assert len([*BatchReader(batches, 3, lambda step: [1], 7, CPU)]) == 3
 
 
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (ROWS, "Tensor"),
-        ((ROWS, ROWS, ROWS), "tuple of 3"),
-        (3, "int"),
-        (({"x": ROWS}, ROWS), "dict"),
-        (([1], ROWS), "int"),
-        ((ROWS, [1]), "list"),
-        ((ROWS, torch.tensor(1)), "tensor"),
+        ((torch.zeros(7, 2), torch.zeros(7)), r"multiple of 3.*\[7, 7\]"),
+        ((torch.zeros(6, 2), torch.zeros(3)), r"multiple of 3.*\[6, 3\]"),
+        ((torch.zeros(0, 2), torch.zeros(0)), r"multiple of 3.*\[0, 0\]"),
+        (((torch.zeros(6), torch.zeros(9)), torch.zeros(6)), r"multiple of 3.*\[6, 9, 6\]"),
+        (ROWS, "pair.*Tensor"),
+        ((ROWS, ROWS, ROWS), "pair.*tuple of 3"),
+        (3, "pair.*int"),
+        (({"x": ROWS}, ROWS), "tensors.*dict"),
+        (([1], ROWS), "tensors.*int"),
+        ((ROWS, [1]), "tensors.*list"),
+        ((ROWS, torch.tensor(1)), "tensors.*no dimension"),
     ],
-    ids=["one tensor", "three", "a number", "by name", "no tensors", "no target", "no dimension"],
 )
-def test_what_is_no_batch_is_refused(batch, expected):
+def test_wrong_batches_are_refused(batch, expected):
+    """The first, and later ones."""
     with pytest.raises(UserError, match=expected):
-        looked([batch], lambda step: [])
+        reader([batch], lambda step: [])
+    source = reader([*make_batches(1), batch], lambda step: [0])
+    next(source)
+    with pytest.raises(UserError, match=expected):
+        next(source)
 
 
-# Feeds
+def test_no_batch_is_refused():
+    with pytest.raises(UserError, match="n_steps=0"):
+        reader([], lambda step: [0])
 
 
-def test_micro_batches_are_slices():
-    batches = make_batches(2)
-    _, feed = feed_of(batches, lambda step: range(3))
-    for step, batch in enumerate(batches):
-        for m in range(3):
-            assert_microbatch(feed, step, m, batch)
-
-
-def test_steps_may_overlap():
-    """A later step's is asked for while an earlier one's is still wanted."""
-    whole = make_batches(3)
-    batches = Parts(whole)
-    for some in (whole, batches):
-        _, feed = feed_of(some, lambda step: [0, 2])
-        for step, m in ((2, 0), (0, 2), (1, 0), (0, 0), (2, 2)):
-            assert_microbatch(feed, step, m, whole[step])
-        with pytest.raises(KeyError):
-            feed.inputs(0, 1)
-    assert batches.loaded == [(k, m) for k in range(3) for m in (0, 2)]
+# Queues
 
 
 def test_results_are_in_order_of_micro_batches():
-    _, feed = feed_of(make_batches(1), lambda step: [0])
-    assert feed.n_finished(0) == 0
+    queue = queue_of(make_batches(1), lambda step: [0])
+    assert queue.n_finished(0) == 0
     for m in (2, 0):
-        feed.finished(0, m, torch.tensor(float(m)), torch.full((2, 1), m))
-    assert feed.n_finished(0) == 2
-    result = feed.result(0)
+        queue.finished(0, m, torch.tensor(float(m)), torch.full((2, 1), m))
+    assert queue.n_finished(0) == 2
+    result = queue.result(0)
     assert (result.step, result.microbatches) == (0, (0, 2))
     assert result.losses.tolist() == [0, 2]
     assert result.outputs.tolist() == [[0], [0], [2], [2]]
     assert float(result.loss) == 1
-    assert feed.n_finished(0) == 0
-
-
-def test_a_result_of_no_micro_batch():
-    _, feed = feed_of(Parts(make_batches(1)), lambda step: [])
-    result = feed.result(0)
-    assert result.microbatches == ()
-    assert result.losses.shape == result.outputs.shape == (0,)
+    assert queue.n_finished(0) == 0
 
 
 def test_a_result_drops_the_batch():
-    _, feed = feed_of(make_batches(2), lambda step: [0])
-    feed.inputs(0, 0)
-    feed.result(0)
+    """Also without any micro-batch."""
+    queue = queue_of(make_batches(2), lambda step: [0])
+    queue.inputs(0, 0)
+    result = queue.result(0)
+    assert result.microbatches == ()
+    assert result.losses.shape == result.outputs.shape == (0,)
     with pytest.raises(KeyError):
-        feed.inputs(0, 0)
+        queue.inputs(0, 0)
 
 
-def test_what_is_left_is_taken():
-    """So that a run ends at the same batch on every rank; what it does not read is not loaded."""
+def test_a_queue_takes_batches_that_it_does_not_use():
+    """So a run ends at the same batch on every rank."""
     iterator = iter(make_batches(5))
-    _, feed = feed_of(iterator, lambda step: [0], first_step=2)
-    feed.skip_to(5)
+    queue = queue_of(iterator, lambda step: [0], first_step=2)
+    queue.skip_to(5)
+    queue.skip_to(3)  # already passed
     assert len([*iterator]) == 2
-    batches = Parts(make_batches(5))
-    _, feed = feed_of(batches, lambda step: [1] if step % 2 else [], first_step=2)
-    feed.skip_to(6)
-    assert batches.loaded == [(1, 1), (3, 1)]
-    feed.skip_to(3)  # which is past
-    assert batches.loaded == [(1, 1), (3, 1)]
 
 
 @given(st.data())
 @quick
 def test_any_rank_gets_its_slices(data):
-    """Whatever it reads of each step, and in whichever order it asks."""
+    """Whatever it reads of each step, and in any order, as steps overlap."""
     n_parts, n_steps = data.draw(st.sampled_from([1, 2, 3, 6])), data.draw(st.integers(1, 4))
     first = data.draw(st.integers(0, 3))
     parts = st.sets(st.integers(0, n_parts - 1)).map(sorted)
     wanted = {first + k: data.draw(parts) for k in range(n_steps)}
-    batches = Parts(make_batches(n_steps))
-    _, feed = feed_of(batches, wanted.__getitem__, n_parts, first)
-    for step, m in data.draw(st.permutations([(t, m) for t in wanted for m in wanted[t]])):
-        assert_microbatch(feed, step, m, batches.batches[step - first], n_parts)
-    feed.skip_to(first + n_steps)
+    whole = make_batches(n_steps)
+    order = data.draw(st.permutations([(t, m) for t in wanted for m in wanted[t]]))
+    for batches in (whole, Parts(whole)):
+        queue = queue_of(batches, wanted.__getitem__, n_parts, first)
+        for step, m in order:
+            assert_microbatch(queue, step, m, whole[step - first], n_parts)
+        queue.skip_to(first + n_steps)
     assert batches.loaded == [(step - first, m) for step in wanted for m in wanted[step]]
 
 
 class Moving:
-    """A tensor that tells how it was asked to move."""
+    """A tensor that notes how it was asked to move."""
 
     def to(self, device, non_blocking):
         return device, non_blocking
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("cpu", False), ("cuda", True), (None, False)])
-def test_only_a_gpu_copies_while_the_cpu_goes_on(name, ahead):
+def test_only_a_gpu_copies_asynchronously(name, ahead):
     device = None if name is None else torch.device(name)
     asked = (device, ahead)
     assert moved((Moving(), Moving()), Moving(), device) == ((asked, asked), asked)

@@ -24,7 +24,6 @@ from tests.runtime.models import (
 from tests.runtime.reference import adamw, sgd, trajectory
 from tests.thorough import more
 from toolkit.errors import UserError
-from toolkit.model import partition
 from toolkit.runtime import ORDERS, SingleProcess
 from toolkit.schedule import RandomDelay, Schedule, catalog
 
@@ -105,7 +104,7 @@ def expected(name):
     return trajectory(*arguments, predict=schedule.predict)
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_follows_the_reference(model, name, order):
     schedule = SCHEDULES[name]
@@ -116,7 +115,7 @@ def test_follows_the_reference(model, name, order):
         assert_same(runtime.module().state_dict(), state)
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_wrong_rule_differs(model, order):
     """The comparison above can fail: each rule differs from each other rule."""
     batches = make_batches(3)
@@ -149,18 +148,17 @@ def test_overlapping_steps_follow_the_same_trajectory(model, name):
     assert [result.step for result in results] == list(range(len(batches)))
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_another_optimizer(model, order):
-    schedule = catalog.cyclic(3)
-    batches = make_batches(3)
-    stages = cut(model, schedule)
-    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, adamw)
+    schedule, batches = catalog.cyclic(3), make_batches(3)
+    at = stage_of(cut(model, schedule))
+    expected = trajectory(model, at, schedule.staleness, batches, adamw)
     runtime = runtime_for(copy.deepcopy(model), schedule, order, adamw)
     list(runtime.run(batches))
     assert_same(runtime.module().state_dict(), expected[-1])
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_no_delay_is_plain_pytorch(order):
     """delay=0 without batch norm: the whole batch, one optimizer, no toolkit."""
     torch.manual_seed(0)
@@ -178,7 +176,7 @@ def test_no_delay_is_plain_pytorch(order):
         assert_same(runtime.module().state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_result_holds_losses_and_outputs_in_order(model, order):
     schedule = catalog.data_parallel(4, n_stages=2)
     ((inputs, targets),) = make_batches(4, steps=1)
@@ -190,7 +188,7 @@ def test_result_holds_losses_and_outputs_in_order(model, order):
     assert not result.outputs.requires_grad
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_batches_go_to_the_device_of_the_model(order):
     schedule = catalog.gpipe(2, 2)
     with torch.device("meta"):
@@ -201,13 +199,10 @@ def test_batches_go_to_the_device_of_the_model(order):
     assert runtime.step(*batch).outputs.device.type == "meta"
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_evaluating_between_steps_changes_nothing(model, order):
-    schedule = catalog.cyclic(3)
-    twin = copy.deepcopy(model)
     batches = make_batches(3)
-    quiet = runtime_for(model, schedule, order)
-    watched = runtime_for(twin, schedule, order)
+    quiet, watched = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), order) for _ in "ab")
     for batch in batches:
         quiet.step(*batch)
         watched.step(*batch)
@@ -216,60 +211,27 @@ def test_evaluating_between_steps_changes_nothing(model, order):
     assert_same(watched.module().state_dict(), quiet.module().state_dict())
 
 
-class Noisy(nn.Module):
-    def __init__(self, functional):
-        super().__init__()
-        self.first, self.second = nn.Linear(36, 8), nn.Linear(8, 3)
-        self.dropout = nn.Identity() if functional else nn.Dropout(0.5)
-        self.functional = functional
-
-    def forward(self, x):
-        x = self.dropout(self.first(x.flatten(1)))
-        if self.functional:
-            x = F.dropout(x, 0.5, training=self.training)
-        return self.second(x)
-
-
-@pytest.mark.parametrize("functional", [False, True])
-def test_dropout_draws_the_same_in_every_order(functional):
-    torch.manual_seed(0)
-    model = Noisy(functional).double()
-    batches = make_batches(4)
-    trained = {}
-    for order in ("grouped", "scheduled"):
-        for seed in (0, 1):
-            schedule = catalog.cyclic(4, n_stages=2)
-            stages = cut(copy.deepcopy(model), schedule)
-            runtime = SingleProcess(
-                stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order, seed=seed
-            )
-            list(runtime.run(batches))
-            trained[order, seed] = runtime.module().state_dict()
-    assert_same(trained["grouped", 0], trained["scheduled", 0])
-    assert differ(trained["grouped", 0], trained["grouped", 1])
-
-
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("orders", [*zip(ORDERS, ORDERS, strict=True), ORDERS], ids="-".join)
 @pytest.mark.parametrize("predict", [False, True])
 @pytest.mark.parametrize("delay", [0, 1, "freshest"])
-def test_goes_on_from_a_state_dict(model, order, delay, predict):
+def test_continues_from_a_state_dict(model, orders, delay, predict):
+    """Of the same order, or of the other one."""
     method = catalog.data_parallel if delay == 0 else catalog.cyclic
     schedule = method(3, delay=delay, predict=predict)
     batches = make_batches(3)
-    whole = runtime_for(copy.deepcopy(model), schedule, order)
+    whole, begun, resumed = (
+        runtime_for(copy.deepcopy(model), schedule, order) for order in (orders[0], *orders)
+    )
     list(whole.run(batches))
-    begun = runtime_for(copy.deepcopy(model), schedule, order)
     list(begun.run(batches[:2]))
-    state = copy.deepcopy(begun.state_dict())
-    resumed = runtime_for(copy.deepcopy(model), schedule, order)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(copy.deepcopy(begun.state_dict()))
     list(resumed.run(batches[2:]))
     assert_same(resumed.module().state_dict(), whole.module().state_dict())
 
 
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
-def test_goes_back_to_a_state_again_and_again(model, order):
-    """It is a copy, and a copy of it is taken over."""
+@pytest.mark.parametrize("order", ORDERS)
+def test_returns_to_a_state_again_and_again(model, order):
+    """It is a copy, and a copy of it is taken over, also by replicas that have trained since."""
     runtime = runtime_for(model, catalog.data_parallel(3), order, adamw)
     batches = make_batches(3)
     list(runtime.run(batches[:2]))
@@ -282,20 +244,7 @@ def test_goes_back_to_a_state_again_and_again(model, order):
         assert_same(end, ends[0])
 
 
-def test_orders_can_take_turns(model):
-    schedule = catalog.cyclic(3)
-    batches = make_batches(3)
-    whole = runtime_for(copy.deepcopy(model), schedule, "grouped")
-    list(whole.run(batches))
-    begun = runtime_for(copy.deepcopy(model), schedule, "grouped")
-    list(begun.run(batches[:2]))
-    resumed = runtime_for(copy.deepcopy(model), schedule, "scheduled")
-    resumed.load_state_dict(begun.state_dict())
-    list(resumed.run(batches[2:]))
-    assert_same(resumed.module().state_dict(), whole.module().state_dict())
-
-
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
+@pytest.mark.parametrize("order", ORDERS)
 def test_learning_rate_of_step_t_applies_to_update_t(model, order):
     batches = make_batches(3)
     schedule = catalog.cyclic(3)
@@ -330,44 +279,58 @@ def test_frozen_parameters_stay(model):
     torch.testing.assert_close(model[0].weight, frozen, rtol=0, atol=0)
 
 
+REDUCE_ON_PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"order": "fast"}, "order.*fast"),
-        ({"schedule": catalog.cyclic(4)}, "4.*3"),
+        ({"schedule": catalog.cyclic(4)}, "4 stages.*has 3"),
         ({"schedule": "cyclic"}, r"schedule.*'cyclic'"),
         ({"options": {"clip": 1}}, r"options.*dict"),
         ({"options": None}, r"options.*None"),
         ({"loss": None}, r"loss.*None"),
         ({"loss": 0.5}, r"loss.*float"),
+        ({"optimizer": torch.optim.LBFGS}, "optimizer.*LBFGS.*'closure'"),
+        ({"optimizer": lambda parameters: None}, "optimizer.*None"),
+        ({"optimizer": list}, "optimizer.*list"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, "optimizer.*SGD"),
+        ({"lr_scheduler": REDUCE_ON_PLATEAU}, "lr_scheduler.*ReduceLROnPlateau.*'metrics'"),
+        ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler.*None"),
     ],
 )
 def test_refuses_what_does_not_fit(model, arguments, message):
-    stages = partition(model, 3, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
-    given = {"schedule": catalog.cyclic(3), "order": "grouped", "loss": F.cross_entropy} | arguments
+    stages = cut(model, catalog.cyclic(3))
+    given = {"schedule": catalog.cyclic(3), "optimizer": torch.optim.SGD, "loss": F.cross_entropy}
     with pytest.raises(UserError, match=message):
-        SingleProcess(stages, optimizer=torch.optim.SGD, **given)
+        SingleProcess(stages, **given | arguments)
 
 
-def test_refuses_a_model_that_is_frozen(model):
-    stages = cut(model.requires_grad_(False), catalog.cyclic(3))
-    with pytest.raises(UserError, match="Sequential"):
-        SingleProcess(stages, catalog.cyclic(3), lambda p: sgd(p, None), F.cross_entropy)
+def test_refuses_models(model):
+    """Not partitioned, frozen, or with a norm over all micro-batches."""
+    given = catalog.cyclic(3), torch.optim.SGD, F.cross_entropy
+    with pytest.raises(UserError, match=r"Sequential.*partition"):
+        SingleProcess(model, *given)
+    with pytest.raises(UserError, match=r"Sequential.*requires_grad"):
+        SingleProcess(cut(model.requires_grad_(False), given[0]), *given)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
+    with pytest.raises(UserError, match="SyncBatchNorm"):
+        runtime_for(model.double(), catalog.data_parallel(2, n_stages=1), "grouped")
 
 
-def test_refuses_a_batch_that_cannot_be_divided(model):
-    runtime = runtime_for(model, catalog.cyclic(3), "grouped")
-    with pytest.raises(UserError, match="3"):
-        runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
+@pytest.mark.parametrize("order", ORDERS)
+def test_refuses_a_loss_that_is_not_scalar(model, order):
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="none")
+
+    schedule = catalog.cyclic(3)
+    runtime = SingleProcess(cut(model, schedule), schedule, torch.optim.SGD, loss, order)
+    with pytest.raises(UserError, match=r"loss.*\[3\].*reduction"):
+        runtime.step(*make_batches(3, 1)[0])
 
 
-def test_scheduled_needs_to_know_how_many_steps(model):
-    runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
-    with pytest.raises(UserError, match="n_steps"):
-        list(runtime.run(iter(make_batches(3))))
-
-
-def test_a_run_that_is_left_can_be_gone_on_with(model):
+def test_a_run_can_be_left(model):
     batches = make_batches(3)
     left, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped") for _ in "ab")
     run = left.run(batches)
@@ -376,86 +339,7 @@ def test_a_run_that_is_left_can_be_gone_on_with(model):
     assert left.steps_done == left.state_dict()["steps_done"] == 1
     list(left.run(batches[1:]))
     list(whole.run(batches))
-    torch.testing.assert_close(
-        left.module().state_dict(), whole.module().state_dict(), rtol=0, atol=0
-    )
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_refuses_more_steps_than_batches(model, order):
-    runtime = runtime_for(model, catalog.cyclic(3), order)
-    with pytest.raises(UserError, match="2"):
-        list(runtime.run(make_batches(3)[:2], n_steps=3))
-
-
-def test_refuses_synchronised_batch_norm():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.SyncBatchNorm(4), nn.Flatten(), nn.Linear(64, 3))
-    with pytest.raises(UserError, match="SyncBatchNorm"):
-        runtime_for(model.double(), catalog.data_parallel(2, n_stages=1), "grouped")
-
-
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
-def test_refuses_a_loss_that_is_no_scalar(model, order):
-    schedule = catalog.cyclic(3)
-    runtime = SingleProcess(
-        cut(model, schedule),
-        schedule,
-        lambda p: sgd(p, None),
-        lambda x, y: F.cross_entropy(x, y, reduction="none"),
-        order,
-    )
-    with pytest.raises(UserError, match=r"\[3\]"):
-        runtime.step(*make_batches(3, 1)[0])
-
-
-def test_refuses_a_model_that_is_not_partitioned(model):
-    with pytest.raises(UserError, match=r"Sequential"):
-        SingleProcess(model, catalog.cyclic(3), lambda p: sgd(p, None), F.cross_entropy)
-
-
-def test_refuses_an_optimizer_that_is_made_already(model):
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = catalog.cyclic(3)
-    with pytest.raises(UserError, match=r"SGD"):
-        SingleProcess(cut(model, schedule), schedule, made, F.cross_entropy)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler", "message"),
-    [
-        (
-            torch.optim.LBFGS,
-            None,
-            "optimizer.*LBFGS.*'closure'",
-        ),
-        (
-            torch.optim.SGD,
-            torch.optim.lr_scheduler.ReduceLROnPlateau,
-            "lr_scheduler.*ReduceLROnPlateau.*'metrics'",
-        ),
-        (
-            lambda parameters: None,
-            None,
-            r"optimizer.*None",
-        ),
-        (
-            list,
-            None,
-            "optimizer.*list",
-        ),
-        (
-            torch.optim.SGD,
-            lambda optimizer: None,
-            "lr_scheduler.*None",
-        ),
-    ],
-)
-def test_refuses_what_cannot_step_by_itself(model, optimizer, scheduler, message):
-    schedule = catalog.cyclic(2)
-    with pytest.raises(UserError, match=message):
-        SingleProcess(
-            cut(model, schedule), schedule, optimizer, F.cross_entropy, lr_scheduler=scheduler
-        )
+    assert_same(left.module().state_dict(), whole.module().state_dict(), rtol=0, atol=0)
 
 
 def test_refuses_a_state_that_lacks_what_the_schedule_reads(model):
@@ -464,7 +348,7 @@ def test_refuses_a_state_that_lacks_what_the_schedule_reads(model):
     late = runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped")
     with pytest.raises(UserError, match="version 1 of stage 0 at step 2"):
         late.load_state_dict(fresh.state_dict())
-    with pytest.raises(UserError, match=r"versions"):
+    with pytest.raises(UserError, match=r"lacks .*'versions'"):
         late.load_state_dict({})
     # The other way round nothing is lacking: a delayed run may go on without delay.
     late = runtime_for(copy.deepcopy(model), catalog.cyclic(3), "grouped")
@@ -482,46 +366,3 @@ def test_cumulative_batch_norm():
     list(runtime.run(batches))
     means = [x.mean() for inputs, _ in batches for x in inputs.chunk(2)]
     torch.testing.assert_close(model[0].running_mean[0], sum(means) / len(means))
-
-
-class Prototypes(nn.Module):
-    """What crosses beside the rows may have as many rows as a micro-batch."""
-
-    def __init__(self, n):
-        super().__init__()
-        self.body, self.tail = nn.Linear(6, 5), nn.Linear(5, 5)
-        self.prototypes = nn.Parameter(torch.randn(n, 4))
-        self.lift = nn.Linear(4, 5)
-
-    def forward(self, x):
-        lifted = self.lift(self.prototypes)
-        return self.tail(torch.tanh(self.body(x))) @ lifted.t()
-
-
-@pytest.mark.parametrize("n", [3, 4])
-def test_what_has_as_many_rows_is_not_taken_for_the_batch(n):
-    torch.manual_seed(0)
-    model = Prototypes(n).double()
-    example = torch.zeros(3, 6, dtype=torch.float64)
-    batches = [(torch.randn(6, 6, dtype=torch.float64), torch.randint(n, (6,))) for _ in range(3)]
-    schedule = catalog.cyclic(2)
-    stages = partition(model, 2, example)
-    assert all(len(boundary) == 1 for boundary in stages.boundaries)
-    expected = trajectory(model, stage_of(stages), schedule.staleness, batches, sgd)
-    for order in ("grouped", "scheduled"):
-        stages = partition(copy.deepcopy(model), 2, example)
-        runtime = SingleProcess(stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order)
-        list(runtime.run(batches))
-        assert_same(runtime.module().state_dict(), expected[-1])
-
-
-def test_a_state_replaces_what_every_rank_has():
-    """Also where ranks with replicas have trained before, as when a run goes back."""
-    schedule, batches = catalog.data_parallel(3), make_batches(3)
-    one, again = (runtime_for(residual(), schedule, "scheduled") for _ in range(2))
-    list(one.run(batches[:2]))
-    list(again.run(batches[2:]))
-    again.load_state_dict(one.state_dict())
-    for runtime in (one, again):
-        list(runtime.run(batches[2:4]))
-    assert_same(again.module().state_dict(), one.module().state_dict())

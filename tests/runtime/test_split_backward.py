@@ -37,8 +37,8 @@ def halved(run, inputs, weights, gradients):
     with FlopCounterMode(display=False) as first:
         found, second_half = first_half(edges, known, inputs, weights)
     with FlopCounterMode(display=False) as second:
-        for stretch in second_half:
-            stretch.run()
+        for segment in second_half:
+            segment.run()
     assert all(x.grad is None for x in inputs)
     flops = first.get_total_flops(), second.get_total_flops()
     return list(found), [w.grad for w in weights], flops
@@ -97,31 +97,30 @@ def test_halves_are_the_whole(name):
     check(CASES[name], [leaf(4, 4), leaf(4, 4)], [leaf(4, 4), leaf(4, 4)])
 
 
-def test_work_of_each_half():
-    """The last of three products needs no gradient of its input; without inputs all is left."""
+@pytest.mark.parametrize(
+    ("run", "detached", "products"),
+    [
+        # The last of three products needs no gradient of its input.
+        (lambda x, w: (x[0] @ w[0] @ w[1],), False, (2, 2)),
+        (lambda x, w: (x[0] @ w[0] @ w[1],), True, (0, 3)),
+        # A weight with two joints gets its gradient at once.
+        (CASES["two joints of a weight"], False, (5, 1)),
+    ],
+    ids=["chain", "no input", "two joints"],
+)
+def test_work_of_each_half(run, detached, products):
+    inputs = [leaf(4, 4).detach() if detached else leaf(4, 4)]
+    flops = check(run, inputs, [leaf(4, 4), leaf(4, 4)])
+    assert flops == tuple(n * 2 * 4**3 for n in products)
 
-    def run(x, w):
-        return (x[0] @ w[0] @ w[1],)
 
-    product = 2 * 4**3
-    weights = [leaf(4, 4), leaf(4, 4)]
-    assert check(run, [leaf(4, 4)], weights) == (2 * product, 2 * product)
-    assert check(run, [leaf(4, 4).detach()], weights) == (0, 3 * product)
-
-
-def test_a_weight_with_two_joints_is_done_with_at_once():
-    product = 2 * 4**3
-    run = CASES["two joints of a weight"]
-    assert check(run, [leaf(4, 4)], [leaf(4, 4), leaf(4, 4)]) == (5 * product, product)
-
-
-def test_the_second_half_gives_back_what_it_has_used():
+def test_the_second_half_frees_what_it_has_used():
     inputs, weights = [leaf(4, 4)], [leaf(4, 4)]
     (output,) = CASES["chain"](inputs, [*weights, leaf(4, 4)])
     edge = get_gradient_edge(output)
     _, second_half = first_half([edge], [torch.ones_like(output)], inputs, weights)
-    for stretch in second_half:
-        stretch.run()
+    for segment in second_half:
+        segment.run()
     with pytest.raises(RuntimeError, match="second time"):
         second_half[0].run()
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.runtime.conform import sgd
-from tests.runtime.models import assert_same
+from tests.runtime.models import assert_same, differ
 from toolkit.model import partition
-from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime import ORDERS, SingleProcess, StepOptions
 from toolkit.runtime.grouped import _regroup
 from toolkit.runtime.meters.meter import count_operations
 from toolkit.runtime.stage import StageRunner, leaves, predicted
@@ -75,35 +75,46 @@ def test_a_norm_in_evaluation_mode_keeps_its_statistics():
     assert_same(runtime.module().state_dict(), plain.state_dict())
 
 
-class Attends(nn.Module):
-    """Dropout of attention, by the function alone."""
+class Noisy(nn.Module):
+    """Dropout as a module, as a function, or of attention."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
+        self.kind = kind
         self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.dropout = nn.Dropout(0.5) if kind == "module" else nn.Identity()
 
     def forward(self, x):
-        heads = self.first(x).view(-1, 2, 1, 3)
-        kept = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)
-        return self.last(kept.flatten(1))
+        x = self.dropout(self.first(x))
+        if self.kind == "function":
+            x = F.dropout(x, 0.5, training=self.training)
+        if self.kind == "attention":
+            heads = x.view(-1, 2, 1, 3)
+            x = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5).flatten(1)
+        return self.last(x)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "all"])
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
-def test_attention_drops_alike_in_every_order(order, checkpoint):
-    def trained(order, checkpoint):
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["module", "function", "attention"])
+def test_draws_are_alike_in_every_order(kind, order, checkpoint):
+    """And others with another seed."""
+
+    def trained(order, checkpoint, seed=0):
         torch.manual_seed(0)
         schedule = catalog.cyclic(2)
-        stages = partition(Attends().double(), 2, torch.zeros(3, 6, dtype=torch.float64))
-        options = StepOptions(checkpoint=checkpoint)
-        runtime = SingleProcess(stages, schedule, sgd, F.cross_entropy, order, options=options)
+        stages = partition(Noisy(kind).double(), 2, torch.zeros(3, 6, dtype=torch.float64))
+        given = stages, schedule, sgd, F.cross_entropy, order
+        runtime = SingleProcess(*given, seed=seed, options=StepOptions(checkpoint=checkpoint))
         generator = torch.Generator().manual_seed(1)
         for _ in range(3):
             inputs = torch.randn(6, 6, dtype=torch.float64, generator=generator)
             runtime.step(inputs, torch.tensor([0, 1, 2, 0, 1, 2]))
         return runtime.module().state_dict()
 
-    assert_same(trained(order, checkpoint), trained("grouped", "none"))
+    expected = trained("grouped", "none")
+    assert_same(trained(order, checkpoint), expected)
+    assert differ(trained(order, checkpoint, seed=1), expected)
 
 
 class Dropped(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.models import name_of
 from tests.schedule.strategies import programs, quick
-from toolkit.runtime.start_offset import StartOffset
+from toolkit.runtime.executor import StartOffset
 from toolkit.schedule import Action, catalog
 
 
@@ -61,8 +61,8 @@ class World:
         self.finished += 1
 
 
-def staggers(program):
-    store = Store()
+def offsets(program, store=None):
+    store = store or Store()
     worlds = [World(rank, store) for rank in range(len(program.ranks))]
     return store, worlds, [StartOffset(program, world) for world in worlds]
 
@@ -71,25 +71,18 @@ def first_forward(program, rank):
     return next(i for i in program.ranks[rank] if i.action == Action.FORWARD)
 
 
-# Whose turn is when
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
         (catalog.data_parallel(3), {0: 0, 1: 0, 2: 0}),
-        (catalog.data_parallel(3, n_stages=4), {0: 0, 1: 0, 2: 0}),
         (catalog.data_parallel(3, state="sharded"), {0: 0, 1: 0, 2: 0}),
         (catalog.cyclic(3), {0: 0, 1: 2, 2: 4}),
         (catalog.cyclic(3, 1, state="sharded"), {0: 0, 1: 2, 2: 4}),
         (catalog.cyclic(2, n_stages=3), {0: 0, 1: 3}),
-        (catalog.cyclic(3, n_stages=2), {0: 0, 1: 4, 2: 8}),  # of a slot of 3 ticks
+        (catalog.cyclic(3, n_stages=2), {0: 0, 1: 4, 2: 8}),  # a slot has 3 ticks
         (catalog.cyclic(3, 1, "per_stage"), {0: 0}),
         (catalog.gradient_accumulation(2, 3), {0: 0}),
-        (catalog.gpipe(3, 3), {0: 0}),
         (catalog.interleaved_1f1b(4, 2, 2), {0: 0}),
-        (catalog.zero_bubble(3, 3), {0: 0}),
-        (catalog.cyclic(2, 1, "per_stage_and_microbatch"), {0: 0, 1: 2}),
         (catalog.cyclic(4, "freshest", "per_stage_and_microbatch"), {0: 0, 1: 2, 2: 4, 3: 6}),
     ],
     ids=lambda value: name_of(value) if hasattr(value, "layout") else "",
@@ -99,106 +92,62 @@ def test_first_forwards(schedule, expected, first_step):
     assert schedule.lower(2, first_step).first_forwards() == expected
 
 
-@given(programs())
-@quick
-def test_first_forwards_are_first_forwards_of_the_first_stage(program):
-    found = program.first_forwards()
-    for rank, order in enumerate(program.ranks):
-        forwards = [i for i in order if i.action == Action.FORWARD]
-        begins = bool(forwards) and forwards[0].stage == 0
-        assert found.get(rank) == (forwards[0].tick if begins else None)
-    assert found
-
-
-# Giving and waiting
-
-
-def test_the_leader_gives_each_turn_as_it_comes_to_it():
-    """Ranks 1 and 2 begin at ticks 2 and 4: neither earlier nor later."""
+def test_the_leader_gives_each_turn_at_its_tick():
+    """Ranks 1 and 2 begin at ticks 2 and 4."""
     program = catalog.cyclic(3).lower(1)
-    store, worlds, (leader, *_) = staggers(program)
+    store, worlds, (leader, *_) = offsets(program)
     seen = {}
     for i in program.ranks[0]:
         leader.before(i)
         seen.setdefault(i.tick, dict(store.given))
     first, second = {"turn/world/1/1": 1}, {"turn/world/1/1": 1, "turn/world/1/2": 1}
-    assert {tick: seen[tick] for tick in range(5)} == {
-        0: {},
-        1: {},
-        2: first,
-        3: first,
-        4: second,
-    }
+    assert [seen[tick] for tick in range(5)] == [{}, {}, first, first, second]
     leader.finish()
     assert dict(store.given) == second
     assert worlds[0].finished == 2  # a GPU has done what comes before
     assert not store.waits
 
 
-def test_a_rank_waits_once_for_the_leader_before_its_first_forward():
+def test_a_rank_waits_once_before_its_first_forward():
     program = catalog.cyclic(3).lower(2)
-    store, worlds, (_, second, _) = staggers(program)
+    store, worlds, (_, second, _) = offsets(program)
     begin = first_forward(program, 1)
     for i in program.ranks[1][: program.ranks[1].index(begin)]:
         second.before(i)
     assert not store.waits
     with pytest.raises(NotYetError, match=r"^turn/world/1/1$"):
         second.before(begin)
-    store, worlds, (_, second, _) = staggers(program)
+    store, worlds, (_, second, _) = offsets(program)
     store.set("turn/world/1/1", "")
     for i in program.ranks[1]:
         second.before(i)
     second.finish()
     assert dict(store.waits) == {"turn/world/1/1": 1}
     assert worlds[1].waited_for == [0]
-    assert store.keys == set()  # it has taken what it was given
+    assert store.keys == set()  # the turn has been taken
 
 
-def test_a_leader_that_ends_early_gives_what_is_left():
-    store, _, (leader, *_) = staggers(catalog.cyclic(3).lower(1))
-    leader.finish()
-    assert dict(store.given) == {"turn/world/1/1": 1, "turn/world/1/2": 1}
-
-
-def test_one_program_after_another_has_turns_of_its_own():
-    program = catalog.cyclic(2).lower(1)
-    store = Store()
+def test_each_program_has_turns_of_its_own():
+    """A leader that ends early gives what is left."""
+    program, store = catalog.cyclic(2).lower(1), Store()
     worlds = [World(rank, store) for rank in range(2)]
     for name in ("world/1", "world/2"):
         leader, second = (StartOffset(program, world) for world in worlds)
         with pytest.raises(NotYetError, match=rf"^turn/{name}/1$"):
             second.before(first_forward(program, 1))
         leader.finish()
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [catalog.data_parallel(3), catalog.gpipe(3, 3), catalog.cyclic(3, 1, "per_stage")],
-    ids=name_of,
-)
-def test_ranks_that_begin_together_or_are_held_back_by_others_do_not_wait(schedule):
-    program = schedule.lower(2)
-    store, _, all_ranks = staggers(program)
-    for stagger, order in zip(all_ranks, program.ranks, strict=True):
-        for i in order:
-            stagger.before(i)
-        stagger.finish()
-    assert not store.waits
-    assert not store.given
-
-
-# All ranks together, as blocking channels allow
+        assert store.given[f"turn/{name}/1"] == 1
 
 
 class Ranks:
-    """Every rank at its place in the program; a message goes on when all of its ranks are at it."""
+    """Every rank at its place in the program; a message passes when all of its ranks are at it."""
 
     def __init__(self, program):
         self.program = program
-        self.store, self.worlds, self.staggers = staggers(program)
+        self.store, self.worlds, self.offsets = offsets(program)
         n_ranks = len(program.ranks)
         self.at = [0] * n_ranks
-        self.passed = [False] * n_ranks  # its stagger has let the rank begin what it is at
+        self.passed = [False] * n_ranks  # its offset has let the rank begin what it is at
         self.waits_for = [None] * n_ranks
         self.finished = [False] * n_ranks
 
@@ -209,20 +158,13 @@ class Ranks:
     def partners(self, rank):
         """Those that must be at the same message as ``rank``."""
         i = self.current(rank)
-        if i.action in (Action.SEND, Action.RECV):
-            return (rank, *i.peers)
-        return i.peers or (rank,)
+        return (rank, *i.peers) if i.action in (Action.SEND, Action.RECV) else i.peers or (rank,)
 
     def meets(self, rank, other):
         i, theirs = self.current(rank), self.current(other)
         if theirs is None or not self.passed[other]:
             return False
-        if rank == other:
-            return True
-        if i.action in (Action.SEND, Action.RECV):
-            ends = {Action.SEND: Action.RECV, Action.RECV: Action.SEND}
-            return theirs[2:] == (*i[2:7], (rank,)) and theirs.action == ends[i.action]
-        return theirs[1:] == i[1:]
+        return rank == other or i.meeting(rank) == theirs.meeting(other)
 
     def can_go(self, rank):
         if self.finished[rank]:
@@ -236,14 +178,14 @@ class Ranks:
     def go(self, rank):
         i = self.current(rank)
         if i is None:
-            self.staggers[rank].finish()
+            self.offsets[rank].finish()
             self.finished[rank] = True
         elif self.waits_for[rank] is not None:
             self.waits_for[rank] = None
             self.passed[rank] = True
         elif not self.passed[rank]:
             try:
-                self.staggers[rank].before(i)
+                self.offsets[rank].before(i)
                 self.passed[rank] = True
             except NotYetError as error:
                 self.waits_for[rank] = error.key
@@ -260,6 +202,10 @@ def test_no_order_of_events_deadlocks(program, random, hasty):
     ranks = Ranks(program)
     everyone = range(len(program.ranks))
     ticks = program.first_forwards()
+    for rank in everyone:
+        first = next((i for i in program.ranks[rank] if i.action == Action.FORWARD), None)
+        begins = first is not None and first.stage == 0
+        assert ticks.get(rank) == (first.tick if begins else None)
     leader = min(ticks, key=lambda rank: (ticks[rank], rank))
     begun = set()
     favourite = random.choice(everyone)
@@ -276,8 +222,8 @@ def test_no_order_of_events_deadlocks(program, random, hasty):
             assert together or reached is None or reached.tick >= ticks[rank]
     later = {f"turn/world/1/{rank}" for rank, tick in ticks.items() if tick > ticks[leader]}
     assert begun == set(ticks)
-    assert ranks.store.given == dict.fromkeys(later, 1)
-    assert ranks.store.waits == dict.fromkeys(later, 1)
+    # Ranks that start together, or wait for messages only, neither give nor wait.
+    assert ranks.store.given == ranks.store.waits == dict.fromkeys(later, 1)
     assert [world.waited_for for world in ranks.worlds] == [
         [leader] if f"turn/world/1/{rank}" in later else [] for rank in everyone
     ]

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -25,10 +24,9 @@ from tests.runtime.models import (
 from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import SingleProcess, StepOptions
-from toolkit.runtime.ema import MovingAverage
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.stage import StageRunner
-from toolkit.runtime.updater import GradientSum, Updater, norms
+from toolkit.runtime.updater import GradientSum, Updater, gradient_norms
 from toolkit.schedule import Schedule, catalog
 
 SCHEDULES = [
@@ -67,13 +65,17 @@ def trained(schedule, options, order="grouped", **others):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
-@pytest.mark.parametrize("options", RECIPES.values(), ids=RECIPES)
-def test_every_order_trains_alike(schedule, options):
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_order_trains_alike(schedule, name):
+    """And checkpoints change neither weights nor running statistics."""
+    options = RECIPES[name]
     expected, averages = trained(schedule, options)
     found, found_averages = trained(schedule, options, "scheduled")
     assert_same(found, expected)
     assert_same(found_averages, averages)
     assert bool(averages) == (options.ema is not None)
+    if name.startswith("checkpoint"):
+        assert_same(found, trained(schedule, StepOptions())[0])
 
 
 @pytest.mark.parametrize("schedule", [catalog.cyclic(3), PREDICTED], ids=name_of)
@@ -85,54 +87,31 @@ def test_a_step_neither_mixes_devices_nor_waits_for_one(schedule, order):
         assert result.losses.is_meta
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=name_of)
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
-def test_checkpoints_change_nothing(schedule, order):
-    """Not the weights, nor the running statistics, though each forward runs twice."""
-    plain, _ = trained(schedule, StepOptions(), order)
-    for name in ("checkpoint", "checkpoint one"):
-        found, _ = trained(schedule, RECIPES[name], order)
-        assert_same(found, plain)
-
-
-@pytest.mark.parametrize("order", ["grouped", "scheduled"])
-def test_dropout_is_drawn_again_alike(order):
+def test_a_repeated_forward_draws_alike(order):
     schedule = catalog.cyclic(2)
 
     def run(options):
         stages = models.cut_awkward(models.awkward(), schedule)
-        runtime = SingleProcess(
-            stages, schedule, conform.adamw, F.cross_entropy, order, options=options
-        )
+        given = stages, schedule, conform.adamw, F.cross_entropy, order
+        runtime = SingleProcess(*given, options=options)
         list(runtime.run(models.id_batches(2)))
         return runtime.module().state_dict()
 
     assert_same(run(RECIPES["checkpoint"]), run(StepOptions()))
 
 
-@contextmanager
-def counting():
-    """Bytes that autograd keeps, in a list of one number."""
-    kept = [0]
-
-    def keep(tensor):
-        kept[0] += tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield kept
-
-
 def test_checkpoints_keep_less():
     def kept(options):
-        schedule = catalog.data_parallel(2)
-        runtime = make(schedule, options)
+        runner = make(catalog.data_parallel(2), options)._runners[0]
         ((inputs, _),) = make_batches(2, steps=1)
-        runner = runtime._runners[0]
-        with counting() as found:
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        ):
             weights = {name: w.requires_grad_() for name, w in runner.newest().items()}
             runner.forward(weights, (inputs,), (0, 1), 0)
-        return found[0]
+        return sum(saved)
 
     assert kept(StepOptions(checkpoint=[0])) < kept(StepOptions(checkpoint=[1])) / 4
 
@@ -160,20 +139,6 @@ def test_a_split_backward_takes_no_more_operations_than_a_whole_one(name):
     assert operations(catalog.zero_bubble(3, 3)) == operations(catalog.one_f_one_b(3, 3)) > 0
 
 
-def plainly(schedule, stages, model, before_update):
-    """Plain PyTorch on the whole batch, each micro-batch by itself for the batch norms."""
-    model = model.train()
-    optimizer = conform.sgd(model.parameters())
-    n = schedule.n_microbatches
-    for inputs, targets in make_batches(n):
-        optimizer.zero_grad()
-        for x, y in zip(inputs.chunk(n), targets.chunk(n), strict=True):
-            (F.cross_entropy(model(x), y) / n).backward()
-        before_update(model, stages)
-        optimizer.step()
-    return dict(model.named_parameters())
-
-
 def clip_model(model, stages):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
     assert norm > 0.05
@@ -189,8 +154,16 @@ def clip_stages(model, stages):
     ("options", "clip"), [(RECIPES["clip"], clip_stages), (MODEL_CLIP, clip_model)]
 )
 def test_clips_as_torch_does(options, clip):
-    schedule = catalog.data_parallel(3)
-    expected = plainly(schedule, cut(residual(), schedule), residual(), clip)
+    """Plain PyTorch on each micro-batch in turn, for the batch norms."""
+    schedule, model = catalog.data_parallel(3), residual().train()
+    stages, optimizer = cut(residual(), schedule), conform.sgd(model.parameters())
+    for inputs, targets in make_batches(3):
+        optimizer.zero_grad()
+        for x, y in zip(inputs.chunk(3), targets.chunk(3), strict=True):
+            (F.cross_entropy(model(x), y) / 3).backward()
+        clip(model, stages)
+        optimizer.step()
+    expected = dict(model.named_parameters())
     found, _ = trained(schedule, options)
     assert_same({name: found[name] for name in expected}, expected)
     assert differ(found, trained(schedule, StepOptions())[0])
@@ -218,38 +191,44 @@ def test_the_average_follows_weights_and_running_statistics():
     assert_same(runtime.averages(), expected)
 
 
-def test_the_average_comes_to_its_decay():
-    average = MovingAverage(0.5)
-    for k in range(40):
-        average.begin({"w": torch.zeros(())})
-        average.update({"w": torch.tensor(1.0 if k == 20 else 0.0)})
-        if k == 21:
-            assert float(average.weights["w"]) == pytest.approx(0.25)
+def test_the_average_reaches_its_decay():
+    layer = nn.Linear(1, 1, bias=False)
+    updater = Updater(layer, conform.sgd, options=StepOptions(ema=0.5))
+    for k in range(22):
+        layer.weight.data.fill_(1.0 if k == 20 else 0.0)
+        updater.begin_average()
+        updater._update_average()
+    assert float(updater.averages["weight"]) == pytest.approx(0.25)
 
 
 def test_state_holds_the_average():
-    schedule = catalog.cyclic(3, 1)
+    """A copy, which a run that continues from it does not change."""
+    schedule, options = catalog.cyclic(3, 1), RECIPES["ema"]
     batches = make_batches(3)
-    whole, averages = trained(schedule, RECIPES["ema"])
-    first = make(schedule, RECIPES["ema"])
+    whole, averages = trained(schedule, options)
+    first, second = make(schedule, options), make(schedule, options)
     list(first.run(batches[:3]))
-    second = make(schedule, RECIPES["ema"])
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    state = first.state_dict()
+    second.load_state_dict(state)
     list(second.run(batches[3:]))
     assert_same(second.module().state_dict(), whole)
     assert_same(second.averages(), averages)
+    kept = [average for stage in state["stages"] for average in stage["average"]["weights"].items()]
+    assert all(torch.equal(first.averages()[name], x) for name, x in kept)
 
 
-def images(n=8):
-    generator = torch.Generator().manual_seed(3)
-    return (
-        torch.randn(n, 1, 6, 6, generator=generator),
-        torch.randint(3, (n,), generator=generator),
-    )
+def images():
+    ((inputs, targets),) = make_batches(2, steps=1)
+    return inputs.float(), targets
 
 
-def in_single():
-    return residual().float()
+def in_single(schedule, options, order="grouped", **others):
+    """A runtime in 32 bits."""
+    stages = cut(residual(), schedule)
+    stages.model.float()
+    optimizer = others.pop("optimizer", conform.sgd)
+    given = stages, schedule, optimizer, F.cross_entropy, order
+    return SingleProcess(*given, options=options, **others)
 
 
 @pytest.mark.parametrize(
@@ -258,13 +237,10 @@ def in_single():
 def test_autocasts_as_plain_torch_does(precision, dtype, scale):
     """One micro-batch, cut into stages: the same numbers as the whole model."""
     inputs, targets = images()
-    model = in_single().train()
+    model = residual().float().train()
     optimizer = conform.sgd(model.parameters())
-    schedule = catalog.cyclic(1, 1, n_stages=4)
-    stages = cut(copy.deepcopy(model).double(), schedule)
-    stages.model.float()
     options = StepOptions(precision=precision, loss_scale=scale)
-    runtime = SingleProcess(stages, schedule, conform.sgd, F.cross_entropy, options=options)
+    runtime = in_single(catalog.cyclic(1, 1, n_stages=4), options)
     runtime.step(inputs, targets)
     with torch.autocast("cpu", dtype):
         loss = F.cross_entropy(model(inputs), targets)
@@ -284,12 +260,7 @@ def test_16_bits_in_every_order(schedule):
     batches = [(x.float(), y) for x, y in make_batches(schedule.n_microbatches)]
 
     def run(order):
-        stages = cut(residual(), schedule)
-        stages.model.float()
-        options = StepOptions(precision="bf16", checkpoint="all")
-        runtime = SingleProcess(
-            stages, schedule, conform.sgd, F.cross_entropy, order, options=options
-        )
+        runtime = in_single(schedule, StepOptions(precision="bf16", checkpoint="all"), order)
         list(runtime.run(batches))
         return runtime.module().state_dict()
 
@@ -298,31 +269,26 @@ def test_16_bits_in_every_order(schedule):
         torch.testing.assert_close(found[name], tensor, rtol=0.05, atol=0.02, msg=name)
 
 
-def test_an_infinite_gradient_is_left_out():
-    """The weights stay; the learning rate and the running statistics go on."""
+def test_an_infinite_gradient_is_skipped():
+    """The weights stay; the learning rate and the running statistics advance."""
     inputs, targets = images()
+    options = StepOptions(precision="fp16", loss_scale=1e30)
     schedule = catalog.cyclic(2, 1)
-    stages = cut(residual(), schedule)
-    stages.model.float()
-    before = copy.deepcopy(stages.model.state_dict())
-    runtime = SingleProcess(
-        stages,
-        schedule,
-        conform.sgd,
-        F.cross_entropy,
-        options=StepOptions(precision="fp16", loss_scale=1e30),
-        lr_scheduler=conform._decay,
-    )
+    runtime = in_single(schedule, options, lr_scheduler=conform._decay, optimizer=conform.adamw)
+    before = copy.deepcopy(runtime.module().state_dict())
     for _ in range(3):
         runtime.step(inputs, targets)
     after = runtime.module().state_dict()
-    names = [name for name, _ in stages.model.named_parameters()]
+    names = [name for name, _ in runtime.module().named_parameters()]
     assert_same({k: after[k] for k in names}, {k: before[k] for k in names})
     assert differ(after, before)
-    assert [runner.n_skipped for runner in runtime._runners] == [3, 3]
     assert runtime.skipped() == [3, 3]
-    assert learning_rates(runtime) == [0.025, 0.025]
-    assert runtime.state_dict()["stages"][0]["n_skipped"] == 3
+    assert learning_rates(runtime) == [0.005, 0.005]
+    state = runtime.state_dict()
+    assert state["stages"][0]["n_skipped"] == 3
+    again = in_single(schedule, options, lr_scheduler=conform._decay, optimizer=conform.adamw)
+    again.load_state_dict(state)
+    assert again.skipped() == [3, 3]
 
 
 class Reading(TorchDispatchMode):
@@ -335,22 +301,25 @@ class Reading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+FP16 = StepOptions(precision="fp16", loss_scale=8.0)
+
+
 @pytest.mark.parametrize(
     ("options", "n_reads"),
     [
-        (StepOptions(precision="fp16", loss_scale=8.0), 1),
-        (StepOptions(precision="fp16", loss_scale=8.0, clip=0.1), 1),
-        (StepOptions(precision="fp16", loss_scale=8.0, clip=0.1, clip_by="model"), 1),
+        *(
+            (replace(FP16, clip=clip, clip_by=by), 1)
+            for clip in (None, 0.1)
+            for by in ("stage", "model")
+        ),
         (StepOptions(clip=0.1), 0),
         (StepOptions(), 0),
     ],
 )
 def test_a_step_asks_once_whether_gradients_are_finite(monkeypatch, options, n_reads):
-    """For all stages; who asks has to wait for the GPU."""
-    schedule = catalog.cyclic(3, 1)
-    runtime = make(schedule, options)
-    tolist = torch.Tensor.tolist
-    lists = []
+    """For all stages: asking waits for the GPU."""
+    runtime = make(catalog.cyclic(3, 1), options)
+    tolist, lists = torch.Tensor.tolist, []
     monkeypatch.setattr("torch.Tensor.tolist", lambda x: lists.append(x) or tolist(x))
     for inputs, targets in make_batches(3, steps=2):
         lists.clear()
@@ -379,10 +348,9 @@ def test_norms_of_all_stages(others, squared, finite):
     for value in (3.0, math.inf, None):
         layer = nn.Linear(1, 1, bias=False)
         updaters.append(Updater(layer, conform.sgd, None, options))
-        totals.append(GradientSum())
-        if value is not None:
-            totals[-1].add({"weight": torch.full((1, 1), value)})
-    found = norms(updaters, totals)
+        given = {} if value is None else {"weight": torch.full((1, 1), value)}
+        totals.append(GradientSum(given))
+    found = gradient_norms(updaters, totals)
     assert [norm and norm.squared.item() for norm in found] == squared
     assert [norm and norm.finite for norm in found] == finite
 
@@ -458,11 +426,10 @@ def _without_code(monkeypatch):
 def test_cuda_graphs_are_for_whole_steps(monkeypatch, mode):
     """Elsewhere a forward may overwrite what a backward needs."""
     _without_code(monkeypatch)
-    stages = models.cut(models.residual(), catalog.cyclic(2))
-    arguments = (stages, catalog.cyclic(2), conform.sgd, F.cross_entropy)
-    SingleProcess(*arguments, options=StepOptions(compile=mode))
-    with pytest.raises(UserError, match=f"compile={mode}"):
-        SingleProcess(*arguments, "scheduled", options=StepOptions(compile=mode))
+    options = StepOptions(compile=mode)
+    make(catalog.cyclic(2), options)
+    with pytest.raises(UserError, match=f"compile={mode}.*order=grouped"):
+        make(catalog.cyclic(2), options, "scheduled")
 
 
 class Graphs:
@@ -539,55 +506,18 @@ def test_refuses_unknown_values(name, wrong):
         StepOptions(**{name: wrong})
 
 
+MIXED = catalog.cyclic(3, [[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+
+
 @pytest.mark.parametrize(
     ("schedule", "order", "options", "message"),
     [
-        (
-            catalog.cyclic(3),
-            "grouped",
-            MODEL_CLIP,
-            "clip_by=model.*CDP-v2",
-        ),
-        (
-            catalog.cyclic(3, [[1, 1, 0], [1, 0, 0], [0, 0, 0]]),
-            "grouped",
-            MODEL_CLIP,
-            "clip_by=model",
-        ),
-        (catalog.cyclic(3, 1), "scheduled", MODEL_CLIP, "clip_by=model"),
-        (
-            catalog.cyclic(3),
-            "grouped",
-            StepOptions(checkpoint=[3]),
-            "stage 3",
-        ),
+        (catalog.cyclic(3), "grouped", MODEL_CLIP, "clip_by=model.*CDP-v2.*clip_by=stage"),
+        (MIXED, "grouped", MODEL_CLIP, "clip_by=model.*first updates.*clip_by=stage"),
+        (catalog.cyclic(3, 1), "scheduled", MODEL_CLIP, "clip_by=model.*order=grouped"),
+        (catalog.cyclic(3), "grouped", StepOptions(checkpoint=[3]), "stage 3 in checkpoint"),
     ],
 )
 def test_refuses_what_the_schedule_cannot_do(schedule, order, options, message):
     with pytest.raises(UserError, match=message):
         make(schedule, options, order)
-
-
-def test_an_average_that_was_taken_over_is_a_copy():
-    schedule, options = catalog.data_parallel(3), StepOptions(ema=0.9)
-    batches, first, second = make_batches(3), make(schedule, options), make(schedule, options)
-    list(first.run(batches[:2]))
-    state = first.state_dict()
-    second.load_state_dict(state)
-    list(second.run(batches[2:]))
-    kept = [average for stage in state["stages"] for average in stage["average"]["weights"].items()]
-    assert all(torch.equal(first.averages()[name], x) for name, x in kept)
-
-
-def test_goes_on_where_all_updates_were_left_out():
-    def new():
-        schedule = catalog.cyclic(2, 1)
-        stages = cut(residual(), schedule)
-        stages.model.float()
-        options = StepOptions(precision="fp16", loss_scale=1e30)
-        return SingleProcess(stages, schedule, conform.adamw, F.cross_entropy, options=options)
-
-    first, again = new(), new()
-    first.step(*images())
-    again.load_state_dict(first.state_dict())
-    assert [runner.n_skipped for runner in again._runners] == [1, 1]

@@ -60,7 +60,7 @@ def test_a_thread_takes_its_device_before_all_else(done):
 
     def work():
         for _ in range(2):
-            with streams.beside([mark, None]):
+            with streams.after([mark, None]):
                 done.append("work")
 
     thread = threading.Thread(target=work)
@@ -91,7 +91,7 @@ def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, monkey
         streams = Streams(GPU)
 
         def work(together, streams=streams):
-            with streams.beside():
+            with streams.after():
                 together.wait()
 
         in_threads(3, work)
@@ -108,7 +108,7 @@ def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, monkey
 
 
 def test_on_the_cpu_there_is_nothing_to_do(done):
-    with Streams(torch.device("cpu")).beside([None]):
+    with Streams(torch.device("cpu")).after([None]):
         done.append("work")
     assert done == ["work"]
 

@@ -75,6 +75,20 @@ class Active(nn.BatchNorm1d):
         return F.leaky_relu(x, 0.1, inplace=True)
 
 
+class Prototypes(nn.Module):
+    """Weights may have as many rows as a micro-batch, and are not part of it."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.body, self.tail = nn.Linear(36, 5), nn.Linear(5, 5)
+        self.prototypes = nn.Parameter(torch.randn(n, 4))
+        self.lift = nn.Linear(4, 5)
+
+    def forward(self, x):
+        lifted = self.lift(self.prototypes)
+        return self.tail(torch.tanh(self.body(x.flatten(1)))) @ lifted.t()
+
+
 def active():
     layers = [nn.Linear(36, 8), Active(8), nn.Linear(8, 8), Active(8, affine=False)]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(8, 3))
@@ -88,6 +102,14 @@ def summed():
 def added():
     layers = (Added(), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
     return nn.Sequential(nn.Flatten(), *layers)
+
+
+def three():
+    return Prototypes(3)
+
+
+def four():
+    return Prototypes(4)
 
 
 @torch.fx.wrap
@@ -127,7 +149,7 @@ def test_a_weight_that_took_part_once_keeps_its_state():
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
-@pytest.mark.parametrize("make", [active, added, summed, Folded, Fourier])
+@pytest.mark.parametrize("make", [active, added, summed, Folded, Fourier, three, four])
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -141,6 +163,7 @@ def test_unusual_models(schedule, make, order):
     torch.manual_seed(0)
     model = make().double()
     runtime = runtime_for(copy.deepcopy(model), schedule, order)
+    assert all(len(boundary) == 1 for boundary in runtime.stages.boundaries)
     stage, batches = stage_of(runtime.stages), make_batches(4, 2)
     expected = trajectory(model, stage, schedule.staleness, batches, sgd)[-1]
     list(runtime.run(batches))

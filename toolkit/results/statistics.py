@@ -121,7 +121,7 @@ def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[
     The first training step is left out if there are others: nothing is late in it yet.
 
     Args:
-        delays: rows of :class:`toolkit.runtime.diagnostics.StageDelay` with the columns ``by``, or
+        delays: rows of :class:`toolkit.runtime.microbatches.StageDelay` with the columns ``by``, or
             means of them, which have no step. What was not measured at a step is left out.
         by: columns, such as the stage.
     """

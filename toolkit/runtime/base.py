@@ -1,9 +1,9 @@
-"""The base class of all runtimes."""
+"""The base class of all runtimes, and what each of them refuses."""
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -11,53 +11,81 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError, whole
 from toolkit.model import Stages
-from toolkit.runtime.checks import check_fit
+from toolkit.model.partition import check_stages
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.microbatches import Batch, BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.stage import Values
+from toolkit.runtime.process_group.join import join
+from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import check_state, form_of, joined
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, Updater, Weights, join_averages
+from toolkit.runtime.step_options import PLAIN, Loss, StepOptions
+from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
 from toolkit.schedule import Schedule
 
 Steps = Generator[StepResult, None, None]
+
+
+class Common(TypedDict, total=False):
+    """Keyword arguments that every runtime passes on to :class:`Runtime`."""
+
+    lr_scheduler: MakeScheduler | None
+    seed: int
+    options: StepOptions
 
 
 class Runtime(ABC):
     """Trains a model on global batches, as one of ``n_ranks`` processes that make the same calls.
 
     Args:
-        stages: the model, partitioned.
+        stages: the model, partitioned, on the device of this process.
         schedule: a schedule of as many stages.
-        optimizer: function from the list of a stage's parameters to its optimizer.
+        optimizer: function from the list of a stage's parameters to its optimizer. Mark a function
+            that takes pairs of name and parameter by :func:`toolkit.runtime.by_name`.
+        loss: mean loss of a micro-batch, from outputs and targets.
+        lr_scheduler: function from a stage's optimizer to its learning-rate schedule, which
+            advances with each update of the stage.
+        seed: seed of the model's random draws in training, such as dropout.
         options: how stages compute and update.
+        world: the ranks; those of this job by default. Unused in a single process.
 
     Attributes:
-        world: the processes that train together; None where there is one.
-        steps_done: training steps until now.
+        world: the processes that train together; None for a single process.
+        steps_done: number of training steps so far.
         distributed: whether each rank of the schedule is a process of its own.
 
     Raises:
-        UserError: stages, schedule, optimizer and options do not fit.
+        UserError: stages, schedule, optimizer, loss, options and ranks do not fit together.
     """
 
     world: World | None = None
-    distributed = True  # whether each rank of the schedule is a process
-    _overlaps = False  # whether updates are all in only when a run has come to its end
+    distributed = True
+    _overlaps = False  # whether the last updates are complete only when a run is exhausted
     _way_out = "load a state"
+    _whole_step = False  # whether all gradients of a step are known before its first update
 
     def __init__(
         self,
         stages: Stages,
         schedule: Schedule,
         optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        lr_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
         options: StepOptions = PLAIN,
+        world: World | None = None,
     ) -> None:
-        check_fit(stages, schedule, optimizer, options)
+        _check_arguments(stages, schedule, optimizer, loss, options)
+        self.check_schedule(schedule)
         self.stages = stages
         self.schedule = schedule
         self.steps_done = 0
+        self._options, self._seed = options, seed
+        self._check_options(stages, schedule, options)
+        if self.distributed:
+            self.world = _checked_world(world, stages, schedule)
+        self._makers = optimizer, lr_scheduler
+        self._loss = options.computed(_scalar(loss))
         self._form = form_of(stages)
         self._unfinished: Steps | None = None
         self._updaters: Sequence[Updater] = ()  # of each stage
@@ -68,6 +96,16 @@ class Runtime(ABC):
     def check_schedule(cls, schedule: Schedule) -> None:
         """Raise UserError if the runtime cannot run ``schedule``; by default it runs any."""
         return
+
+    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
+        """Refuse stages and options that the runtime cannot run, before the ranks meet."""
+        options.check(schedule, whole_step=self._whole_step)
+
+    def _make_runners(self) -> list[StageRunner]:
+        return [
+            StageRunner(stage, j, *self._makers, self._seed, self._options)
+            for j, stage in enumerate(self.stages)
+        ]
 
     @classmethod
     def can_run(cls, schedule: Schedule) -> bool:
@@ -87,7 +125,7 @@ class Runtime(ABC):
         """Return what all ranks measured. Every rank calls it.
 
         Raises:
-            UserError: the runtime measured nothing.
+            UserError: the runtime measured nothing, or a run was not exhausted.
         """
         raise UserError(f"{type(self).__name__} measures nothing: use Distributed with record=1")
 
@@ -101,15 +139,15 @@ class Runtime(ABC):
 
     @property
     def own(self) -> Collection[int]:
-        """The stages whose updates this rank makes: all, unless it says otherwise."""
+        """The stages that this rank updates; by default all of them."""
         return range(len(self.stages))
 
     def total(self, values: Tensor) -> Tensor:
-        """The sum of all ranks' ``values``, on each of them. Every rank calls it."""
+        """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
         return values if self.world is None else self.world.total(values)
 
     def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
-        """One training step, to its last update.
+        """Run one training step, to its last update.
 
         Args:
             inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, the same on every
@@ -126,45 +164,46 @@ class Runtime(ABC):
         return result
 
     def run(self, batches: Iterable[Batch], n_steps: int | None = None) -> Iterator[StepResult]:
-        """Train on each global batch; yield each step's result, of this rank's micro-batches.
+        """Train on each global batch; yield the result of this rank's micro-batches.
 
-        Where steps overlap (order "scheduled", :class:`~toolkit.runtime.Distributed`) a result
-        can precede its step's last update. There every rank has to exhaust a run before it asks
-        for anything that has weights in it, or runs again; elsewhere one may leave it.
+        With overlapping steps (order "scheduled" and :class:`~toolkit.runtime.Distributed`) a
+        result can precede its step's last update. Every rank must then exhaust the run before it
+        reads weights or runs again.
 
         Args:
-            batches: ``(inputs, targets)`` as in :meth:`step`; those of a run of ``Distributed``
-                are all of the same size. Of batches that are
-                :class:`~toolkit.runtime.microbatches.Divisible` a rank loads only what it reads.
-            n_steps: how many of them to take; all unless given.
+            batches: ``(inputs, targets)`` as in :meth:`step`; all of one size for ``Distributed``.
+                Of :class:`~toolkit.runtime.microbatches.Divisible` batches, a rank loads only the
+                micro-batches that it reads.
+            n_steps: number of batches to take; all by default.
 
         Raises:
-            UserError: a batch cannot be divided, n_steps is no number of steps, there are fewer
-                batches or, where steps overlap, their number is not known or the run before was
-                not exhausted.
+            UserError: a batch cannot be divided, or n_steps is not a whole number. There are fewer
+                batches than n_steps. With overlapping steps: the number of steps is unknown, or
+                the previous run was not exhausted.
         """
         self._check_ended()
         n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
-        source = self._source(batches)
+        n = self.schedule.n_microbatches
+        source = BatchReader(batches, n, self._reads, self.steps_done, self._device)
         if not self._overlaps:
             yield from self._steps(source, n_steps)
             return
         if n_steps is None:
             if not isinstance(batches, Sized):
-                raise UserError("steps overlap, so that run() looks ahead: give n_steps to it")
+                raise UserError("run() looks ahead, since steps overlap: give n_steps")
             n_steps = len(batches)
         if n_steps < 1:
             return
         source.look()
-        steps = self._steps(source, n_steps)
-        self._unfinished = steps  # and so it stays where this is left, or there is an error
+        # Stays set if the caller leaves the run or a step raises: updates are missing then.
+        self._unfinished = steps = self._steps(source, n_steps)
         yield from steps
         if self._unfinished is steps:
             self._unfinished = None
 
     @abstractmethod
     def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
-        """Train on ``n_steps`` of the batches, or all. Where steps overlap the number is known."""
+        """Train on ``n_steps`` batches, or all. With overlapping steps the number is known."""
 
     def _check_ended(self) -> None:
         if self._unfinished is not None:
@@ -174,19 +213,13 @@ class Runtime(ABC):
             )
 
     def _reads(self, step: int) -> Sequence[int]:
-        """The micro-batches that this rank reads at ``step``, ascending: all, unless it says."""
+        """The micro-batches that this rank reads at ``step``, ascending; by default all."""
         return range(self.schedule.n_microbatches)
 
-    def _source(self, batches: Iterable[Batch]) -> BatchReader:
-        """What this rank reads of ``batches``, the first of which is of the next step."""
-        n = self.schedule.n_microbatches
-        return BatchReader(batches, n, self._reads, self.steps_done, self._device)
-
     def module(self) -> nn.Module:
-        """The whole model with the newest weights, on every rank. Every rank calls it.
+        """Return the whole model with the newest weights, on every rank. Every rank calls it.
 
-        To go on from other weights, load a state: a change to the model is one of its newest
-        version alone, and a schedule may still read older ones.
+        Do not change its weights: a schedule may still read older versions. Load a state instead.
         """
         self._check_ended()
         return self._module()
@@ -195,18 +228,18 @@ class Runtime(ABC):
     def _module(self) -> nn.Module: ...
 
     def averages(self) -> Weights:
-        """The average of each trained parameter and running statistic, by its name; or nothing.
+        """Return the average of each trained parameter and running statistic, by name.
 
-        On every rank; every rank calls it.
+        The same on every rank; empty without ``options.ema``. Every rank calls it.
         """
         self._check_ended()
         return self._averages()
 
     def _averages(self) -> Weights:
-        return join_averages(self._updaters)
+        return {k: x for updater in self._updaters for k, x in updater.averages.items()}
 
     def skipped(self) -> list[int]:
-        """How many updates of each stage were left out, as their gradient was not finite.
+        """Return how many updates of each stage were skipped for a gradient that is not finite.
 
         Every rank calls it.
         """
@@ -215,14 +248,14 @@ class Runtime(ABC):
         for j, updater in enumerate(self._updaters):
             if j in self.own:
                 counted[j] = torch.tensor([updater.n_skipped, 1])
-        left_out, ranks = self.total(counted).unbind(1)
-        return (left_out // ranks.clamp(min=1)).tolist()
+        skipped, ranks = self.total(counted).unbind(1)
+        return (skipped // ranks.clamp(min=1)).tolist()
 
     def part(self) -> dict[str, Any]:
-        """What this rank alone adds to :meth:`state_dict`. Every rank calls it.
+        """Return what this rank alone adds to :meth:`state_dict`. Every rank calls it.
 
-        Tensors are the runtime's own, which the next step may change; those of which each rank has
-        a share are DTensors.
+        Its tensors are the runtime's own, which the next step may change. Tensors that ranks share
+        are DTensors.
         """
         self._check_ended()
         return self._part()
@@ -243,12 +276,15 @@ class Runtime(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, taken by any runtime. Every rank calls it.
 
-        Weights and optimizer states of other stages than :attr:`own` may be meta tensors. Where
-        steps overlap it ends a run that was not exhausted; ``Distributed`` refuses that.
+        It ends a run that was not exhausted, except for ``Distributed``, which refuses.
+
+        Args:
+            state: as :meth:`state_dict` returns it; weights and optimizer states of stages that
+                are not in :attr:`own` may be meta tensors.
 
         Raises:
-            UserError: the state is of other stages, lacks weights that the schedule reads, or is
-                formed otherwise than this runtime's.
+            UserError: the state is of other stages, lacks weights that the schedule reads, or has
+                another form than this runtime's.
         """
 
         def check() -> None:
@@ -267,3 +303,69 @@ class Runtime(ABC):
     @abstractmethod
     def _load(self, state: Mapping[str, Any]) -> None:
         """Take over a state that has been checked."""
+
+
+def _check_arguments(
+    stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, loss: Loss, options: StepOptions
+) -> None:
+    check_stages(stages)
+    if not isinstance(schedule, Schedule):
+        raise UserError(f"schedule: got {_kind(schedule)}; try catalog.cyclic(4)")
+    if not isinstance(options, StepOptions):
+        raise UserError(f"options: got {_kind(options)}; expected StepOptions(...)")
+    if len(stages) != schedule.n_stages:
+        raise UserError(
+            f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
+            f" partition it into {schedule.n_stages}"
+        )
+    if not any(parameter.requires_grad for parameter in stages.model.parameters()):
+        raise UserError(
+            f"{type(stages.model).__name__} has no parameter to train: set requires_grad of some to"
+            " True before partition()"
+        )
+    if not callable(optimizer):
+        raise UserError(
+            f"optimizer: got {_kind(optimizer)}; expected a function of a list of parameters, such"
+            " as lambda p: torch.optim.SGD(p, lr=0.1)"
+        )
+    if not callable(loss):
+        raise UserError(
+            f"loss: got {_kind(loss)}; expected a function of outputs and targets, such as"
+            " torch.nn.functional.cross_entropy"
+        )
+
+
+def _kind(value: object) -> str:
+    return repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
+
+
+def _checked_world(world: World | None, stages: Stages, schedule: Schedule) -> World:
+    """Return ``world``, or this job's; refuse another number of ranks, or another device."""
+    on = {tensor.device for tensor in stages.model.parameters()}
+    if world is None:
+        on_cpu = all(device.type == "cpu" for device in on)
+        world = join(schedule.n_ranks, device="cpu" if on_cpu else "auto")
+    if world.size != schedule.n_ranks:
+        raise UserError(
+            f"the schedule has {schedule.n_ranks} ranks and the world {world.size}: give"
+            f" world.part({schedule.n_ranks}), or a schedule for {world.size}"
+        )
+    if others := sorted(str(device) for device in on - {world.device}):
+        raise UserError(
+            f"rank {world.rank} computes on {world.device} and the model is on"
+            f" {', '.join(others)}: move it with model.to(world.device) before partition()"
+        )
+    return world
+
+
+def _scalar(loss: Loss) -> Loss:
+    """Return ``loss`` with a check that it gives one number."""
+
+    def checked(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = loss(outputs, targets)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f'loss: got {shape}; expected a scalar. Use reduction="mean"')
+        return value
+
+    return checked

@@ -1,4 +1,4 @@
-"""Which of a rank's instructions can be done next, when each waits only for what it uses."""
+"""Which of a rank's instructions can begin next, when each waits only for what it uses."""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -17,15 +17,17 @@ def in_background(i: Instruction) -> bool:
 class Dataflow:
     """The instructions of a rank, by their positions in its program.
 
-    One in the background begins when it has been opened, what it needs has ended, and those of
-    its queue that come before have begun. Collectives make a queue, since all of their ranks must
-    begin them in one order; receives from a rank make one for each kind of buffer and stage, in
-    which they are waited for.
+    An instruction in the background can begin when it is open, what it needs has ended, and the
+    earlier ones of its queue have begun.
 
     Args:
         instructions: of the rank.
-        rank: which one.
+        rank: its number.
         ordered: whether all messages from one rank to another must begin in order.
+
+    Attributes:
+        needs: for each position the positions that it waits for.
+        n_left: number of instructions that have not ended.
     """
 
     def __init__(self, instructions: Sequence[Instruction], rank: int, *, ordered: bool) -> None:
@@ -40,15 +42,15 @@ class Dataflow:
         self._ended = bytearray(len(instructions))
         self._n_opened = 0
         self._ready: list[int] = []  # a heap
-        self._queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
+        queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
         self._queue_of: dict[int, deque[int]] = {}
         for position, i in enumerate(instructions):
             if (name := _queue(i, ordered)) is not None:
-                self._queue_of[position] = queue = self._queues[name]
-                queue.append(position)
+                self._queue_of[position] = queues[name]
+                queues[name].append(position)
 
     def open(self, end: int) -> None:
-        """Those in the background before position ``end`` may begin."""
+        """Allow instructions in the background before position ``end`` to begin."""
         for position in range(self._n_opened, end):
             self._n_opened = position + 1
             if in_background(self.instructions[position]):
@@ -62,7 +64,7 @@ class Dataflow:
         self.open(end)
 
     def next(self) -> int | None:
-        """The first in the background that can begin, which it thereby has."""
+        """Take the first in the background that can begin, or None."""
         if not self._ready:
             return None
         # The earliest in the program first: its result is used first.
@@ -76,13 +78,13 @@ class Dataflow:
         return position
 
     def end(self, position: int) -> None:
-        """An instruction has ended."""
+        """Note that an instruction has ended."""
         assert not self._ended[position]
         self._ended[position] = True
         self.n_left -= 1
         for user in self._users[position]:
             self._lacking[user] -= 1
-            if user < self._n_opened and in_background(self.instructions[user]):
+            if in_background(self.instructions[user]):
                 self._consider(user)
 
     def has_ended(self, position: int) -> bool:
@@ -93,17 +95,17 @@ class Dataflow:
         return self._lacking[position] == 0
 
     def held_up_by(self, position: int) -> int:
-        """The first instruction for which another one waits in the end: itself, if for none."""
+        """The first instruction of the chain that ``position`` waits for; else itself."""
         while missing := [p for p in self.needs[position] if not self._ended[p]]:
             position = missing[0]
         return position
 
     def first_left(self) -> int:
-        """The first instruction that has not ended."""
+        """The first unfinished instruction."""
         return self._ended.index(0)
 
     def _consider(self, position: int) -> None:
-        """Have it begin, if it can."""
+        """Mark it as ready if it can begin."""
         queue = self._queue_of.get(position)
         its_turn = queue is None or (bool(queue) and queue[0] == position)
         if position < self._n_opened and its_turn and self._lacking[position] == 0:
@@ -111,7 +113,11 @@ class Dataflow:
 
 
 def _queue(i: Instruction, ordered: bool) -> tuple | None:
-    """The queue in which an instruction stands."""
+    """The queue of an instruction, whose members begin in order.
+
+    All ranks must begin collectives in one order. Receives from a rank have one waiter for each
+    buffer and stage, which waits for them in order.
+    """
     if i.action == Action.SEND:
         return ("send", *i.peers) if ordered else None
     if i.action == Action.RECV:

@@ -1,13 +1,15 @@
 """Executes a rank's program: ops one after another, messages and updates concurrently.
 
 The main thread computes, in the order of the program, and waits only for what the next op uses. A
-second thread begins messages and makes updates, each as soon as what it uses is there; others wait
-for messages to end. A receive is begun early, so that its message need not wait for this rank.
+second thread begins messages and makes updates, each as soon as its inputs are there. Waiters, one
+a peer, stage and kind, wait for messages to end. A receive begins early, so that its message need
+not wait for this rank.
 """
 
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import NoReturn
 
@@ -16,47 +18,13 @@ import torch
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.runtime.messages import Messages, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.process_group.group import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
-from toolkit.runtime.start_offset import StartOffset
 from toolkit.runtime.streams import Streams
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
-
-class Waiter:
-    """Deals with transfers one after another.
-
-    Args:
-        do: called with the number of a transfer and the transfer; waits for it.
-        failed: called with the number of a failed transfer and the error. The waiter ends.
-    """
-
-    def __init__(
-        self,
-        do: Callable[[int, Transfer], None],
-        failed: Callable[[int, BaseException], None],
-    ) -> None:
-        self._do, self._failed = do, failed
-        self._coming: SimpleQueue[tuple[int, Transfer] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="waiter", daemon=True)
-        self._thread.start()
-
-    def put(self, number: int, transfer: Transfer) -> None:
-        self._coming.put((number, transfer))
-
-    def close(self) -> None:
-        """End after what has been put."""
-        self._coming.put(None)
-
-    def _run(self) -> None:
-        while (item := self._coming.get()) is not None:
-            number, transfer = item
-            try:
-                self._do(number, transfer)
-            except BaseException as error:
-                self._failed(number, error)
-                return
-            del item, transfer  # or the message would live until the next one
+_Coming = SimpleQueue["tuple[int, Transfer] | None"]  # None ends a waiter
 
 
 class Executor:
@@ -66,10 +34,9 @@ class Executor:
         rank: its memory.
         messages: to the others.
         program: verified.
-        turn: when the rank starts.
-        meter: writes down what is done; none, where nothing is measured.
-        overlap: whether messages and updates run beside the ops. If not, each instruction is
-            waited for before the next, so that what is held when is what the program says.
+        meter: records what is done; None to measure nothing.
+        overlap: whether messages and updates run concurrently with the ops. If not, each
+            instruction ends before the next begins, so that memory follows the program exactly.
 
     Attributes:
         ends: the position of the last op of each training step, and the step.
@@ -80,13 +47,13 @@ class Executor:
         rank: Rank,
         messages: Messages,
         program: Program,
-        turn: StartOffset,
         meter: Meter | None,
         *,
         overlap: bool,
     ) -> None:
-        self._rank, self._messages, self._turn, self._meter = rank, messages, turn, meter
+        self._rank, self._messages, self._meter = rank, messages, meter
         self._world, self._watch = messages.world, messages.world.watch
+        self._turn = StartOffset(program, self._world)
         self._order = program.ranks[self._world.rank]
         self._tags = tags(self._order)
         if messages.pacer is not None:
@@ -108,8 +75,8 @@ class Executor:
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the second thread
         self._news = threading.Condition(lock)  # for the main one
-        self._waiters: dict[tuple, Waiter] = {}
-        self._thread = threading.Thread(target=self._go_on, name="messages", daemon=True)
+        self._waiters: dict[tuple, _Coming] = {}
+        self._thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
 
     def __enter__(self) -> "Executor":
         self._thread.start()
@@ -119,12 +86,11 @@ class Executor:
         with self._work:
             self._closed = True
             self._work.notify()
-        # The second thread creates waiters, so it ends before they are closed.
+        # The second thread creates waiters, so it ends before they do.
         self._thread.join()
         for waiter in self._waiters.values():
-            waiter.close()
-        self._waiters.clear()  # break the reference cycle that keeps the rank's memory alive
-        if self._finished:  # otherwise a waiter may still be at it
+            waiter.put(None)
+        if self._finished:  # after a failure a waiter may still use its stream
             self._streams.close()
 
     @property
@@ -134,10 +100,10 @@ class Executor:
         return [p for p, i in everything if not (self._overlap and in_background(i))]
 
     def perform(self, position: int) -> None:
-        """Carry out an instruction of :attr:`in_order`, all of which come in turn.
+        """Carry out the next instruction of :attr:`in_order`.
 
         Raises:
-            JobFailedError: a message has failed, and nobody watches.
+            JobFailedError: a message has failed, and no failure watch ends the process.
         """
         i = self._order[position]
         with self._work:
@@ -173,7 +139,7 @@ class Executor:
         self._finished = True
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
-        """Wait until ``done``. The watch learns which instruction holds up ``what``."""
+        """Wait until ``done``; report to the failure watch which instruction holds up ``what``."""
         reported = None
         with self._news:
             while self._failure is None and not done():
@@ -218,7 +184,7 @@ class Executor:
 
     # The second thread.
 
-    def _go_on(self) -> None:
+    def _begin_all(self) -> None:
         while (position := self._take()) is not None:
             try:
                 self._begin(position)
@@ -235,14 +201,14 @@ class Executor:
         return None
 
     def _begin(self, position: int) -> None:
-        i = self._order[position]
+        i, tag = self._order[position], self._tags[position]
         key = (i.stage, i.step)
-        # What is used up lives until the device has done with it.
+        # Keep inputs alive until the device is done with them: after() ends before this returns.
         used: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
-        with self._streams.beside(self._marks.get(p) for p in self._flow.needs[position]):
+        with self._streams.after(self._marks.get(p) for p in self._flow.needs[position]):
             if i.action == Action.RECV:
-                self._begin_message(position, self._messages.receive(i, self._tags[position]))
+                self._begin_message(position, self._messages.receive(i, tag))
                 return
             self._add_received(i)
             if i.action == Action.SEND:
@@ -257,7 +223,7 @@ class Executor:
         self._end(position)
 
     def _add_received(self, i: Instruction) -> None:
-        """Add what has been received of the sum that ``i`` uses, in the order of the program."""
+        """Add the received parts of the sum that ``i`` uses, in the order of the program."""
         if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
             # Messages arrive in any order, and floating-point sums depend on the order.
             for position, payload in sorted(self._received.pop((i.stage, i.step), ())):
@@ -266,41 +232,53 @@ class Executor:
     def _send(self, position: int, payload: Payload) -> int:
         i = self._order[position]
         transfer = self._messages.send(i, payload, self._tags[position])
-        # Before the waiter knows the transfer: otherwise it could remove the position first.
+        # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._work:
             self._unsent.add(position)
-        self._waiter(("send", *i.peers), self._sent).put(position, transfer)
+        self._put(("send", *i.peers), position, transfer)
         return transfer.flat.nbytes
 
     def _begin_message(self, position: int, transfer: Transfer) -> None:
-        """Have somebody wait for a message that leaves something on this rank."""
         i = self._order[position]
         if self._meter is not None:
             self._began[position] = self._meter.now()
         # One waiter per peer, stage and kind: a late message must not hold up the others.
         name = (i.buffer, i.stage, *i.peers) if i.action == Action.RECV else ("collective",)
-        self._waiter(name, self._arrived).put(position, transfer)
+        self._put(name, position, transfer)
 
-    def _waiter(self, name: tuple, then: Callable[[int, Transfer], None]) -> Waiter:
+    def _put(self, name: tuple, position: int, transfer: Transfer) -> None:
         if name not in self._waiters:
-            self._waiters[name] = Waiter(then, self._fail)
-        return self._waiters[name]
+            self._waiters[name] = coming = _Coming()
+            # Daemons: a message from a dead rank never ends, and must not keep the process alive.
+            waiting = threading.Thread(
+                target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
+            )
+            waiting.start()
+        self._waiters[name].put((position, transfer))
 
     # The waiters' threads.
 
-    def _sent(self, position: int, transfer: Transfer) -> None:
-        with self._streams.beside():
-            transfer.wait()
-        with self._work:
-            self._unsent.remove(position)
-            self._news.notify()
+    def _wait_for_all(self, coming: _Coming) -> None:
+        while (item := coming.get()) is not None:
+            position, transfer = item
+            try:
+                self._wait_for(position, transfer)
+            except BaseException as error:
+                self._fail(position, error)
+                return
+            del item, transfer  # or the message would live until the next one
 
-    def _arrived(self, position: int, transfer: Transfer) -> None:
+    def _wait_for(self, position: int, transfer: Transfer) -> None:
         i = self._order[position]
-        with self._streams.beside():
+        with self._streams.after():
             transfer.wait()
             if i.leaves(self._world.rank):
                 self._store(position, self._messages.received(i, transfer))
+        if i.action == Action.SEND:
+            with self._work:
+                self._unsent.remove(position)
+                self._news.notify()
+            return
         if self._meter is not None:
             self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
         self._end(position)
@@ -321,3 +299,43 @@ def _last_ops(instructions: Sequence[Instruction]) -> dict[int, int]:
     """The position of a rank's last op of each training step, and the step."""
     last = {i.step: position for position, i in enumerate(instructions) if i.action.computes}
     return {position: step for step, position in last.items() if step is not None}
+
+
+class StartOffset:
+    """The start of ``program`` on one rank, which waits for its place in the schedule.
+
+    Only its first forward makes a rank wait; after that dependencies keep the order. The rank that
+    starts first gives each other rank its turn when it reaches the tick at which that one starts,
+    so no clock is needed.
+    """
+
+    def __init__(self, program: Program, world: World) -> None:
+        self.world, self._name = world, world.next_name()
+        ticks = program.first_forwards()
+        self._leader = min(ticks, key=lambda rank: (ticks[rank], rank), default=world.rank)
+        later = [(tick, rank) for rank, tick in ticks.items() if tick > ticks[self._leader]]
+        self._waiting = sorted(later) if world.rank == self._leader else []
+        self._my_turn = next((tick for tick, rank in later if rank == world.rank), None)
+
+    def before(self, i: Instruction) -> None:
+        """Give the others their turn, or wait for this rank's, as ``i`` is about to begin."""
+        while self._waiting and i.tick >= self._waiting[0][0]:
+            _, rank = self._waiting.pop(0)
+            # GPU ops are queued: end them first, or the other rank starts before this tick.
+            self.world.finish_computing()
+            self.world.store.set(self._key(rank), "")
+        if self._my_turn is not None and i.action == Action.FORWARD:
+            self._my_turn = None
+            watch = self.world.watch
+            with watch.waiting("its turn to start", [self._leader]):
+                patience = timedelta(seconds=2 * watch.timeout)
+                self.world.store.wait([self._key(self.world.rank)], patience)
+            self.world.store.delete_key(self._key(self.world.rank))
+
+    def finish(self) -> None:
+        """Give the turns that are left, at the end of the leader's program."""
+        for _, rank in self._waiting:
+            self.world.store.set(self._key(rank), "")
+
+    def _key(self, rank: int) -> str:
+        return f"turn/{self._name}/{rank}"

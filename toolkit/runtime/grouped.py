@@ -5,18 +5,19 @@ At each stage, the micro-batches that read the same weight version run as one ba
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import nan
 
 import torch
 from torch import Tensor
 
-from toolkit.runtime.diagnostics import StageDelay, compare_gradients
-from toolkit.runtime.microbatches import BatchReader, StepResult, take
+from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult, take
 from toolkit.runtime.stage import StageRunner, Values, leaves, predicted, take_gradients
-from toolkit.runtime.updater import GradientNorm, GradientSum, Weights, norms
+from toolkit.runtime.step_options import Loss
+from toolkit.runtime.updater import GradientSum, Weights, gradient_norms
 from toolkit.schedule import Schedule
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 Groups = list[tuple[int, ...]]
+Versions = Sequence[dict[int, Weights]]
 
 
 class Grouped:
@@ -24,157 +25,155 @@ class Grouped:
 
     Args:
         runners: of each stage.
-        schedule: for as many.
+        schedule: a schedule of as many stages.
         loss: mean loss of a micro-batch.
-        diagnostics: steps between two looks at what the delay does to the gradients; 0: none.
+        diagnostics: steps between two measurements of the delay's effect on gradients; 0: none.
     """
 
     def __init__(
-        self,
-        runners: Sequence[StageRunner],
-        schedule: Schedule,
-        loss: Loss,
-        diagnostics: int = 0,
+        self, runners: Sequence[StageRunner], schedule: Schedule, loss: Loss, diagnostics: int = 0
     ) -> None:
-        self.runners = runners
-        self.schedule = schedule
-        self.loss = loss
+        self.runners, self.schedule, self.loss = runners, schedule, loss
         self.options = runners[0].options
         self.diagnostics = diagnostics
+        self.microbatches = tuple(range(schedule.n_microbatches))
 
     def run(
-        self,
-        source: BatchReader,
-        versions: list[dict[int, Weights]],
-        step: int,
-        n_steps: int | None,
+        self, source: BatchReader, versions: Versions, step: int, n_steps: int | None
     ) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
-        Each step's updates are in before its result is there.
+        A step's updates are complete before its result is yielded.
         """
         for t, share in enumerate(take(source, n_steps), start=step):
-            assert share is not None  # all is read
+            assert share is not None  # a single process reads every micro-batch
             self.options.begin_step()
             delays: tuple[StageDelay, ...] = ()
             if self.diagnostics and t % self.diagnostics == 0:
-                delays = self._look(t, versions, *share)
+                delays = self._measure_delays(t, versions, *share)
             results = [self.step(t, versions, *share)]
-            yield replace(results.pop(), delays=delays)  # kept by whoever takes it, and not here
+            # Popped, so that only the caller keeps the outputs while the next step runs.
+            yield replace(results.pop(), delays=delays)
 
-    def step(
-        self, step: int, versions: list[dict[int, Weights]], inputs: Values, targets: Tensor
-    ) -> StepResult:
+    def step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
         """Run training step ``step``; ``versions[stage]`` gains version ``step + 1``."""
-        result, totals = self.gradients(step, versions, inputs, targets, self.schedule.version)
-        known = zip(self.runners, totals, norms(self.runners, totals), strict=True)
-        for runner, total, norm in known:
-            self._update(runner, total, versions[runner.index], step, norm)
+        result, totals = self._gradients(step, versions, inputs, targets, self.schedule.version)
+        norms = gradient_norms(self.runners, totals)
+        for runner, total, norm in zip(self.runners, totals, norms, strict=True):
+            known = versions[runner.index]
+            oldest = self.schedule.oldest_version(runner.index, step + 1)
+            if self.diagnostics:
+                oldest = min(oldest, step)  # they measure how far the last update moved
+            n = self.schedule.n_microbatches
+            runner.update(total, n, keep_old=oldest <= step, norm=norm)
+            known[step + 1] = runner.newest()
+            # Only after the update: later steps still read versions from oldest on.
+            for version in [version for version in known if version < oldest]:
+                del known[version]
         return result
 
-    def gradients(
+    def _gradients(
         self,
         step: int,
-        versions: Sequence[Mapping[int, Weights]],
+        versions: Versions,
         inputs: Values,
         targets: Tensor,
         version: Callable[[int, int, int], int],
     ) -> tuple[StepResult, list[GradientSum]]:
-        """What training step ``step`` sums for each stage; nothing is updated.
+        """Sum each stage's gradients of training step ``step``, without an update.
 
-        Args:
-            step: from which the schedule's delays and what is drawn at random follow.
-            versions: ``versions[stage]``, the weights.
-            inputs: of all micro-batches.
-            targets: of all micro-batches.
-            version: which of the weights (stage, microbatch, step) reads.
+        ``version(stage, microbatch, step)`` is the weight version that is read.
         """
-        n_microbatches = self.schedule.n_microbatches
-        groups: Groups = [tuple(range(n_microbatches))]
+        groups: Groups = [self.microbatches]
         batches = [inputs]
-        read: list[dict[int, Weights]] = []
+        read: list[list[Weights]] = []
         for runner in self.runners:
-            by_version = self._by_version(runner.index, step, version)
-            batches = _regroup(batches, groups, list(by_version.values()))
-            groups = list(by_version.values())
+            by_version: dict[int, tuple[int, ...]] = {}
+            for m in self.microbatches:
+                v = version(runner.index, m, step)
+                by_version[v] = (*by_version.get(v, ()), m)
+            wanted = list(by_version.values())
+            batches, groups = _regroup(batches, groups, wanted), wanted
             known = versions[runner.index]
             # A leaf per version: gradients of different versions must not meet before the sum.
-            own = {v: leaves(self._read(known, v, step)) for v in by_version}
+            read.append([leaves(self._read(known, v, step)) for v in by_version])
             batches = [
-                runner.forward(own[v], batch, group, step)
-                for (v, group), batch in zip(by_version.items(), batches, strict=True)
+                runner.forward(weights, batch, group, step)
+                for weights, batch, group in zip(read[-1], batches, groups, strict=True)
             ]
-            read.append(own)
-        ((outputs,),) = _regroup(batches, groups, [tuple(range(n_microbatches))])
-        parts = zip(outputs.chunk(n_microbatches), targets.chunk(n_microbatches), strict=True)
+        ((outputs,),) = _regroup(batches, groups, [self.microbatches])
+        n = len(self.microbatches)
+        parts = zip(outputs.chunk(n), targets.chunk(n), strict=True)
         losses = torch.stack([self.loss(output, target) for output, target in parts])
         (losses.mean() * self.options.scale).backward()
         totals = []
-        for runner, own in zip(self.runners, read, strict=True):
-            total = GradientSum()
-            for weights in own.values():
+        for runner, of_versions in zip(self.runners, read, strict=True):
+            totals.append(total := GradientSum())
+            for weights in of_versions:
                 total.add(take_gradients(weights))
             total.add(runner.take_statistics())
-            totals.append(total)
-        everyone = tuple(range(n_microbatches))
         outputs = outputs.detach()
         if self.options.in_cuda_graphs:
-            outputs = outputs.clone()  # the next step takes its memory
-        return StepResult(step, everyone, losses.detach(), outputs), totals
-
-    def _look(
-        self, step: int, versions: Sequence[Mapping[int, Weights]], inputs: Values, targets: Tensor
-    ) -> tuple[StageDelay, ...]:
-        """What delay does to the gradients of ``step``, in the time of two forwards and backwards.
-
-        Nothing is updated.
-        """
-        delayed, fresh = (
-            [total.tensors for total in self.gradients(step, versions, inputs, targets, version)[1]]
-            for version in (self.schedule.version, lambda j, m, t: t)
-        )
-        return compare_gradients(step, self.schedule, self.runners, versions, delayed, fresh)
-
-    def _update(
-        self,
-        runner: StageRunner,
-        total: GradientSum,
-        versions: dict[int, Weights],
-        step: int,
-        norm: GradientNorm | None,
-    ) -> None:
-        oldest = self.schedule.oldest_version(runner.index, step + 1)
-        oldest = min(oldest, step) if self.diagnostics else oldest  # which look at the last
-        n_microbatches = self.schedule.n_microbatches
-        runner.update(total, n_microbatches, keep_old=oldest <= step, norm=norm)
-        versions[step + 1] = runner.newest()
-        # Not earlier: later steps still read versions from oldest on.
-        for version in [version for version in versions if version < oldest]:
-            del versions[version]
+            outputs = outputs.clone()  # the next replay of the graph overwrites this memory
+        return StepResult(step, self.microbatches, losses.detach(), outputs), totals
 
     def _read(self, versions: Mapping[int, Weights], version: int, step: int) -> Weights:
-        """What a stage reads at ``step`` of which the schedule says ``version``."""
+        """The weights that a stage reads at ``step``: a version, or its extrapolation."""
         if not self.schedule.predicts(version, step):
             return versions[version]
         return predicted(versions[version - 1], versions[version], step - version)
 
-    def _by_version(
-        self, stage: int, step: int, version: Callable[[int, int, int], int]
-    ) -> dict[int, tuple[int, ...]]:
-        """The micro-batches that read each version, in order of their first."""
-        groups: dict[int, tuple[int, ...]] = {}
-        for m in range(self.schedule.n_microbatches):
-            read = version(stage, m, step)
-            groups[read] = (*groups.get(read, ()), m)
-        return groups
+    def _measure_delays(
+        self, step: int, versions: Versions, inputs: Values, targets: Tensor
+    ) -> tuple[StageDelay, ...]:
+        """Compare each stage's delayed gradient with that of the newest weights.
+
+        Takes the time of two forwards and backwards; updates nothing.
+        """
+        delayed, fresh = (
+            self._gradients(step, versions, inputs, targets, version)[1]
+            for version in (self.schedule.version, lambda j, m, t: t)
+        )
+        found = []
+        for runner, known in zip(self.runners, versions, strict=True):
+            j, masters = runner.index, runner.masters
+            newest = _flat(known[step], masters)
+            used, new = (
+                _flat(total[j].tensors, masters) / self.options.scale for total in (delayed, fresh)
+            )
+            late = [step - self.schedule.version(j, m, step) for m in self.microbatches]
+            lengths = used.norm() * new.norm()
+            before = known.get(step - 1)
+            moved = nan if before is None else float((newest - _flat(before, masters)).norm())
+            found.append(
+                StageDelay(
+                    step=step,
+                    stage=j,
+                    delay=sum(late) / len(late),
+                    cosine=float(used @ new / lengths) if lengths > 0 else nan,
+                    gradient=float(used.norm()),
+                    fresh_gradient=float(new.norm()),
+                    weights=float(newest.norm()),
+                    moved=moved,
+                )
+            )
+        return tuple(found)
+
+
+def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:
+    """The named tensors as one, in double precision; missing ones count as 0."""
+    parts = [
+        tensors[name].flatten() if name in tensors else like.new_zeros(like.numel())
+        for name, like in names.items()
+    ]
+    return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
 
 
 def _regroup(batches: list[Values], groups: Groups, wanted: Groups) -> list[Values]:
-    """The same micro-batches, in other groups. Copies only where groups merge."""
+    """Return the same micro-batches in other groups; copy only where groups merge."""
     if groups == wanted:
         return batches
-    order = [m for group in groups for m in group]
-    wanted_order = [m for group in wanted for m in group]
+    order, wanted_order = ([m for group in of for m in group] for of in (groups, wanted))
     regrouped: list[list[Tensor]] = [[] for _ in wanted]
     for parts in zip(*batches, strict=True):
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -183,6 +182,7 @@ def _regroup(batches: list[Values], groups: Groups, wanted: Groups) -> list[Valu
             whole = torch.cat([chunks[m] for m in wanted_order])
         size = whole.shape[0] // len(order)
         sizes = [size * len(group) for group in wanted]
+        # No split into one piece: its gradient would be copied.
         pieces = whole.split(sizes) if len(sizes) > 1 else [whole]
         for tensors, piece in zip(regrouped, pieces, strict=True):
             tensors.append(piece)

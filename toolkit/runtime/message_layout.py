@@ -1,6 +1,6 @@
 """What each message consists of, known to its receiver before it comes.
 
-A message is one flat tensor of bytes, whatever tensors it carries, without padding.
+A message is one flat tensor of bytes, without padding, whatever tensors it carries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from toolkit.model.analysis import differentiable
-from toolkit.runtime.microbatch_norm import MicrobatchNorm
-from toolkit.runtime.rank import Gradients, Payload
+from toolkit.runtime.microbatch_norm import MicrobatchNorm, take_statistics
+from toolkit.runtime.rank import Payload
 from toolkit.runtime.stage import Values
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Buffer, Instruction
@@ -27,7 +27,7 @@ COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def compressed(tensors: Mapping[str, Tensor], wire: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The type ``wire``, if any, for each of ``tensors`` whose own is larger."""
+    """Return the type ``wire``, if any, for each of ``tensors`` whose own is larger."""
     if wire is None:
         return {}
     return {
@@ -70,7 +70,7 @@ class Layout:
         tensors: Mapping[str, Tensor] | Mapping[int, Tensor],
         compressed: Mapping[str, torch.dtype] | None = None,
     ) -> "Layout":
-        """The layout of ``tensors``, of which those that are ``compressed`` travel as that type."""
+        """Return the layout of ``tensors``; those that are ``compressed`` travel as that type."""
         sent_as = compressed or {}
         parts = [
             Part(place, tuple(x.shape), x.dtype, sent_as.get(str(place), x.dtype))
@@ -84,24 +84,21 @@ class Layout:
         return sum(part.n_bytes for part in self.parts)
 
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:
-        """One flat tensor of bytes on ``device``; ``tensors`` are those of the parts, by place.
-
-        A GPU puts it together in one go, and it leaves the GPU as a whole.
-        """
+        """Return one flat tensor of bytes on ``device``, from tensors by place."""
         given = [tensors[part.place] for part in self.parts]
+        # Packed where the tensors are, in one operation; then it leaves a GPU as a whole.
         here = given[0].device if given else device
         flat = torch.empty(self.n_bytes, dtype=torch.uint8, device=here)
         if given:
-            torch._foreach_copy_(self.views(flat), given)
+            torch._foreach_copy_(self._views(flat), given)
         return flat.to(device)
 
     def unpack(self, flat: Tensor) -> dict:
-        """The tensors by place; those that travelled as what they are share memory with it."""
-        views = self.views(flat)
+        """Return the tensors by place; those that travelled in their own type share its memory."""
+        views = self._views(flat)
         return {p.place: view.to(p.dtype) for p, view in zip(self.parts, views, strict=True)}
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a message as tensors."""
+    def _views(self, flat: Tensor) -> list[Tensor]:
         pieces = flat.split([part.n_bytes for part in self.parts])
         return [
             piece.view(part.sent_as).view(part.shape)
@@ -109,7 +106,7 @@ class Layout:
         ]
 
     def by_dtype(self, flat: Tensor) -> list[Tensor]:
-        """The message as one flat tensor of each type that is in it."""
+        """Return the message as one flat tensor of each type that is in it."""
         sizes: dict[torch.dtype, int] = {}
         for part in self.parts:
             sizes[part.sent_as] = sizes.get(part.sent_as, 0) + part.n_bytes
@@ -137,7 +134,7 @@ class Layouts:
     weights: tuple[Layout, ...]
 
     def of(self, i: Instruction) -> Layout:
-        """The layout of the message of an instruction."""
+        """Return the layout of the message of an instruction."""
         found = {
             Buffer.ACTIVATION: self.activations,
             Buffer.ACTIVATION_GRADIENT: self.activation_gradients,
@@ -148,26 +145,21 @@ class Layouts:
         return found[i.buffer][i.stage]
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
-        """What instruction ``i`` sends, as bytes on ``device``."""
+        """Return what instruction ``i`` sends, as bytes on ``device``."""
         if isinstance(payload, GradientSum):
             tensors: Mapping = payload.tensors
-        elif isinstance(payload, tuple):
-            tensors = dict(enumerate(payload))
         else:
-            tensors = payload
+            tensors = dict(enumerate(payload)) if isinstance(payload, tuple) else payload
         return self.of(i).pack(tensors, device)
 
     def unpack(self, i: Instruction, flat: Tensor) -> Payload:
-        """What instruction ``i`` received."""
+        """Return what instruction ``i`` received."""
         tensors = self.of(i).unpack(flat)
         if i.buffer == Buffer.WEIGHTS:
             return tensors
         if i.buffer == Buffer.GRADIENT:
-            total = GradientSum()
-            total.add(tensors)
-            return total
-        passed_on = i.buffer == Buffer.ACTIVATION
-        n = len(tensors) if passed_on else self.n_inputs[i.stage]
+            return GradientSum(tensors)
+        n = len(tensors) if i.buffer == Buffer.ACTIVATION else self.n_inputs[i.stage]
         return tuple(tensors.get(k) for k in range(n))
 
 
@@ -177,60 +169,45 @@ def find_layouts(
     wire: torch.dtype | None = None,
     device: torch.device = _CPU,
 ) -> Layouts:
-    """The layouts of all stages, found without computing or allocating anything.
-
-    Under autocast the types are those that it chooses on ``device``.
+    """Find the layouts of all stages, without computing or allocating anything.
 
     Args:
         skeletons: the stages as they compute, on the meta device (see ``meta_copy``).
         inputs: a micro-batch, on the meta device.
-        wire: the type in which gradients and weights travel; their own unless given.
-        device: on which they compute.
+        wire: the type in which gradients and weights travel; their own by default.
+        device: where they compute, which decides the types that autocast chooses.
     """
     with FakeTensorMode():
-        return _find_layouts(skeletons, inputs, wire, device)
-
-
-def _find_layouts(
-    skeletons: Sequence[nn.Module],
-    inputs: Values,
-    wire: torch.dtype | None,
-    device: torch.device,
-) -> Layouts:
-    tensors = [_fakes(stage, device) for stage in skeletons]
-    inputs = tuple(_fake(x, device) for x in inputs)
-    runs = []
-    for stage, own in zip(skeletons, tensors, strict=True):
-        outputs: Values = torch.func.functional_call(stage, own, inputs)
-        runs.append((inputs, outputs))
-        inputs = tuple(torch.empty_like(x).requires_grad_(differentiable(x)) for x in outputs)
-    given: Gradients = tuple(torch.empty_like(x) for x in runs[-1][1])
-    activation_gradients, gradients = [], []
-    for stage, own, (received, outputs) in reversed([*zip(skeletons, tensors, runs, strict=True)]):
-        weights = {name: x for name, x in own.items() if x.requires_grad}
-        found = _gradients(outputs, given, [*received, *weights.values()])
-        given = tuple(found[: len(received)])
-        activation_gradients.append(
-            Layout.of({k: grad for k, grad in enumerate(given) if grad is not None})
-        )
-        named = dict(zip(weights, found[len(received) :], strict=True))
-        summed = {name: grad for name, grad in named.items() if grad is not None}
-        gradients.append(Layout.of(summed | _statistics(stage), compressed(summed, wire)))
+        inputs = tuple(_fake(x, device) for x in inputs)
+        runs: list[tuple[dict[str, Tensor], Values, Values]] = []
+        for stage in skeletons:
+            tensors = {
+                name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
+                for name, tensor in chain(stage.named_parameters(), stage.named_buffers())
+            }
+            outputs: Values = torch.func.functional_call(stage, tensors, inputs)
+            runs.append((tensors, inputs, outputs))
+            inputs = tuple(torch.empty_like(x).requires_grad_(differentiable(x)) for x in outputs)
+        given: Sequence[Tensor | None] = [torch.empty_like(x) for x in runs[-1][2]]
+        activation_gradients, gradients = [], []
+        for stage, (tensors, received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
+            weights = {name: x for name, x in tensors.items() if x.requires_grad}
+            found = _gradients(outputs, given, [*received, *weights.values()])
+            given, of_weights = found[: len(received)], found[len(received) :]
+            crossing = {k: grad for k, grad in enumerate(given) if grad is not None}
+            activation_gradients.append(Layout.of(crossing))
+            named = zip(weights, of_weights, strict=True)
+            summed = {name: grad for name, grad in named if grad is not None}
+            norms = {k: m for k, m in stage.named_modules() if isinstance(m, MicrobatchNorm)}
+            statistics = take_statistics(norms)
+            gradients.append(Layout.of(summed | statistics, compressed(summed, wire)))
     return Layouts(
-        activations=tuple(Layout.of(dict(enumerate(outputs))) for _, outputs in runs),
+        activations=tuple(Layout.of(dict(enumerate(outputs))) for *_, outputs in runs),
         activation_gradients=tuple(reversed(activation_gradients)),
-        n_inputs=tuple(len(received) for received, _ in runs),
+        n_inputs=tuple(len(received) for _, received, _ in runs),
         gradients=tuple(reversed(gradients)),
         weights=tuple(weights_layout(stage, wire) for stage in skeletons),
     )
-
-
-def _fakes(stage: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """What ``functional_call`` gives a skeleton that it be on ``device``."""
-    return {
-        name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
-        for name, tensor in chain(stage.named_parameters(), stage.named_buffers())
-    }
 
 
 def _fake(tensor: Tensor, device: torch.device) -> Tensor:
@@ -238,12 +215,14 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def weights_layout(stage: nn.Module, wire: torch.dtype | None = None) -> Layout:
-    """One version of a stage's weights; ``wire`` as in :func:`find_layouts`."""
+    """Return the layout of one version of a stage's weights; ``wire`` as in find_layouts."""
     weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
     return Layout.of(weights, compressed(weights, wire))
 
 
-def _gradients(outputs: Values, given: Gradients, wanted: list[Tensor]) -> list[Tensor | None]:
+def _gradients(
+    outputs: Values, given: Sequence[Tensor | None], wanted: list[Tensor]
+) -> list[Tensor | None]:
     pairs = [
         (x, grad)
         for x, grad in zip(outputs, given, strict=True)
@@ -255,13 +234,3 @@ def _gradients(outputs: Values, given: Gradients, wanted: list[Tensor]) -> list[
     ends, grads = zip(*pairs, strict=True)
     found = iter(torch.autograd.grad(ends, trained, grads, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in wanted]
-
-
-def _statistics(stage: nn.Module) -> dict[str, Tensor]:
-    """What the norms have left of the forward, by the norm's name."""
-    taken = {
-        name: norm.take_statistics()
-        for name, norm in stage.named_modules()
-        if isinstance(norm, MicrobatchNorm)
-    }
-    return {name: statistics for name, statistics in taken.items() if statistics is not None}

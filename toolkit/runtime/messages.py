@@ -1,50 +1,53 @@
 """The messages of one rank, over torch.distributed.
 
-A message travels in chunks and has a tag of its own, so that messages need no order among each
-other. NCCL knows no tags: there each direction between two ranks is a channel by itself, and its
-messages keep the order of the program.
+A message travels in chunks and has its own tag, so that messages need no order among each other.
+NCCL has no tags: there each direction between two ranks is a separate channel, and its messages
+keep the order of the program.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.format import MB
-from toolkit.runtime import hierarchy
 from toolkit.runtime.message_layout import Layouts
 from toolkit.runtime.pacing import Pacer
-from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.group import Group, World
 from toolkit.runtime.rank import Payload
 from toolkit.runtime.streams import finish_stream
-from toolkit.schedule import Action, Instruction
+from toolkit.schedule import Action, Instruction, Program
 
-_FOR_EVER = timedelta(days=1)  # a wait that is too long is the watch's business
+_FOR_EVER = timedelta(days=1)  # the failure watch ends waits that are too long
+
+ALL, GATHER, BETWEEN, SPREAD = "all", "gather", "between", "spread"
 
 Works = Sequence[dist.Work | None]  # None only of groups to which this rank does not belong
+Phase = Callable[[], Works]
 
 
 class Transfer:
     """A message under way.
 
     Args:
-        flat: its bytes, which live until it has ended.
+        flat: its bytes, which live until the transfer has ended.
         phases: each returns the works of its chunks, once all of them have begun; the next one
-            is asked when they have ended.
+            is called when these have ended.
     """
 
-    def __init__(self, flat: Tensor, *phases: Callable[[], Works]) -> None:
+    def __init__(self, flat: Tensor, *phases: Phase) -> None:
         self.flat = flat
         self._phases = phases
 
     def wait(self) -> None:
-        """Wait until it has ended. Only once: gloo does not answer a second time.
+        """Wait until it has ended. Call it once: gloo does not answer a second time.
 
-        On a GPU the current stream waits, and who asks has to wait for that.
+        On a GPU only the current stream waits; the caller must synchronise with that.
 
         Raises:
             RuntimeError: of the backend.
@@ -52,25 +55,25 @@ class Transfer:
         for phase in self._phases:
             for work in phase():
                 assert work is not None
-                if self.flat.is_cuda:  # with a time limit NCCL would look once a millisecond
+                if self.flat.is_cuda:  # with a time limit NCCL would poll every millisecond
                     work.wait()
                 else:
                     work.wait(_FOR_EVER)
 
 
 class Messages:
-    """Begins the messages of a rank.
+    """Begins the messages of a rank. A context: its end ends the pacer.
 
     Args:
         world: the ranks.
         layouts: of the messages.
         chunk_bytes: largest part of a message that is sent at once; None: all of it.
-        paced: whether what is sent is spread over time; the context ends it.
-        per_machine: consecutive ranks that are on one machine, for all-reduces in two tiers; 0:
-            the backend's own.
+        paced: whether sends are spread over time.
+        per_machine: consecutive ranks on one machine, for all-reduces in two tiers; 0: the
+            backend's own all-reduce.
 
     Attributes:
-        pacer: spreads it; None where all is sent at once.
+        pacer: spreads the sends; None where all is sent at once.
     """
 
     def __init__(
@@ -82,11 +85,9 @@ class Messages:
         paced: bool,
         per_machine: int = 0,
     ) -> None:
-        self.world = world
-        self.layouts = layouts
+        self.world, self.layouts = world, layouts
         self.pacer = Pacer(world.message_device) if paced else None
-        self._chunk_bytes = chunk_bytes
-        self._per_machine = per_machine
+        self._chunk_bytes, self._per_machine = chunk_bytes, per_machine
 
     def __enter__(self) -> "Messages":
         return self
@@ -97,54 +98,64 @@ class Messages:
 
     def send(self, i: Instruction, payload: Payload, tag: int = 0) -> Transfer:
         """Begin to send; ``payload`` may change afterwards."""
-        flat = self.layouts.pack(i, payload, self.world.message_device)
-        peer = i.peers[0]
-        group = self.world.channel(self.world.rank, peer)
-        begin = [
-            partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in self._chunks(flat)
-        ]
+        flat, peer = self._pack(i, payload), i.peers[0]
+        group, chunks = self.world.channel(self.world.rank, peer), self._chunks(flat)
+        begin = [partial(dist.isend, chunk, peer, group=group, tag=tag) for chunk in chunks]
         if self.pacer is not None:
-            sizes = [chunk.nbytes for chunk in self._chunks(flat)]
             # The pacer's thread sends on another stream: the message must be packed by then.
             finish_stream(flat.device)
+            sizes = [chunk.nbytes for chunk in chunks]
             return Transfer(flat, self.pacer.put(begin, sizes, i.tick).result)
         works = [start() for start in begin]
         return Transfer(flat, lambda: works)
 
     def receive(self, i: Instruction, tag: int = 0) -> Transfer:
         """Be ready for a message."""
-        flat, peer = self._empty(i), i.peers[0]
+        flat, peer = self._pack(i, None), i.peers[0]
         group = self.world.channel(peer, self.world.rank)
         works = [dist.irecv(chunk, peer, group=group, tag=tag) for chunk in self._chunks(flat)]
         return Transfer(flat, lambda: works)
 
     def collective(self, i: Instruction, payload: Payload | None) -> Transfer:
-        """Take part in a collective, with what this rank gives to it."""
+        """Take part in a collective; ``payload`` is what this rank gives to it."""
         root, ranks = i.peers[0], tuple(sorted(i.peers))
-        group = self.world.group_of((hierarchy.ALL, ranks))
-        if payload is None:
-            flat = self._empty(i)
+        flat = self._pack(i, payload)
+        pieces = [flat] if i.action == Action.BROADCAST else self.layouts.of(i).by_dtype(flat)
+        if i.action == Action.ALL_REDUCE:
+            first, *later = self._all_reduce(pieces, ranks)
         else:
-            flat = self.layouts.pack(i, payload, self.world.message_device)
-        if i.action == Action.BROADCAST:
-            works = [dist.broadcast(flat, root, group=group, async_op=True)]
-        else:
-            pieces = self.layouts.of(i).by_dtype(flat)
-            if i.action == Action.ALL_REDUCE:
-                first, *later = hierarchy.all_reduce(
-                    pieces, ranks, self.world.rank, self._per_machine, self.world.group_of
-                )
-                begun = first()
-                return Transfer(flat, lambda: begun, *later)
-            works = [dist.reduce(piece, root, group=group, async_op=True) for piece in pieces]
-        return Transfer(flat, lambda: works)
+            group = self.world.group_of((ALL, ranks))
+            do = dist.broadcast if i.action == Action.BROADCAST else dist.reduce
+            first, later = partial(_each, do, pieces, root, group=group), []
+        begun = first()
+        return Transfer(flat, lambda: begun, *later)
+
+    def _all_reduce(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Phase]:
+        """The phases of an all-reduce on this rank; each begins when the one before has ended."""
+        rank, group_of = self.world.rank, self.world.group_of
+        machines = _machines(ranks, self._per_machine)
+        if len(machines) == 1:
+            group = group_of((ALL, tuple(ranks)))
+            return [partial(_each, dist.all_reduce, pieces, group=group)]
+        mine = next(machine for machine in machines if rank in machine)
+        phases: list[Phase] = []
+        if len(mine) > 1:
+            group = group_of((GATHER, mine))
+            phases.append(partial(_each, dist.reduce, pieces, mine[0], group=group))
+        if rank == mine[0]:
+            group = group_of((BETWEEN, tuple(machine[0] for machine in machines)))
+            phases.append(partial(_each, dist.all_reduce, pieces, group=group))
+        if len(mine) > 1:
+            group = group_of((SPREAD, mine))
+            phases.append(partial(_each, dist.broadcast, pieces, mine[0], group=group))
+        return phases
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:
-        """What ``i`` has left on this rank, as its ``transfer`` has ended."""
+        """Return what ``i`` has left on this rank, after its ``transfer`` has ended."""
         return self.layouts.unpack(i, transfer.flat.to(self.world.device))
 
     def n_bytes(self, i: Instruction) -> int:
-        """Of the message of an instruction."""
+        """Size of the message of an instruction."""
         return self.layouts.of(i).n_bytes
 
     @property
@@ -155,21 +166,66 @@ class Messages:
     def _chunks(self, flat: Tensor) -> tuple[Tensor, ...]:
         return (flat,) if self._chunk_bytes is None else flat.split(self._chunk_bytes)
 
-    def _empty(self, i: Instruction) -> Tensor:
-        n_bytes = self.layouts.of(i).n_bytes
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self.world.message_device)
+    def _pack(self, i: Instruction, payload: Payload | None) -> Tensor:
+        """The bytes of a message, or memory for them."""
+        device = self.world.message_device
+        if payload is not None:
+            return self.layouts.pack(i, payload, device)
+        return torch.empty(self.n_bytes(i), dtype=torch.uint8, device=device)
+
+
+def _each(do: Callable, pieces: Sequence[Tensor], *root: int, **where: object) -> Works:
+    return [do(piece, *root, async_op=True, **where) for piece in pieces]
+
+
+def _machines(ranks: Sequence[int], per_machine: int) -> list[tuple[int, ...]]:
+    if per_machine == 0:
+        return [tuple(ranks)]
+    return [tuple(found) for _, found in groupby(ranks, key=lambda rank: rank // per_machine)]
+
+
+def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
+    """The groups of an all-reduce of ``ranks``, ascending, with ``per_machine`` on each machine.
+
+    Sums cross between machines once a machine, not once a rank. Gather and spread have separate
+    groups: a machine may gather the next sum while one of its ranks still awaits the last one.
+    """
+    machines = _machines(ranks, per_machine)
+    if len(machines) == 1:
+        return [(ALL, tuple(ranks))]
+    within = [machine for machine in machines if len(machine) > 1]
+    leaders = tuple(machine[0] for machine in machines)
+    return [(step, machine) for step in (GATHER, SPREAD) for machine in within] + [
+        (BETWEEN, leaders)
+    ]
+
+
+def groups_and_pairs(
+    program: Program, per_machine: int
+) -> tuple[list[Group], list[tuple[int, int]]]:
+    """The groups of every collective; and (sender, receiver) of every message."""
+    groups: set[Group] = set()
+    pairs = set()
+    for rank, instructions in enumerate(program.ranks):
+        for i in instructions:
+            if i.action == Action.SEND:
+                pairs.add((rank, i.peers[0]))
+            elif i.action.communicates and i.action != Action.RECV:
+                tiers = per_machine if i.action == Action.ALL_REDUCE else 0
+                groups.update(all_reduce_groups(sorted(i.peers), tiers))
+    return sorted(groups), sorted(pairs)
 
 
 def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int | None:
     """The bytes of a message that are sent at once; None: all of them.
 
-    Gloo's connections take turns by chunks, and what is paced is spread by them. NCCL puts more of
-    a GPU to a message the larger it is, so there it stays whole.
+    Gloo's connections and the pacer take turns by chunks. NCCL uses more of a GPU the larger a
+    message is, so there it stays whole.
 
     Args:
-        chunk_mb: as the user has chosen; None: what suits the backend.
+        chunk_mb: as the user has chosen, in MB; None: the default of the backend.
         backend: of the messages.
-        paced: whether what is sent is spread over time.
+        paced: whether sends are spread over time.
     """
     if chunk_mb is None and backend == "nccl" and not paced:
         return None
@@ -177,7 +233,7 @@ def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int |
 
 
 def tags(instructions: Sequence[Instruction]) -> list[int]:
-    """A tag for each of a rank's messages, which its peer finds likewise; 0 for all else."""
+    """A tag for each of a rank's messages, the same at both ends; 0 for other instructions."""
     count: Counter[tuple] = Counter()
     found = []
     for i in instructions:

@@ -6,7 +6,8 @@ equals averaging the workers' buffers.
 """
 
 import copy
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -22,49 +23,47 @@ from toolkit.model.custom_norms import computes_otherwise
 
 @dataclass
 class Group:
-    """What a stage is running.
+    """What a stage is running. As a context: a forward that a checkpoint repeats.
 
     Attributes:
-        size: how many micro-batches, as one batch.
-        again: whether it is a forward that has been run before, whose statistics are known.
+        size: number of micro-batches in one batch.
+        again: whether the forward has run before, so that its statistics are known.
     """
 
     size: int = 1
     again: bool = False
 
-
-class Again:
-    """The context in which a forward runs that has been run before; it can be entered often."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
     def __enter__(self) -> None:
-        self.group.again = True
+        self.again = True
 
     def __exit__(self, *error: object) -> None:
-        self.group.again = False
+        self.again = False
 
 
 class MicrobatchNorm(nn.Module):
-    """Takes the place of a batch norm in a stage; shares its weight and bias.
+    """Replaces a batch norm in a stage; shares its weight and bias.
 
-    ``statistics`` is the sum over micro-batches, since it was last taken, of their means (row 0)
-    and unbiased variances (row 1); None where the batch norm keeps no running statistics.
+    Attributes:
+        statistics: sum over micro-batches, since it was last taken, of their means (row 0) and
+            unbiased variances (row 1), ``[2, channels]``; None without running statistics.
     """
 
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
         super().__init__()
         self.weight, self.bias = norm.weight, norm.bias
         self.eps = norm.eps
-        # Of the buffers, which under autocast is not that of the images.
+        # The type of the buffers; under autocast images have another.
         self.dtype = None if norm.running_mean is None else norm.running_mean.dtype
         self.group = group
         self.statistics: Tensor | None = None
-        # Of a forward of its own, which ends in more than torch's does; no module of the stage.
-        self.own = (_following(norm),) if computes_otherwise(norm) else ()
+        self.own: tuple[_BatchNorm, ...] = ()
+        if computes_otherwise(norm):
+            # A class with its own forward. In a tuple, or it would be a module of the stage.
+            self.own = (copy.deepcopy(norm),)
+            self.own[0].momentum = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[size * b, channels, ...]``, each micro-batch by its own statistics."""
         fused = x.is_cuda and torch.compiler.is_compiling() and not self.own
         y, statistics = self._at_once(x) if fused else self._in_turn(x)
         if statistics is not None and not self.group.again:
@@ -73,24 +72,23 @@ class MicrobatchNorm(nn.Module):
         return y
 
     def _in_turn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """By torch's own batch norm, one micro-batch after another.
+        """Run torch's own batch norm on one micro-batch after another.
 
-        What they share is made, and its gradient summed, at once: on a GPU small operations cost
-        more to begin than to do.
+        Shared tensors are made, and their gradients summed, in one operation: on a GPU a small
+        operation takes longer to launch than to run.
         """
         n = self.group.size
-        tracks = self.dtype is not None
-        statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype) if tracks else None
+        statistics = None
+        if self.dtype is not None:
+            statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype)
         nones = [None] * n
-        means, variances = (nones, nones) if statistics is None else statistics.unbind()
-        weights, biases = (nones if p is None else _copies(p, n) for p in (self.weight, self.bias))
-        # With momentum 1 the running statistics become those of this micro-batch.
-        parts = [
-            self._normalised(part, mean, variance, weight, bias)
-            for part, mean, variance, weight, bias in zip(
-                _parts(x, n), means, variances, weights, biases, strict=True
-            )
-        ]
+        columns = (
+            # The gradient of a chunk is copied into that of the whole, so none of one part.
+            x.chunk(n) if n > 1 else [x],
+            *((nones, nones) if statistics is None else statistics.unbind()),
+            *(nones if p is None else _copies(p, n) for p in (self.weight, self.bias)),
+        )
+        parts = [self._normalised(*of) for of in zip(*columns, strict=True)]
         y = parts[0] if n == 1 else torch.cat(parts)
         return y, None if statistics is None else statistics.sum(1)
 
@@ -102,8 +100,9 @@ class MicrobatchNorm(nn.Module):
         weight: Tensor | None,
         bias: Tensor | None,
     ) -> Tensor:
-        """One micro-batch, whose statistics ``mean`` and ``variance`` become."""
+        """Normalise one micro-batch; write its statistics into ``mean`` and ``variance``."""
         if not self.own:
+            # With momentum 1 the running statistics become those of this micro-batch.
             return F.batch_norm(x, mean, variance, weight, bias, True, 1.0, self.eps)
         given = {"running_mean": mean, "running_var": variance, "weight": weight, "bias": bias}
         if self.dtype is not None:
@@ -112,9 +111,9 @@ class MicrobatchNorm(nn.Module):
         return cast(Tensor, torch.func.functional_call(self.own[0], known, (x,)))
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """By the formula, for a GPU's compiler, to which as many batch norms would be long code.
+        """Compute the formula, for the compiler of a GPU: n batch norms would be long code.
 
-        A CPU's takes half as long over it, too, but makes code half as fast.
+        A CPU compiles this in half the time too, but the code runs half as fast.
         """
         parts = x.unflatten(0, (self.group.size, -1))
         wide = parts.to(torch.promote_types(x.dtype, torch.float32))
@@ -136,37 +135,25 @@ class MicrobatchNorm(nn.Module):
         statistics = torch.stack([t.detach().sum(0).flatten() for t in (mean, unbiased)])
         return y, statistics.to(self.dtype)
 
-    def take_statistics(self) -> Tensor | None:
-        statistics, self.statistics = self.statistics, None
-        return statistics
-
-
-def _following(norm: _BatchNorm) -> _BatchNorm:
-    """A copy whose running statistics become those of each batch."""
-    copied = copy.deepcopy(norm)
-    copied.momentum = 1.0
-    return copied
-
-
-def _parts(x: Tensor, n: int) -> Sequence[Tensor]:
-    return x.chunk(n) if n > 1 else [x]  # the gradient of a chunk is copied into that of the whole
-
 
 def _copies(parameter: Tensor, n: int) -> Sequence[Tensor]:
     return parameter.expand(n, -1).unbind() if n > 1 else [parameter]
 
 
 def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
-    """Put a :class:`MicrobatchNorm` in the place of each batch norm; return them by name.
+    """Replace each batch norm by a :class:`MicrobatchNorm`; return them by name.
 
-    One in evaluation mode normalises by its running statistics, and stays.
+    A batch norm in evaluation mode normalises by its running statistics, and stays.
+
+    Raises:
+        UserError: there is a SyncBatchNorm.
     """
     replaced = {}
     for name, module in list(stage.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
             raise UserError(
-                f"{name} is a SyncBatchNorm, which mixes micro-batches that must run at the same"
-                " moment: use the plain BatchNorm"
+                f"{name} is a SyncBatchNorm, which needs all micro-batches at the same moment: use"
+                " the plain BatchNorm"
             )
         by_batch = module.training or getattr(module, "running_mean", None) is None
         if isinstance(module, _BatchNorm) and by_batch:
@@ -175,17 +162,31 @@ def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
     return replaced
 
 
+def take_statistics(norms: Mapping[str, MicrobatchNorm]) -> dict[str, Tensor]:
+    """Take the statistics of the norms that have some, by the norm's name."""
+    found = {}
+    for name, norm in norms.items():
+        if norm.statistics is not None:
+            found[name], norm.statistics = norm.statistics, None
+    return found
+
+
 @torch.no_grad()
 def advance_running_statistics(norms: Sequence[_BatchNorm], statistics: Sequence[Tensor]) -> None:
-    """Advance the buffers of ``norms`` by their ``statistics`` (see MicrobatchNorm), means."""
+    """Advance the buffers of ``norms``.
+
+    Args:
+        norms: batch norms with running statistics.
+        statistics: of each, mean over micro-batches of means and variances, ``[2, channels]``.
+    """
     torch._foreach_add_([cast(Tensor, norm.num_batches_tracked) for norm in norms], 1)
-    buffers: dict[float, list[Tensor]] = {}
-    found: dict[float, list[Tensor]] = {}
-    for norm, (mean, variance) in zip(norms, statistics, strict=True):
-        kept = norm.running_mean, norm.running_var, norm.num_batches_tracked
-        running_mean, running_var, counter = (cast(Tensor, tensor) for tensor in kept)
+    # One operation for all norms of a momentum: a GPU would launch one for each buffer.
+    pairs: defaultdict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for norm, found in zip(norms, statistics, strict=True):
+        counter = cast(Tensor, norm.num_batches_tracked)
         momentum = 1 / float(counter) if norm.momentum is None else norm.momentum
-        buffers.setdefault(momentum, []).extend((running_mean, running_var))
-        found.setdefault(momentum, []).extend((mean, variance))
-    for momentum, advanced in buffers.items():
-        torch._foreach_lerp_(advanced, found[momentum], momentum)
+        running = (cast(Tensor, norm.running_mean), cast(Tensor, norm.running_var))
+        pairs[momentum] += zip(running, found, strict=True)
+    for momentum, of_momentum in pairs.items():
+        buffers, newest = zip(*of_momentum, strict=True)
+        torch._foreach_lerp_(buffers, newest, momentum)

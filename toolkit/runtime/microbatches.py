@@ -1,8 +1,9 @@
 """Reads batches, cuts them into micro-batches and collects the results of each step."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,12 +11,9 @@ from torch import Tensor
 from toolkit.errors import UserError
 from toolkit.runtime.stage import Values
 
-if TYPE_CHECKING:
-    from toolkit.runtime.diagnostics import StageDelay
-
 Batch = tuple[Tensor | Values, Tensor]
 Share = tuple[Values, Tensor] | None
-"""Inputs and targets of the micro-batches of a step that a process reads; None if of none."""
+"""Inputs and targets of the micro-batches of a step that a process reads; None if it reads none."""
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and type of each input of a micro-batch."""
@@ -25,30 +23,30 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Divisible(Protocol):
-    """Batches of which a process can load a part."""
+    """Batches whose parts a process can load separately."""
 
     def parts(self, n_parts: int, wanted: Callable[[int], Sequence[int]]) -> Iterable[Batch]:
-        """The same batches; of batch k, only the ``wanted(k)`` of its ``n_parts`` equal parts.
+        """Yield of each batch k the ``wanted(k)`` of its ``n_parts`` equal parts.
 
-        Batches of which nothing is wanted are left out.
+        Batches with no wanted part are left out.
         """
         ...
 
 
 class BatchReader(Iterator[Share]):
-    """Gives a process what it reads of each batch, on its device: nothing else is moved there.
+    """Yields what a process reads of each batch, and moves only that to its device.
 
     Args:
-        batches: global ``(inputs, targets)``; of those that can be divided only what is read is
+        batches: global ``(inputs, targets)``; of :class:`Divisible` ones only what is read is
             loaded.
         n_microbatches: parts of a batch.
         wanted: the micro-batches that are read at a step, ascending.
-        first_step: of which the first batch is.
-        device: where they are to be; where they are if None.
+        first_step: training step of the first batch.
+        device: where to move them; None: leave them where they are.
 
     Attributes:
-        alike: whether batches whose micro-batches are not formed as the first ones are refused.
-        shape: of the first micro-batches' inputs; None until some have been seen.
+        alike: whether to refuse micro-batches of another shape than the first ones.
+        shape: of the first micro-batches' inputs; None until some have been read.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class BatchReader(Iterator[Share]):
         self._ahead: list[Share] = []
 
     def look(self) -> None:
-        """Take the first batch already; refused if there is none."""
+        """Read the first batch now; raise UserError without one."""
         self._ahead.append(next_batch(self, 0))
 
     def __next__(self) -> Share:
@@ -93,26 +91,28 @@ class BatchReader(Iterator[Share]):
     def _compare(self, step: int, shape: Shape) -> None:
         self.shape = self.shape or shape
         if self.alike and shape != self.shape:
+            found, first = (
+                ", ".join(f"{list(size)} of {dtype}" for size, dtype in of)
+                for of in (shape, self.shape)
+            )
             raise UserError(
-                f"the batches of one run are alike: the micro-batches of step {step} are"
-                f" {_words(shape)} and the first ones {_words(self.shape)}; use drop_last=True,"
-                " or a run each"
+                f"step {step}: got micro-batches {found}; a run takes batches like its first, here"
+                f" {first}. Use drop_last=True, or separate runs"
             )
 
 
 def next_batch(batches: Iterator[T], taken: int) -> T:
-    """The next of ``batches``, of which ``taken`` have been taken; refused if there is none."""
+    """Return the next batch; raise UserError if ``taken`` batches were all."""
     try:
         return next(batches)
     except StopIteration:
         raise UserError(
-            f"there are {taken} batches and more steps are to be run: make n_steps {taken}, or"
-            " leave it out"
+            f"n_steps: got more than the {taken} batches; use n_steps={taken}, or leave it out"
         ) from None
 
 
 def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
-    """As many of ``batches`` as there are steps, refused if there are fewer; or all of them."""
+    """Yield ``n_steps`` batches, or all; raise UserError if there are fewer."""
     source = iter(batches)
     if n_steps is None:
         yield from source
@@ -122,26 +122,16 @@ def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
 
 
 def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
-    """The batch, refused if it cannot be divided into micro-batches of equal size."""
-    inputs, targets = _pair(batch)
-    n = n_microbatches
-    sizes = {len(tensor) for tensor in (*inputs, targets)}
-    if len(sizes) > 1 or (size := sizes.pop()) % n or not size:
-        raise UserError(
-            f"a batch is divided into {n} micro-batches of equal size, inputs and targets"
-            f" alike: got {[len(tensor) for tensor in inputs]} inputs and {len(targets)}"
-            f" targets; make it a multiple of {n} (drop_last=True in a DataLoader)"
-        )
-    return inputs, targets
+    """Return the inputs, as a tuple, and the targets of a batch.
 
-
-def _pair(batch: object) -> tuple[Values, Tensor]:
-    """Inputs and targets, refused if they are none."""
+    Raises:
+        UserError: it is not a batch, or cannot be divided into micro-batches of equal size.
+    """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise UserError(
-            "batches are pairs (inputs, targets), also where there is one, as in run([(x, y)]):"
-            f" got a {type(batch).__name__}{many}"
+            f"a batch is a pair (inputs, targets), as in run([(x, y)]): got a"
+            f" {type(batch).__name__}{many}"
         )
     inputs, targets = batch
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
@@ -149,51 +139,39 @@ def _pair(batch: object) -> tuple[Values, Tensor]:
         if not isinstance(value, Tensor) or not value.dim():
             kind = "tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(
-                "of a batch inputs are a tensor or a tuple of tensors, and targets a tensor, the"
-                f" samples first: got a {kind}"
+                "a batch has tensors with samples in the first dimension, one or a tuple of inputs"
+                f" and one of targets: got a {kind}"
             )
+    sizes = [len(tensor) for tensor in (*inputs, targets)]
+    if len({*sizes}) > 1 or sizes[0] % n_microbatches or not sizes[0]:
+        raise UserError(
+            f"inputs and targets of a batch have one size, a multiple of {n_microbatches}"
+            f" micro-batches: got {sizes}; use drop_last=True in a DataLoader"
+        )
     return inputs, targets
 
 
 def moved(inputs: Values, targets: Tensor, device: torch.device | None) -> tuple[Values, Tensor]:
-    """A batch on ``device``, if that is one.
-
-    A GPU copies pinned memory while the CPU goes on; a CPU could not tell when a copy is whole.
-    """
+    """Return a batch on ``device``, if that is given."""
+    # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
     ahead = device is not None and device.type == "cuda"
     *there, answers = (tensor.to(device, non_blocking=ahead) for tensor in (*inputs, targets))
     return tuple(there), answers
 
 
 def _chosen(tensor: Tensor, n_parts: int, parts: Sequence[int]) -> Tensor:
-    """Some of the ``n_parts`` equal parts; a copy only where they are several."""
+    """Some of the ``n_parts`` equal parts; a copy only if they are several."""
     chunks = tensor.chunk(n_parts)
     return torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
-
-
-def _words(shape: Shape) -> str:
-    return ", ".join(f"{list(size)} of {dtype}" for size, dtype in shape)
-
-
-@dataclass
-class _Step:
-    inputs: dict[int, Values]
-    targets: dict[int, Tensor]
-
-
-@dataclass
-class _Results:
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
 
 
 class MicrobatchQueue:
     """Cuts batches into micro-batches when the first of them is wanted, in order of their steps.
 
     Args:
-        source: what is read of each step's batch.
-        first_step: of which the first batch is.
-        parts: the micro-batches of which that consists, in order.
+        source: what this process reads of each step's batch.
+        first_step: training step of the first batch.
+        parts: the micro-batches in what it reads of a step, in order.
     """
 
     def __init__(
@@ -202,54 +180,72 @@ class MicrobatchQueue:
         self._source = source
         self._first_step = self._next_step = first_step
         self._parts = parts
-        self._steps: dict[int, _Step] = {}
-        self._results: dict[int, _Results] = {}
+        self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}  # step -> micro-batch
+        self._results: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
 
     def inputs(self, step: int, microbatch: int) -> Values:
-        return self._step(step).inputs[microbatch]
+        self.skip_to(step + 1)
+        return self._steps[step][microbatch][0]
 
     def targets(self, step: int, microbatch: int) -> Tensor:
-        return self._step(step).targets[microbatch]
+        self.skip_to(step + 1)
+        return self._steps[step][microbatch][1]
 
     def finished(self, step: int, microbatch: int, loss: Tensor, output: Tensor) -> None:
         """Take the results of a micro-batch."""
-        results = self._results.setdefault(step, _Results())
-        results.losses[microbatch] = loss
-        results.outputs[microbatch] = output
+        self._results[step][microbatch] = loss, output
 
     def n_finished(self, step: int) -> int:
-        """How many micro-batches of ``step`` have results."""
-        return len(self._results[step].losses) if step in self._results else 0
+        """Return how many micro-batches of ``step`` have results."""
+        return len(self._results[step])
 
     def result(self, step: int) -> "StepResult":
-        """The results of ``step``; what was kept for it is dropped."""
+        """Return the results of ``step``, and drop everything kept for it."""
         self._steps.pop(step, None)
-        results = self._results.pop(step, _Results())
-        order = tuple(sorted(results.losses))
+        results = self._results.pop(step, {})
+        order = tuple(sorted(results))
         if not order:
             return StepResult(step, order, torch.empty(0), torch.empty(0))
-        losses = torch.stack([results.losses[m] for m in order])
-        return StepResult(step, order, losses, torch.cat([results.outputs[m] for m in order]))
+        losses, outputs = zip(*(results[m] for m in order), strict=True)
+        return StepResult(step, order, torch.stack(losses), torch.cat(outputs))
 
     def skip_to(self, step: int) -> None:
-        """Take what comes before ``step``, wanted or not."""
+        """Read every batch before ``step``, even unused ones: all ranks end at the same batch."""
         while self._next_step < step:
-            self._take()
+            share = next_batch(self._source, self._next_step - self._first_step)
+            if share is not None:
+                parts = self._parts(self._next_step)
+                *inputs, targets = (x.chunk(len(parts)) for x in (*share[0], share[1]))
+                pairs = zip(zip(*inputs, strict=True), targets, strict=True)
+                self._steps[self._next_step] = dict(zip(parts, pairs, strict=True))
+            self._next_step += 1
 
-    def _step(self, step: int) -> _Step:
-        self.skip_to(step + 1)
-        return self._steps[step]
 
-    def _take(self) -> None:
-        step, self._next_step = self._next_step, self._next_step + 1
-        share = next_batch(self._source, step - self._first_step)
-        if share is not None:
-            (inputs, targets), parts = share, self._parts(step)
-            chunks = zip(*(tensor.chunk(len(parts)) for tensor in inputs), strict=True)
-            self._steps[step] = _Step(
-                dict(zip(parts, chunks, strict=True)),
-                dict(zip(parts, targets.chunk(len(parts)), strict=True)),
-            )
+@dataclass(frozen=True)
+class StageDelay:
+    """What the delay does to the gradient of one stage at training step t.
+
+    Attributes:
+        step: t.
+        stage: j.
+        delay: steps by which the weights that it reads are late, the mean over micro-batches.
+        cosine: between the gradient that the schedule sums and the fresh one, that of the newest
+            weights of every stage on the same batch. 1 where nothing is late; nan where one of
+            the gradients is 0.
+        gradient: norm of the first of them.
+        fresh_gradient: norm of the second.
+        weights: norm of theta_t.
+        moved: norm of theta_t - theta_{t-1}; nan at the first step.
+    """
+
+    step: int
+    stage: int
+    delay: float
+    cosine: float
+    gradient: float
+    fresh_gradient: float
+    weights: float
+    moved: float
 
 
 @dataclass(frozen=True)
@@ -262,19 +258,19 @@ class StepResult:
             a single process, those of this rank among many.
         losses: losses of ``microbatches``, shape ``[len(microbatches)]``, detached.
         outputs: outputs of ``microbatches``, shape ``[len(microbatches) * b, ...]``, detached.
-        delays: diagnostics of each stage's delay, at steps where they are taken.
+        delays: diagnostics of each stage's delay, at the steps that measure them.
     """
 
     step: int
     microbatches: tuple[int, ...]
     losses: Tensor
     outputs: Tensor
-    delays: "tuple[StageDelay, ...]" = ()
+    delays: tuple[StageDelay, ...] = ()
 
     @property
     def loss(self) -> Tensor:
-        """The mean of the losses: over all micro-batches it is what the step minimises.
+        """The mean of the losses, shape ``[]``; over all micro-batches, what the step minimises.
 
-        nan where this process has computed none, as a rank of a pipeline but the last.
+        nan if this process has computed no loss, such as a rank that lacks the last stage.
         """
         return self.losses.mean()

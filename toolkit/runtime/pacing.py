@@ -1,13 +1,14 @@
-"""Spreads what a rank sends over time, so that its link sees an even load."""
+"""Spreads what a rank sends over time, so that its link has an even load."""
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,24 +19,22 @@ _HEADROOM = 1.25
 
 Begin = Callable[[], dist.Work | None]
 """Begins to send a chunk."""
+Works = list[dist.Work | None]
 
 
-@dataclass(order=True)
-class _Message:
+class _Message(NamedTuple):
     urgency: int
-    number: int
-    begin: Sequence[Begin] = field(compare=False)
-    sizes: Sequence[int] = field(compare=False)
-    works: list[dist.Work | None] = field(default_factory=list, compare=False)
-    begun: "Future[list[dist.Work | None]]" = field(default_factory=Future, compare=False)
+    number: int  # unique, so that a heap compares no further
+    chunks: deque[tuple[Begin, int]]
+    works: Works
+    begun: "Future[Works]"
 
 
 class Pacer:
-    """Begins chunks at a steady rate, the most urgent message's first.
+    """Begins chunks at a steady rate, those of the most urgent message first.
 
-    The rate is what spreads the bytes of a training step over the shortest step so far, and some
-    more, so that who has been held up can catch up. Until two steps have ended nothing is held
-    back.
+    The rate spreads the bytes of a training step over the shortest step so far, with a quarter
+    more, so that a delayed rank can catch up. Nothing is held back before two steps have ended.
 
     Args:
         device: where the messages are.
@@ -50,7 +49,7 @@ class Pacer:
         self._step_bytes = 0.0
         self._shortest = inf
         self._step_began: float | None = None
-        self._waiting: list[_Message] = []
+        self._waiting: list[_Message] = []  # a heap
         self._numbers = count()
         self._changed = threading.Condition()
         self._closed = False
@@ -59,66 +58,63 @@ class Pacer:
         self._thread.start()
 
     def begin(self, step_bytes: float) -> None:
-        """A program begins, in which this rank sends so much a training step."""
+        """Begin a program in which this rank sends ``step_bytes`` a training step."""
         self._step_bytes = step_bytes
         self._step_began = None
 
     def end_step(self) -> None:
-        """The rank has computed all of a training step."""
+        """Note that the rank has computed all of a training step."""
         now = time.perf_counter()
         if self._step_began is not None and self._step_bytes:
             self._shortest = min(self._shortest, now - self._step_began)
             self.rate = _HEADROOM * self._step_bytes / self._shortest
         self._step_began = now
 
-    def put(
-        self, begin: Sequence[Begin], sizes: Sequence[int], urgency: int
-    ) -> "Future[list[dist.Work | None]]":
-        """Begin a message's chunks, of ``sizes`` in bytes, in their turn.
-
-        They are begun by another thread, for which the device must have made them already.
+    def put(self, begin: Sequence[Begin], sizes: Sequence[int], urgency: int) -> "Future[Works]":
+        """Queue the chunks of a message; the pacer's thread begins them.
 
         Args:
-            urgency: the smaller, the sooner.
+            begin: of each chunk. The device must have made its bytes already.
+            sizes: of each chunk, in bytes.
+            urgency: smaller numbers begin sooner.
 
         Returns:
             the works, once all have begun.
         """
+        message = _Message(
+            urgency, next(self._numbers), deque(zip(begin, sizes, strict=True)), [], Future()
+        )
         with self._changed:
-            message = _Message(urgency, next(self._numbers), begin, sizes)
             heappush(self._waiting, message)
             self._changed.notify()
         return message.begun
 
     def close(self) -> None:
-        """End; what waits is not sent."""
+        """End the thread; what waits is not sent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        # A chunk follows what its thread's stream has been given: on that of the ops, all of them.
+        # A chunk waits for all earlier work on its thread's stream: on the ops' own, for all ops.
         with own_stream(self._device):
-            self._begin_all()
-
-    def _begin_all(self) -> None:
-        while (message := self._take()) is not None:
-            at = len(message.works)
-            try:
-                message.works.append(message.begin[at]())
-            except BaseException as error:
-                message.begun.set_exception(error)
-                continue
-            if at + 1 == len(message.begin):
-                message.begun.set_result(message.works)
-            else:
-                with self._changed:
-                    heappush(self._waiting, message)
-            if self.rate is not None:
-                seconds = message.sizes[at] / self.rate
-                # Who wakes up late may catch up by one chunk, and no more.
-                self._next = max(self._next, time.monotonic() - seconds) + seconds
+            while (message := self._take()) is not None:
+                begin, size = message.chunks.popleft()
+                try:
+                    message.works.append(begin())
+                except BaseException as error:  # whoever waits for the message raises it
+                    message.begun.set_exception(error)
+                    continue
+                if message.chunks:
+                    with self._changed:  # a more urgent message may come before the next chunk
+                        heappush(self._waiting, message)
+                else:
+                    message.begun.set_result(message.works)
+                if self.rate is not None:
+                    seconds = size / self.rate
+                    # A late thread may catch up by one chunk, and no more.
+                    self._next = max(self._next, time.monotonic() - seconds) + seconds
 
     def _take(self) -> _Message | None:
         """The most urgent message, when its next chunk may begin; None at the end."""

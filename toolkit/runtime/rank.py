@@ -1,8 +1,7 @@
 """One rank at work: its buffers, and what an instruction does to them.
 
-What crosses from rank to rank is given and taken as a payload, and how it travels is not known
-here: :mod:`toolkit.runtime.scheduled` hands it over in memory, :mod:`toolkit.runtime.distributed`
-sends it to another process.
+What crosses from rank to rank is given and taken as a payload. :mod:`toolkit.runtime.scheduled`
+hands it over in memory; :mod:`toolkit.runtime.executor` sends it to another process.
 """
 
 from collections import defaultdict
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from toolkit.model.analysis import differentiable
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import MicrobatchQueue
 from toolkit.runtime.split_backward import BackwardSegment, first_half
 from toolkit.runtime.stage import (
@@ -26,6 +24,7 @@ from toolkit.runtime.stage import (
     take_gradient,
     take_gradients,
 )
+from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
@@ -34,10 +33,6 @@ Payload = Weights | GradientSum | Gradients
 """A weight version, a sum of gradients, or what crosses a boundary, by the kind of buffer."""
 
 Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None]]
-
-
-def _unwatched(weights: Weights, inputs: Values, buffers: list[Tensor]) -> nullcontext[None]:
-    return nullcontext()
 
 
 @dataclass
@@ -49,7 +44,7 @@ class SavedForward:
         inputs: likewise.
         outputs: where they are in the graph. Their memory may go once they have been passed on.
         gradients: of the outputs; that of the loss is known at once.
-        second_half: what the first half of a split backward leaves to be done.
+        second_half: what the first half of a split backward leaves to do.
     """
 
     weights: Weights
@@ -59,18 +54,18 @@ class SavedForward:
     second_half: Sequence[BackwardSegment] = ()
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where the backward begins, and with what, which it uses up."""
+        """Take where the backward begins, and the gradients there."""
         pairs = zip(self.outputs, self.gradients, strict=True)
         found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
         self.gradients = ()
         return [edge for edge, _ in found], [x for _, x in found]
 
     def take_input_gradients(self) -> Gradients:
-        """What a backward has left on the inputs."""
+        """Take what a backward has left on the inputs."""
         return tuple(map(take_gradient, self.inputs))
 
     def take_weight_gradients(self) -> Weights:
-        """What a backward has left on the weights; the rest, the graph too, is no longer needed."""
+        """Take what a backward has left on the weights; free the rest, with the graph."""
         found = take_gradients(self.weights)
         self.weights, self.inputs, self.outputs, self.second_half = {}, (), (), ()
         return found
@@ -83,11 +78,11 @@ class Rank:
         program: what it runs.
         runners: of each stage that it computes.
         updaters: of each stage that it updates.
-        versions: ``versions[stage]`` holds the weights of a stage that it owns, and that this or
-            a later program still reads; kept up to date.
+        versions: ``versions[stage]`` holds the weights of a stage that it owns, as long as this or
+            a later program reads them; kept up to date.
         loss: mean loss of a micro-batch.
         feed: micro-batches.
-        watching: around each forward of a stage, with its weights, inputs and buffers.
+        watching: context of each forward of a stage, from its weights, inputs and buffers.
     """
 
     def __init__(
@@ -98,7 +93,7 @@ class Rank:
         versions: Mapping[int, dict[int, Weights]],
         loss: Loss,
         feed: MicrobatchQueue,
-        watching: Watching = _unwatched,
+        watching: Watching = lambda *tensors: nullcontext(),
     ) -> None:
         self.schedule = schedule = program.schedule
         self.last_stage = schedule.n_stages - 1
@@ -112,11 +107,11 @@ class Rank:
         self.sums: defaultdict[tuple, GradientSum] = defaultdict(GradientSum)
 
     def execute(self, i: Instruction) -> None:
-        """Carry out an instruction that concerns no other rank."""
+        """Carry out an instruction that involves no other rank."""
         _DO[i.action](self, i)
 
     def give(self, i: Instruction) -> Payload:
-        """What ``i`` sends to another rank. This one keeps weights only."""
+        """Return what ``i`` sends to another rank. Only weights stay here."""
         if i.buffer == Buffer.WEIGHTS:
             return self.weights[i.stage, i.version]
         if i.buffer == Buffer.GRADIENT:
@@ -138,24 +133,26 @@ class Rank:
             inputs = self.feed.inputs(step, m)
         else:
             received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
-            inputs = tuple(_leaf(tensor) for tensor in received if tensor is not None)
+            inputs = tuple(
+                x.detach().requires_grad_(differentiable(x)) for x in received if x is not None
+            )
         # Own leaves per micro-batch: its backward uses this version even after later updates.
         weights = leaves(self.weights[i.weights])
         runner = self.runners[i.stage]
         with self.watching(weights, inputs, list(runner.compute.buffers())):
             outputs = runner.forward(weights, inputs, (m,), step)
         self.sums[i.stage, step].add(runner.take_statistics())
+        gradients: Gradients = ()
         if i.stage == self.last_stage:
             loss = self.loss(outputs[0], self.feed.targets(step, m))
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
             outputs = (loss / self.schedule.n_microbatches * runner.options.scale,)
+            gradients = (torch.ones_like(outputs[0]),)
         else:
             sent = tuple(tensor.detach() for tensor in outputs)
             self.boundaries[Buffer.ACTIVATION, i.stage, m, step] = sent
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs]
-        self.kept[i.stage, m, step] = kept = SavedForward(weights, inputs, edges)
-        if i.stage == self.last_stage:
-            kept.gradients = (torch.ones_like(outputs[0]),)
+        self.kept[i.stage, m, step] = SavedForward(weights, inputs, edges, gradients)
 
     def _take_output_gradients(self, i: Instruction) -> SavedForward:
         kept = self.kept[i.stage, i.microbatch, i.step]
@@ -185,8 +182,8 @@ class Rank:
         if not self.runners[i.stage].splits:
             return
         kept = self.kept[i.stage, i.microbatch, i.step]
-        for stretch in kept.second_half:
-            stretch.run()
+        for segment in kept.second_half:
+            segment.run()
         self.sums[i.stage, i.step].add(kept.take_weight_gradients())
 
     def _give_input_gradients(self, i: Instruction, grads: Gradients) -> None:
@@ -212,8 +209,10 @@ class Rank:
         del self.weights[i.weights]
         if i.buffer == Buffer.WEIGHTS and i.stage in self.versions:
             version = _int(i.version)
+            # The next program may read a version that this one is done with.
             if version < self.schedule.oldest_version(i.stage, self.next_step):
-                self.versions[i.stage].pop(version, None)  # which may come back, for an op
+                # With a default: a version can be received, and so freed, more than once.
+                self.versions[i.stage].pop(version, None)
 
 
 _DO: dict[Action, Callable[[Rank, Instruction], None]] = {
@@ -225,10 +224,6 @@ _DO: dict[Action, Callable[[Rank, Instruction], None]] = {
     Action.PREDICT: Rank._predict,
     Action.FREE: Rank._free,
 }
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(differentiable(tensor))
 
 
 def _int(value: int | None) -> int:

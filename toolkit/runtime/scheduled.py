@@ -7,10 +7,10 @@ placement runs without starting processes.
 import copy
 from collections.abc import Iterator, Sequence
 
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.stage import StageRunner
+from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
@@ -19,7 +19,13 @@ _WINDOW = 64  # training steps lowered at once
 
 
 class Scheduled:
-    """Interprets the programs of a schedule, which lowering has made."""
+    """Interprets the programs of a schedule, as lowered.
+
+    Args:
+        runners: of each stage.
+        schedule: a schedule of as many stages.
+        loss: mean loss of a micro-batch.
+    """
 
     def __init__(self, runners: Sequence[StageRunner], schedule: Schedule, loss: Loss) -> None:
         self.runners = dict(enumerate(runners))
@@ -38,7 +44,7 @@ class Scheduled:
 
         Steps overlap, so a result can precede its step's last update.
         """
-        assert n_steps is not None, "it looks ahead"
+        assert n_steps is not None  # known, since steps overlap
         everything = range(self.schedule.n_microbatches)
         feed = MicrobatchQueue(source, step, lambda _: everything)
         end = step + n_steps
@@ -50,9 +56,24 @@ class Scheduled:
         self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
     ) -> Iterator[StepResult]:
         """Carry out ``program``."""
-        run = _Run(self._ranks(program, versions, feed))
+        ranks = self._ranks(program, versions, feed)
+        message: Payload = ()
         for rank, i in replay(program.ranks):
-            run.execute(rank, i)
+            here, root = ranks[rank], i.peers[0] if i.peers else rank
+            # A replay has each receive right after its send, so one message is under way.
+            if i.action == Action.SEND:
+                message = here.give(i)
+            elif i.action == Action.RECV:
+                here.take(i, message)
+                message = ()
+            elif i.action in (Action.ALL_REDUCE, Action.REDUCE):
+                if rank == root:
+                    _reduce(ranks, i)
+            elif i.action == Action.BROADCAST:
+                if rank != root:
+                    here.take(i, ranks[root].give(i))
+            else:
+                here.execute(i)
             if i.action != Action.FORWARD or i.step is None:
                 continue
             if feed.n_finished(i.step) == self.schedule.n_microbatches:
@@ -66,7 +87,7 @@ class Scheduled:
         ranks = []
         for rank in range(len(program.ranks)):
             updated = program.updated(rank)
-            # All of them now, while they still agree on the weights.
+            # Replicas are made now, while all of a stage's updaters have the same weights.
             updaters = {j: self._updater(rank, j) for j in updated}
             owned = {j: versions[j] for j in updated if owners[j] == rank}
             ranks.append(Rank(program, self.runners, updaters, owned, self.loss, feed))
@@ -82,38 +103,15 @@ class Scheduled:
         return self.updaters[rank, stage]
 
 
-class _Run:
-    """One program being executed."""
-
-    def __init__(self, ranks: list[Rank]) -> None:
-        self.ranks = ranks
-        self.message: Payload = ()
-
-    def execute(self, rank: int, i: Instruction) -> None:
-        here = self.ranks[rank]
-        if i.action == Action.SEND:
-            self.message = here.give(i)
-        elif i.action == Action.RECV:
-            here.take(i, self.message)
-        elif i.action in (Action.ALL_REDUCE, Action.REDUCE):
-            self._reduce(rank, i)
-        elif i.action == Action.BROADCAST:
-            if rank != i.peers[0]:
-                here.take(i, self.ranks[i.peers[0]].give(i))
-        else:
-            here.execute(i)
-
-    def _reduce(self, rank: int, i: Instruction) -> None:
-        if rank != i.peers[0]:
-            return
-        total = self.ranks[rank].give(i)
-        assert isinstance(total, GradientSum)
-        # In the order of the peers, so that the sum has the same bits in each run.
-        for peer in i.peers[1:]:
-            part = self.ranks[peer].give(i)
-            assert isinstance(part, GradientSum)
-            total.add(part.tensors)
-        if i.action == Action.ALL_REDUCE:
-            for peer in i.peers[1:]:  # a copy each: optimizers may change gradients in place
-                self.ranks[peer].take(i, copy.deepcopy(total))
-        self.ranks[rank].take(i, total)
+def _reduce(ranks: Sequence[Rank], i: Instruction) -> None:
+    """Sum what the peers of ``i`` have, in their order: the sum has the same bits in each run."""
+    root, *others = i.peers
+    total = GradientSum()
+    for peer in i.peers:
+        part = ranks[peer].give(i)
+        assert isinstance(part, GradientSum)
+        total.add(part.tensors)
+    if i.action == Action.ALL_REDUCE:
+        for peer in others:  # a copy each: optimizers may change gradients in place
+            ranks[peer].take(i, copy.deepcopy(total))
+    ranks[root].take(i, total)

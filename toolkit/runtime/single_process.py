@@ -1,22 +1,19 @@
-"""Every micro-batch of every rank in one process."""
+"""Runtime of a schedule in one process."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 from torch import nn
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
-from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.checks import scalar
-from toolkit.runtime.grouped import Grouped, Loss
-from toolkit.runtime.microbatches import BatchReader, StepResult
+from toolkit.runtime.base import Common, Runtime, Steps
+from toolkit.runtime.grouped import Grouped
+from toolkit.runtime.microbatches import BatchReader
 from toolkit.runtime.scheduled import Scheduled
-from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Weights
+from toolkit.runtime.step_options import Loss
+from toolkit.runtime.updater import MakeOptimizer, Weights
 from toolkit.schedule import Schedule
 
 ORDERS = ("grouped", "scheduled")
@@ -34,25 +31,20 @@ class SingleProcess(Runtime):
     or that extrapolated to theta^j_t (see ``predict`` of :class:`toolkit.schedule.Schedule`).
 
     Args:
-        stages: the model, partitioned; its parameters are trained in place.
-        schedule: a schedule of as many stages.
-        optimizer: function from the list of a stage's parameters to its optimizer; one that takes
-            their names, too, is marked by :func:`toolkit.runtime.by_name`.
-        loss: mean loss of a micro-batch, from outputs and targets.
+        stages, schedule, optimizer, loss, lr_scheduler, seed, options: as in ``Runtime``; the
+            model's parameters are trained in place.
         order: ``"grouped"``, nearly as fast as plain training; or ``"scheduled"``, which runs the
             schedule's program slot by slot and has the schedule's memory.
-        lr_scheduler: function from a stage's optimizer to its learning-rate schedule, which
-            advances with each update of the stage.
-        seed: seed of the model's random draws in training, such as dropout.
-        options: how stages compute and update.
-        diagnostics: training steps between two looks at what the delay does to the gradients,
-            in order "grouped" (see :class:`~toolkit.runtime.diagnostics.StageDelay`); 0: none.
+        diagnostics: training steps between two measurements of the delay's effect on gradients,
+            in order "grouped" (see :class:`~toolkit.runtime.microbatches.StageDelay`); 0: none.
 
     Raises:
-        UserError: stages, schedule and options do not fit, or an unknown order.
+        UserError: stages, schedule and options do not fit, or the order is unknown.
 
     Source: the update rules (DP), (CDP-v1) and (CDP-v2) of arXiv 2403.08837, section 3.
     """
+
+    distributed = False
 
     def __init__(
         self,
@@ -62,47 +54,38 @@ class SingleProcess(Runtime):
         loss: Loss,
         order: str = "grouped",
         *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
         diagnostics: int = 0,
+        **common: Unpack[Common],
     ) -> None:
         check_choice("order", order, ORDERS)
         if diagnostics < 0 or (diagnostics and order != "grouped"):
             raise UserError(
-                "diagnostics is a number of steps, 0 for none, and takes order=grouped: got"
+                f"diagnostics is a number of steps, 0 or more, with order=grouped: got"
                 f" {diagnostics} with order={order}"
             )
-        super().__init__(stages, schedule, optimizer, options)
-        options.check(schedule, whole_step=order == "grouped")
+        self._whole_step = order == "grouped"
         self._overlaps = order == "scheduled"
-        self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed, options)
-            for j, stage in enumerate(stages)
-        ]
-        self._updaters = self._runners
-        self._versions: list[dict[int, Weights]] = [
-            {0: runner.newest()} for runner in self._runners
-        ]
-        computed = options.computed(scalar(loss))
-        given = self._runners, schedule, computed
-        self._make_engine: Callable[[], Grouped | Scheduled] = (
-            partial(Grouped, *given, diagnostics)
-            if order == "grouped"
-            else partial(Scheduled, *given)
-        )
+        self._diagnostics = diagnostics
+        super().__init__(stages, schedule, optimizer, loss, **common)
+        self._updaters = self._runners = self._make_runners()
+        self._versions: list[dict[int, Weights]] = [{0: r.newest()} for r in self._runners]
         self._engine = self._make_engine()
 
-    distributed = False
+    def _make_engine(self) -> Grouped | Scheduled:
+        if self._overlaps:
+            return Scheduled(self._runners, self.schedule, self._loss)
+        return Grouped(self._runners, self.schedule, self._loss, self._diagnostics)
 
     def _module(self) -> nn.Module:
         return self.stages.model
 
     def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
         for runner in self._runners:
-            runner.take_statistics()  # of a step that ended by an error
-        steps = self._engine.run(source, self._versions, self.steps_done, n_steps)
-        yield from map(self._count, steps)
+            runner.take_statistics()  # left by a step that raised
+        for result in self._engine.run(source, self._versions, self.steps_done, n_steps):
+            self.steps_done = result.step + 1
+            yield result
+            del result  # or its outputs would live through the next step
 
     def _part(self) -> dict[str, Any]:
         versions = dict(enumerate(self._versions))
@@ -113,8 +96,5 @@ class SingleProcess(Runtime):
         for j, runner in enumerate(self._runners):
             self._versions[j] = loaded(state, j, runner)
             runner.load(state["stages"][j])
-        self._engine = self._make_engine()  # without what it keeps of the weights before
-
-    def _count(self, result: StepResult) -> StepResult:
-        self.steps_done = result.step + 1
-        return result
+        # A new one: the scheduled engine keeps replicas of the weights before.
+        self._engine = self._make_engine()

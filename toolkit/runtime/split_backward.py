@@ -1,8 +1,8 @@
 """A backward in two halves: gradients of a stage's inputs first, those of its weights later.
 
-The first half goes from the outputs to the inputs, and remembers the gradients with which it passes
-the joints: the nodes where weights join that way. The second half begins at these and goes to the
-weights alone, so that nothing is computed twice (as in Zero Bubble, arXiv 2401.10241).
+The first half goes from the outputs to the inputs, and keeps the gradients at the joints: the
+nodes where weights join that path. The second half runs from the joints to the weights alone, so
+nothing is computed twice (as in Zero Bubble, arXiv 2401.10241).
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ class BackwardSegment:
     gradients: Sequence[Tensor | None] = ()
 
     def run(self) -> None:
-        """Leave the gradients on the weights; autograd gives back what it has kept for them."""
+        """Leave the gradients on the weights; autograd frees what it saved for them."""
         pairs = zip(self.edges, self.gradients, strict=True)
         known = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
         if known and self.weights:
@@ -39,10 +39,10 @@ def first_half(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[BackwardSegment]]:
-    """Find the gradients of ``inputs``.
+    """Compute the gradients of ``inputs``.
 
-    Weights that join the way at several places are left their gradients at once, for from one of
-    these autograd would go on to the others; and so are those of outputs beside the way.
+    Weights that join at several places, or lie on an output off the path, get their gradients at
+    once: a second half that began at one joint would run on through the others.
 
     Args:
         outputs: where the backward begins.
@@ -51,23 +51,22 @@ def first_half(
         weights: leaves.
 
     Returns:
-        the gradient of each input, or None where there is none; and the second half, whose
-        stretches are to be run one after another.
+        the gradient of each input, or None; and the segments of the second half, in order.
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not wanted or not outputs:
         return (None,) * len(inputs), [BackwardSegment(outputs, weights, gradients)]
-    second_half = _find_stretches(outputs, wanted, weights)
-    later = {id(weight) for stretch in second_half for weight in stretch.weights}
+    second_half = _find_segments(outputs, wanted, weights)
+    later = {id(weight) for segment in second_half for weight in segment.weights}
     at_once = [weight for weight in weights if id(weight) not in later]
-    edges = [edge for stretch in second_half for edge in stretch.edges]
+    edges = [edge for segment in second_half for edge in segment.edges]
     asked: list[Tensor | GradientEdge] = [*wanted, *at_once, *edges]
     found = iter(
         torch.autograd.grad(
             outputs,
             asked,  # type: ignore[arg-type]  # of both kinds
             gradients,
-            retain_graph=True,
+            retain_graph=True,  # for the second half
             allow_unused=True,
         )
     )
@@ -75,21 +74,21 @@ def first_half(
     for weight in at_once:
         gradient = next(found)
         weight.grad = None if gradient is None else gradient.clone()
-    for stretch in second_half:
-        stretch.gradients = list(islice(found, len(stretch.edges)))
+    for segment in second_half:
+        segment.gradients = list(islice(found, len(segment.edges)))
     return of_inputs, second_half
 
 
-def _find_stretches(
+def _find_segments(
     outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> list[BackwardSegment]:
-    """From each joint to the weights that join there and nowhere else; without gradients yet."""
+    """From each joint to the weights that join only there; without gradients yet."""
     ends = {get_gradient_edge(tensor).node for tensor in inputs}
     leaves = {get_gradient_edge(tensor).node: tensor for tensor in weights}
     entered: defaultdict[Node, set[int]] = defaultdict(set)
     for edge in outputs:
         entered[edge.node].add(edge.output_nr)
-    joining: dict[Node, set[Node]] = {}  # of each node on the way to the inputs
+    joining: dict[Node, set[Node]] = {}  # weights that join at each node on the path to the inputs
     beyond: dict[Node, set[Node]] = {}  # weights beyond each of the other nodes
     for node in _leaves_first(outputs):
         followers = [(n, number) for n, number in node.next_functions if n is not None]
@@ -101,13 +100,13 @@ def _find_stretches(
         else:
             beyond[node] = reached | (leaves.keys() & {node})
     times = Counter(chain(*joining.values()))
-    beside = set().union(*(beyond.get(edge.node, ()) for edge in outputs))
-    stretches = []
+    off_path = set().union(*(beyond.get(edge.node, ()) for edge in outputs))
+    segments = []
     for node, reached in joining.items():
-        if once := [n for n in reached if times[n] == 1 and n not in beside]:
+        if once := [n for n in reached if times[n] == 1 and n not in off_path]:
             edges = [GradientEdge(node, number) for number in sorted(entered[node])]
-            stretches.append(BackwardSegment(edges, [leaves[n] for n in once]))
-    return stretches
+            segments.append(BackwardSegment(edges, [leaves[n] for n in once]))
+    return segments
 
 
 def _leaves_first(outputs: Sequence[GradientEdge]) -> Iterator[Node]:

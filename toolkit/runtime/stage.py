@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.model.trace import in_training, one_by_one
-from toolkit.runtime.microbatch_norm import Again, Group, replace_norms
+from toolkit.runtime.microbatch_norm import Group, replace_norms, take_statistics
 from toolkit.runtime.step_options import PLAIN, StepOptions
 from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
 
@@ -27,7 +27,9 @@ class StageRunner(Updater):
 
     Args:
         stage: the stage; its parameters are the newest weights and are updated in place.
-        index: which stage it is.
+        index: number of the stage.
+        make_optimizer: from the list of the trained parameters.
+        make_scheduler: from the optimizer.
         seed: with step, stage and micro-batch it seeds what the stage draws at random (dropout),
             so that no runtime, order or grouping changes the draws.
         options: how it computes and updates.
@@ -38,8 +40,8 @@ class StageRunner(Updater):
         stage: nn.Module,
         index: int,
         make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        seed: int,
+        make_scheduler: MakeScheduler | None = None,
+        seed: int = 0,
         options: StepOptions = PLAIN,
     ) -> None:
         super().__init__(stage, make_optimizer, make_scheduler, options)
@@ -49,6 +51,7 @@ class StageRunner(Updater):
             for master in self.masters.values():
                 master.data = channels_last(master.data)
         self.group = Group()
+        # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
         tensors = chain(stage.parameters(), stage.buffers())
         self.compute = in_training(copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}))
         self.norms = replace_norms(self.compute, self.group)
@@ -63,13 +66,13 @@ class StageRunner(Updater):
     def splits(self) -> bool:
         """Whether the halves of a backward are half the work each.
 
-        Of a compiled stage torch computes all gradients or none, and one that computes its forward
-        again would do so for each half.
+        torch computes all gradients of a compiled stage or none; a checkpointed stage would repeat
+        its forward in each half.
         """
         return self.options.compile == "none" and not self.options.checkpoints(self.index)
 
     def replica(self) -> "StageRunner":
-        """A copy with parameters and optimizer state of its own."""
+        """Return a copy with parameters and optimizer state of its own."""
         stage = copy.deepcopy(self.stage)
         twin = StageRunner(stage, self.index, *self.makers, self.seed, self.options)
         twin.load(self.state())
@@ -78,7 +81,14 @@ class StageRunner(Updater):
     def forward(
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
-        """Run micro-batches that read the same weights as one batch."""
+        """Run micro-batches that read the same weights as one batch.
+
+        Args:
+            weights: the version to compute with.
+            inputs: ``[len(microbatches) * b, ...]`` each.
+            microbatches: their numbers.
+            step: their training step.
+        """
         if self.options.channels_last and self.index == 0:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
         run = partial(self._run, weights, microbatches=microbatches, step=step)
@@ -88,8 +98,8 @@ class StageRunner(Updater):
             run,
             *inputs,
             use_reentrant=False,
-            preserve_rng_state=False,  # what is drawn is seeded by its place
-            context_fn=lambda: (nullcontext(), Again(self.group)),
+            preserve_rng_state=False,  # draws have a seed of their own
+            context_fn=lambda: (nullcontext(), self.group),
         )
         return outputs
 
@@ -97,37 +107,30 @@ class StageRunner(Updater):
         self, weights: Weights, *inputs: Tensor, microbatches: Sequence[int], step: int
     ) -> Values:
         with self.options.autocast(inputs[0].device):
-            return self._compute(weights, inputs, microbatches, step)
-
-    def _compute(
-        self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
-    ) -> Values:
-        if not self.one_by_one:
-            self.group.size = len(microbatches)
-            return self._call(weights, inputs)
-        self.group.size = 1
-        n = len(microbatches)
-        parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
-        outputs = []
-        for microbatch, part in zip(microbatches, parts, strict=True):
-            with drawing(part, self.seed, step, self.index, microbatch):
-                outputs.append(self._call(weights, part))
-        if n == 1:
-            return outputs[0]
-        return tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+            if not self.one_by_one:
+                self.group.size = len(microbatches)
+                return self._call(weights, inputs)
+            self.group.size = 1
+            n = len(microbatches)
+            parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
+            outputs = []
+            for microbatch, part in zip(microbatches, parts, strict=True):
+                with drawing(part, self.seed, step, self.index, microbatch):
+                    outputs.append(self._call(weights, part))
+            if n == 1:
+                return outputs[0]
+            return tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True))
 
     def take_statistics(self) -> dict[str, Tensor]:
-        """What the norms have summed since this was last called, by the norm's name."""
-        taken = {name: norm.take_statistics() for name, norm in self.norms.items()}
-        return {name: statistics for name, statistics in taken.items() if statistics is not None}
+        """Take what the norms have summed since the last call, by the norm's name."""
+        return take_statistics(self.norms)
 
 
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
-    """``call`` by torch.compile, with machine code for the shapes that it meets.
+    """Return ``call`` compiled by torch.compile, for every shape that it meets.
 
-    torch counts the compilations of a code object, and gives up after a few: what it has not met by
-    then it leaves as it is. So each stage has its own, the same code as another object; and more of
-    them, for all numbers of micro-batches that it may run as one batch.
+    torch counts the compilations of a code object, and stops compiling after a few. So each stage
+    gets a copy of the code object, and a limit above all numbers of micro-batches in one batch.
     """
 
     def run(weights: Weights, inputs: Values) -> Values:
@@ -151,7 +154,7 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def predicted(before: Weights, late: Weights, delay: int) -> Weights:
-    """What ``late`` weights will be ``delay`` updates on, if each is as the one since ``before``.
+    """Predict weights ``delay`` updates after ``late``, if each repeats the one since ``before``.
 
     theta_v + delay (theta_v - theta_{v-1}): the prediction of SpecTrain (arXiv 1809.02839), since
     an update by momentum is nearly the one before it.
@@ -172,8 +175,7 @@ def take_gradients(weights: Weights) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, leaf in weights.items():
-        gradient = take_gradient(leaf)
-        if gradient is not None:
+        if (gradient := take_gradient(leaf)) is not None:
             if gradient.layout == torch.strided:
                 storage = gradient.untyped_storage()._cdata
                 gradient = gradient.clone() if storage in storages else gradient
@@ -183,14 +185,14 @@ def take_gradients(weights: Weights) -> dict[str, Tensor]:
 
 
 def take_gradient(leaf: Tensor) -> Tensor | None:
-    """What a backward has left on ``leaf``, which forgets it: memory is another's to give back."""
+    """Take what a backward has left on ``leaf``; the caller alone then holds its memory."""
     gradient, leaf.grad = leaf.grad, None
     return gradient
 
 
 @contextmanager
 def drawing(inputs: Values, seed: int, step: int, stage: int, microbatch: int) -> Iterator[None]:
-    """Draw at random what belongs to a stage on a micro-batch; the generators are kept."""
+    """Seed random draws by stage and micro-batch; afterwards restore the generators."""
     gpus = {tensor.device for tensor in inputs if tensor.is_cuda}
     generators = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in gpus)]
     with torch.random.fork_rng(gpus):

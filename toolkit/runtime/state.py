@@ -24,15 +24,15 @@ def part_of(
     *,
     leads: bool,
 ) -> dict[str, Any]:
-    """What one rank alone adds to the state of a run; see :func:`joined`.
+    """Return what one rank alone adds to the state of a run; see :func:`joined`.
 
     Args:
-        steps_done: training steps until then.
+        steps_done: training steps so far.
         stages: the model, partitioned.
         updaters: of each stage.
-        versions: ``versions[stage]`` of the ``own`` stages, the newest among them.
-        own: the stages for which this rank stands.
-        leads: whether it stands for what is of no stage, too.
+        versions: ``versions[stage]`` of the ``own`` stages, with the newest.
+        own: the stages whose state this rank contributes.
+        leads: whether it also contributes what belongs to no stage.
     """
     trained = {name for updater in updaters for name in updater.masters}
     home = {name: j for j, stage in enumerate(stages) for name in stage.state_dict()}
@@ -49,7 +49,7 @@ def part_of(
 
 
 def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The state of a run, of the parts that all ranks add to it.
+    """Return the state of a run, from the parts of all ranks.
 
     Returns:
         ``steps_done``; ``model``, the state_dict of the whole; ``versions[stage][version]``, the
@@ -59,17 +59,23 @@ def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     versions, stages = (
         [found[j] for j in sorted(found)] for found in (whole["versions"], whole["stages"])
     )
-    newest = {name: t for known in versions for name, t in known[whole["steps_done"]].items()}
-    return {
-        "steps_done": whole["steps_done"],
-        "model": whole["fixed"] | newest,
-        "versions": versions,
-        "stages": stages,
-    }
+    steps_done = whole["steps_done"]
+    newest = {name: tensor for known in versions for name, tensor in known[steps_done].items()}
+    model = whole["fixed"] | newest
+    return {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
+
+
+def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Merge nested dicts; where both have a value, take that of ``second``."""
+    found = dict(first)
+    for key, value in second.items():
+        both = isinstance(value, dict) and isinstance(found.get(key), dict)
+        found[key] = merged(found[key], value) if both else value
+    return found
 
 
 def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weights]:
-    """The versions of stage ``j``, the newest being that of ``updater``; the others are copies."""
+    """Return the versions of stage ``j``: the newest is that of ``updater``, others are copies."""
     versions: dict[int, Weights] = {
         version: {
             name: tensor.to(updater.masters[name].device, copy=True)
@@ -92,7 +98,7 @@ def load_model(
 
 
 def form_of(stages: Stages) -> dict[str, Tensor]:
-    """A state_dict of the whole model, formed as its own, that takes no memory."""
+    """Return the model's state_dict on the meta device, where it takes no memory."""
     return {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in stages.model.state_dict().items()
@@ -109,37 +115,37 @@ def check_state(
     """Raise UserError if ``schedule`` cannot continue from ``state``.
 
     Args:
+        state: as a runtime returned it.
+        schedule: the schedule that continues.
         updaters: of each stage.
-        model: the state_dict of the whole, or one formed like it.
-        own: the stages that are updated here, and whose state is looked into.
+        model: the state_dict of the whole, with any values.
+        own: the stages that are updated here, and whose state is compared.
 
     Raises:
-        UserError: it is of other stages, lacks weights that the schedule reads, or is formed
-            otherwise than the state of these ``updaters`` and of the whole ``model``.
+        UserError: the state is of other stages, lacks weights that the schedule reads, or has
+            another form than the state of these ``updaters`` and this ``model``.
     """
     if missing := sorted(_KEYS - state.keys()):
         raise UserError(f"this is not the state of a runtime: it lacks {missing}")
-    for fault in _faults_outside(state):
+    if fault := next(_faults_outside(state), None):
         raise UserError(f"this is not the state of a runtime: {fault}")
     names = [set(updater.masters) for updater in updaters]
     theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
+    if set().union(*names) != set().union(*theirs):
+        raise UserError("the state is of another model: give the one with which it was taken")
     if names != theirs:
-        same = set().union(*names) == set().union(*theirs)
         raise UserError(
             f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}: partition"
             " the model as it was when the state was taken"
-            if same
-            else "the state is of another model: give the one with which it was taken"
         )
     steps_done = state["steps_done"]
     for j, versions in enumerate(state["versions"]):
         if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
             raise UserError(
-                f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done},"
-                " and the state was taken under one with smaller delays, or without predict: go on"
-                " with that one"
+                f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
+                " the state lacks: continue with the schedule (delays, predict) that saved it"
             )
-    for fault in _faults_inside(state, updaters, model, own):
+    if fault := next(_faults_inside(state, updaters, model, own), None):
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
@@ -154,10 +160,8 @@ def _faults_outside(state: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(parts, list | tuple) or not all(isinstance(p, dict) for p in parts):
             yield f"{name} is not a list of mappings"
     for versions in state["versions"]:
-        if not versions or not all(
-            type(version) is int and isinstance(weights, dict)
-            for version, weights in versions.items()
-        ):
+        numbered = all(type(v) is int and isinstance(w, dict) for v, w in versions.items())
+        if not versions or not numbered:
             yield "versions are not weights by their number"
     if len(state["stages"]) != len(state["versions"]):
         yield f"it is of {len(state['stages'])} stages and of {len(state['versions'])}"
@@ -172,13 +176,12 @@ def _faults_inside(
     if fault := difference(state["model"], model, "model"):
         yield fault
     for j in own:
-        updater = updaters[j]
+        newest = updaters[j].newest()
         for version, weights in state["versions"][j].items():
-            if fault := difference(weights, updater.newest(), f"versions[{j}].{version}"):
+            if fault := difference(weights, newest, f"versions[{j}].{version}"):
                 yield fault
-        if fault := _fault_of_stage(
-            state["stages"][j], state["steps_done"], updater, f"stages[{j}]"
-        ):
+        found = state["stages"][j]
+        if fault := _fault_of_stage(found, state["steps_done"], updaters[j], f"stages[{j}]"):
             yield fault
 
 
@@ -189,11 +192,11 @@ def _fault_of_stage(
     if not isinstance(unused, list) or not all(name in updater.masters for name in unused):
         return f"{where}.unused does not name weights of the stage"
     updated = isinstance(n_skipped, int) and steps_done > n_skipped
-    expected = updater.form(updated=updated, unused=unused)
-    expected["unused"] = unused
+    expected = updater.form(updated=updated, unused=unused) | {"unused": unused}
+    average = found.get("average")
     if expected["average"] is None:
-        expected["average"] = found.get("average")  # nobody asks for it any longer
-    elif isinstance(average := found.get("average"), dict) and average.get("weights"):
+        expected["average"] = average  # this run keeps no average, so any will do
+    elif isinstance(average, dict) and average.get("weights"):
         expected["average"] = {"weights": updater.averaged(), "n_updates": 0}
     elif steps_done > 0:
         return f"{where}.average has no weights"
@@ -201,13 +204,15 @@ def _fault_of_stage(
 
 
 def difference(found: Any, expected: Any, where: str) -> str | None:
-    """Where ``found`` is formed otherwise than ``expected``; None if nowhere.
+    """Return the first place where ``found`` has another form than ``expected``, or None.
 
-    Mappings have the same keys, sequences the same length, tensors the same shape and type of
-    numbers, other values the same type; a whole number may stand for a float.
+    Mappings need the same keys, sequences the same length, tensors the same shape and dtype, other
+    values the same type; an int may stand for a float.
 
     Args:
-        where: what ``found`` is called.
+        found: any nested value.
+        expected: a value of the form wanted.
+        where: name of ``found`` in the answer.
     """
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor) or _kind(found) != _kind(expected):
@@ -236,12 +241,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     return "None" if value is None else f"of type {type(value).__name__}"
-
-
-def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The places of both; where both have a value, that of ``second``."""
-    found = dict(first)
-    for key, value in second.items():
-        both = isinstance(value, dict) and isinstance(found.get(key), dict)
-        found[key] = merged(found[key], value) if both else value
-    return found

@@ -16,29 +16,31 @@ from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Mean loss of a micro-batch, shape ``[]``, from outputs and targets."""
+
 COMPILE_MODES = ("none", "default", "reduce-overhead", "max-autotune")
 _CLIP_BY = ("stage", "model")
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What users add to a training step, and every schedule can be combined with.
+    """Techniques that users add to a training step; each combines with every schedule.
 
     Args:
-        precision: ``fp32`` or ``tf32``, which only NVIDIA GPUs tell apart, by what
-            :func:`allow_tf32` has set for the whole process; ``bf16`` or ``fp16``: torch's
-            autocast over weights of 32 bits.
+        precision: ``fp32`` or ``tf32``, which differ on NVIDIA GPUs only, by the setting of
+            :func:`allow_tf32` for the whole process; ``bf16`` or ``fp16``: torch's autocast over
+            weights of 32 bits.
         loss_scale: factor on the loss under ``fp16``, so that small gradients do not vanish. An
-            update whose gradient is not finite is left out; see :attr:`Updater.n_skipped`.
-        checkpoint: stages whose forward is computed again in the backward, instead of its
-            activations being kept: ``none``, ``all`` or a list of stages.
+            update whose gradient is not finite is skipped; see :attr:`Updater.n_skipped`.
+        checkpoint: stages that repeat their forward in the backward, and keep no activations:
+            ``none``, ``all`` or a list of stages.
         clip: largest norm of a gradient; larger ones are scaled down to it. None: no limit.
-        clip_by: scope of the norm that ``clip`` limits: each ``stage`` by itself, or the whole
-            ``model``, which takes all gradients of a step before its first update.
+        clip_by: scope of the norm that ``clip`` limits: each ``stage``, or the whole ``model``,
+            which takes all gradients of a step before its first update.
         ema: decay of an exponential moving average of the weights and of batch norms' running
-            statistics, which is kept beside them; at update t the decay is at most
-            (1 + t) / (10 + t). None: no average.
-        compile: mode of torch.compile for the stages; ``none`` leaves them as they are.
+            statistics; at update t the decay is at most (1 + t) / (10 + t). None: no average.
+        compile: mode of torch.compile for the stages; ``none``: no compilation.
         channels_last: keep images and the weights of convolutions in that memory format.
 
     Raises:
@@ -56,15 +58,16 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         check_precision(self.precision)
-        for name, choices in (("clip_by", _CLIP_BY), ("compile", COMPILE_MODES)):
-            check_choice(name, getattr(self, name), choices)
+        check_choice("clip_by", self.clip_by, _CLIP_BY)
+        check_choice("compile", self.compile, COMPILE_MODES)
         check_checkpoint(self.checkpoint)
-        if not _is_between(self.loss_scale, inf):
-            raise UserError(f"loss_scale is a number above 0: got {self.loss_scale!r}")
-        if self.clip is not None and not _is_between(self.clip, inf):
-            raise UserError(f"clip is a norm above 0, or null: got {self.clip!r}")
-        if self.ema is not None and not _is_between(self.ema, 1):
-            raise UserError(f"ema is a decay between 0 and 1, or null: got {self.ema!r}")
+        for name, end in (("loss_scale", inf), ("clip", inf), ("ema", 1)):
+            value = getattr(self, name)
+            if value is None and name != "loss_scale":
+                continue
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            if not number or not 0 < float(value) < end:
+                raise UserError(f"{name} is a number above 0 and below {end}: got {value!r}")
 
     @property
     def scale(self) -> float:
@@ -82,13 +85,11 @@ class StepOptions:
         return autocast_type(self.precision) is not None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """The context in which stages compute."""
+        """Return the context in which stages compute."""
         return autocast(self.precision, device)
 
-    def computed(
-        self, loss: Callable[[Tensor, Tensor], Tensor]
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """``loss`` in the precision that suits it."""
+    def computed(self, loss: Loss) -> Loss:
+        """Return ``loss`` in the context in which stages compute."""
         if not self.autocasts:
             return loss
 
@@ -100,14 +101,14 @@ class StepOptions:
 
     @property
     def in_cuda_graphs(self) -> bool:
-        """Whether compiled stages compute in memory that their next call takes again."""
+        """Whether the next call of a compiled stage overwrites the results of the last."""
         return self.compile in ("reduce-overhead", "max-autotune")
 
     def begin_step(self) -> None:
-        """Say that a training step begins; what compiled stages made in the last is done with.
+        """Mark the start of a training step: CUDA graphs may now reuse the last one's memory.
 
-        Unless told, CUDA graphs take the first compiled forward after a backward for the beginning,
-        even if it is one that a checkpoint runs again; and one that needs no gradient at any time.
+        By default CUDA graphs take the first compiled forward after a backward for the start, even
+        one that a checkpoint repeats; and any forward that needs no gradient.
         """
         if self.in_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -120,11 +121,12 @@ class StepOptions:
         """Refuse what ``schedule`` or its runtime cannot do.
 
         Args:
+            schedule: the schedule to train by.
             whole_step: whether the runtime has all gradients of a step before its first update.
 
         Raises:
-            UserError: stages that there are not; a norm that is not known in time; CUDA graphs
-                where forwards and backwards take turns.
+            UserError: a checkpointed stage does not exist; the model's norm is not known in time;
+                CUDA graphs with a runtime that interleaves forwards and backwards.
         """
         if self.in_cuda_graphs and not whole_step:
             raise UserError(
@@ -136,9 +138,8 @@ class StepOptions:
             return
         sizes = (schedule.n_stages, schedule.n_microbatches)
         needed = chain(*freshest(schedule.timing, *sizes, together=True))
-        if any(
-            d < least for d, least in zip(chain(*schedule.least_staleness), needed, strict=True)
-        ):
+        delays = chain(*schedule.least_staleness)
+        if any(d < least for d, least in zip(delays, needed, strict=True)):
             raise UserError(
                 f"clip_by=model needs every gradient of a step before its first update, and"
                 f" {schedule.name} reads the first updates before the last gradients: use"
@@ -146,28 +147,23 @@ class StepOptions:
             )
         if not whole_step:
             raise UserError(
-                "clip_by=model needs every gradient of a step at one place: use clip_by=stage, or"
+                "clip_by=model needs every gradient of a step in one process: use clip_by=stage, or"
                 " runtime=single_process with order=grouped"
             )
 
     def check_only(self, runtime: str, *possible: str) -> None:
-        """Refuse what differs from the default and is not among the ``possible`` options.
+        """Refuse options that differ from the default and are not among the ``possible`` ones.
 
         Raises:
             UserError: with the first such option.
         """
-        plain = StepOptions()
         for name in self.__dataclass_fields__:
-            if name not in possible and getattr(self, name) != getattr(plain, name):
+            value = getattr(self, name)
+            if name not in possible and value != getattr(PLAIN, name):
                 raise UserError(
-                    f"runtime={runtime} takes no {name}={getattr(self, name)}: leave it out, or use"
+                    f"runtime={runtime} takes no {name}={value}: leave it out, or use"
                     " runtime=single_process or runtime=distributed"
                 )
-
-
-def _is_between(value: object, end: float) -> bool:
-    """Whether ``value`` is a number above 0 and below ``end``."""
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < end
 
 
 PLAIN = StepOptions()
@@ -175,9 +171,9 @@ PLAIN = StepOptions()
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether NVIDIA GPUs may round the factors of 32-bit products to 10 bits of mantissa.
+    """Set whether NVIDIA GPUs may round the factors of 32-bit products to 10 bits of mantissa.
 
-    It holds for the whole process, so runtimes do not set it; ``experiments`` do.
+    The setting is of the whole process, so ``experiments`` make it, not runtimes.
     """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

@@ -1,14 +1,13 @@
-"""CUDA streams for the threads that send, receive and update.
+"""CUDA streams for the threads that send, receive and update; on the CPU there is nothing to do.
 
-On the CPU there is nothing to do. On a GPU each thread has a stream of its own, on which messages
-are packed, awaited, unpacked and turned into updates. A thread waits until that has been done, and
-before that until the ops whose results it uses have been done; so whoever sees an end need not
-wait for the device. They sleep meanwhile: torch's default, to ask again and again, would take a
-core each.
+On a GPU each thread has a stream of its own, on which it packs, awaits, unpacks and applies
+messages. A thread first waits until the ops whose results it uses are done, and at the end until
+its own work is done; so whoever sees an end need not wait for the device. It waits asleep: torch's
+default is to poll, which takes a core a thread.
 
-Torch gives out the same 32 streams of a GPU and a priority in turn, again and again, and NCCL's are
-among those of the usual one. On such a stream a thread would be held up by whatever NCCL waits for
-there, which may wait for that thread. So these are of high priority, and are used again.
+Torch hands out the same 32 streams of a GPU and priority in turn, and NCCL's are among those of
+the default priority. On a shared stream a thread would wait for what NCCL waits for, which may wait
+for that thread: a deadlock. So these streams have high priority, and are used again.
 """
 
 import threading
@@ -27,7 +26,7 @@ def finish_stream(device: torch.device) -> None:
 
 
 def enter_device(device: torch.device) -> None:
-    """Have this thread work on ``device``: a new one is on GPU 0, whichever its rank has."""
+    """Make ``device`` this thread's own: a new thread starts on GPU 0, whatever its rank's."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -59,7 +58,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 class Streams:
-    """The streams of a rank's threads; the ops are on that of the thread that makes it."""
+    """The streams of a rank's threads; the ops are on that of the thread that makes it.
+
+    Args:
+        device: of the rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -70,11 +73,11 @@ class Streams:
             self._taken: list[torch.cuda.Stream] = []
 
     def mark(self) -> "torch.cuda.Event | None":
-        """An event at the end of the ops launched so far; None on the CPU."""
+        """Return an event at the end of the ops launched so far; None on the CPU."""
         return _end_of(self._ops) if self._gpu else None
 
     @contextmanager
-    def beside(self, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
+    def after(self, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
         """Work on this thread's stream, after ``marks``; at the end all has been done."""
         if not self._gpu:
             yield
@@ -91,13 +94,16 @@ class Streams:
             _end_of(self._threads.stream).synchronize()
 
     def close(self) -> None:
-        """Leave the threads' streams to others; the threads have done all that they were to do."""
+        """Give the threads' streams back, when the threads have done all their work."""
         if self._gpu:
             _spare[self._device].extend(self._taken)
             self._taken.clear()
 
     def lend(self, tensors: Iterable[Tensor | None]) -> None:
-        """The ops will use these, and drop them before they have been done with them."""
+        """Record that the ops use ``tensors``, whose memory this thread's stream allocated.
+
+        Otherwise the allocator could reuse it before the ops are done.
+        """
         if self._gpu:
             for tensor in tensors:
                 if tensor is not None and tensor.is_cuda:

@@ -21,7 +21,7 @@ class WeightStore:
     """The weights of one rank.
 
     A rank that updates a stage keeps the versions that are still read. The others keep nothing:
-    they are given what they read first as a program begins, and the rest by the program itself.
+    they receive what they read first as a program begins, and the rest by the program.
 
     Attributes:
         updated: the stages that this rank updates.
@@ -32,10 +32,17 @@ class WeightStore:
         self, world: World, stages: Stages, schedule: Schedule, runners: Sequence[StageRunner]
     ) -> None:
         self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
-        self._updaters = _updaters(schedule)
+        program = schedule.lower(1)
+        ranks = range(schedule.n_ranks)
+        self._updaters = [
+            {rank for rank in ranks if j in program.updated(rank)} for j in range(len(runners))
+        ]
         self._layouts = [Layout.of(self._state(j)) for j in range(len(runners))]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
-        self._begin_alike()
+        for j, layout in enumerate(self._layouts):  # all ranks start with the weights of rank 0
+            received = self._broadcast(layout, 0, self._state(j))
+            for name, tensor in self._state(j).items():
+                tensor.copy_(received[name])
         self.updated = [j for j, ranks in enumerate(self._updaters) if world.rank in ranks]
         self.versions = {j: {0: runners[j].newest()} for j in self.updated}
         for j in self.updated:
@@ -43,14 +50,17 @@ class WeightStore:
         self.forget()
 
     def forget(self) -> None:
-        """Give back the memory of stages that this rank does not update."""
+        """Free the memory of stages that this rank does not update."""
         for j, runner in enumerate(self.runners):
             if j not in self.versions:
                 for master in runner.masters.values():
                     master.data = torch.empty(0, dtype=master.dtype, device=master.device)
 
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
-        """What this rank holds as a program begins at ``step``: (stage, version) -> weights."""
+        """Return the weights by (stage, version) that this rank holds as a program begins.
+
+        Every rank calls it, with the first ``step`` of the program.
+        """
         self.forget()
         held = {
             (j, v): weights for j, known in self.versions.items() for v, weights in known.items()
@@ -83,7 +93,7 @@ class WeightStore:
             transfer.wait()
 
     def collect(self) -> None:
-        """Have every rank's stages hold the newest weights and running statistics."""
+        """Bring the newest weights and running statistics to every rank's stages."""
         for j, runner in enumerate(self.runners):
             if len(self._updaters[j]) == self.world.size:
                 continue
@@ -96,35 +106,28 @@ class WeightStore:
                     buffer.copy_(received[name])
 
     def averages(self) -> Weights:
-        """The averages of all stages' weights, from their owners."""
+        """Return the averages of all stages' weights, from their owners."""
         found: Weights = {}
         for j, runner in enumerate(self.runners):
-            if runner.average is not None:
+            if runner.options.ema is not None:
                 owner = self.schedule.owners[j]
-                found |= self._broadcast(self._averaged[j], owner, runner.average.weights)
+                found |= self._broadcast(self._averaged[j], owner, runner.averages)
         return found
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state`` has of the updated stages, and what of the others is fixed."""
+        """Take over the updated stages of ``state``, and what is frozen of the others."""
         self.forget()
         load_model(state, self.stages, self.runners, self.updated)
         for j in self.updated:
             self.versions[j] = loaded(state, j, self.runners[j])
 
     def _state(self, j: int) -> dict[str, Tensor]:
-        """The newest weights of a stage, what of it is frozen, and its buffers."""
+        """The newest weights of a stage, its frozen weights, and its buffers."""
         stage = self.runners[j].stage
         return {name: p.data for name, p in stage.named_parameters()} | dict(stage.named_buffers())
 
-    def _begin_alike(self) -> None:
-        """Take over the weights and buffers of rank 0."""
-        for j, layout in enumerate(self._layouts):
-            received = self._broadcast(layout, 0, self._state(j))
-            for name, tensor in self._state(j).items():
-                tensor.copy_(received[name])
-
     def _broadcast(self, layout: Layout, root: int, tensors: Mapping) -> dict:
-        """``tensors`` of ``root``, on every rank, each in memory of its own.
+        """Return ``tensors`` of ``root`` on every rank, each in memory of its own.
 
         Users may save them, and torch.save refuses one memory that is read as several types.
         """
@@ -137,13 +140,3 @@ class WeightStore:
             dist.broadcast(flat, root, group=self.world.group)
         received = layout.unpack(flat.to(self.world.device))
         return {name: tensor.clone() for name, tensor in received.items()}
-
-
-def _updaters(schedule: Schedule) -> list[set[int]]:
-    """The ranks that update each stage."""
-    program = schedule.lower(1)
-    updated = [program.updated(rank) for rank in range(schedule.n_ranks)]
-    return [
-        {rank for rank, stages in enumerate(updated) if j in stages}
-        for j in range(schedule.n_stages)
-    ]

@@ -10,16 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.model import Stages
 from toolkit.runtime.base import Runtime, Steps
-from toolkit.runtime.checks import check_fit, checked_world, scalar
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import BatchReader, StepResult, take
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import load_model, part_of
-from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater, Weights
+from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
 
@@ -29,14 +25,8 @@ class Baseline(Runtime):
     Every rank starts with the weights of rank 0.
 
     Args:
-        stages: the model, partitioned; on the device of ``world``.
-        schedule: a schedule with as many stages, of a kind that the baseline can run.
-        optimizer: function from the list of a stage's parameters to its optimizer.
-        loss: mean loss of a micro-batch, from outputs and targets.
-        lr_scheduler: function from a stage's optimizer to its learning-rate schedule.
-        seed: seed of the model's random draws in training, such as dropout.
-        options: how stages compute and update; each baseline says which it takes.
-        world: the ranks; those of this job unless given.
+        arguments, common: as in ``Runtime``. The schedule is of a kind that the baseline can run;
+            each baseline lists the options that it takes.
 
     Raises:
         UserError: stages, schedule, options and ranks do not fit.
@@ -45,38 +35,16 @@ class Baseline(Runtime):
     world: World
     runtime: str  # name of the option
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
-        world: World | None = None,
-    ) -> None:
-        check_fit(stages, schedule, optimizer, options)
-        self.check_schedule(schedule)
-        self._check_options(stages, schedule, options)
-        super().__init__(stages, schedule, optimizer)
-        self.world = checked_world(world, stages, schedule)
-        self._loss, self._options = scalar(options.computed(loss)), options
+    def __init__(self, *arguments: Any, **common: Any) -> None:
+        super().__init__(*arguments, **common)
         self._everyone = range(self.world.size)
         with self.world.watch.waiting("the first weights of rank 0", [0]):
-            for tensor in chain(stages.model.parameters(), stages.model.buffers()):
+            for tensor in chain(self.stages.model.parameters(), self.stages.model.buffers()):
                 dist.broadcast(tensor.data, 0, self.world.group)
-        self._updaters = self._build(optimizer, lr_scheduler, seed)
+        self._updaters = self._build()
 
     @abstractmethod
-    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
-        """Refuse stages and options that the baseline cannot run."""
-
-    @abstractmethod
-    def _build(
-        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
-    ) -> Sequence[Updater]:
+    def _build(self) -> Sequence[Updater]:
         """Make what trains the stages; return the updater of each."""
 
     def _check_no_gloo_on_gpus(self) -> None:

@@ -8,16 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import check_choice
-from toolkit.model import Stages
 from toolkit.runtime.base import Steps
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, compressed
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
-from toolkit.runtime.stage import StageRunner, Values, leaves, take_gradients
+from toolkit.runtime.stage import Values, leaves, take_gradients
 from toolkit.runtime.state import loaded
-from toolkit.runtime.step_options import StepOptions
-from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler, Updater, Weights
+from toolkit.runtime.updater import GradientSum, Updater, Weights
 from toolkit.schedule import Schedule
 
 
@@ -48,16 +46,8 @@ class DelayedAllReduce(Baseline):
         self._under_way: list[list[_Message]] | None = None
         super().__init__(*arguments, **common)
 
-    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
-        options.check(schedule, whole_step=False)
-
-    def _build(
-        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
-    ) -> Sequence[Updater]:
-        self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed, self._options)
-            for j, stage in enumerate(self.stages)
-        ]
+    def _build(self) -> Sequence[Updater]:
+        self._runners = self._make_runners()
         self._read = [runner.newest() for runner in self._runners]
         return self._runners
 

@@ -19,13 +19,12 @@ from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.partition import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
-from toolkit.runtime.grouped import Loss
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
-from toolkit.runtime.step_options import StepOptions
-from toolkit.runtime.updater import GradientSum, MakeOptimizer, MakeScheduler, Updater
+from toolkit.runtime.step_options import Loss, StepOptions
+from toolkit.runtime.updater import GradientSum, Updater
 from toolkit.schedule import Op, Schedule, pipeline_orders
 
 _MESSAGES = "messages of torch's pipeline"
@@ -65,16 +64,11 @@ class TorchPipelining(Baseline):
                     " none such crosses"
                 )
 
-    def _build(
-        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
-    ) -> Sequence[Updater]:
+    def _build(self) -> Sequence[Updater]:
         self._check_no_gloo_on_gpus()
         n = len(self.stages)
         # Other ranks' stages get no gradients here; their learning rates keep in step.
-        self._runners = [
-            StageRunner(stage, j, optimizer, lr_scheduler, seed)
-            for j, stage in enumerate(self.stages)
-        ]
+        self._runners = self._make_runners()
         self._owners = [self.schedule.rank(j, 0) for j in range(n)]
         self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
         split = self.schedule.splits_backward

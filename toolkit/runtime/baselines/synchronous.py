@@ -17,7 +17,7 @@ from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values, channels_last, drawing
 from toolkit.runtime.step_options import StepOptions
-from toolkit.runtime.updater import MakeOptimizer, MakeScheduler, Updater
+from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
 
@@ -86,12 +86,10 @@ class Synchronous(Baseline):
                     " statistics: use the plain BatchNorm"
                 )
 
-    def _build(
-        self, optimizer: MakeOptimizer, lr_scheduler: MakeScheduler | None, seed: int
-    ) -> Sequence[Updater]:
-        self._chain = Chain(self.stages, seed)
+    def _build(self) -> Sequence[Updater]:
+        self._chain = Chain(self.stages, self._seed)
         self._wrapped = self._wrap(self._chain)
-        return [Updater(stage, optimizer, lr_scheduler) for stage in self._chain.stages]
+        return [Updater(stage, *self._makers) for stage in self._chain.stages]
 
     @abstractmethod
     def _wrap(self, model: Chain) -> nn.Module:

@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.runtime.hierarchy import Group
 from toolkit.runtime.process_group.shared_status import machine
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import finish_stream
 
 _GRACE = 30.0  # seconds by which the watch speaks before the backend's own time-out
+
+Group = tuple[str, tuple[int, ...]]
+"""What a process group is for, and its ranks, ascending."""
 
 
 @dataclass(frozen=True)
