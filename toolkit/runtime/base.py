@@ -309,10 +309,16 @@ def _check_arguments(
     stages: Stages, schedule: Schedule, optimizer: MakeOptimizer, loss: Loss, options: StepOptions
 ) -> None:
     check_stages(stages)
-    if not isinstance(schedule, Schedule):
-        raise UserError(f"schedule: got {_kind(schedule)}; try catalog.cyclic(4)")
-    if not isinstance(options, StepOptions):
-        raise UserError(f"options: got {_kind(options)}; expected StepOptions(...)")
+    for name, value, fits, example in (
+        ("schedule", schedule, isinstance(schedule, Schedule), "catalog.cyclic(4)"),
+        ("options", options, isinstance(options, StepOptions), "StepOptions(clip=1.0)"),
+        ("optimizer", optimizer, callable(optimizer), "lambda p: torch.optim.SGD(p, lr=0.1)"),
+        ("loss", loss, callable(loss), "torch.nn.functional.cross_entropy"),
+    ):
+        if not fits:
+            shown = value is None or isinstance(value, str)
+            kind = repr(value) if shown else f"a {type(value).__name__}"
+            raise UserError(f"{name}: got {kind}; try {example}")
     if len(stages) != schedule.n_stages:
         raise UserError(
             f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
@@ -323,20 +329,6 @@ def _check_arguments(
             f"{type(stages.model).__name__} has no parameter to train: set requires_grad of some to"
             " True before partition()"
         )
-    if not callable(optimizer):
-        raise UserError(
-            f"optimizer: got {_kind(optimizer)}; expected a function of a list of parameters, such"
-            " as lambda p: torch.optim.SGD(p, lr=0.1)"
-        )
-    if not callable(loss):
-        raise UserError(
-            f"loss: got {_kind(loss)}; expected a function of outputs and targets, such as"
-            " torch.nn.functional.cross_entropy"
-        )
-
-
-def _kind(value: object) -> str:
-    return repr(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
 
 
 def _checked_world(world: World | None, stages: Stages, schedule: Schedule) -> World:
