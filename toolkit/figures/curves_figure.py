@@ -82,7 +82,7 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
         if by is ACCURACY:
             axes.set_ylim(top=min(101, axes.get_ylim()[1]))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, not over the lines
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # right of the lines
         return figure
 
 
@@ -119,6 +119,6 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         axes.set_ylim(0, 1.05 * curve.peak / unit)
         axes.set_xlabel("time (training steps)")
         axes.set_ylabel(f"activations a worker ({name})")
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside, not over the lines
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))  # right of the lines
         axes.set_title(fill(title, 54))
         return figure

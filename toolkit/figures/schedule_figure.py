@@ -68,10 +68,10 @@ def schedules(
     Args:
         shown: what is drawn, from left to right.
         n_steps: training steps of each.
-        beside: schedules in figures of their own, to which the scales leave room.
+        beside: schedules of other figures that share the scales.
 
     Raises:
-        ValueError: there is no schedule, or something else among them.
+        UserError: no schedule, or something else among them.
     """
     shown = [shown] if isinstance(shown, Schedule | str) else [*shown]
     wrong = [schedule for schedule in shown if not isinstance(schedule, Schedule)]

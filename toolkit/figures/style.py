@@ -1,4 +1,4 @@
-"""One look for all figures: colours that the colour-blind can tell apart, legible at 100 mm."""
+"""One style for all figures: colour-blind safe, and legible at 100 mm."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ _ENDINGS = (".png", ".svg")
 
 
 class Drawing(Figure):
-    """A figure that notebooks show, whether or not they have been told to (%matplotlib inline)."""
+    """A figure that notebooks show without %matplotlib inline."""
 
     def _repr_png_(self) -> bytes:
         png = io.BytesIO()

@@ -1,4 +1,4 @@
-"""What notebooks need beside the toolkit: settings from anywhere, live progress, tables."""
+"""Helpers of the notebooks: settings from any folder, live progress, tables."""
 
 from toolkit.notebook.live import Live, beside_prediction, train_on_ranks, watched
 from toolkit.notebook.run_tables import (

@@ -49,7 +49,7 @@ class Advice:
         lines = [self.verdict + ".", *(f"- {reason}" for reason in self.reasons)]
         for title, found in (("Watch:", self.watch), ("Roll back:", self.roll_back)):
             lines += [title, *(f"- {line}" for line in found)] if found else []
-        return "\n".join([*lines, "Go on with:", self.command])
+        return "\n".join([*lines, "Next command:", self.command])
 
 
 def advise(found: Findings) -> Advice:
@@ -179,7 +179,7 @@ def _watch(found: Findings) -> tuple[str, ...]:
         " 1.1 after warm-up, compare again",
         f"cosine of delayed and fresh gradients by stage ({cosine}), from diagnostics=20 with"
         f" runtime.order=grouped: below {COSINE} the delay matters",
-        "ema_top1 beside top1, with ema=0.999: an average far better than the weights means that"
+        "ema_top1 and top1, with ema=0.999: an average far better than the weights means that"
         " the learning rate is too high for stale weights",
     )
 
@@ -231,7 +231,7 @@ def _command(found: Findings, choice: str) -> str:
     if choice == TRY:
         options.append(quote("~rules.cdp_v1") + " seeds=5 ema=0.999")
         options.append(
-            # DP in as little memory, beside CDP slot by slot
+            # DP in as little memory, and CDP slot by slot
             "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"
             " runtime.order=scheduled"
             if alone

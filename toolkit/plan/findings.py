@@ -37,7 +37,7 @@ def predict(
     optimizer_bytes: Sequence[int],
     slack: tuple[float, float],
 ) -> list[Prediction]:
-    """Predict a training step of each schedule, the first of which is DP's.
+    """Predict a training step of each schedule; DP's is the first.
 
     Args:
         schedules: one a rule.

@@ -75,7 +75,7 @@ def read(
     Args:
         images: a set of :mod:`toolkit.training.data`; images and their classes,
             ``(Tensor [n, channels, height, width], Tensor [n])``; images alone; or a data set
-            that returns one such pair by index, of which up to 2048 random ones are taken.
+            that returns one such pair by index; at most 2048 random ones are read.
         batch_size: samples of a training step.
         device: where the batches are.
         dtype: floating-point type of the model.
@@ -276,7 +276,7 @@ def train(
 
 
 def _ratio(loss: float, other: float) -> float:
-    """Ratio of two losses, either of which float32 may have rounded to 0."""
+    """Ratio of two losses; float32 may round a loss to 0."""
     if other:
         return loss / other
     return inf if loss else 1.0

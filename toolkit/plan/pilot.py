@@ -101,7 +101,7 @@ class Pilot(Findings):
                     "by that of DP": _range(found.ratio),
                     "step on your machines (predicted)": _time(found.predicted.seconds),
                     "by that of DP, predicted": _range(found.predicted.ratio),
-                    "of which messages": f"{found.waiting:.0%}",
+                    "share of messages, predicted": f"{found.waiting:.0%}",
                     "fullest device (predicted)": _size(self.tightest(found)[0]),
                 }
                 | ({"fits": "yes" if self.fits(found) else "no"} if self.limited else {})
@@ -167,7 +167,7 @@ class Pilot(Findings):
                 listed("", self.origin()),
                 listed("<b>Watch</b>", advice.watch),
                 listed("<b>Roll back</b>", advice.roll_back),
-                "<b>Go on with</b>",
+                "<b>Next command</b>",
                 f'<pre style="white-space:pre-wrap">{escape(advice.command)}</pre>',
             ]
         )
@@ -384,7 +384,7 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> tuple[Callable[[int], 
 
 
 def _cut(model: nn.Module, n_workers: int, example: Tensor, by: str) -> tuple[Stages, int]:
-    """Cut into as many stages as workers, or as many as possible, of which two or more train."""
+    """Cut into as many stages as workers, or as many as possible; two or more have to train."""
     uncut = partition(model, 1, example)  # raises if the model cannot be traced
     for n_stages in range(n_workers, 1, -1):
         try:

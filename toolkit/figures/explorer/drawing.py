@@ -81,7 +81,7 @@ def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
         _text(f"{short} {k}", _GUTTER - 6, (k + 0.5) * row + size * 0.35, font_size=size)
         for k in range(n_rows)
     )
-    beside = {"class_": "cdp-names", "aria_hidden": "true"}
+    look = {"class_": "cdp-names", "aria_hidden": "true"}
     axes = "".join(
         _text(name, _GUTTER - 6, y, font_size=11)
         for name, y in (
@@ -94,10 +94,10 @@ def draw(choice: Choice, n_steps: int, frame: Frame) -> str:
         '<div class="cdp-scroll" role="group" tabindex="0"'
         f' aria-label="{escape(schedule.name)}: grid, activations and traffic">'
         f'<div class="cdp-plot" {plot}>'
-        + _svg(names, _GUTTER, n_rows * row, "rows", **beside)
+        + _svg(names, _GUTTER, n_rows * row, "rows", **look)
         + _grid(analysis.drawn, what, n_rows, row, frame)
         + f'</div><div class="cdp-plot cdp-charts" {plot}>'
-        + _svg(axes, _GUTTER, _AXIS + 2 * _CHART + 2, "axes", **beside)
+        + _svg(axes, _GUTTER, _AXIS + 2 * _CHART + 2, "axes", **look)
         + _charts(analysis, frame)
         + "</div></div>"
     )
@@ -192,7 +192,7 @@ def _text(content: str, x: float, y: float, **attributes: object) -> str:
 
 
 def _svg(content: str, width: float, height: float, label: str, **attributes: object) -> str:
-    """An image with a text alternative, which grows and shrinks with those beside it."""
+    """An image with a text alternative, which scales with the page."""
     return element(
         "svg",
         content,

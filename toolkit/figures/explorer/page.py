@@ -1,7 +1,5 @@
 """The parts of the page around a drawing, as HTML that needs neither script nor network."""
 
-import csv
-import io
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -16,6 +14,8 @@ from toolkit.figures.style import BLUE, ORANGE, PURPLE, SKY, VERMILION, YELLOW, 
 from toolkit.schedule import Schedule
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from toolkit.cost import Timeline
 
 _COLOURS = {
@@ -71,8 +71,8 @@ def pane(schedule: Schedule, numbers: Sequence[Number], drawn: str) -> str:
     )
     large = max(schedule.n_stages, schedule.n_microbatches) > 8
     matrix = _staleness(schedule, "cdp-staleness cdp-small" if large else "cdp-staleness")
-    beside = element("div", facts if large else facts + matrix, class_="cdp-facts")
-    parts = [element("h3", escape(schedule.name)), beside, drawn, matrix if large else ""]
+    top = element("div", facts if large else facts + matrix, class_="cdp-facts")
+    parts = [element("h3", escape(schedule.name)), top, drawn, matrix if large else ""]
     return element("div", "".join(parts), class_="cdp-pane")
 
 
@@ -161,14 +161,10 @@ def write_csv(shown: Sequence[Analysis], folder: Path) -> list[Path]:
     stems = [own if a.choice.schedule == OWN else _stem(a) for a in shown]
     paths = _paths(folder, stems, ".csv")
     for path, analysis in zip(paths, shown, strict=True):
-        if analysis.choice.schedule == OWN:
-            orders = [line.split() for line in analysis.choice.orders if line.strip()]
-            path.write_text("".join(f"{','.join(ops)}\n" for ops in orders))
-            continue
         try:
             path.write_text(analysis.schedule.to_csv())
         except ValueError:  # not a pipeline
-            path.write_text(_ops_table(analysis.schedule))
+            _ops(analysis.schedule).to_csv(path, index=False)
     return paths
 
 
@@ -182,17 +178,17 @@ def write_traces(
     return paths
 
 
-def _ops_table(schedule: Schedule) -> str:
+def _ops(schedule: Schedule) -> "pd.DataFrame":
     """One row for each op of a training step, in the order of time."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["op", "kind", "stage", "microbatch", "rank", "slot", "staleness"])
+    import pandas as pd
+
+    tick, rows = schedule.timing.ticks_per_slot, []
     for op, start in sorted(schedule.timing.starts.items(), key=lambda item: (item[1], item[0])):
         j, m = op.stage, op.microbatch
-        slot = f"{start / schedule.timing.ticks_per_slot:g}"
-        row = [op, op.kind.name, j, m, schedule.rank(j, m), slot, schedule.staleness[j][m]]
-        writer.writerow(row)
-    return text.getvalue()
+        row = {"op": str(op), "kind": op.kind.name, "stage": j, "microbatch": m}
+        row |= {"rank": schedule.rank(j, m), "slot": f"{start / tick:g}"}
+        rows.append(row | {"staleness": schedule.staleness[j][m]})
+    return pd.DataFrame(rows)
 
 
 def _stem(analysis: Analysis) -> str:

@@ -48,7 +48,7 @@ class Explorer(ui.VBox):
             :class:`~toolkit.schedule.Schedule`, which has its own sizes and options.
         stages: parts of the model.
         microbatches: of a training step.
-        compare: another schedule of the same sizes to show beside it.
+        compare: another schedule of the same sizes, shown side by side.
         delay, predict, placement, state, n_ranks, accumulate, orders: of the first schedule, as
             in :class:`Choice`; orders also as text of several lines.
         n_steps: training steps drawn, 1 to 3.
@@ -101,7 +101,7 @@ class Explorer(ui.VBox):
         if (second.stages, second.microbatches) != (stages, microbatches):
             raise UserError(
                 f"schedules side by side have the same sizes: got {stages} stages and"
-                f" {microbatches} micro-batches beside {second.stages} and {second.microbatches}"
+                f" {microbatches} micro-batches, and {second.stages} and {second.microbatches}"
             )
         self.columns = [Column(choice) for choice in (first, second)]
         self._analyses: list[tuple[Analysis, Timeline] | None] = [None, None]
