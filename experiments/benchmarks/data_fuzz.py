@@ -332,11 +332,6 @@ def _rewrite(change: Callable[[bytes, Random], bytes]) -> Mutation:
     return lambda path, random: path.write_bytes(change(path.read_bytes(), random))
 
 
-def _flip_head(path: Path, random: Random) -> None:
-    content = path.read_bytes()
-    path.write_bytes(fuzz.BYTES["bits flipped"](content[:64], random) + content[64:])
-
-
 def _another(path: Path, random: Random) -> None:
     others = [other for other in path.parents[1].rglob("*") if other.is_file() and other != path]
     path.write_bytes(random.choice(others).read_bytes())
@@ -344,14 +339,12 @@ def _another(path: Path, random: Random) -> None:
 
 def _another_format(path: Path, random: Random) -> None:
     image = _smooth(random.choice([32, 40]), random.random() * 9)
-    form = random.choice(["GIF", "PNG", "JPEG", "TIFF", "WEBP", "BMP", "PPM", ""])
-    if not form:
-        texts = [b"<!DOCTYPE html><html>404</html>", b"PK\x03\x04" + bytes(40), b"cos\nsystem\n."]
-        path.write_bytes(random.choice(texts))
-    elif form == "PNG":
-        image.convert(random.choice(["L", "1", "RGBA", "P", "I;16"])).save(path, form)
+    form = random.choice(["GIF", "PNG", "JPEG", "TIFF", "WEBP", "BMP", "PPM", "HTML"])
+    if form == "HTML":
+        path.write_bytes(b"<!DOCTYPE html><html>404</html>")
     else:
-        image.convert(random.choice(["L", "RGB"])).save(path, form)
+        modes = {"PNG": ["L", "1", "RGBA", "P", "I;16"], "JPEG": ["L", "CMYK", "RGB"]}
+        image.convert(random.choice(modes.get(form, ["RGB"]))).save(path, form)
 
 
 def _remove(path: Path, random: Random) -> None:
@@ -372,20 +365,12 @@ def _becomes(make: Mutation) -> Mutation:
     return mutate
 
 
-def _flatten(path: Path, random: Random) -> None:
-    for k, file in enumerate(sorted(p for p in path.rglob("*") if p.is_file())):
-        file.rename(path / f"moved{k}{file.suffix}")
-    for folder in [each for each in path.iterdir() if each.is_dir()]:
-        shutil.rmtree(folder)
-
-
 def _link(path: Path, random: Random) -> None:
     path.symlink_to(random.choice(["nowhere", path.name]))
 
 
 FILES: dict[str, Mutation] = {
     **{kind: _rewrite(change) for kind, change in fuzz.BYTES.items()},
-    "head flipped": _flip_head,
     "another file": _another,
     "another format": _another_format,
     "removed": _remove,
@@ -400,7 +385,6 @@ FOLDERS: dict[str, Mutation] = {
     "folder renamed": lambda path, random: path.rename(path.with_name(f"{path.name} 2")),
     "folder becomes a file": _becomes(lambda path, random: path.touch()),
     "folder becomes a link": _becomes(_link),
-    "folder flat": _flatten,
     "folder in itself": lambda path, random: (path / "again").symlink_to(path, True),
     "folder with more": lambda path, random: (path / "labels.csv").write_bytes(b"text"),
 }
