@@ -220,8 +220,12 @@ class _Loaded(Source):
         # A loader that another epoch still reads is not idle: its workers serve one iterator.
         loader = self._idle.pop(pinned, None) or self._loader(pinned)
         loader.batch_sampler[:] = keys  # type: ignore[index]
-        with _blocked_signals():
+        # Workers inherit the blocked signals, before they run any code.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
             loaded = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for k, batch in enumerate(islice(loaded, len(keys)), start=1):
             if isinstance(batch, UserError):
                 # The error's traceback would keep the workers alive, and what they have open.
@@ -256,16 +260,6 @@ class _Loaded(Source):
 
 # Slurm, torchrun and a terminal signal every process of a job. A run that saves a checkpoint first
 # still reads batches then. So workers block the signals, and the run kills them when it exits.
-
-
-class _blocked_signals:  # noqa: N801
-    """Workers that start inside inherit the blocked signals, before they run any code."""
-
-    def __enter__(self) -> None:
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-    def __exit__(self, *error: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
 
 
 def _block_signals(worker: int) -> None:
