@@ -297,9 +297,9 @@ class Checkpoints:
                 return whole, damaged
             except (DamagedCheckpointError, OSError) as error:
                 damaged.append(str(error))
-        reasons = f" ({'; '.join(damaged)})" if damaged else ""
+        reasons = f" that is whole ({'; '.join(damaged)})" if damaged else ""
         raise UserError(
-            f"there is no whole checkpoint in {self.folder}{reasons}: give resume= the output"
+            f"there is no checkpoint in {self.folder}{reasons}: give resume= the output"
             " directory of a run that has saved one, or remove that folder to start again"
         )
 
