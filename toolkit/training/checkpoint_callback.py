@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_map_only
 from toolkit.errors import UserError
 from toolkit.metric import Metric
 from toolkit.runtime.base import Runtime
+from toolkit.runtime.process_group.watch import ECHO
 from toolkit.training.checkpoint import Checkpoints, serialised, write_bytes
 from toolkit.training.loop import DivergedError, Position, Stretches, is_best
 
 GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ECHO = 2.0
-"""Seconds in which the same signal again is an echo, such as torchrun's to each of its ranks."""
 _PAUSE = 5.0  # seconds between two pauses, in which ranks exchange the signals they received
 
 

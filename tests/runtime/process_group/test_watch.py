@@ -260,7 +260,7 @@ def test_stop_gives_the_signals_back(handler):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_users_handler_has_its_signals_to_itself(number):
+def test_a_users_handler_has_the_first_signal_to_itself(number, monkeypatch):
     here = watch()
     here.start()
     heard: list[int] = []
@@ -270,6 +270,12 @@ def test_a_users_handler_has_its_signals_to_itself(number):
         time.sleep(3 * _GRACE)  # this process would have ended by now, or the watch be about to
         assert heard == [number]
         assert here._signal == 0
+        assert not here._obeys(number)  # its echo
+        monkeypatch.setattr("toolkit.runtime.process_group.watch.ECHO", 0.0)
+        assert here._obeys(number)
+        signal.signal(number, lambda number, frame: None)  # of the next training
+        monkeypatch.setattr("toolkit.runtime.process_group.watch.ECHO", 2.0)
+        assert not here._obeys(number)
     finally:
         signal.signal(number, before)
         here.stop()

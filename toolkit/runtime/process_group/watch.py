@@ -34,6 +34,10 @@ from toolkit.runtime.process_group.shared_status import SharedStatus
 EXIT_FAILED = 70
 """Exit status of a rank that leaves because the job has failed."""
 
+ECHO = 2.0
+"""Seconds in which a repeated signal counts as the same one: torchrun passes to its ranks what
+Slurm sends to every process."""
+
 _HURRY = 0.05  # seconds between looks once something is wrong
 _GRACE = 0.3  # seconds in which a failure is looked for that explains a signal
 _PATIENCE = 5.0  # most seconds in which a failure is looked for that explains a lost connection
@@ -203,17 +207,20 @@ class Watch:
         atexit.unregister(self._at_exit)
 
     # While the main thread is blocked in C++, no Python handler runs, but a signal's number reaches
-    # the pipe at once. A user's handler, such as a training's that saves itself, has its signals
-    # to itself.
+    # the pipe at once. A user's handler, such as a training's that saves itself, has the first
+    # signal to itself.
 
     def _take_signals(self) -> None:
         global _signalled
+        self._left: dict[tuple[int, object], float] = {}  # signal and its handler: when it came
+        self._ends = {signal.SIGINT}
         if threading.current_thread() is not threading.main_thread():
             return
         self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         # An existing handler stays: submitit's makes Slurm's first SIGTERM harmless.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _leave_to_watch)
+            self._ends.add(signal.SIGTERM)
         _signalled = self
 
     def _give_signals_back(self, pipe: int) -> None:
@@ -234,9 +241,17 @@ class Watch:
         # Bounded, so that a job that is stopped as a whole and continued blames nobody.
         self._now += min(time.monotonic() - before, 2 * self._beat)
         for number in filter(None, os.read(self._read_end, 512) if ready else b""):
-            if signal.getsignal(number) in (signal.default_int_handler, _leave_to_watch):
+            if self._obeys(number):
                 self._signal, self._signal_at = number, self._now
                 self._write(status=RankStatus.TERMINATED)
+
+    def _obeys(self, number: int) -> bool:
+        """Return whether a signal asks this rank to end: a handler of the user has the first."""
+        handler = signal.getsignal(number)
+        if handler in (signal.default_int_handler, _leave_to_watch):
+            return True
+        first_at = self._left.setdefault((number, handler), self._now)
+        return number in self._ends and self._now - first_at >= ECHO
 
     # The watch's thread.
 
