@@ -16,6 +16,7 @@ import shlex
 import sys
 import time
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -35,12 +36,18 @@ if TYPE_CHECKING:
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
 def main(config: DictConfig) -> Ended:
-    from toolkit.cli import build_schedule
+    from toolkit.cli.build import (
+        build_run,
+        build_schedule,
+        join_world,
+        load_samples,
+        plain,
+        rule_config,
+    )
     from toolkit.results.comparison import before, train_all
     from toolkit.results.comparison_folder import select_runs, try_keep_runs
     from toolkit.results.provenance import resume_command
-    from toolkit.training import StoppedError
-    from toolkit.training.data import load
+    from toolkit.training import StoppedError, TrainingRun
 
     check_counts(config, "seeds")
     if not config.rules:
@@ -48,16 +55,24 @@ def main(config: DictConfig) -> Ended:
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
     folder = Path(HydraConfig.get().runtime.output_dir)
-    runs, begun = before(config, next(iter(rules.values())), folder)
-    notes = resumed(len(select_runs(config, runs)), len(runs))
+    world = join_world(config, next(iter(rules.values())))
+    options = plain(config)
+    runs, begun = before(options, folder, world)
+    notes = resumed(len(select_runs(options, runs)), len(runs))
     notes += different_batches(rules, config.batch)
     if is_rank_zero():
         for note in notes:
             print(f"note: {note}")
-    samples = load(config.data)
+    samples = load_samples(config.data)
+
+    def build(rule: str, seed: int) -> TrainingRun:
+        # A loss that is high, but a number, is a result like any other.
+        own = rule_config(config, rule, seed, guard="stop", guard_factor=inf)
+        return build_run(own, samples)
+
     why_not = ""  # what has ended is not on the disk
     try:
-        for run in train_all(config, samples, folder, runs, begun):
+        for run in train_all(options, build, folder, runs, begun, world):
             runs.append(run)
             if not is_rank_zero():
                 continue
@@ -73,7 +88,7 @@ def main(config: DictConfig) -> Ended:
         return Ended()
     notes += [why_not] if why_not else []
     seconds = time.perf_counter() - start
-    whole = conclude(config, rules, select_runs(config, runs), samples.form.metric, notes, seconds)
+    whole = conclude(config, rules, select_runs(options, runs), samples.form.metric, notes, seconds)
     return Ended(0 if whole and not why_not else 1)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.options import ENDED, UNDER_WAY
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +35,14 @@ def write_csv(path: Path, rows: Rows) -> None:
 def has_checkpoint(run: Path) -> bool:
     """Whether a run's folder has a checkpoint to resume from."""
     return any(run.glob("checkpoints/step_*.ckpt"))
+
+
+def resumable_in(folder: Path) -> str:
+    """Name the checkpoints or runs in ``folder`` that can be resumed; "" if there are none."""
+    if has_checkpoint(folder):
+        return "the checkpoints of a run"
+    begun = any(map(has_checkpoint, (folder / UNDER_WAY).glob("*")))
+    return "the runs of a comparison" if begun or (folder / ENDED).is_file() else ""
 
 
 @contextmanager

@@ -1,7 +1,14 @@
-"""Options of runs: their names, which of them differ, and which change nothing of a training."""
+"""Options of training runs: defaults, names, and which of them change a trajectory.
 
+The module loads no torch, so that ``--help`` is fast.
+"""
+
+import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from toolkit.errors import UserError, check_choice
 
 COMPARED = "runs.yaml"
 """In the folder of a comparison: the options of its runs."""
@@ -12,11 +19,14 @@ ENDED = "runs.csv"
 UNDER_WAY = "under_way"
 """In the folder of a comparison: a folder for each run that has begun and not ended."""
 
+STOPPED = 75
+"""Exit status of a run or a sweep that a signal has ended and that can be resumed."""
+
 RESUMED_OTHERWISE = "resumed with other options than those of the checkpoint"
-"""How a note begins on a run whose options tell only of its last part."""
+"""Beginning of the note on a run that was resumed with other options."""
 
 AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
-"""What is around a run: where it is tracked, what it goes on from, the comparison it is of."""
+"""Options around a run: its tracking, the run that it resumes, its comparison."""
 
 INDIFFERENT = AROUND | {
     *("save", "guard", "guard_factor", "profile", "diagnostics"),
@@ -33,9 +43,135 @@ INDIFFERENT = AROUND | {
 - ``workers``: ``microbatches`` has its value.
 """
 
+GUARDS = ("off", "stop", "rollback")
+TRACKING_MODES = ("offline", "online", "disabled")
+
+
+def option(default: Any, description: str) -> Any:
+    """A dataclass field with the line that ``--help`` prints for it."""
+    return field(default=default, metadata={"help": description})
+
+
+def option_list(default: Sequence[Any], description: str) -> Any:
+    """:func:`option` for a list."""
+    return field(default_factory=lambda: list(default), metadata={"help": description})
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Values of :class:`toolkit.runtime.StepOptions`, which explains and checks them."""
+
+    precision: str = option("fp32", "fp32, tf32, bf16 or fp16")
+    loss_scale: float = option(1024.0, "factor on the loss under fp16")
+    checkpoint: str | Sequence[int] = option(
+        "none", "stages that compute their forward twice: none, all or [0,1]"
+    )
+    clip: float | None = option(None, "largest norm of a gradient")
+    clip_by: str = option("stage", "stage or model: scope of that norm")
+    ema: float | None = option(None, "decay of an average of the weights, which is tested too")
+    compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
+    channels_last: bool = option(False, "memory format of images and convolutions")
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """When checkpoints are saved; None: not for that reason.
+
+    Unless all three intervals are None, each epoch that is the best so far is saved too.
+
+    Raises:
+        UserError: an interval is not above 0, or ``keep`` is below 1.
+    """
+
+    steps: int | None = option(None, "training steps from one to the next")
+    epochs: int | None = option(1, "epochs from one to the next")
+    minutes: float | None = option(None, "minutes from one to the next")
+    keep: int = option(2, "number of latest checkpoints to keep, besides the best")
+    sharded: bool = option(
+        False, "every rank writes and reads its share, in a folder that all ranks see"
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"save.{name} is above 0, or null: got {value}")
+        if self.keep < 1:
+            raise UserError(f"save.keep is 1 or more: got {self.keep}")
+
+    @property
+    def never(self) -> bool:
+        return self.steps is None and self.epochs is None and self.minutes is None
+
+
+@dataclass(frozen=True)
+class TrainingOptions(StepSettings):
+    """Plain values of a training run; see :func:`toolkit.training.prepare`.
+
+    Raises:
+        UserError: a value is out of range.
+    """
+
+    batch: int = option(16, "images, or sequences, of a micro-batch")
+    epochs: int = option(10, "passes over the training data")
+    seed: int = option(0, "of weights, order of the data, augmentation and dropout")
+    partition: str | Sequence[str] = option(
+        "flops", "flops, parameters, activations, or [names of modules]"
+    )
+    cudnn_benchmark: bool = option(False, "on GPUs cuDNN tries which convolutions are fastest")
+    label_smoothing: float = option(0.0, "of the training loss; tests are plain cross-entropy")
+    diagnostics: int = option(0, "steps between two looks at what delay does to the gradients")
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
+    guard: str = option("stop", "if the loss diverges: off, stop, or rollback and continue with DP")
+    guard_factor: float = option(10.0, "loss, by that of the first step, that counts as diverged")
+    save: SaveOptions = field(default_factory=SaveOptions)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "epochs"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is 1 or more: got {getattr(self, name)}")
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(
+                f"label_smoothing is 0 or more, and below 1: got {self.label_smoothing}"
+            )
+        check_choice("guard", self.guard, GUARDS)
+        if not self.guard_factor > 1:
+            raise UserError(f"guard_factor is above 1; 10 is usual: got {self.guard_factor}")
+
+
+def _tracking_mode() -> str:
+    """The mode that WANDB_MODE in the environment asks for."""
+    mode = os.environ.get("WANDB_MODE") or "offline"
+    return {"dryrun": "offline", "run": "online", "shared": "online"}.get(mode, mode)
+
+
+@dataclass(frozen=True)
+class TrackingOptions:
+    """How a run is tracked with W&B.
+
+    Raises:
+        UserError: an unknown mode, or ``every`` is below 1.
+    """
+
+    mode: str = field(
+        default_factory=_tracking_mode, metadata={"help": "offline, online or disabled"}
+    )
+    project: str = "cdp-toolkit"
+    entity: str | None = option(None, "user or team; null: the default one of the account")
+    group: str | None = option(None, "null: the folder of a sweep or a comparison")
+    name: str | None = option(None, "null: the schedule and the seed")
+    tags: Sequence[str] = field(default_factory=list)
+    every: int = option(10, "training steps from one logged point to the next")
+    checkpoints: bool = option(False, "also upload the last and the best one, and model.pt")
+
+    def __post_init__(self) -> None:
+        check_choice("tracking.mode", self.mode, TRACKING_MODES)
+        if self.every < 1:
+            raise UserError(f"tracking.every is 1 or more training steps: got {self.every}")
+
 
 def flat(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"a.b": c}`` of ``{"a": {"b": c}}``; a group without options is none."""
+    """``{"a.b": c}`` of ``{"a": {"b": c}}``; an empty group has no entry."""
     found: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -46,7 +182,7 @@ def flat(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The options but for some, or for groups of them, by their names."""
+    """The options without those, or groups of them, that ``names`` lists."""
     groups = tuple(f"{name}." for name in names)
     return {name: value for name, value in options.items() if not f"{name}.".startswith(groups)}
 

@@ -28,8 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from benchmarks import fuzz
+from toolkit.cli import build_run
 from toolkit.cli.errors import explain
-from toolkit.training import Outcome, prepare, run_with_checkpoints
+from toolkit.training import Outcome, run_with_checkpoints
 from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, write_sharded
 
 PASSED = ("refused", "previous", "equal")
@@ -85,7 +86,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 def _whole(options: list[str], folder: Path) -> Whole:
     config = hydra.compose("train", [*_TINY, *options])
     OmegaConf.resolve(config)
-    outcome = run_with_checkpoints(prepare(config), folder)
+    outcome = run_with_checkpoints(build_run(config), folder)
     return Whole(config, folder, _weights(outcome), _scores(outcome))
 
 
@@ -116,7 +117,7 @@ def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, lim
         write(last, state)
     try:
         with _no_longer_than(limit):
-            outcome = run_with_checkpoints(prepare(whole.config), folder, resume=True)
+            outcome = run_with_checkpoints(build_run(whole.config), folder, resume=True)
     except TimeoutError:
         done.outcome = "hang"
         return

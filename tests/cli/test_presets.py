@@ -85,7 +85,7 @@ def test_every_schema_is_offered():
     }
     known = {
         f"{group}/{name}"
-        for group, schemas in schema._SCHEMAS.items()
+        for group, schemas in schema.SCHEMAS.items()
         for name in schemas
         if group not in ("experiment", "tracking")  # which no choice of a group makes
     }

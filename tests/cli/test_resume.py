@@ -11,6 +11,7 @@ from tests.experiments.command import TINY, refused, run
 from toolkit.cli.hydra_args import quoted, unquoted
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import alone_in
+from toolkit.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -52,8 +53,7 @@ def test_a_folder_may_be_called_anything(folder):
 def test_a_folder_of_another_experiment_is_refused(folder):
     hydra = {"hydra": {"job": {"name": "compare"}}}
     (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
-    told = f"made by another experiment: python experiments/compare.py resume={folder}"
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(f"experiments/compare.py resume={folder}")):
         resume_arguments([f"resume={folder}"], "train")
     assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 

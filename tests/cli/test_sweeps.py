@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 from tests.experiments.command import EXPERIMENTS, TINY, refused, run
 from tests.thorough import thorough
+from toolkit.cli.command import command_of_job
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import (
     Status,
@@ -116,7 +118,7 @@ def test_one_that_fails_does_not_lose_the_others(swept):
     assert "error: optimizer cannot be made: Invalid learning rate: -1.0" in finished.err
     assert "Traceback" not in finished.err
     assert f"3 runs in {folder}: 2 finished, 1 failed" in finished.out
-    assert f"to go on: python experiments/train.py -m resume={folder}" in finished.out
+    assert f"to continue: python experiments/train.py -m resume={folder}" in finished.out
     assert [read_status(folder / str(k)).state for k in range(3)] == [
         "finished",
         "failed",
@@ -165,7 +167,7 @@ def test_other_options_in_the_same_folder_are_refused(swept):
 def test_a_bug_in_one_run_is_told_in_its_folder(tmp_path, monkeypatch):
     from toolkit import training
 
-    def prepare(config):
+    def prepare(*_, **__):
         raise AssertionError("impossible")
 
     monkeypatch.setattr(training, "prepare", prepare)
@@ -175,6 +177,18 @@ def test_a_bug_in_one_run_is_told_in_its_folder(tmp_path, monkeypatch):
     assert "impossible" in (tmp_path / "1" / "error.txt").read_text()
     assert "failed: 0 (" in finished.out
     assert "AssertionError: impossible" in finished.out
+
+
+def test_a_job_of_a_launcher_has_its_own_command(monkeypatch):
+    """submitit's own script runs it on a cluster."""
+    hydra = SimpleNamespace(overrides=SimpleNamespace(task=["seed=3", "epochs=2"]))
+    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: hydra)
+    own = [str(EXPERIMENTS / "train.py"), "seed=3", "epochs=2"]
+    for script, expected in (("/lib/_submit.py", own), ("x/train.py", ["x/train.py", "a=1"])):
+        monkeypatch.setattr(sys, "argv", [script, "a=1"])
+        with command_of_job("train"):
+            assert sys.argv == expected
+        assert sys.argv == [script, "a=1"]
 
 
 def test_presets_are_sweeps(tmp_path):

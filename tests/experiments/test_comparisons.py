@@ -12,8 +12,8 @@ import pytest
 
 from tests.experiments.command import TINY, complete, refused, rows, run
 from tests.thorough import thorough
-from toolkit.notebook import settings
-from toolkit.results import comparison_folder
+from toolkit.cli import build, settings
+from toolkit.results import comparison, comparison_folder
 from toolkit.results.comparison_folder import RuleRun, keep_options, keep_runs
 from toolkit.results.runs import read_runs
 from toolkit.training import DivergedError, Epoch, loop, training_run
@@ -25,12 +25,14 @@ def stopped_in_run(k, monkeypatch):
     """A signal comes as the run ``k`` begins, the first one being 0."""
     runs = iter(range(1000))
 
-    def prepared(*arguments):
+    begin = comparison.prepare_folder
+
+    def begun(*arguments, **options):
         if next(runs) == k:
             os.kill(os.getpid(), signal.SIGTERM)
-        return training_run.prepare(*arguments)
+        return begin(*arguments, **options)
 
-    monkeypatch.setattr("toolkit.results.comparison.prepare", prepared)
+    monkeypatch.setattr(comparison, "prepare_folder", begun)
 
 
 OPTIONS = (*TINY, "~rules.cdp_v1", "seeds=1", "epochs=2", "diagnostics=1", "tracking.every=1")
@@ -177,7 +179,7 @@ def kept(tmp_path):
         for rule, seed in keys
     ]
     given = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
-    keep_options(tmp_path, settings("compare", *given), runs)
+    keep_options(tmp_path, build.plain(settings("compare", *given)), runs)
     keep_runs(tmp_path, runs)
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
@@ -186,18 +188,18 @@ def kept(tmp_path):
 
 def test_models_of_earlier_runs_are_freed(tmp_path, monkeypatch):
     """They are in reference cycles, and the garbage collector does not see a GPU's memory."""
-    seen, alive = [], []
+    seen, alive, build_run = [], [], build.build_run
 
     def counted(*arguments):
-        prepared = training_run.prepare(*arguments)
+        prepared = build_run(*arguments)
         alive.append(sum(parameter() is not None for parameter in seen))
         seen.extend(weakref.ref(p) for p in prepared.runtime.stages.model.parameters())
         return prepared
 
-    monkeypatch.setattr("toolkit.results.comparison.prepare", counted)
+    monkeypatch.setattr(build, "build_run", counted)
     complete("compare", tmp_path, *TINY, "epochs=1", "seeds=2", "~rules.cdp_v1")
     assert len(seen) > 4
-    assert alive == [0, 0, 0, 0]
+    assert alive == [0] * 6  # two that are only checked, and four that are trained
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import signal
 import sys
 
 import pytest
-from omegaconf import OmegaConf
 
 from tests.experiments.command import TINY, complete, run
 from tests.results.fake_wandb import wait_for_offline_run
@@ -66,7 +65,7 @@ def test_run_does_not_contain_the_key(tmp_path, monkeypatch):
 def test_provenance_does_not_contain_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
-    config = OmegaConf.create({"tracking": {"name": KEY, "tags": [KEY]}})
+    config = {"tracking": {"name": KEY, "tags": [KEY]}}
     source = provenance(config, "a machine", 0)
     assert source["command"].endswith("train.py tracking.name=WANDB_API_KEY")
     assert KEY not in str(source)

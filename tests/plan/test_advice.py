@@ -6,8 +6,8 @@ from math import inf, nan
 
 import pytest
 
+from toolkit.cli import settings
 from toolkit.cost import Hardware
-from toolkit.notebook.settings import settings
 from toolkit.plan import Pilot, RuleFindings, TrainingFindings, advise
 from toolkit.plan.findings import Prediction
 from toolkit.results import Estimate

@@ -3,17 +3,15 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from toolkit.results import describe, provenance
 from toolkit.results.provenance import starter
 
 ROOT = Path(__file__).parents[2]
-CONFIG = OmegaConf.create({"seed": 3, "epochs": 2, "steps": "${epochs}"})
+CONFIG = {"seed": 3, "betas": (0.9, 0.999), "save": {"keep": 2}}
 
 
 def command_of(monkeypatch, *argv):
@@ -37,19 +35,6 @@ def test_the_command_is_relative_to_the_project(monkeypatch, folder, script):
     assert shlex.split(command)[-1] == "partition=[a, b]"
 
 
-def test_a_job_that_a_launcher_has_started_goes_by_its_own_options(monkeypatch):
-    """submitit's own script runs it on a cluster."""
-    hydra = SimpleNamespace(
-        job=SimpleNamespace(name="train"), overrides=SimpleNamespace(task=["seed=3", "epochs=2"])
-    )
-    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.initialized", lambda: True)
-    monkeypatch.setattr("hydra.core.hydra_config.HydraConfig.get", lambda: hydra)
-    assert command_of(monkeypatch, "/lib/_submit.py", "/a/.submitit/%j") == (
-        "python experiments/train.py seed=3 epochs=2"
-    )
-    assert command_of(monkeypatch, "train.py", "seed=4") == "python train.py seed=4"
-
-
 def test_a_script_elsewhere_goes_by_its_name(monkeypatch, tmp_path):
     command = command_of(monkeypatch, str(tmp_path / "mine.py"))
     assert command == "python mine.py"
@@ -57,7 +42,7 @@ def test_a_script_elsewhere_goes_by_its_name(monkeypatch, tmp_path):
 
 def test_what_a_reader_needs():
     found = provenance(CONFIG, "a machine", 1.23456)
-    assert found["config"] == {"seed": 3, "epochs": 2, "steps": 2}
+    assert found["config"] == {"seed": 3, "betas": [0.9, 0.999], "save": {"keep": 2}}
     assert (found["seed"], found["device"], found["seconds"]) == (3, "a machine", 1.235)
     assert found["versions"]["torch"] == version("torch")
     assert found["versions"]["cdp-toolkit"] == version("cdp-toolkit")

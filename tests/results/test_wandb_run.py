@@ -10,11 +10,10 @@ import pytest
 import torch
 import wandb
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
 from tests.results.fake_wandb import wait_for_offline_run
-from toolkit.cli.schema import Tracking
 from toolkit.errors import UserError
+from toolkit.options import TrackingOptions
 from toolkit.results import Curves, Tracker, track, training_log, wandb_run
 from toolkit.runtime.microbatches import StepResult
 from toolkit.training import Epoch, Step
@@ -30,10 +29,8 @@ def fresh(monkeypatch, tmp_path):
 
 
 def begin(folder, *, resume=False, own=None, **options):
-    config = OmegaConf.create(
-        {"seed": 3, "model": {"name": "resnet8"}, "resume": None}
-        | {"tracking": OmegaConf.structured(Tracking(**{"mode": "offline", **options}))}
-    )
+    tracking = {"mode": "offline", **options}
+    config = {"seed": 3, "model": {"name": "resnet8"}, "resume": None, "tracking": tracking}
     return track(
         config, folder, device="a machine", name="a run", resume=resume, own=own, group="many"
     )
@@ -240,7 +237,7 @@ def test_options_that_cannot_be(tmp_path, options, message):
 )
 def test_the_environment_gives_the_mode(monkeypatch, asked, mode):
     monkeypatch.setenv("WANDB_MODE", asked)
-    assert Tracking().mode == mode
+    assert TrackingOptions().mode == mode
 
 
 class Log(Tracker):

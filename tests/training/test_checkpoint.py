@@ -175,8 +175,6 @@ def test_without_a_whole_checkpoint(tmp_path):
     assert Checkpoints(tmp_path).any(Saved())
     with pytest.raises(UserError, match=f"{tmp_path} .*2.ckpt .*1.ckpt "):
         Checkpoints(tmp_path).load(Saved())
-    with pytest.raises(UserError, match=r"save\.keep"):
-        Checkpoints(tmp_path, keep=0)
 
 
 def test_runs_no_code(tmp_path):

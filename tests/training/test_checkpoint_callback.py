@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.metric import ACCURACY, LOSS
+from toolkit.options import SaveOptions
 from toolkit.training import DivergedError
 from toolkit.training import checkpoint_callback as module
 from toolkit.training.checkpoint_callback import (
     CheckpointCallback,
-    SaveIntervals,
     Signals,
     StoppedError,
 )
@@ -49,7 +49,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def make(clock, tmp_path):
     def make(often=None, signals=None, measure=ACCURACY, **options):
-        often = often or SaveIntervals()
+        often = often or SaveOptions()
         return CheckpointCallback(
             runtime=SimpleNamespace(rank=0, total=lambda values: values),
             saves=not often.never,
@@ -95,10 +95,10 @@ def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
     ("often", "measure", "accuracies", "best"),
     [
         # the latest of equals, if it is saved
-        (SaveIntervals(), ACCURACY, [0.5, 0.4, 0.7, 0.7, 0.6], [4, 12, 16]),
-        (SaveIntervals(epochs=2), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
-        (SaveIntervals(6, epochs=None), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
-        (SaveIntervals(), LOSS, [0.5, 0.4, 0.7, 0.4, 0.6], [4, 8, 16]),
+        (SaveOptions(), ACCURACY, [0.5, 0.4, 0.7, 0.7, 0.6], [4, 12, 16]),
+        (SaveOptions(epochs=2), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
+        (SaveOptions(6, epochs=None), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
+        (SaveOptions(), LOSS, [0.5, 0.4, 0.7, 0.4, 0.6], [4, 8, 16]),
     ],
 )
 def test_the_best_is_saved_whenever_it_comes(make, clock, often, measure, accuracies, best):
@@ -108,16 +108,16 @@ def test_the_best_is_saved_whenever_it_comes(make, clock, often, measure, accura
 @pytest.mark.parametrize(
     ("often", "steps"),
     [
-        (SaveIntervals(epochs=1), [4, 8, 12]),
-        (SaveIntervals(epochs=2), [4, 8]),
-        (SaveIntervals(epochs=None), []),
-        (SaveIntervals(steps=3, epochs=None), [3, 4, 6, 9, 12]),
-        (SaveIntervals(steps=3), [3, 4, 6, 8, 9, 12]),
+        (SaveOptions(epochs=1), [4, 8, 12]),
+        (SaveOptions(epochs=2), [4, 8]),
+        (SaveOptions(epochs=None), []),
+        (SaveOptions(steps=3, epochs=None), [3, 4, 6, 9, 12]),
+        (SaveOptions(steps=3), [3, 4, 6, 8, 9, 12]),
         # every step takes 30 s, and minutes count from one checkpoint to the next
-        (SaveIntervals(epochs=None, minutes=1), [2, 4, 6, 8, 10, 12]),
-        (SaveIntervals(epochs=None, minutes=2), [4, 8, 12]),
-        (SaveIntervals(epochs=None, minutes=2.5), [4, 9]),
-        (SaveIntervals(epochs=1, minutes=1.5), [3, 4, 7, 8, 11, 12]),
+        (SaveOptions(epochs=None, minutes=1), [2, 4, 6, 8, 10, 12]),
+        (SaveOptions(epochs=None, minutes=2), [4, 8, 12]),
+        (SaveOptions(epochs=None, minutes=2.5), [4, 9]),
+        (SaveOptions(epochs=1, minutes=1.5), [3, 4, 7, 8, 11, 12]),
     ],
 )
 def test_saves_when_it_is_due(make, clock, often, steps):
@@ -142,9 +142,9 @@ def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
 @pytest.mark.parametrize(
     ("often", "full", "saved"),
     [
-        (SaveIntervals(), False, True),
-        (SaveIntervals(), True, False),
-        (SaveIntervals(epochs=None), False, False),
+        (SaveOptions(), False, True),
+        (SaveOptions(), True, False),
+        (SaveOptions(epochs=None), False, False),
     ],
 )
 def test_a_signal_stops_the_run_after_a_checkpoint(make, clock, capsys, often, full, saved):
@@ -160,7 +160,7 @@ def test_a_signal_stops_the_run_after_a_checkpoint(make, clock, capsys, often, f
 
 def test_no_signal_stops_a_run_that_is_done(make, clock):
     signals = Signals(signal.SIGTERM)
-    keeper = make(SaveIntervals(epochs=None), signals)
+    keeper = make(SaveOptions(epochs=None), signals)
     keeper.epochs = 1
     keeper.end(Position(epoch=1))
     assert signals.agreed == signal.SIGTERM

@@ -5,9 +5,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tests.training.test_run_with_checkpoints import configured, weights
+from toolkit.cli import build_run
 from toolkit.errors import UserError
 from toolkit.model import Images
-from toolkit.training import prepare, run_with_checkpoints
+from toolkit.training import run_with_checkpoints
 from toolkit.training.data import Datasets, datasets
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -66,14 +67,14 @@ def test_the_test_is_whole_and_shared_out():
 def test_a_resumed_run_sees_the_same_samples(tmp_path):
     samples = Datasets(Noisy(32), Noisy(8), 10)
     whole = run_with_checkpoints(
-        prepare(configured("epochs=2", "lr=constant"), samples), tmp_path / "whole"
+        build_run(configured("epochs=2", "lr=constant"), samples), tmp_path / "whole"
     )
     expected = weights(whole)
     run_with_checkpoints(
-        prepare(configured("epochs=1", "lr=constant"), samples), tmp_path / "again"
+        build_run(configured("epochs=1", "lr=constant"), samples), tmp_path / "again"
     )
     again = run_with_checkpoints(
-        prepare(configured("epochs=2", "lr=constant"), samples), tmp_path / "again", resume=True
+        build_run(configured("epochs=2", "lr=constant"), samples), tmp_path / "again", resume=True
     )
     found = weights(again)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -101,4 +102,4 @@ def test_other_batches_are_refused():
     samples = Datasets(Noisy(32), Noisy(8), 10)
     samples.train = lambda *_: torch.utils.data.DataLoader(Noisy(32), 8)
     with pytest.raises(UserError):
-        prepare(configured(), samples)
+        build_run(configured(), samples)

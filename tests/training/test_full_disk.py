@@ -6,9 +6,9 @@ import pytest
 
 from tests.experiments.command import TINY, run
 from tests.thorough import more
-from tests.training.test_run_with_checkpoints import configured, weights
+from tests.training.test_run_with_checkpoints import built, weights
 from toolkit.runtime import SingleProcess
-from toolkit.training import prepare, run_with_checkpoints
+from toolkit.training import run_with_checkpoints
 from toolkit.training.checkpoint import Checkpoints
 
 
@@ -30,7 +30,7 @@ def disk(tmp_path):
 
 def goes_on_from(folder, step):
     """Whether a run goes on from the checkpoint of ``step``, to the end of one undisturbed."""
-    job = prepare(configured())
+    job = built()
     state, damaged = Checkpoints(folder / "checkpoints").load(job.runtime)
     assert isinstance(job.runtime, SingleProcess)
     job.runtime.load_state_dict(state["runtime"])
@@ -56,7 +56,7 @@ def test_a_full_disk(disk, capsys, sharded):
             except OSError:
                 pass
 
-    outcome = run_with_checkpoints(prepare(configured(*options)), folder, on_step=fill)
+    outcome = run_with_checkpoints(built(*options), folder, on_step=fill)
     assert len(outcome.epochs) == 3
     (note,) = outcome.notes
     assert note.startswith("not written: the checkpoint of step 8: ")
@@ -73,7 +73,7 @@ def test_a_disk_that_turns_read_only(disk):
         if (folder / "checkpoints" / "step_000000004.ckpt").exists():
             assert mount("remount", "ro")
 
-    outcome = run_with_checkpoints(prepare(configured("save.steps=4")), folder, on_step=turn)
+    outcome = run_with_checkpoints(built("save.steps=4"), folder, on_step=turn)
     (note,) = outcome.notes
     assert "Read-only file system" in note
     assert len(weights(outcome)) > 0

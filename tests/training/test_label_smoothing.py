@@ -6,7 +6,8 @@ from torch.nn import functional as F
 
 from tests.cli.test_presets import composed
 from tests.experiments.command import TINY
-from toolkit.training import evaluate, prepare
+from toolkit.cli import build_run
+from toolkit.training import evaluate
 
 CPU = torch.device("cpu")
 
@@ -14,7 +15,7 @@ CPU = torch.device("cpu")
 def losses(label_smoothing):
     """Of training and testing; the weights do not change."""
     config = composed("train", *TINY, f"label_smoothing={label_smoothing}", "optimizer.lr=0")
-    job = prepare(config)
+    job = build_run(config)
     (epoch,) = job.run()
     return job, epoch
 
@@ -41,4 +42,4 @@ def test_smoothed_loss_by_hand():
 def test_refuses(value):
     message = f"label_smoothing is 0 or more, and below 1: got {float(value)}"
     with pytest.raises(ValueError, match=message):
-        prepare(composed("train", *TINY, f"label_smoothing={value}"))
+        build_run(composed("train", *TINY, f"label_smoothing={value}"))

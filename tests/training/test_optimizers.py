@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,7 +18,6 @@ from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import takes_names
 from toolkit.schedule import catalog
 from toolkit.training.optimizers import Muon, lamb, lars, orthogonalized
-from toolkit.training.training_run import _optimizer
 
 F64 = torch.float64
 
@@ -25,8 +25,8 @@ F64 = torch.float64
 def chosen(name, *overrides):
     """As the command line makes it."""
     overrides = [f"optimizer.{override}" for override in overrides]
-    make, _ = _optimizer(composed("train", f"optimizer={name}", *overrides).optimizer)
-    return make
+    config = composed("train", f"optimizer={name}", *overrides).optimizer
+    return instantiate(config, _partial_=True, _convert_="all")
 
 
 def one_update(make):

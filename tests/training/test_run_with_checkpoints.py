@@ -18,11 +18,11 @@ from omegaconf import OmegaConf
 from tests.experiments.command import TINY
 from tests.stages import cut
 from tests.thorough import THOROUGH, more, thorough
-from toolkit.cli import schema
+from toolkit.cli import build_run, schema
 from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
-from toolkit.training import DivergedError, StoppedError, loop, prepare, run_with_checkpoints
+from toolkit.training import DivergedError, StoppedError, loop, run_with_checkpoints
 from toolkit.training.checkpoint_callback import CheckpointCallback
 from toolkit.training.loop import Evaluation, Position
 from toolkit.training.run_with_checkpoints import without_delay
@@ -39,6 +39,10 @@ def configured(*options):
         config = compose("train", [*TINY, "epochs=3", "stages=2", "microbatches=2", *options])
     OmegaConf.resolve(config)
     return config
+
+
+def built(*options):
+    return build_run(configured(*options))
 
 
 def weights(outcome):
@@ -64,7 +68,7 @@ def stop_at(step, number=signal.SIGTERM):
 
 def stopped(folder, step, *options, **more):
     with pytest.raises(StoppedError) as error:
-        run_with_checkpoints(prepare(configured(*options)), folder, on_step=stop_at(step), **more)
+        run_with_checkpoints(built(*options), folder, on_step=stop_at(step), **more)
     return error.value
 
 
@@ -75,9 +79,7 @@ def uninterrupted(tmp_path_factory):
 
     def run(*options):
         if options not in found:
-            outcome = run_with_checkpoints(
-                prepare(configured(*options)), tmp_path_factory.mktemp("run")
-            )
+            outcome = run_with_checkpoints(built(*options), tmp_path_factory.mktemp("run"))
             found[options] = weights(outcome), outcome.epochs
         return found[options]
 
@@ -103,7 +105,7 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order
     error = stopped(tmp_path, step, *options)
     assert str(error) == "SIGTERM"
     assert error.saved
-    outcome = run_with_checkpoints(prepare(configured(*options)), tmp_path, resume=True)
+    outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)
     assert_identical(weights(outcome), expected)
     assert outcome.notes == []
     for found, epoch in zip(outcome.epochs, epochs, strict=True):
@@ -113,13 +115,13 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path, uninterrupted, rule, order
 
 
 def test_the_final_weights_are_a_plain_state(tmp_path):
-    outcome = run_with_checkpoints(prepare(configured()), tmp_path)
+    outcome = run_with_checkpoints(built(), tmp_path)
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert_identical(found, weights(outcome))
 
 
 def test_weights_are_not_kept_where_that_is_not_asked_for(tmp_path):
-    run_with_checkpoints(prepare(configured("save.epochs=2")), tmp_path, weights=False)
+    run_with_checkpoints(built("save.epochs=2"), tmp_path, weights=False)
     assert [path.name for path in tmp_path.rglob("*.*")] == ["step_000000016.ckpt"]
 
 
@@ -132,7 +134,7 @@ def test_weights_are_not_kept_where_that_is_not_asked_for(tmp_path):
     ],
 )
 def test_saves_as_often_as_asked(tmp_path, options, steps):
-    run_with_checkpoints(prepare(configured(*options)), tmp_path)
+    run_with_checkpoints(built(*options), tmp_path)
     found = sorted(int(path.stem[5:]) for path in tmp_path.glob("checkpoints/step_*.ckpt"))
     assert found == steps
     assert (tmp_path / "model.pt").exists() == (found != [])
@@ -143,7 +145,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, uninterrupte
     stopped(tmp_path, 14, "save.steps=4")
     latest = max(tmp_path.glob("checkpoints/step_*.ckpt"))
     latest.write_bytes(latest.read_bytes()[:-10])
-    outcome = run_with_checkpoints(prepare(configured("save.steps=4")), tmp_path, resume=True)
+    outcome = run_with_checkpoints(built("save.steps=4"), tmp_path, resume=True)
     (note,) = outcome.notes
     assert note.startswith(f"{latest} is damaged")
     assert note.endswith("the one before it was used")
@@ -158,7 +160,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         (["data.image_size=16", "data.n_classes=7"], "does not fit this run"),
     ):
         with pytest.raises(ValueError, match=words):
-            run_with_checkpoints(prepare(configured(*options)), tmp_path, resume=True)
+            run_with_checkpoints(built(*options), tmp_path, resume=True)
 
 
 def test_other_orders_in_the_same_file_are_told(tmp_path):
@@ -166,17 +168,17 @@ def test_other_orders_in_the_same_file_are_told(tmp_path):
     options = f"schedule.file={file}", "save.steps=3", "lr=constant"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     stopped(tmp_path, 3, *options)
-    job = prepare(configured(*options))
-    assert (job.config.stages, job.config.microbatches) == (2, 2)
+    job = built(*options)
+    assert (job.record["stages"], job.record["microbatches"]) == (2, 2)
     file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
-    outcome = run_with_checkpoints(prepare(configured(*options, "epochs=1")), tmp_path, resume=True)
+    outcome = run_with_checkpoints(built(*options, "epochs=1"), tmp_path, resume=True)
     assert outcome.notes == [f"{file} has other orders than those of the checkpoint"]
 
 
 def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
     stopped(tmp_path, 3)
     options = ("epochs=2", "optimizer.lr=0.5", "schedule=dp", "save.keep=3", "threads=1")
-    outcome = run_with_checkpoints(prepare(configured(*options)), tmp_path, resume=True)
+    outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)
     (note,) = outcome.notes
     assert note.startswith("resumed with other options than those of the checkpoint: ")
     assert "optimizer.lr=0.5 (was 0.1)" in note
@@ -187,42 +189,40 @@ def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
 
 def test_a_run_that_has_ended_is_not_made_another(tmp_path):
     """Options that nothing is trained with any more would only change what it says it was."""
-    run_with_checkpoints(prepare(configured("epochs=1")), tmp_path)
+    run_with_checkpoints(built("epochs=1"), tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
     changed = configured("epochs=1", "optimizer.lr=0.5")
     with pytest.raises(UserError, match=r"optimizer\.lr"):
-        run_with_checkpoints(prepare(changed), tmp_path, resume=True)
+        run_with_checkpoints(build_run(changed), tmp_path, resume=True)
     assert {path: path.read_bytes() for path in kept} == kept
-    again = run_with_checkpoints(
-        prepare(configured("epochs=1", "save.keep=3")), tmp_path, resume=True
-    )
+    again = run_with_checkpoints(built("epochs=1", "save.keep=3"), tmp_path, resume=True)
     assert len(again.epochs) == 1
-    run_with_checkpoints(prepare(configured("epochs=2", "optimizer.lr=0.5")), tmp_path, resume=True)
+    run_with_checkpoints(built("epochs=2", "optimizer.lr=0.5"), tmp_path, resume=True)
     with pytest.raises(UserError):
-        run_with_checkpoints(prepare(configured("epochs=1")), tmp_path, resume=True)
+        run_with_checkpoints(built("epochs=1"), tmp_path, resume=True)
 
 
 def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
     with pytest.raises(StoppedError, match="SIGINT"):
-        run_with_checkpoints(prepare(configured()), tmp_path, on_step=stop_at(3, signal.SIGINT))
+        run_with_checkpoints(built(), tmp_path, on_step=stop_at(3, signal.SIGINT))
 
     def twice(step):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(UserError):
-        run_with_checkpoints(prepare(configured()), tmp_path)
+        run_with_checkpoints(built(), tmp_path)
     with pytest.raises(StoppedError, match="SIGINT"):  # they are one, as when torchrun hands it on
-        run_with_checkpoints(prepare(configured()), tmp_path, resume=True, on_step=twice)
+        run_with_checkpoints(built(), tmp_path, resume=True, on_step=twice)
     monkeypatch.setattr("toolkit.training.checkpoint_callback.ECHO", 0.0)
     with pytest.raises(KeyboardInterrupt):
-        run_with_checkpoints(prepare(configured()), tmp_path, resume=True, on_step=twice)
+        run_with_checkpoints(built(), tmp_path, resume=True, on_step=twice)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     """Training ends, and says what is lacking."""
     (tmp_path / "checkpoints").write_text("a file in its way")
-    outcome = run_with_checkpoints(prepare(configured()), tmp_path)
+    outcome = run_with_checkpoints(built(), tmp_path)
     assert len(outcome.epochs) == 3
     (note,) = outcome.notes
     assert note.startswith("not written: the checkpoint of step 8: ")
@@ -250,11 +250,11 @@ def planted(job, at, n=10):
 def test_a_divergence_is_rolled_back(tmp_path, rule):
     """And the run ends about as well as one that was not disturbed."""
     options = (f"schedule={rule}", "data.n_train=256", "optimizer.lr=0.02", "epochs=4")
-    calm = run_with_checkpoints(prepare(configured(*options)), tmp_path / "calm")
+    calm = run_with_checkpoints(built(*options), tmp_path / "calm")
     config = configured(*options, "guard=rollback")
     heard = []
     outcome = run_with_checkpoints(
-        planted(prepare(config), at=40), tmp_path / "wild", on_note=heard.append
+        planted(build_run(config), at=40), tmp_path / "wild", on_note=heard.append
     )
     (note,) = outcome.notes
     assert heard == outcome.notes
@@ -267,7 +267,7 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
 
 def test_without_a_guard_a_lost_run_goes_on(tmp_path):
     options = "guard=off", "optimizer.lr=1e30", "epochs=2"
-    outcome = run_with_checkpoints(prepare(configured(*options)), tmp_path)
+    outcome = run_with_checkpoints(built(*options), tmp_path)
     assert len(outcome.epochs) == 2
     assert all(math.isnan(epoch.test_loss) for epoch in outcome.epochs)
 
@@ -276,7 +276,7 @@ def test_without_a_guard_a_lost_run_goes_on(tmp_path):
 def test_weights_that_only_the_test_finds_lost_are_no_result(tmp_path, monkeypatch, guard):
     monkeypatch.setattr(loop, "evaluate", lambda *a, **k: Evaluation(math.nan, math.nan, math.nan))
     with pytest.raises(FloatingPointError, match=r"the test loss of epoch 0 is nan.*: lower opt"):
-        run_with_checkpoints(prepare(configured(f"guard={guard}")), tmp_path)
+        run_with_checkpoints(built(f"guard={guard}"), tmp_path)
 
 
 @pytest.mark.gpu
@@ -287,9 +287,9 @@ def test_weights_of_every_version_go_back_to_the_gpu(monkeypatch, tmp_path, shar
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     options = ("device=cuda", "schedule=cdp_v1", "ema=0.9", "optimizer=adamw", "save.steps=3")
     options += (f"save.sharded={sharded}",)
-    whole = run_with_checkpoints(prepare(configured(*options)), tmp_path / "whole")
+    whole = run_with_checkpoints(built(*options), tmp_path / "whole")
     stopped(tmp_path / "again", 8, *options)
-    again = run_with_checkpoints(prepare(configured(*options)), tmp_path / "again", resume=True)
+    again = run_with_checkpoints(built(*options), tmp_path / "again", resume=True)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(again)[name], tensor, rtol=1e-3, atol=1e-4)
     assert again.epochs[-1].ema_top1 is not None
@@ -298,19 +298,19 @@ def test_weights_of_every_version_go_back_to_the_gpu(monkeypatch, tmp_path, shar
 def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
     told = r"(and was .* at first|is nan): lower optimizer.lr"
     with pytest.raises(FloatingPointError, match=told):
-        run_with_checkpoints(planted(prepare(configured()), at=4), tmp_path)
+        run_with_checkpoints(planted(built(), at=4), tmp_path)
 
 
 def test_what_has_no_way_back_is_refused_at_once(tmp_path):
-    job = prepare(configured("schedule=pipedream_2bw", "guard=rollback"))
+    job = built("schedule=pipedream_2bw", "guard=rollback")
     with pytest.raises(UserError):
         run_with_checkpoints(job, tmp_path)
     with pytest.raises(UserError):
-        run_with_checkpoints(prepare(configured("guard=maybe")), tmp_path)
+        run_with_checkpoints(built("guard=maybe"), tmp_path)
     with pytest.raises(UserError, match="guard_factor"):
-        run_with_checkpoints(prepare(configured("guard_factor=-1")), tmp_path)
+        run_with_checkpoints(built("guard_factor=-1"), tmp_path)
     with pytest.raises(UserError, match=r"save\.steps"):
-        run_with_checkpoints(prepare(configured("save.steps=0")), tmp_path)
+        run_with_checkpoints(built("save.steps=0"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +362,10 @@ def on_rank(folder, name):
     options = f"runtime={runtime}", "runtime.backend=gloo", "device=cpu", *RUNTIMES[name]
     options += ("save.steps=3", "save.keep=9", "epochs=2")
     mine = folder if int(os.environ["RANK"]) == 0 else Path("elsewhere")  # rank 0's counts
-    whole = run_with_checkpoints(prepare(configured(*options)), mine / "whole")
+    whole = run_with_checkpoints(built(*options), mine / "whole")
     expected = weights(whole)
     error = None
-    job = prepare(configured(*options))
+    job = built(*options)
     seen = iter(range(1, 100))
 
     def on_step(step):
@@ -377,8 +377,8 @@ def on_rank(folder, name):
         run_with_checkpoints(job, mine / "again", on_step=on_step)
     except StoppedError as stopped:
         error = str(stopped)
-    again = run_with_checkpoints(prepare(configured(*options)), mine / "again", resume=True)
-    ended = run_with_checkpoints(prepare(configured(*options)), mine / "again", resume=True)
+    again = run_with_checkpoints(built(*options), mine / "again", resume=True)
+    ended = run_with_checkpoints(built(*options), mine / "again", resume=True)
     return expected, weights(again), error, (weights(ended), ended.job.measurements())
 
 
@@ -414,9 +414,7 @@ def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, name):
         shutil.copytree(folder / name / "whole", single)
         for later in sorted((single / "checkpoints").glob("step_*"))[2:]:
             shutil.rmtree(later) if later.is_dir() else later.unlink()
-        outcome = run_with_checkpoints(
-            prepare(configured(*options, "epochs=2")), single, resume=True
-        )
+        outcome = run_with_checkpoints(built(*options, "epochs=2"), single, resume=True)
         assert outcome.resumed_at == 6
         mine, theirs = weights(outcome), found[0][name][0]
         alike.append(all(torch.allclose(mine[k], theirs[k], rtol=1e-3, atol=1e-4) for k in theirs))
@@ -424,10 +422,8 @@ def test_another_runtime_goes_on_from_what_ranks_have_saved(distributed, name):
 
 
 def test_a_longer_cosine_is_told_of(tmp_path):
-    run_with_checkpoints(prepare(configured("lr=cosine", "epochs=1")), tmp_path)
-    longer = run_with_checkpoints(
-        prepare(configured("lr=cosine", "epochs=2")), tmp_path, resume=True
-    )
+    run_with_checkpoints(built("lr=cosine", "epochs=1"), tmp_path)
+    longer = run_with_checkpoints(built("lr=cosine", "epochs=2"), tmp_path, resume=True)
     assert longer.notes == [
         "resumed with other options than those of the checkpoint: epochs=2 (was 1)"
     ]
@@ -444,9 +440,7 @@ def test_a_baseline_without_a_way_back_says_so(tmp_path):
 def refused(folder, options):
     join()
     try:
-        run_with_checkpoints(
-            prepare(configured("runtime.backend=gloo", "device=cpu", *options)), Path(folder)
-        )
+        run_with_checkpoints(built("runtime.backend=gloo", "device=cpu", *options), Path(folder))
     except ValueError as error:
         return str(error)
 
@@ -462,8 +456,8 @@ def test_each_rollback_goes_further_back_and_three_are_the_most(tmp_path, monkey
         raise DivergedError("the loss is nan")
 
     monkeypatch.setattr(TrainingRun, "run", run)
-    with pytest.raises(FloatingPointError, match="3 rollbacks notwithstanding"):
-        run_with_checkpoints(prepare(configured("guard=rollback", "save.keep=9")), tmp_path)
+    with pytest.raises(FloatingPointError, match="after 3 rollbacks"):
+        run_with_checkpoints(built("guard=rollback", "save.keep=9"), tmp_path)
     assert seen == [0, 24, 16, 8]
 
 
@@ -477,8 +471,8 @@ def test_what_has_no_delay_is_rolled_back_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainingRun, "run", run)
     notes = []
-    job = prepare(configured("schedule=dp", "guard=rollback"))
-    with pytest.raises(FloatingPointError, match="is nan, 1 rollback notwithstanding"):
+    job = built("schedule=dp", "guard=rollback")
+    with pytest.raises(FloatingPointError, match="is nan, after 1 rollback"):
         run_with_checkpoints(job, tmp_path, on_note=notes.append)
     assert len(begun) == 2
     assert notes == ["the loss is nan: rolled back to epoch 0, step 0, and went on"]
@@ -494,7 +488,7 @@ def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeyp
         return []
 
     monkeypatch.setattr(TrainingRun, "run", run)
-    outcome = run_with_checkpoints(prepare(configured("guard=rollback")), tmp_path)
+    outcome = run_with_checkpoints(built("guard=rollback"), tmp_path)
     assert "rolled back to epoch 0, step 0" in outcome.notes[0]
 
 
@@ -510,8 +504,8 @@ def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypat
     monkeypatch.setattr(CheckpointCallback, "check", once)
     options = "schedule=cdp_v1", "guard=rollback"
     stopped(tmp_path, 20, *options)  # of which 8 were in vain
-    outcome = run_with_checkpoints(prepare(configured(*options)), tmp_path, resume=True)
-    assert outcome.notes == ["it had been rolled back, and goes on without delay"]
+    outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)
+    assert outcome.notes == ["it had been rolled back, and continues without delay"]
     assert outcome.job.schedule.max_staleness == 0
     assert outcome.job.runtime.steps_done == 24
 
@@ -524,4 +518,4 @@ def test_other_ranks_have_no_way_back():
 @pytest.mark.parametrize("factor", [-1, 0.5, 1])
 def test_refuses_a_guard_factor(tmp_path, factor):
     with pytest.raises(UserError, match="guard_factor"):
-        run_with_checkpoints(prepare(configured(f"guard_factor={factor}")), tmp_path)
+        run_with_checkpoints(built(f"guard_factor={factor}"), tmp_path)

@@ -5,10 +5,10 @@ import shutil
 import pytest
 import torch
 
-from tests.training.test_run_with_checkpoints import configured, stopped, weights
+from tests.training.test_run_with_checkpoints import built, stopped, weights
 from toolkit.errors import UserError
 from toolkit.runtime.updater import Updater
-from toolkit.training import prepare, run_with_checkpoints
+from toolkit.training import run_with_checkpoints
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("analysed_once")
 def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
     """Also where its result comes before the update."""
     options = "schedule=cdp_v1", f"runtime.order={order}", "lr=cosine", "lr.warmup_epochs=0.5"
-    job = prepare(configured(*options, "lr.reference_batch=4", "epochs=2"))
+    job = built(*options, "lr.reference_batch=4", "epochs=2")
     first, told, made = job.runtime._updaters[0], [], []
     update = Updater.update
 
@@ -37,7 +37,7 @@ def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
 @pytest.mark.parametrize("wanted", [True, False])
 def test_cudnn_is_told_whether_to_try_convolutions(monkeypatch, wanted):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not wanted)
-    prepare(configured(f"cudnn_benchmark={wanted}"))
+    built(f"cudnn_benchmark={wanted}")
     assert torch.backends.cudnn.benchmark is wanted
 
 
@@ -54,7 +54,7 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
     stopped(tmp_path, 8, f"optimizer={optimizer}")
     found = []
     for options in ([], changed):
-        job = prepare(configured(f"optimizer={optimizer}", *options))
+        job = built(f"optimizer={optimizer}", *options)
         folder = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}{len(found)}"))
         outcome = run_with_checkpoints(job, folder, resume=True)
         groups = [g for u in job.runtime._updaters for g in u.optimizer.param_groups]
@@ -71,8 +71,6 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
 @pytest.mark.parametrize("changed", ["batch=8", "data.n_train=32", "microbatches=4"])
 def test_an_epoch_of_another_length_is_refused(tmp_path, changed):
     """Also after its last step: rates go by epochs."""
-    run_with_checkpoints(prepare(configured("epochs=1", "schedule=dp")), tmp_path)
+    run_with_checkpoints(built("epochs=1", "schedule=dp"), tmp_path)
     with pytest.raises(UserError):
-        run_with_checkpoints(
-            prepare(configured("epochs=2", "schedule=dp", changed)), tmp_path, resume=True
-        )
+        run_with_checkpoints(built("epochs=2", "schedule=dp", changed), tmp_path, resume=True)

@@ -4,11 +4,15 @@ from toolkit.cli.build import (
     analysed_form,
     build_hardware,
     build_model,
+    build_run,
     build_schedule,
+    load_samples,
     model_name,
 )
-from toolkit.cli.command import STOPPED, Ended, entry_point
-from toolkit.cli.process import is_rank_zero
+from toolkit.cli.command import Ended, entry_point
+from toolkit.cli.settings import settings
+from toolkit.options import STOPPED
+from toolkit.torchrun import is_rank_zero
 
 __all__ = [
     "STOPPED",
@@ -16,8 +20,11 @@ __all__ = [
     "analysed_form",
     "build_hardware",
     "build_model",
+    "build_run",
     "build_schedule",
     "entry_point",
     "is_rank_zero",
+    "load_samples",
     "model_name",
+    "settings",
 ]

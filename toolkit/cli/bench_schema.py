@@ -1,12 +1,12 @@
-"""The options of the benchmarks, typed; see :mod:`toolkit.cli.schema`."""
+"""The options of the benchmarks; see :mod:`toolkit.cli.schema`."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from toolkit.cli.model_schema import option, option_list
+from toolkit.cli.registry import schema
+from toolkit.options import option, option_list
 
 
-@dataclass
+@schema("bench", "simulator")
 class SimulatorBench:
     """Lowering, verifying and simulating, against torch's own."""
 
@@ -17,7 +17,7 @@ class SimulatorBench:
     rounds: int = option(3, "timed runs of each, taken in turn")
 
 
-@dataclass
+@schema("bench", "grouped")
 class GroupedBench:
     """A training step, and the training loop, order "grouped", against plain PyTorch."""
 
@@ -34,7 +34,7 @@ class GroupedBench:
     compile: str = option("none", "torch.compile: none, default, reduce-overhead, max-autotune")
 
 
-@dataclass
+@schema("bench", "resume")
 class ResumeBench:
     """Whether runs that are killed and resumed end with the weights of those that are not."""
 
@@ -51,7 +51,7 @@ class ResumeBench:
     options: list[str] = option_list([], "more options of experiments/train.py")
 
 
-@dataclass
+@schema("bench", "peak")
 class PeakBench:
     """Peak memory of one GPU that holds all workers of a schedule, against the predictions."""
 
@@ -65,7 +65,7 @@ class PeakBench:
     checkpoint: Any = option("none", "stages that compute their forward twice: none, all or [0,1]")
 
 
-@dataclass
+@schema("bench", "failure")
 class FailureBench:
     """Whether a job on many processes ends with one named error, whatever befalls a rank."""
 
@@ -79,7 +79,7 @@ class FailureBench:
     )
 
 
-@dataclass
+@schema("bench", "data_fuzz")
 class DataFuzzBench:
     """Damaged image sets: each refused by one clear error, or read as its files say."""
 
@@ -90,7 +90,7 @@ class DataFuzzBench:
     sets: list[str] = option_list(["batches", "cifar", "folder"], "what is damaged")
 
 
-@dataclass
+@schema("bench", "checkpoint_fuzz")
 class CheckpointFuzzBench:
     """Damaged checkpoints: each named, or the one before it used, when the run is resumed."""
 
@@ -99,7 +99,7 @@ class CheckpointFuzzBench:
     limit: float = option(60.0, "seconds after which a run that is resumed counts as a hang")
 
 
-@dataclass
+@schema("bench", "explorer")
 class ExplorerBench:
     """How soon the explorer has redrawn itself, held to 300 ms."""
 
@@ -108,7 +108,7 @@ class ExplorerBench:
     rounds: int = option(5, "changes of a control, of every schedule in turn")
 
 
-@dataclass
+@schema("bench", "links")
 class LinksBench:
     """Training on links of limited bandwidth, made with network namespaces; as root."""
 
@@ -131,7 +131,7 @@ class LinksBench:
     timeout: float = option(600.0, "seconds in which a run has to end")
 
 
-@dataclass
+@schema("bench", "tracking")
 class TrackingBench:
     """What tracking a run with W&B, offline, adds to its training steps."""
 

@@ -1,127 +1,214 @@
-"""From options to the objects that they describe."""
+"""From a configuration to plain options and the objects that it describes."""
 
 import importlib
 import os
 import sys
 from dataclasses import fields
-from difflib import get_close_matches
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.utils import get_method, instantiate
+from hydra.utils import get_class, get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from toolkit.cli.validate import check_counts
-from toolkit.errors import UserError
+from toolkit.errors import UserError, suggest
+from toolkit.options import SaveOptions, TrainingOptions
 from toolkit.schedule import RandomDelay, Schedule
 
 if TYPE_CHECKING:
     from torch import nn
 
     from toolkit.model import InputSpec
+    from toolkit.runtime import World
+    from toolkit.training import TrainingRun
+    from toolkit.training.data import SampleSet
 
+_JOIN = ("backend", "timeout", "interface")  # options of a runtime that are those of join()
 
 _OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
 
 
-def build_schedule(config: DictConfig) -> Schedule:
-    """The schedule of a group's options: a named method, or rank orders from a file.
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The resolved configuration as nested dicts and lists."""
+    found: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return found
+
+
+def training_options(config: DictConfig) -> TrainingOptions:
+    """The plain options of a training run.
 
     Raises:
-        ValueError: an impossible schedule, or a file that holds none.
+        UserError: a value is out of range.
+    """
+    found = plain(config)
+    names = {field.name for field in fields(TrainingOptions)} - {"save"}
+    values = {name: value for name, value in found.items() if name in names}
+    return TrainingOptions(**values, save=SaveOptions(**found["save"]))
+
+
+def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "TrainingRun":
+    """Build the training run that ``config`` describes.
+
+    Args:
+        config: options as ``experiments/train.py`` composes them; the sizes of a schedule that
+            has its own are written into them.
+        samples: samples for training and for the test, if they are loaded already.
+
+    Raises:
+        UserError: a part cannot be built, or does not fit the others; or the runtime takes many
+            processes and this is not one of them.
+    """
+    from toolkit.training import prepare
+
+    check_counts(config, "stages", "microbatches")
+    options = training_options(config)
+    schedule = build_schedule(config.schedule)
+    config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
+    world = join_world(config, schedule)
+    samples = load_samples(config.data) if samples is None else samples
+    check_target(config.lr, "lr", "toolkit.training.lr.Constant")
+    check_target(config.optimizer, "optimizer", "torch.optim.SGD")
+    if not isinstance(rate := config.optimizer.get("lr", 0), int | float):
+        raise UserError(f"optimizer.lr is a number: got {rate!r}")
+    runtime = {name: value for name, value in config.runtime.items() if name not in _JOIN}
+    return prepare(
+        options,
+        model=partial(build_model, config.model, samples.form),
+        samples=samples,
+        schedule=schedule,
+        # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
+        optimizer=instantiate(config.optimizer, _partial_=True, _convert_="all"),
+        lr=instantiate(config.lr),
+        runtime=instantiate(runtime, _partial_=True),
+        world=world,
+        record=plain(config),
+    )
+
+
+def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
+    """Join the ranks of a runtime with a process a rank; None for one in a single process.
+
+    Raises:
+        UserError: see :func:`toolkit.training.training_run.join_ranks`.
+    """
+    from toolkit.training.training_run import join_ranks
+
+    reach = {name: config.runtime[name] for name in _JOIN if name in config.runtime}
+    return join_ranks(get_class(config.runtime._target_), schedule, device=config.device, **reach)
+
+
+def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictConfig:
+    """The configuration of one run of a comparison."""
+    return OmegaConf.create({**config, "schedule": config.rules[rule], "seed": seed} | more)
+
+
+def load_samples(config: DictConfig) -> "SampleSet":
+    """Load the samples that a choice of data describes.
+
+    Raises:
+        UserError: the choice does not give a sample set.
+    """
+    check_target(config, "data", "toolkit.training.data.digits")
+    look_here()
+    samples: SampleSet = instantiate(config)
+    if not all(hasattr(samples, name) for name in ("form", "train", "test")):
+        raise UserError(
+            f"data: {config._target_} gives a {type(samples).__name__}; expected a set with form,"
+            " train() and test(), such as toolkit.training.data.Datasets makes of two of torch's:"
+            " conf/README.md has an example"
+        )
+    return samples
+
+
+def build_schedule(config: DictConfig) -> Schedule:
+    """Build the schedule of a group's options: a named method, or rank orders from a file.
+
+    Raises:
+        UserError: an impossible schedule, or a file without rank orders.
     """
     if not OmegaConf.is_dict(config):
         raise UserError(
-            f"{config} is no schedule but the name of one: to add it, choose it in its group, as in"
-            f" +schedule@rules.{config}={config} (of simulate, +schedule@also.{config}={config})"
+            f"{config} is the name of a schedule, not its options: choose it in its group, as in"
+            f" +schedule@rules.{config}={config} (for simulate, +schedule@also.{config}={config})"
         )
-    options: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    options = plain(config)
     file, period = options.pop("file", None), options.pop("period", None)
-    late = {}
-    if "delay" in options:
-        late["delay"] = _delay(options.pop("delay"))
+    late = {"delay": _delay(options.pop("delay"))} if "delay" in options else {}
     if file == "":
         raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
     if file is not None:
-        return _from_file(Path(file), options, {**late, "period": period})
+        for name, usual in _OF_METHODS.items():
+            if (value := options.get(name, usual)) != usual:
+                raise UserError(
+                    f"schedule.{name}={value} belongs to a named method, and schedule.file says"
+                    " what runs where: leave one of them out"
+                )
+        free = {name: options[name] for name in ("state", "predict") if name in options}
+        path = Path(file)
+        return Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
     if period is not None:
         raise UserError(
-            f"schedule.period={period} is of a file's orders, and a named method has its own: leave"
-            " it out, or give schedule.file"
+            f"schedule.period={period} belongs to a file's orders, and a named method has its own:"
+            " leave it out, or give schedule.file"
         )
     check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")
     schedule = instantiate(options, _partial_=True)(**late)
     if not isinstance(schedule, Schedule):
         raise UserError(
-            f"schedule: {config._target_} gives a {type(schedule).__name__}, and a schedule is a"
+            f"schedule: {config._target_} gives a {type(schedule).__name__}; expected a"
             " toolkit.schedule.Schedule, such as toolkit.schedule.catalog makes"
         )
     return schedule
 
 
-def _from_file(path: Path, options: dict[str, Any], when: dict[str, Any]) -> Schedule:
-    """Rank orders, with the group's options that are not of what runs where."""
-    for name, usual in _OF_METHODS.items():
-        if (value := options.get(name, usual)) != usual:
-            raise UserError(
-                f"schedule.{name}={value} is of a named method, and a file's orders say themselves"
-                f" what runs where: leave it out, or leave out schedule.file"
-            )
-    free = {name: options[name] for name in ("state", "predict") if name in options}
-    return Schedule.from_csv(path, name=path.stem, **free, **when)
-
-
 def _delay(value: Any) -> Any:
-    """A delay of a schedule's options; one that has options of its own is random."""
+    """A delay of a schedule's options; a mapping has the options of a random delay."""
     if not isinstance(value, dict):
         return value
     known = [field.name for field in fields(RandomDelay)]
     for name in map(str, value):
         if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"a random delay has no {name!r}: {hint}it has {', '.join(known)}")
+            raise UserError(f"a random delay has no option {name!r}: {suggest(name, known)}")
     return RandomDelay(**value)
 
 
 def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
-    """The model of a group's options, for samples of ``form``: a named one, or the user's own.
+    """Build the model of a group's options for samples of ``form``: a named one, or the user's.
 
     Raises:
-        ValueError: there is no such model, it takes other samples, or it cannot be built.
+        UserError: there is no such model, it takes other samples, or it cannot be built.
     """
     if config.get("target") is not None:
         return _own_model(config.target, dict(config.arguments))
-    told = _told(config)
-    if told is not None and (lacking := form.arguments.keys() - told):
+    taken = _parameters(config)
+    if taken is not None and (lacking := form.arguments.keys() - taken):
+        names = ", ".join(sorted(lacking))
         if not config._target_.startswith("toolkit."):
             raise UserError(
-                f"_target_: {config._target_} takes no {', '.join(sorted(lacking))}, which a"
-                f" _target_ of a model is told: write target: {config._target_} in its file, and"
-                " what it takes below arguments"
+                f"_target_: {config._target_} takes no {names}, which every _target_ of a model"
+                f" gets: write target: {config._target_} in its file, and what it takes below"
+                " arguments"
             )
+        other = "resnet18" if form.samples == "images" else "gpt"
         raise UserError(
-            f"model={model_name(config)} takes no {form.samples}, for it has no"
-            f" {', '.join(sorted(lacking))}: choose other data (where a model is analysed, another"
-            f" shape), or another model, such as {_SUCH_AS[form.samples]}"
+            f"model={model_name(config)} takes no {form.samples}, since it has no {names}: choose"
+            f" other data (or shape), or another model, such as {other}"
         )
-    not_told = {"target", "arguments"} | ({"name"} - told if told is not None else set())
-    options = {name: config[name] for name in config if name not in not_told}
+    left_out = {"target", "arguments"} | ({"name"} - taken if taken is not None else set())
+    options = {name: config[name] for name in config if name not in left_out}
     model: nn.Module = instantiate(options, **form.arguments)
     return model
 
 
-_SUCH_AS = {"images": "resnet18", "sequences": "gpt"}
-
-
 def model_name(config: DictConfig) -> str:
-    """What the model of a group's options is called."""
+    """Name of the model that a group's options describe."""
     return str(config.get("target") or config.get("name") or config._target_.rpartition(".")[2])
 
 
-def _told(config: DictConfig) -> set[str] | None:
-    """What the function that makes a named model can be told; None: anything."""
+def _parameters(config: DictConfig) -> set[str] | None:
+    """Parameters of the function that builds a named model; None: any."""
     look_here()
     parameters = signature(get_method(config._target_)).parameters
     anything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
@@ -132,12 +219,12 @@ def analysed_form(config: DictConfig) -> "InputSpec":
     """The samples for which a model is analysed: the ``shape`` of one, and ``classes``.
 
     Raises:
-        ValueError: there are no such samples.
+        UserError: an impossible shape or number of classes.
     """
     from toolkit.model import Images, Sequences
 
     own = config.model.get("target") is not None
-    of_sequences = not own and "length" in (_told(config.model) or ())
+    of_sequences = not own and "length" in (_parameters(config.model) or ())
     shape = config.shape
     if shape is None:
         shape = [1024] if of_sequences else [3, 224, 224]
@@ -155,13 +242,13 @@ def analysed_form(config: DictConfig) -> "InputSpec":
 
 
 def look_here() -> None:
-    """Find modules of the user's own in the current folder, too."""
+    """Also import modules from the current folder."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
 
 def check_target(config: DictConfig, group: str, such_as: str) -> None:
-    """Refuse, as a ValueError, a choice of the user's own that does not tell what it makes."""
+    """Raise UserError for a choice of the user's own without a ``_target_``."""
     if config.get("_target_") is None:
         raise UserError(
             f"this choice of {group} has no _target_: add to its file what makes it, such as"
@@ -170,10 +257,10 @@ def check_target(config: DictConfig, group: str, such_as: str) -> None:
 
 
 def build_hardware(config: DictConfig) -> Any:
-    """The machine that ``config`` tells.
+    """Build the machine that ``config`` describes.
 
     Raises:
-        ValueError: it tells none, or one that cannot be.
+        UserError: it has no ``_target_``, or an impossible value.
     """
     check_target(config, "hardware", "toolkit.cost.Hardware")
     return instantiate(config)

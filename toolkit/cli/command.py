@@ -8,8 +8,8 @@ traceback. In a sweep neither ends the other runs.
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,12 @@ from toolkit.cli.resume import resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
 from toolkit.cli.validate import check_given, resolve_options, use_threads
 from toolkit.errors import UserError
+from toolkit.files import ROOT, resumable_in
+from toolkit.options import STOPPED
+from toolkit.torchrun import is_rank_zero, restarted
 
 FAILED = 1
 USAGE = 2
-STOPPED = 75
-"""Exit status of a run or a sweep that a signal has ended and that can be resumed."""
 _INTERRUPTED, _TERMINATED = 130, 143
 _VERBOSE = "HYDRA_FULL_ERROR"
 
@@ -67,6 +68,19 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
     return command_line_of
 
 
+@contextmanager
+def command_of_job(name: str) -> Iterator[None]:
+    """Let ``sys.argv`` be the job's own command if a launcher's script started this process."""
+    before = sys.argv
+    if Path(before[0]).stem != name:
+        script = ROOT / "experiments" / f"{name}.py"
+        sys.argv = [str(script), *HydraConfig.get().overrides.task]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
 class _CommandLine:
     """The command line of this process, and its exit status so far."""
 
@@ -83,42 +97,37 @@ class _CommandLine:
             schema.register()
             os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
             Sweep.folder, Sweep.options = None, ()
-            if not process.is_rank_zero():
+            if not is_rank_zero():
                 sys.argv += process.scratch_options()
             try:
                 if {"-h", "--help"} & set(self._arguments):
                     print(sys.modules[self._function.__module__].__doc__)
                     print(help_text(self._name, self._conf, self._arguments))
                     return
-                self._compose_and_run()
+                given = flags_first(resume_arguments(flags_first(sys.argv[1:]), self._name))
+                Sweep.options = sweeps.with_defaults(given)
+                check_given(Sweep.options)
+                sys.argv[1:] = Sweep.options
+                self._restore = snapshot(Sweep.options)
+                composed = hydra.main(
+                    version_base="1.3", config_path=str(self._conf), config_name=self._name
+                )
+                is_sweep = {*MULTIRUN} & {*given}
+                with process.forward_signals(sweeps.under_way) if is_sweep else nullcontext():
+                    composed(self._job)()
             except KeyboardInterrupt as how:
-                if process.is_rank_zero():
-                    print(f"interrupted{self._sweep_summary()[0]}", file=sys.stderr)
+                if is_rank_zero():
+                    print(f"interrupted{sweeps.hint(self._name)[0]}", file=sys.stderr)
                 alone = _TERMINATED if isinstance(how, process.TerminatedError) else _INTERRUPTED
                 sys.exit(alone if Sweep.folder is None else STOPPED)
             except Exception as error:
                 self._report(error)
-            lines, complete = self._sweep_summary()
+            lines, complete = sweeps.hint(self._name)
             if lines:
                 print(lines)
-            if not complete:
-                self._status = max(self._status, FAILED)
             process.leave_ranks()
-            if self._status:
-                sys.exit(self._status)
-
-    def _compose_and_run(self) -> None:
-        given = flags_first(resume_arguments(flags_first(sys.argv[1:]), self._name))
-        Sweep.options = sweeps.with_defaults(given)
-        check_given(Sweep.options)
-        sys.argv[1:] = Sweep.options
-        self._restore = snapshot(Sweep.options)
-        composed = hydra.main(
-            version_base="1.3", config_path=str(self._conf), config_name=self._name
-        )
-        is_sweep = {*MULTIRUN} & {*given}
-        with process.forward_signals(sweeps.under_way) if is_sweep else nullcontext():
-            composed(self._job)()
+            if status := max(self._status, 0 if complete else FAILED):
+                sys.exit(status)
 
     def _job(self, config: DictConfig) -> float | None:
         """Execute one run; return its objective."""
@@ -140,42 +149,41 @@ class _CommandLine:
     def _run(self, config: DictConfig) -> Ended:
         """Execute a run in a folder that no other run uses or can be resumed from."""
         folder = Path(HydraConfig.get().runtime.output_dir)
-        first = process.is_rank_zero()  # other ranks of a resumed run have the same folder
-        with alone_in(folder) if first else nullcontext():
-            fresh = first and not config.get("resume") and not process.restarted()
-            if fresh and (left := sweeps.resumable_in(folder)):
-                hint = f"resume={folder} goes on with it; " if "resume" in config else ""
-                raise UserError(
-                    f"{folder} has {left}: {hint}for another one give another hydra.run.dir"
-                )
-            return self._run_with_status(config, folder)
-
-    def _run_with_status(self, config: DictConfig, folder: Path) -> Ended:
         options = list(HydraConfig.get().overrides.task)
+        first = is_rank_zero()  # other ranks of a resumed run have the same folder
 
         def write(state: str, message: str | None = None, objective: float | None = None) -> None:
-            if process.is_rank_zero():
+            if first:
                 write_status(folder, Status(state, options, message, objective))
 
-        write(sweeps.RUNNING)
-        try:
-            # Here too: joblib's processes do not pass through execute().
-            with process.raise_on_sigterm(), process.lossy_output():
-                resolve_options(config, options)
-                use_threads(config)
-                returned = self._function(config)
-        except KeyboardInterrupt:
-            write(sweeps.STOPPED)
-            raise
-        except Exception as error:
-            write(sweeps.FAILED, self._explain(error) or f"{type(error).__name__}: {error}")
-            raise
-        ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
-        states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
-        state = states.get(ended.status, sweeps.FAILED)
-        message = f"it ended with status {ended.status}" if state == sweeps.FAILED else None
-        write(state, message, ended.objective)
-        return ended
+        with alone_in(folder) if first else nullcontext():
+            fresh = first and not config.get("resume") and not restarted()
+            if fresh and (left := resumable_in(folder)):
+                hint = f"resume={folder} continues it; " if "resume" in config else ""
+                raise UserError(f"{folder} has {left}: {hint}give a new one another hydra.run.dir")
+            write(sweeps.RUNNING)
+            try:
+                # Here too: joblib's processes do not pass through execute().
+                with (
+                    process.raise_on_sigterm(),
+                    process.lossy_output(),
+                    command_of_job(self._name),
+                ):
+                    resolve_options(config, options)
+                    use_threads(config)
+                    returned = self._function(config)
+            except KeyboardInterrupt:
+                write(sweeps.STOPPED)
+                raise
+            except Exception as error:
+                write(sweeps.FAILED, self._explain(error) or f"{type(error).__name__}: {error}")
+                raise
+            ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
+            states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
+            state = states.get(ended.status, sweeps.FAILED)
+            message = f"it ended with status {ended.status}" if state == sweeps.FAILED else None
+            write(state, message, ended.objective)
+            return ended
 
     def _run_of_sweep(self, config: DictConfig) -> Ended:
         """Skip a finished run, resume one with a checkpoint; report errors and continue."""
@@ -186,14 +194,14 @@ class _CommandLine:
                 if before := sweeps.finished_before(folder, options):
                     print(f"run {folder.name} has finished before")
                     return Ended(objective=before.objective)
-                if "resume" in config and sweeps.resumable_in(folder):
+                if "resume" in config and resumable_in(folder):
                     config.resume = str(folder)
             ended = self._run(config)
         except Exception as error:
             if (message := self._explain(error)) is not None:
                 process.exit_with_error(message)
                 return Ended(USAGE)
-            if process.is_rank_zero():
+            if is_rank_zero():
                 (folder / "error.txt").write_text(traceback.format_exc())
                 print(
                     f"error: run {folder.name} has failed: see {folder}/error.txt", file=sys.stderr
@@ -217,11 +225,3 @@ class _CommandLine:
             raise error
         process.exit_with_error(message)
         self._status = max(self._status, USAGE)
-
-    def _sweep_summary(self) -> tuple[str, bool]:
-        """Lines on the sweep's runs, if there are any, and whether all have finished."""
-        if Sweep.folder is None or not any(Sweep.folder.glob("*/status.json")):
-            return "", True
-        lines, complete = sweeps.summary(Sweep.folder)
-        hint = f"\nto go on: python experiments/{self._name}.py -m resume={Sweep.folder}"
-        return f"\n{lines}{'' if complete else hint}", complete

@@ -1,13 +1,11 @@
 """One clear line for each user's mistake, with the nearest valid choice."""
 
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
 
-import hydra
 import yaml
 from hydra.errors import (
     ConfigCompositionException,
@@ -23,7 +21,6 @@ from toolkit.cli.help import choices, folders, groups
 from toolkit.cli.hydra_args import key_of, quoted
 from toolkit.errors import UserError, first_line, last_line, suggest
 
-_HYDRA = Path(hydra.__file__).resolve().parent
 _PLUGINS = {
     ("hydra/sweeper", "optuna"): "hydra-optuna-sweeper",
     ("hydra/launcher", "joblib"): "hydra-joblib-launcher",
@@ -61,7 +58,7 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         if found := _NO_TARGET.match(str(error)):
             return (
-                f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)} It is"
+                f"_target_: {found[1]} cannot be imported: {last_line(error.__cause__)} Give"
                 f" package.module.name, from the current folder ({Path.cwd()}) or an installed"
                 " package"
             )
@@ -81,15 +78,13 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
         return f"{where.name} line {where.line + 1}: {error.problem}"
-    if isinstance(error, ValueError) and _raised_in(error, *_optuna()):
-        if "No trials are completed" in str(error):
-            return (
-                "hydra/sweeper=optuna: no run has finished: give hydra.sweeper.n_trials=1 or more,"
-                " and mend those that failed"
-            )
-        return f"hydra/sweeper=optuna: {first_line(error)}"
+    if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
+        none_ended = "No trials are completed" in str(error)
+        hint = "no run has finished: give hydra.sweeper.n_trials=1 or more, and mend failed ones"
+        return f"hydra/sweeper=optuna: {hint if none_ended else first_line(error)}"
+    found_in = folders(conf, arguments)
     if isinstance(error, MissingConfigException):
-        return _missing_choice(error, conf, arguments)
+        return _missing_choice(error, conf, found_in)
     if isinstance(error, OverrideParseException):
         option, _, value = error.override.partition("=")
         hint = f'; a path is quoted twice: "{option}={quoted(value)}"' if "/" in value else ""
@@ -97,29 +92,29 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment, conf, arguments)
     if isinstance(error, OmegaConfBaseException | HydraException):
-        for path in _own_files(folders(conf, arguments)[1:], arguments):
+        for path in _own_files(found_in[1:], arguments):
             if isinstance(yaml.safe_load(path.read_text()), list):
                 return f"{path}: it is a list; a choice has options by name, such as lr: 0.1"
         return first_line(error)
-    if isinstance(error, ValueError) and _raised_in(error, _HYDRA):
-        return _not_a_choice(arguments, conf) or first_line(error)
+    if isinstance(error, ValueError) and _raised_in(error, "hydra"):
+        # Hydra does not name a group that is set to null or to a number.
+        for argument in arguments:
+            group, _, choice = argument.partition("=")
+            if not group:
+                return f"{argument!r} is not OPTION=VALUE"
+            if group in groups(conf) and choice not in (known := choices(found_in, group)):
+                return f"{argument} is unknown: {suggest(choice, known)}"
+        return first_line(error)
     return None
 
 
-def _raised_in(error: BaseException, *folders: Path) -> bool:
-    """Whether code below ``folders`` raised the error."""
+def _raised_in(error: BaseException, *packages: str) -> bool:
+    """Whether code of one of the packages raised the error."""
     *_, (frame, _) = walk_tb(error.__traceback__)
-    raised = Path(frame.f_code.co_filename).resolve()
-    return any(raised.is_relative_to(folder) for folder in folders)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
 
 
-def _optuna() -> list[Path]:
-    """Folders of Optuna and its sweeper, if they are loaded."""
-    loaded = [sys.modules.get(name) for name in ("optuna", "hydra_plugins.hydra_optuna_sweeper")]
-    return [Path(found.__file__).resolve().parent for found in loaded if found and found.__file__]
-
-
-def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[str]) -> str:
+def _missing_choice(error: MissingConfigException, conf: Path, found_in: Sequence[Path]) -> str:
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
     if choice.startswith("submitit_"):
         return "hydra/launcher=slurm needs submitit: pip install hydra-submitit-launcher"
@@ -130,23 +125,8 @@ def _missing_choice(error: MissingConfigException, conf: Path, arguments: list[s
     while group and group not in groups(conf):
         group, _, nested = group.rpartition("/")
         choice = f"{nested}/{choice}"
-    return _unknown_choice(group, choice, folders(conf, arguments)) if group else first_line(error)
-
-
-def _not_a_choice(arguments: list[str], conf: Path) -> str | None:
-    """Hydra does not name a group that is set to null or to a number: find it."""
-    found = folders(conf, arguments)
-    for argument in arguments:
-        group, _, choice = argument.partition("=")
-        if not group:
-            return f"{argument!r} is not OPTION=VALUE"
-        if group in groups(conf) and choice not in choices(found, group):
-            return _unknown_choice(group, choice, found)
-    return None
-
-
-def _unknown_choice(group: str, choice: str, found: Sequence[Path]) -> str:
-    return f"{group}={choice} is unknown: {suggest(choice, choices(found, group))}"
+    known = choices(found_in, group) if group else []
+    return f"{group}={choice} is unknown: {suggest(choice, known)}" if group else first_line(error)
 
 
 def _composition(
@@ -162,20 +142,20 @@ def _composition(
         return _no_option(found[1], experiment, conf, arguments)
     if found := _VALUE.match(message):
         option = key_of(found[1])
-        for said, expected in _TYPES.items():
-            if said in cause:
+        for part, expected in _TYPES.items():
+            if part in cause:
                 return f"{found[1]}: {option} is {expected}"
         if _WITHIN.search(cause):
             return f"{found[1]}: {option} has options of its own{_within(option, experiment)}"
     if found := _IN_PRESET.match(message):
-        name, said = found[1], str(error)
-        if wrong := _NOT_IN_CHOICE.search(said):
+        preset, lines = found[1], str(error).splitlines()
+        if wrong := _NOT_IN_CHOICE.search(str(error)):
             group = wrong[1].partition(".")[0]
             return (
-                f"{name} sets {wrong[1]}, which this choice of {group} has not: take the preset"
-                f" without {group}=..., or its options without the preset"
+                f"{preset} sets {wrong[1]}, which this choice of {group} does not have: take the"
+                f" preset without {group}=..., or its options without the preset"
             )
-        return f"{name}: {next(filter(None, map(str.strip, said.splitlines()[1:])), said)}"
+        return f"{preset}: {next(filter(None, map(str.strip, lines[1:])), str(error))}"
     return f"{message}: {cause}" if cause else message
 
 
@@ -205,10 +185,11 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
         return f"{experiment} cannot take {key}=... here; --help lists what it takes"
     if (experiment, group) == ("compare", "schedule"):
         return f"a comparison has a schedule a rule: write rules.NAME.{name}"
-    own = folders(conf, arguments)[1:]
-    siblings = _own_options(group, own, arguments) or [
-        option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")
-    ]
+    siblings = [option.rpartition(".")[2] for option in known if option.startswith(f"{group}.")]
+    for path in _own_files(folders(conf, arguments)[1:], arguments, group):
+        own = yaml.safe_load(path.read_text())
+        if isinstance(own, dict) and "defaults" not in own:
+            siblings = [str(name) for name in own if name != "_target_"]
     if near := get_close_matches(name, siblings, n=1):
         return f"{missing}did you mean {group}.{near[0]}?"
     if siblings:
@@ -217,19 +198,11 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
     return missing + (f"did you mean {near[0]}?" if near else "--help lists the options")
 
 
-def _own_options(group: str, own: Sequence[Path], arguments: list[str]) -> list[str]:
-    """Options of a choice in the user's own folder, if its file has no defaults list."""
-    for path in _own_files(own, arguments, group):
-        found = yaml.safe_load(path.read_text())
-        if isinstance(found, dict) and "defaults" not in found:
-            return [str(name) for name in found if name != "_target_"]
-    return []
-
-
-def _own_files(own: Sequence[Path], arguments: list[str], group: str = "") -> Iterator[Path]:
-    """Files of the user's own that are chosen, of ``group`` or of any."""
+def _own_files(own: Sequence[Path], arguments: list[str], group: str = "") -> list[Path]:
+    """Chosen files of the user's own, of ``group`` or of any."""
+    found = []
     for argument in arguments:
         where, choice = key_of(argument), argument.partition("=")[2]
-        for path in (folder / where / f"{choice}.yaml" for folder in own):
-            if group in ("", where) and path.is_file():
-                yield path
+        if group in ("", where):
+            found += [folder / where / f"{choice}.yaml" for folder in own]
+    return [path for path in found if path.is_file()]

@@ -39,7 +39,7 @@ def help_text(name: str, conf: Path, arguments: Sequence[str]) -> str:
         *(f"  {line}" for line in _values(config, described)),
         "",
         "--config-dir FOLDER adds choices of your own, such as FOLDER/optimizer/mine.yaml;",
-        "--cfg job prints the configuration; --hydra-help tells what else Hydra can do.",
+        "--cfg job prints the configuration; --hydra-help lists Hydra's flags.",
     ]
     return "\n".join(lines)
 
@@ -97,8 +97,8 @@ def _values(config: DictConfig, described: dict[str, str]) -> Iterator[str]:
     for name, value in without(flat(options), described).items():
         group, _, last = name.rpartition(".")
         if group and last != "_target_" and not str(value).startswith("${"):
-            told = schema.helps(OmegaConf.get_type(OmegaConf.select(config, group)))
-            yield f"{f'{name}={_plain(value)}':<30} {told.get(last, '')}".rstrip()
+            helps = schema.helps(OmegaConf.get_type(OmegaConf.select(config, group)))
+            yield f"{f'{name}={_plain(value)}':<30} {helps.get(last, '')}".rstrip()
 
 
 def _plain(value: object) -> str:

@@ -14,21 +14,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from toolkit.torchrun import is_rank_zero
+
 if TYPE_CHECKING:
     from toolkit.runtime.process_group.group import World
 
 _PATIENCE = 25.0  # seconds in which child runs save themselves; Slurm kills after 30
-
-
-def is_rank_zero() -> bool:
-    """Whether this process prints and writes: the first rank, or the only process."""
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
-
-
-def restarted() -> bool:
-    """Whether torchrun has started the ranks again."""
-    return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
 
 def scratch_options() -> list[str]:

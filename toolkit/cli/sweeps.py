@@ -17,10 +17,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from toolkit.cli.hydra_args import key_of
-from toolkit.cli.process import is_rank_zero
 from toolkit.errors import UserError
-from toolkit.files import has_checkpoint, write_json
-from toolkit.options import ENDED, UNDER_WAY
+from toolkit.files import write_json
+from toolkit.torchrun import is_rank_zero
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
 STATUS = "status.json"
@@ -170,15 +169,6 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     return before if before.state == FINISHED else None
 
 
-def resumable_in(folder: Path) -> str:
-    """Name the checkpoints or runs in ``folder`` that can be resumed; "" if there are none."""
-    if has_checkpoint(folder):
-        return "the checkpoints of a run"
-    begun = (folder / UNDER_WAY).glob("*")
-    compared = (folder / ENDED).is_file() or any(map(has_checkpoint, begun))
-    return "the runs of a comparison" if compared else ""
-
-
 def summary(folder: Path) -> tuple[str, bool]:
     """Summarize a sweep's runs.
 
@@ -197,6 +187,15 @@ def summary(folder: Path) -> tuple[str, bool]:
             name = f"{path.relative_to(folder)} ({' '.join(status.options)})"
             lines.append(f"  {words[status.state]}: {name}{why}")
     return "\n".join(lines), all(state == FINISHED for state in states)
+
+
+def hint(experiment: str) -> tuple[str, bool]:
+    """Lines on this process's sweep, if there is one, and whether all runs have finished."""
+    if Sweep.folder is None or not any(Sweep.folder.glob("*/status.json")):
+        return "", True
+    lines, complete = summary(Sweep.folder)
+    more = f"\nto continue: python experiments/{experiment}.py -m resume={Sweep.folder}"
+    return f"\n{lines}{'' if complete else more}", complete
 
 
 def _order(path: Path) -> tuple[int, str]:

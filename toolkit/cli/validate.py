@@ -116,7 +116,7 @@ def check_given(arguments: Sequence[str]) -> None:
     """Reject a command line that gives one size twice.
 
     Raises:
-        UserError: it gives ``workers`` and ``microbatches``, or sizes beside a schedule file that
+        UserError: it gives ``workers`` and ``microbatches``, or sizes although a schedule file
             has its own, unless other schedules are compared with it.
     """
     options = {key_of(argument): argument for argument in arguments}

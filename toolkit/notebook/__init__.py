@@ -1,5 +1,7 @@
 """Helpers of the notebooks: settings from any folder, live progress, tables."""
 
+from toolkit.cli.settings import settings
+from toolkit.files import ROOT
 from toolkit.notebook.live import Live, beside_prediction, train_on_ranks, watched
 from toolkit.notebook.run_tables import (
     by_epoch,
@@ -11,7 +13,9 @@ from toolkit.notebook.run_tables import (
     own_curves,
     train_rules,
 )
-from toolkit.notebook.settings import RESULTS, settings
+
+RESULTS = ROOT / "experiments" / "results"
+"""Folder of the results that are kept with the code."""
 
 __all__ = [
     "RESULTS",

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
 from toolkit.errors import UserError, first_line
@@ -106,24 +105,28 @@ def watched(
         return launch(function, n_ranks, *args, on_report=live.report, **options)
 
 
-def train_on_ranks(config: DictConfig) -> "Measurements | None":
-    """What each rank does: train as ``config`` has it, and report every step.
+def train_on_ranks(config: Any) -> "Measurements | None":
+    """Train on this rank, and report every step.
 
     A report has ``step`` and ``n_steps`` of the run, and the loss of the rank's micro-batches.
+
+    Args:
+        config: options, as ``settings("train", ...)`` gives them.
 
     Returns:
         what all ranks have measured, where the runtime measures.
     """
+    from toolkit.cli.build import build_run
     from toolkit.runtime import report
-    from toolkit.training import Step, prepare
+    from toolkit.training import Step
 
-    job = prepare(config)
+    job = build_run(config)
     done = 0
 
     def tell(step: Step) -> None:
         nonlocal done
         done += 1
-        found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * config.epochs}
+        found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * job.options.epochs}
         if len(step.result.losses):
             found["loss"] = float(step.result.loss)
         report(found | {"lr": step.learning_rate})
@@ -132,14 +135,16 @@ def train_on_ranks(config: DictConfig) -> "Measurements | None":
     return job.measurements()
 
 
-def beside_prediction(found: "Measurements", config: DictConfig) -> tuple["Timeline", "Timeline"]:
-    """What was measured, and what the simulator makes of ops and messages that take as long.
+def beside_prediction(found: "Measurements", config: Any) -> tuple["Timeline", "Timeline"]:
+    """The measured timeline, and the simulated one of ops and messages that take as long.
 
     Args:
-        found: measured under ``config``.
-        config: from which the stages are made again, without ranks.
+        found: measured with the options ``config``.
+        config: options, from which the stages are built again, without ranks.
     """
-    from toolkit.training.data import load
+    from toolkit.cli.build import build_model, load_samples, training_options
     from toolkit.training.prediction import beside_prediction
 
-    return beside_prediction(found, config, load(config.data).form)
+    form = load_samples(config.data).form
+    model = build_model(config.model, form)
+    return beside_prediction(found, model, form, training_options(config))

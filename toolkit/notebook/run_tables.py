@@ -6,8 +6,6 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from toolkit.errors import UserError
 from toolkit.format import counted_cells, metric_cells, rank_cells, reduction_cells, staleness_cells
 from toolkit.metric import ACCURACY, Metric
@@ -24,7 +22,7 @@ Curves = dict[str, list[list[float]]]
 
 
 def train_rules(
-    config: DictConfig,
+    config: Any,
     seeds: Iterable[int] | None = None,
     on_epoch: Any = lambda what, share: None,
 ) -> "pd.DataFrame":
@@ -43,12 +41,10 @@ def train_rules(
     """
     import pandas as pd
 
-    from toolkit.cli import build_schedule
-    from toolkit.results.comparison_folder import run_options, seeds_of
+    from toolkit.cli.build import build_run, build_schedule, load_samples, rule_config
+    from toolkit.results.comparison_folder import seeds_of
     from toolkit.results.record import per_cent
     from toolkit.schedule import labels
-    from toolkit.training import prepare
-    from toolkit.training.data import load
 
     if "rules" not in config:
         raise UserError('rules are those of compare: give settings("compare", ...)')
@@ -56,14 +52,13 @@ def train_rules(
         seeds = seeds_of(config)
     if not isinstance(seeds, Iterable) or not (seeds := [*seeds]):
         raise UserError(f"seeds are whole numbers, one or more, such as [0, 1]: got {seeds!r}")
-    images = load(config.data)
+    images = load_samples(config.data)
     called = labels({name: build_schedule(rule).name for name, rule in config.rules.items()})
     runs = [(seed, name) for seed in seeds for name in config.rules]
     rows: list[dict[str, Any]] = []
     for k, (seed, name) in enumerate(runs):
         on_epoch(f"{called[name]}, seed {seed}", k / len(runs))
-        own = OmegaConf.create(run_options(config, name, seed))
-        for epoch in prepare(own, images).run_to_end():
+        for epoch in build_run(rule_config(config, name, seed), images).run_to_end():
             numbers = per_cent(asdict(epoch)) | {"epoch": epoch.epoch}
             rows.append({"schedule": called[name], "seed": seed} | numbers)
     on_epoch(f"{len(runs)} runs", 1.0)

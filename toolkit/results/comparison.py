@@ -1,58 +1,49 @@
 """The runs of a comparison: each rule with each seed, one after another."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from math import inf
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from toolkit.cli.command import STOPPED
-from toolkit.cli.process import is_rank_zero, restarted
+from toolkit.options import STOPPED, TrackingOptions
 from toolkit.results import Curves, Ledger, Progress, describe, track, track_schedule, training_log
 from toolkit.results.comparison_folder import (
     Key,
+    Options,
     RuleRun,
     begun,
     ended_before,
     keep_options,
     keep_runs,
     prepare_folder,
-    run_options,
     seeds_of,
 )
-from toolkit.results.wandb_run import check_tracking
-from toolkit.schedule import Schedule
-from toolkit.training import DivergedError, Step, StoppedError, prepare, run_with_checkpoints
+from toolkit.runtime import World
+from toolkit.torchrun import is_rank_zero, restarted
+from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run_with_checkpoints
 from toolkit.training.checkpoint_callback import Signals
-from toolkit.training.data import SampleSet
-from toolkit.training.run_with_checkpoints import check_run
-from toolkit.training.training_run import join_ranks
+from toolkit.training.run_with_checkpoints import check_saving
 
-# A loss that is high, but a number, is a result like any other.
-_UNGUARDED: dict[Any, Any] = {"guard": "stop", "guard_factor": inf}
+Build = Callable[[str, int], TrainingRun]
+"""Builds the run of a rule with a seed."""
 
 
-def before(config: DictConfig, schedule: Schedule, folder: Path) -> tuple[list[RuleRun], list[Key]]:
-    """The runs that have ended, and which others were saved under way, as the first rank finds.
+def before(options: Options, folder: Path, world: World | None) -> tuple[list[RuleRun], list[Key]]:
+    """Read the finished runs in ``folder``, and which others were saved; write the options to it.
 
-    Every rank calls it. From then on ``folder`` tells the options.
+    Every rank calls it, and gets what the first rank finds.
 
     Args:
-        config: of the comparison.
-        schedule: of a rule.
-        folder: of the comparison; that of the first rank counts.
+        options: options of the comparison.
+        folder: folder of the comparison.
+        world: the ranks, if there are several.
 
     Raises:
-        ValueError: options that cannot be, or with which runs in ``folder`` were not trained.
+        UserError: runs in ``folder`` were trained with other options.
     """
-    check_tracking(config.tracking)
-    _, world = join_ranks(config, schedule)
     found = None
     if is_rank_zero():
-        runs = ended_before(folder, config) if config.resume or restarted() else []
-        keep_options(folder, config, runs)
+        runs = ended_before(folder, options) if options["resume"] or restarted() else []
+        keep_options(folder, options, runs)
         if runs:  # of what was broken off in between nothing stays
             keep_runs(folder, runs)
         found = runs, begun(folder)
@@ -63,65 +54,67 @@ def before(config: DictConfig, schedule: Schedule, folder: Path) -> tuple[list[R
 
 
 def train_all(
-    config: DictConfig,
-    samples: SampleSet,
+    options: Options,
+    build: Build,
     folder: Path,
     ended: Sequence[RuleRun],
     under_way: Sequence[Key],
+    world: World | None = None,
 ) -> Iterator[RuleRun]:
-    """Those runs that are asked for and have not ended; first what is under way.
+    """Train the runs that have not ended, those under way first.
+
+    Args:
+        options: options of the comparison.
+        build: function that builds the run of a rule with a seed.
+        folder: folder of the comparison.
+        ended: runs that have ended.
+        under_way: rules and seeds of the runs that were saved under way.
+        world: the ranks, if there are several.
 
     Raises:
-        ValueError: one of them cannot be trained with its options; none has begun then.
+        UserError: one of them cannot be trained with its options; none has begun then.
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
+    tracking = TrackingOptions(**options["tracking"])
     done = {(run.rule, run.seed) for run in ended}
-    seeds = seeds_of(config)
-    wanted = [key for seed in seeds for name in config.rules if (key := (name, seed)) not in done]
+    keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
+    wanted = [key for key in keys if key not in done]
     wanted.sort(key=lambda key: key not in under_way)
     for name in dict.fromkeys(name for name, _ in wanted):  # before the first has trained for hours
-        check_run(_options_of(config, name, config.seed), samples)
-    alone = "timeout" not in config.runtime
-    n_epochs = config.epochs * len(wanted)
+        check_saving(build(name, options["seed"]))
+    n_epochs = options["epochs"] * len(wanted)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
         for name, seed in wanted:
-            # Ranks go on until all know of a signal.
-            if number := signals.number if alone else signals.agreed:
+            # Ranks continue until all know of a signal.
+            if number := signals.agreed if world else signals.number:
                 raise StoppedError(number, saved=True)
-            own = _options_of(config, name, seed)
-            yield _trained(own, name, samples, folder, progress, signals)
-
-
-def _options_of(config: DictConfig, rule: str, seed: int) -> DictConfig:
-    return OmegaConf.create(run_options(config, rule, seed) | _UNGUARDED)
+            yield _trained(build, name, seed, folder, tracking, progress, signals)
 
 
 def _trained(
-    config: DictConfig,
+    build: Build,
     name: str,
-    samples: SampleSet,
+    seed: int,
     folder: Path,
+    tracking: TrackingOptions,
     progress: Progress,
     signals: Signals,
 ) -> RuleRun:
     """One run of the comparison in ``folder``, from where it was saved if it was under way.
 
-    Args:
-        config: of the run.
-        name: of its rule.
-
     Raises:
         StoppedError: one of ``signals`` has ended it.
     """
-    called = f"{name}, seed {config.seed}"
-    job = prepare(config, samples)
-    progress.run(f"{job.schedule.name}, seed {config.seed}")
-    own = prepare_folder(folder, name, config.seed, here=is_rank_zero())
+    called = f"{name}, seed {seed}"
+    job = build(name, seed)
+    n_epochs = job.options.epochs
+    progress.run(f"{job.schedule.name}, seed {seed}")
+    own = prepare_folder(folder, name, seed, here=is_rank_zero())
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
-    by = samples.form.metric
+    by = job.samples.form.metric
     notes: list[str] = []
     with track(
-        config,
+        job.record,
         folder,
         device=describe(job.device),
         name=called,
@@ -131,7 +124,7 @@ def _trained(
         own=own,
         here=is_rank_zero(),
     ) as tracker:
-        curves = Curves(tracker, config.tracking.every)
+        curves = Curves(tracker, tracking.every)
         track_schedule(tracker, job.schedule)
 
         def count(step: Step) -> None:
@@ -153,17 +146,17 @@ def _trained(
             tracker.end(f"stopped by {stopped}", STOPPED)
             raise
         except DivergedError as lost:
-            epochs, told = lost.all_epochs(config.epochs), "diverged"
+            epochs, score = lost.all_epochs(n_epochs), "diverged"
             tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
         else:
-            epochs, told = outcome.epochs, outcome.epochs[-1].told(by)
+            epochs, score = outcome.epochs, outcome.epochs[-1].told(by)
             final = asdict(epochs[-1]).items()
             tracker.summary({training_log.final(k): v for k, v in final if v is not None})
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
-        progress.ended(config.epochs)
-        progress.note(f"last: {job.schedule.name} {told}")
+        progress.ended(n_epochs)
+        progress.note(f"last: {job.schedule.name} {score}")
     notes = [f"{called}: {note}" for note in notes] + tracker.notes
     rows = [asdict(epoch) for epoch in epochs]
-    return RuleRun(name, config.seed, rows, delays.rows(), notes, tracker.where)
+    return RuleRun(name, seed, rows, delays.rows(), notes, tracker.where)

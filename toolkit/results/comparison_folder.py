@@ -1,12 +1,12 @@
-"""What a comparison keeps in its folder as it goes on: its runs, and their options.
+"""The files of a comparison: its runs and their options.
 
 Runs that have ended are in ``runs.csv``, ``delays.csv`` and ``notes.csv``; one that is under way
 has a folder of its own for its checkpoints, in ``under_way``. The options that they are trained
-with are in ``runs.yaml``, with every rule of which there is a run.
+with are in ``runs.yaml``, which has every rule with a run.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -14,14 +14,13 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY
 from toolkit.results.csv_log import read_csv
+from toolkit.results.record import read_yaml
 from toolkit.training.config_diff import changed_options
 
 # Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.
@@ -62,35 +61,34 @@ class RuleRun:
         return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
-def seeds_of(config: DictConfig) -> range:
+Options = Mapping[str, Any]
+"""Options of a comparison, as plain values: ``rules``, ``seed``, ``seeds``, ``epochs``, ..."""
+
+
+def seeds_of(options: Options) -> range:
     """The seeds with which a comparison trains each rule."""
-    return range(config.seed, config.seed + config.seeds)
+    return range(options["seed"], options["seed"] + options["seeds"])
 
 
-def run_options(config: DictConfig, rule: str, seed: int) -> dict[Any, Any]:
-    """The options of one run of a comparison."""
-    return {**config, "schedule": config.rules[rule], "seed": seed}
-
-
-def select_runs(config: DictConfig, runs: Sequence[RuleRun]) -> list[RuleRun]:
+def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
     """Return the runs whose rule and seed the comparison asks for."""
-    seeds = seeds_of(config)
-    return [run for run in runs if run.rule in config.rules and run.seed in seeds]
+    seeds = seeds_of(options)
+    return [run for run in runs if run.rule in options["rules"] and run.seed in seeds]
 
 
-def ended_before(folder: Path, config: DictConfig) -> list[RuleRun]:
+def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     """The runs in ``folder`` that came to their last epoch, of whichever rules and seeds.
 
     Args:
-        config: of the comparison that goes on after them.
+        options: options of the comparison that continues after them.
 
     Raises:
         ValueError: what is left of them cannot be read, or runs were trained with other options.
     """
     runs = _read(folder)
     if trained := _trained(folder, runs):
-        _check_options(folder, config, trained)
-    return [run for run in runs if len(run.epochs) == config.epochs]
+        _check_options(folder, options, trained)
+    return [run for run in runs if len(run.epochs) == options["epochs"]]
 
 
 def begun(folder: Path) -> list[Key]:
@@ -100,19 +98,18 @@ def begun(folder: Path) -> list[Key]:
     return [(rule, int(seed)) for rule, _, seed in names if seed.isdecimal()]
 
 
-def keep_options(folder: Path, config: DictConfig, runs: Sequence[RuleRun]) -> None:
-    """Have ``folder`` tell with which options runs are trained: those of ``config``.
+def keep_options(folder: Path, options: Options, runs: Sequence[RuleRun]) -> None:
+    """Write the options with which runs are trained to ``folder``.
 
-    Rules that ``config`` lacks keep the options that ``folder`` tells, if there is a run of them.
+    Other rules with a run keep the options that ``folder`` has for them.
     """
-    options: Any = OmegaConf.to_container(config)
-    options[_ORDERS] = _orders(config)
-    if former := _trained(folder, runs) - config.rules.keys():
-        before: Any = OmegaConf.to_container(_options(folder))
-        for kept in ("rules", _ORDERS):
-            told = before.get(kept, {})
-            options[kept] |= {rule: told[rule] for rule in told if rule in former}
-    write_text(folder / COMPARED, OmegaConf.to_yaml(OmegaConf.create(options)))
+    content = {**options, _ORDERS: _orders(options)}
+    if former := _trained(folder, runs) - options["rules"].keys():
+        before = _options(folder)
+        for name in ("rules", _ORDERS):
+            others = {k: v for k, v in before.get(name, {}).items() if k in former}
+            content[name] = content[name] | others
+    write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
@@ -128,7 +125,7 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
     for name, rows in more.items():
         if rows:
             write_csv(folder / name, rows)
-    # At last: a run that is not in there has not ended.
+    # Last, since a run counts as ended when it is in this file.
     write_csv(folder / ENDED, [row for run in runs for row in run.named(run.epochs)])
     for run in runs:
         shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
@@ -163,7 +160,7 @@ def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> 
 
 
 def _trained(folder: Path, ended: Sequence[RuleRun]) -> set[str]:
-    """The rules of which there is a run: one of those, or one that was saved under way."""
+    """The rules with a run in ``ended``, or with one that was saved under way."""
     return {run.rule for run in ended} | {rule for rule, _ in begun(folder)}
 
 
@@ -180,33 +177,29 @@ def _read(folder: Path) -> list[RuleRun]:
     return [*found.values()]
 
 
-def _check_options(folder: Path, config: DictConfig, trained: set[str]) -> None:
-    """Refuse options with which runs would differ from those in ``folder``.
-
-    Args:
-        trained: the rules of those.
-    """
-    before = _options(folder)
-    both = trained & config.rules.keys()
-    others = {f"rules.{rule}" for rule in {*before.rules, *config.rules} - both}
-    if told := changed_options(OmegaConf.to_yaml(before), config, _FREE | others | {_ORDERS}):
+def _check_options(folder: Path, options: Options, trained: set[str]) -> None:
+    """Reject options with which runs would differ from those of the ``trained`` rules."""
+    before, rules = _options(folder), options["rules"]
+    both = trained & rules.keys()
+    others = {f"rules.{rule}" for rule in {*before["rules"], *rules} - both}
+    if changed := changed_options(before, options, _FREE | others | {_ORDERS}):
         raise UserError(
-            f"resume={folder} has runs that were trained with other options: {told}; leave them as"
-            " they were, or start in a new folder, without resume"
+            f"resume={folder} has runs that were trained with other options: {changed}; leave them"
+            " as they were, or start in a new folder, without resume"
         )
-    now, orders = _orders(config), before.get(_ORDERS, {})
+    now, orders = _orders(options), before.get(_ORDERS, {})
     for rule in sorted(both & orders.keys() & now.keys()):
         if orders[rule] != now[rule]:
             raise UserError(
                 f"resume={folder} has runs of {rule} that were trained by other orders than those"
-                f" in {config.rules[rule].file} by now: put those back, or start in a new folder,"
+                f" in {rules[rule]['file']} by now: put those back, or start in a new folder,"
                 " without resume"
             )
 
 
-def _orders(config: DictConfig) -> dict[str, str]:
+def _orders(options: Options) -> dict[str, str]:
     """The digests of the files of rank orders, by their rules."""
-    files = {rule: options.get("file") for rule, options in config.rules.items()}
+    files = {rule: own.get("file") for rule, own in options["rules"].items()}
     return {
         str(rule): sha256(Path(file).read_bytes()).hexdigest()
         for rule, file in files.items()
@@ -214,14 +207,11 @@ def _orders(config: DictConfig) -> dict[str, str]:
     }
 
 
-def _options(folder: Path) -> DictConfig:
-    try:
-        found = OmegaConf.load(folder / COMPARED)
-        if isinstance(found, DictConfig) and isinstance(found.get("rules"), DictConfig):
-            return found
-    except (OSError, UnicodeDecodeError, OmegaConfBaseException, YAMLError):
-        pass
+def _options(folder: Path) -> dict[str, Any]:
+    found = read_yaml(folder / COMPARED)
+    if isinstance(found.get("rules"), dict):
+        return found
     raise UserError(
-        f"resume={folder} has runs, but no {COMPARED} that tells with which options they were"
-        " trained: start in a new folder, without resume"
+        f"resume={folder} has runs, but no readable {COMPARED} with their options: start in a new"
+        " folder, without resume"
     )

@@ -5,13 +5,11 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from toolkit.files import ROOT
 
@@ -20,17 +18,17 @@ _PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own 
 _SHORTEST_KEY = 8  # characters
 
 
-def provenance(config: DictConfig, device: str, seconds: float) -> dict[str, Any]:
+def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[str, Any]:
     """What a reader needs to repeat a result.
 
     Args:
-        config: the resolved configuration.
+        config: the options; nested mappings and lists become dicts and lists.
         device: what it ran on, in words (see :func:`describe`).
         seconds: wall time.
     """
     return {
-        "command": shlex.join(redacted([*starter(), *_relative(_arguments())])),
-        "config": redacted(OmegaConf.to_container(config, resolve=True)),
+        "command": shlex.join(redacted([*starter(), *_relative(sys.argv)])),
+        "config": redacted(config),
         "commit": commit(),
         "versions": {"python": platform.python_version()} | _versions(),
         "device": device,
@@ -50,17 +48,13 @@ def strip_folders(command: str) -> str:
 
 
 def redacted(content: Any) -> Any:
-    """``content`` without the key of W&B, wherever one of its texts holds it."""
-    key = os.environ.get("WANDB_API_KEY", "")
-    if len(key) < _SHORTEST_KEY:
-        return content
+    """``content`` as plain dicts and lists, with W&B's key removed from its texts."""
     if isinstance(content, str):
-        return content.replace(key, "WANDB_API_KEY")
+        key = os.environ.get("WANDB_API_KEY", "")
+        return content.replace(key, "WANDB_API_KEY") if len(key) >= _SHORTEST_KEY else content
     if isinstance(content, Mapping):
         return {name: redacted(value) for name, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [redacted(value) for value in content]
-    return content
+    return [*map(redacted, content)] if isinstance(content, Sequence) else content
 
 
 def describe(device: Any) -> str:
@@ -114,18 +108,7 @@ def starter() -> list[str]:
 
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this experiment from ``folder``."""
-    return shlex.join([*starter(), _arguments()[0], f"resume={folder}"])
-
-
-def _arguments() -> list[str]:
-    """The script and its options; those of the job where a launcher's own script started it."""
-    from hydra.core.hydra_config import HydraConfig
-
-    if HydraConfig.initialized():
-        hydra = HydraConfig.get()
-        if Path(sys.argv[0]).stem != hydra.job.name:
-            return [str(ROOT / "experiments" / f"{hydra.job.name}.py"), *hydra.overrides.task]
-    return sys.argv
+    return shlex.join([*starter(), sys.argv[0], f"resume={folder}"])
 
 
 def _relative(arguments: list[str]) -> list[str]:

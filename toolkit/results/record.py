@@ -22,8 +22,6 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from toolkit.errors import UserError, first_line
 from toolkit.files import write_csv, write_json
 from toolkit.metric import ACCURACY, LOSS
@@ -55,7 +53,7 @@ def write_result(
     folder: Path,
     name: str,
     rows: Sequence[Mapping[str, Any]],
-    config: DictConfig,
+    config: Mapping[str, Any],
     device: str,
     seconds: float,
     **more: Any,

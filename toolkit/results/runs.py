@@ -8,9 +8,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from toolkit.cli.sweeps import resumable_in
-from toolkit.cli.validate import expand_workers
 from toolkit.errors import UserError
+from toolkit.files import resumable_in
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.options import ENDED, RESUMED_OTHERWISE
 from toolkit.results.comparison_runs import comparison_runs
@@ -181,7 +180,8 @@ def _options_of(folder: Path) -> dict[str, Any]:
     Other interpolations stay as they are: they could read the environment of this machine.
     """
     config = read_yaml(folder / ".hydra" / "config.yaml")
-    expand_workers(config)
+    if config.get("workers") is not None and "microbatches" in config:
+        config["microbatches"] = config["workers"]
 
     def resolve(value: Any) -> Any:
         if isinstance(value, dict):

@@ -17,18 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from omegaconf import DictConfig
-
-from toolkit.errors import UserError, check_choice
 from toolkit.files import write_json
-from toolkit.options import AROUND, without
+from toolkit.options import AROUND, TrackingOptions, without
 from toolkit.results.provenance import provenance
 from toolkit.results.training_log import STEP, Tracker, one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODES = ("offline", "online", "disabled")
 WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
 
@@ -51,7 +47,7 @@ _why_offline: list[str] = []  # why this process has stopped sending; later runs
 
 @contextmanager
 def track(
-    config: DictConfig,
+    config: Mapping[str, Any],
     folder: Path,
     *,
     device: str,
@@ -62,10 +58,10 @@ def track(
     own: Path | None = None,
     here: bool = True,
 ) -> Iterator[Tracker]:
-    """Track a run as ``config.tracking`` says, and finish it however it ends.
+    """Track a run as its options say, and finish it however it ends.
 
     Args:
-        config: the run's configuration.
+        config: the run's options; their ``tracking`` are those of TrackingOptions.
         folder: folder of its results; W&B's files go to ``folder/wandb``.
         device: the device in words.
         name: name of the run, unless the configuration has one.
@@ -78,8 +74,7 @@ def track(
     Raises:
         ValueError: invalid tracking options.
     """
-    options = config.tracking
-    check_tracking(options)
+    options = TrackingOptions(**config["tracking"])
     if not here or options.mode == "disabled":
         yield Tracker()
         return
@@ -115,17 +110,6 @@ def track(
         finally:
             tracker.close()
             shutil.rmtree(home / "cache", ignore_errors=True)
-
-
-def check_tracking(options: DictConfig) -> None:
-    """Check ``config.tracking``.
-
-    Raises:
-        ValueError: an unknown mode, or less than one step between points.
-    """
-    check_choice("tracking.mode", options.mode, MODES)
-    if options.every < 1:
-        raise UserError(f"tracking.every is 1 or more training steps: got {options.every}")
 
 
 def read_identity(path: Path) -> dict[str, str | None]:

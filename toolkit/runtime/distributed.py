@@ -100,7 +100,7 @@ class Distributed(Runtime):
         self._meter = (
             Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
         )
-        self._to_record = record
+        self.record = self._to_record = record
         self.n_recorded = 0
 
     def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:

@@ -1,6 +1,6 @@
 """How stages compute and update, whatever the schedule: precision, memory, clipping, averages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -13,6 +13,7 @@ from torch import Tensor
 from toolkit.errors import UserError, check_choice
 from toolkit.model.partition import check_checkpoint, checkpointed, recomputes
 from toolkit.model.precision import autocast, autocast_type, check_precision
+from toolkit.options import StepSettings
 from toolkit.schedule import Schedule
 from toolkit.schedule.staleness import freshest
 
@@ -24,7 +25,7 @@ _CLIP_BY = ("stage", "model")
 
 
 @dataclass(frozen=True)
-class StepOptions:
+class StepOptions(StepSettings):
     """Techniques that users add to a training step; each combines with every schedule.
 
     Args:
@@ -46,15 +47,6 @@ class StepOptions:
     Raises:
         UserError: an option has no such value.
     """
-
-    precision: str = "fp32"
-    loss_scale: float = 1024.0
-    checkpoint: str | Sequence[int] = "none"
-    clip: float | None = None
-    clip_by: str = "stage"
-    ema: float | None = None
-    compile: str = "none"
-    channels_last: bool = False
 
     def __post_init__(self) -> None:
         check_precision(self.precision)

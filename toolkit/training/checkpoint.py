@@ -205,12 +205,6 @@ def _raise_on_every_rank(world: World | None) -> Iterator[None]:
 # The checkpoints of a run
 
 
-def check_keep(keep: int) -> None:
-    """Raise UserError unless at least one checkpoint is kept."""
-    if keep < 1:
-        raise UserError(f"save.keep is 1 or more: got {keep}")
-
-
 def from_rank_0(runtime: Runtime, value: Any) -> Any:
     """Return rank 0's ``value``, on every rank."""
     return value if runtime.world is None else runtime.world.gather(value)[0]
@@ -229,7 +223,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2, *, sharded: bool = False) -> None:
-        check_keep(keep)
         self.folder, self.keep, self.sharded = folder, keep, sharded
 
     def save(

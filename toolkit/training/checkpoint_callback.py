@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from toolkit.errors import UserError
 from toolkit.metric import Metric
+from toolkit.options import SaveOptions
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.process_group.watch import ECHO
 from toolkit.training.checkpoint import Checkpoints, serialised, write_bytes
 from toolkit.training.loop import DivergedError, Position, Stretches, is_best
 
-GUARDS = ("off", "stop", "rollback")
 _WEIGHTS = "the weights"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE = 5.0  # seconds between two pauses, in which ranks exchange the signals they received
@@ -37,42 +36,6 @@ class StoppedError(Exception):
     def __init__(self, number: int, *, saved: bool) -> None:
         super().__init__(signal.Signals(number).name)
         self.saved = saved
-
-
-@dataclass(frozen=True)
-class SaveIntervals:
-    """When checkpoints are saved; None: not for that reason.
-
-    Args:
-        steps: training steps between two of them.
-        epochs: epochs between two of them.
-        minutes: time between two of them.
-
-    Raises:
-        UserError: an interval is not above 0.
-    """
-
-    steps: int | None = None
-    epochs: int | None = 1
-    minutes: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise UserError(f"save.{name} is above 0, or null: got {value}")
-
-    @property
-    def never(self) -> bool:
-        """Whether no interval is set."""
-        return self.steps is None and self.epochs is None and self.minutes is None
-
-    def due(self, position: Position, seconds: float) -> bool:
-        """Return whether to save at ``position``, ``seconds`` after the last checkpoint."""
-        return (
-            (self.steps is not None and position.steps_done % self.steps == 0)
-            or (self.epochs is not None and not position.step and not position.epoch % self.epochs)
-            or (self.minutes is not None and seconds >= 60 * self.minutes)
-        )
 
 
 @dataclass
@@ -138,7 +101,7 @@ class CheckpointCallback(Stretches):
     runtime: Runtime
     saves: bool
     checkpoints: Checkpoints
-    often: SaveIntervals
+    often: SaveOptions
     extra: Mapping[str, Any]
     guard: str
     guard_factor: float
@@ -174,7 +137,7 @@ class CheckpointCallback(Stretches):
         total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
         since, trained, *counts = total
         heard = [number for number, n_ranks in zip(_SIGNALS, counts, strict=True) if n_ranks]
-        due = self.often.due(position, since) or (self.weights and self._is_new_best(position))
+        due = self._is_due(position, since) or (self.weights and self._is_new_best(position))
         written = (due or bool(heard)) and self.saves and self.save(position)
         if heard:
             self.signals.agreed = heard[0]
@@ -230,6 +193,15 @@ class CheckpointCallback(Stretches):
     @property
     def _leads(self) -> bool:
         return self.runtime.rank == 0
+
+    def _is_due(self, position: Position, seconds: float) -> bool:
+        """Return whether to save at ``position``, ``seconds`` after the last checkpoint."""
+        steps, epochs, minutes = self.often.steps, self.often.epochs, self.often.minutes
+        return (
+            (steps is not None and position.steps_done % steps == 0)
+            or (epochs is not None and not position.step and not position.epoch % epochs)
+            or (minutes is not None and seconds >= 60 * minutes)
+        )
 
     def _is_new_best(self, position: Position) -> bool:
         """Whether the epoch that has just ended is better than every other."""

@@ -216,7 +216,20 @@ def fit(
                 " and batch of before"
             )
         start, first_step = time.perf_counter(), position.step
-        _train(runtime, batches, batch_size, position, stretches, rate, on_step)
+        if position.step == 0:
+            position.learning_rate = rate(position.steps_done)
+        while (left := len(batches) - position.step) > 0:
+            n_steps = min(left, stretches.steps(position, left))
+            losses = []
+            part = batches.between(position.step, position.step + n_steps)
+            for k, result in enumerate(runtime.run(part)):
+                losses.append(result.losses)
+                now = rate(position.steps_done + k)
+                on_step(Step(position.step + k + 1, len(batches), result, now, batch_size))
+                del result  # its memory is free before the next step
+            stretches.check(_add_losses(position, losses, runtime), position)
+            if position.step < len(batches):
+                stretches.end(position)
         seconds = time.perf_counter() - start
         n_at_once = evaluated_at_once(samples.form, batch_size)
         share = samples.test(n_at_once, device, runtime.rank, runtime.n_ranks)
@@ -244,39 +257,16 @@ def fit(
     return position.history
 
 
-def _train(
-    runtime: Runtime,
-    batches: Batches,
-    batch_size: int,
-    position: Position,
-    stretches: Stretches,
-    rate: Callable[[int], float],
-    on_step: Callable[[Step], None],
-) -> None:
-    """Train on the rest of an epoch, stretch by stretch, and move ``position``."""
-    n_steps = len(batches)
-    if position.step == 0:
-        position.learning_rate = rate(position.steps_done)
-    while position.step < n_steps:
-        left = n_steps - position.step
-        stretch = min(left, stretches.steps(position, left))
-        losses = []
-        part = batches.between(position.step, position.step + stretch)
-        for k, result in enumerate(runtime.run(part)):
-            losses.append(result.losses)
-            now = rate(position.steps_done + k)
-            on_step(Step(position.step + k + 1, n_steps, result, now, batch_size))
-            del result  # frees its outputs before the next step
-        loss, n = _sum(losses, runtime)
-        if position.steps_done == 0:
-            first, n_first = _sum(losses[:1], runtime)
-            position.first_loss = first / n_first
-        position.step += stretch
-        position.steps_done += stretch
-        position.loss, position.n_losses = position.loss + loss, position.n_losses + n
-        stretches.check(loss / n, position)
-        if position.step < n_steps:
-            stretches.end(position)
+def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> float:
+    """Advance ``position`` by a stretch of steps; return their mean loss. Every rank calls it."""
+    loss, n = _sum(losses, runtime)
+    if position.steps_done == 0:
+        first, n_first = _sum(losses[:1], runtime)
+        position.first_loss = first / n_first
+    position.step += len(losses)
+    position.steps_done += len(losses)
+    position.loss, position.n_losses = position.loss + loss, position.n_losses + n
+    return loss / n
 
 
 def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:

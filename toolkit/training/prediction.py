@@ -1,30 +1,30 @@
-"""What was measured of a run, beside what the simulator makes of it."""
+"""A measured run beside the simulator's prediction of it."""
 
-from omegaconf import DictConfig
+from torch import nn
 
-from toolkit.cli.build import build_model
 from toolkit.cost import Timeline, predict_calibrated, profile, recomputing
 from toolkit.model import partition
 from toolkit.model.input_spec import InputSpec
+from toolkit.options import TrainingOptions
 from toolkit.runtime.meters.measurements import Measurements
 
 
 def beside_prediction(
-    found: Measurements, config: DictConfig, form: InputSpec
+    found: Measurements, model: nn.Module, form: InputSpec, options: TrainingOptions
 ) -> tuple[Timeline, Timeline]:
-    """The measured timeline, and that of ops and messages which take as long as was measured.
+    """The measured timeline, and the simulated one of ops and messages that take as long.
 
     Args:
-        found: measured under ``config``.
-        config: from which the stages are made again, without ranks and memory.
-        form: of its samples.
+        found: measured with ``options``.
+        model: the model, which is moved to the meta device.
+        form: specification of the samples.
+        options: options of the run.
 
     Raises:
-        UserError: what runs cannot be analysed.
+        UserError: the model runs but cannot be analysed.
     """
-    example = form.example(config.batch, "meta")
-    model = build_model(config.model, form).to("meta")
-    stages = partition(model, found.schedule.n_stages, example, config.partition)
-    costs = recomputing(profile(stages, example, precision=config.precision), config.checkpoint)
+    example = form.example(options.batch, "meta")
+    stages = partition(model.to("meta"), found.schedule.n_stages, example, options.partition)
+    costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
     timeline = found.timeline()
     return timeline, predict_calibrated(timeline, found.schedule, costs)

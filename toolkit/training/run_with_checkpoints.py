@@ -5,17 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from toolkit.errors import UserError, check_choice, first_line
+from toolkit.errors import UserError, first_line
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE
 from toolkit.schedule import Schedule, timing
-from toolkit.training.checkpoint import Checkpoints, check_keep, from_rank_0
-from toolkit.training.checkpoint_callback import GUARDS, CheckpointCallback, SaveIntervals, Signals
+from toolkit.training.checkpoint import Checkpoints, from_rank_0
+from toolkit.training.checkpoint_callback import CheckpointCallback, Signals
 from toolkit.training.config_diff import FREE, changed_options, rate_follows_epochs
-from toolkit.training.data import SampleSet
 from toolkit.training.loop import DivergedError, Epoch, Position, Step
-from toolkit.training.training_run import TrainingRun, prepare
+from toolkit.training.training_run import TrainingRun
 
 _ROLLBACKS = 3
 _FIRST_STRETCH = 8  # steps; those that are measured are not cut up
@@ -23,13 +20,12 @@ _FIRST_STRETCH = 8  # steps; those that are measured are not cut up
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The result of a run.
 
     Attributes:
-        epochs: their metrics.
-        notes: sentences on what did not go as it should: checkpoints that were damaged or could
-            not be written, rollbacks, and updates that were left out.
-        job: the one that ended; another one than began if the run was rolled back.
+        epochs: metrics of each epoch.
+        notes: sentences on damaged or unwritten checkpoints, rollbacks and skipped updates.
+        job: the run that ended; a new one after a rollback.
         resumed_at: training steps that were done when it was resumed; 0 if it was not.
     """
 
@@ -50,31 +46,28 @@ def run_with_checkpoints(
     on_note: Callable[[str], None] = lambda note: None,
     signals: Signals | None = None,
 ) -> Outcome:
-    """Train ``job``, with checkpoints in ``folder`` as its configuration asks for.
+    """Train ``job``, with checkpoints in ``folder`` as ``job.options.save`` says.
 
     Args:
-        job: fresh.
-        folder: of the run; its checkpoints are in ``folder/checkpoints``. Rank 0's counts.
-        resume: go on from the latest checkpoint that is whole; None: if there is one.
-        weights: also keep the best checkpoint, and the weights that training ends with.
+        job: a run that has not been trained.
+        folder: folder of the run, with its ``checkpoints``; rank 0's counts.
+        resume: continue from the latest intact checkpoint; None: if there is one.
+        weights: also keep the best checkpoint and the final weights.
         on_epoch: called with each epoch's metrics.
         on_step: called after each step.
-        on_note: called with each of the notes.
-        signals: those that end it; SIGTERM and SIGINT of this process unless given.
+        on_note: called with each note.
+        signals: signals that end it; by default SIGTERM and SIGINT of this process.
 
     Raises:
         UserError: there is no checkpoint to resume from, or it is of another run; there are
-            checkpoints, and none is to be resumed from; an option that the runtime cannot serve.
+            checkpoints and ``resume`` is False; the guard has no schedule to go back to.
         StoppedError: a signal has ended the run.
         DivergedError: the loss has diverged, and there is no way back.
     """
-    options = job.config
+    save = job.options.save
     safe = check_saving(job)
-    often = _often(options)
     folder = from_rank_0(job.runtime, folder.resolve())
-    checkpoints = Checkpoints(
-        folder / "checkpoints", options.save.keep, sharded=options.save.sharded
-    )
+    checkpoints = Checkpoints(folder / "checkpoints", save.keep, sharded=save.sharded)
     delayed = job.schedule.max_staleness > 0
     notes: list[str] = []
 
@@ -93,22 +86,24 @@ def run_with_checkpoints(
     n_rollbacks, most = 0, _ROLLBACKS if delayed else 1  # or the same would come again
     with (signals or Signals()).heard() as signals:
         while True:
-            saves = safe is not None or not often.never
-            keeper = _callback(job, checkpoints, often, signals, saves, weights, rolled_back)
+            saves = safe is not None or not save.never
+            keeper = _callback(job, checkpoints, signals, saves, weights, rolled_back)
             if safe is not None and position is None:
                 keeper.save(Position())
             try:
                 epochs = job.run(on_epoch, on_step, position, keeper)
                 keeper.write_model()
-                notes += [*keeper.notes(), *job.left_out()]
+                notes += [*keeper.notes(), *job.skipped_updates()]
                 return Outcome(epochs, notes, job, resumed_at)
             except DivergedError as error:
                 notes += keeper.notes()
                 if safe is None or n_rollbacks == most:
                     told = _no_way_back(error, safe, n_rollbacks)
                     raise DivergedError(told, error.epochs) from error
-                job, position = _rolled_back(job, checkpoints, safe, n_rollbacks, note)
-                rolled_back = True
+                job, rolled_back = job.again(safe), True
+                # A checkpoint further back with every rollback.
+                state = _read(job, checkpoints, n_rollbacks, note)
+                position = _load(job, checkpoints, state)
                 n_rollbacks += 1
                 note(
                     f"{error}: rolled back to epoch {position.epoch}, step {position.step}, and"
@@ -116,56 +111,32 @@ def run_with_checkpoints(
                 )
 
 
-def check_run(config: DictConfig, samples: SampleSet) -> None:
-    """Refuse options with which no run can begin, before anything is left of it.
-
-    Raises:
-        UserError: as :func:`toolkit.training.prepare` and :func:`check_saving` do.
-    """
-    check_saving(prepare(config, samples))
-
-
 def check_saving(job: TrainingRun) -> Schedule | None:
-    """Refuse options by which ``job`` cannot be saved or watched.
-
-    Returns:
-        the schedule by which it goes on where ``guard=rollback`` goes back; None for other guards.
+    """Return the schedule by which ``job`` continues after a rollback; None without one.
 
     Raises:
-        UserError: an interval that is not above 0, or a guard that cannot be.
+        UserError: ``guard=rollback``, and there is no such schedule that the runtime can run.
     """
-    options = job.config
-    check_choice("guard", options.guard, GUARDS)
-    if not options.guard_factor > 1:
-        raise UserError(f"guard_factor is above 1; 10 is usual: got {options.guard_factor}")
-    _often(options)
-    check_keep(options.save.keep)
-    return _safe(job) if options.guard == "rollback" else None
-
-
-def _often(options: DictConfig) -> SaveIntervals:
-    """When a run with these options is saved."""
-    return SaveIntervals(options.save.steps, options.save.epochs, options.save.minutes)
+    return _safe(job) if job.options.guard == "rollback" else None
 
 
 def _callback(
     job: TrainingRun,
     checkpoints: Checkpoints,
-    often: SaveIntervals,
     signals: Signals,
     saves: bool,
     weights: bool,
     rolled_back: bool,
 ) -> CheckpointCallback:
-    options = job.config
+    options = job.options
     return CheckpointCallback(
         runtime=job.runtime,
         saves=saves,
         checkpoints=checkpoints,
-        often=often,
+        often=options.save,
         extra={
-            "config": OmegaConf.to_yaml(options),
-            "orders": _orders(options),
+            "config": job.record,
+            "orders": _orders(job.record),
             "rolled_back": rolled_back,
         },
         guard=options.guard,
@@ -174,28 +145,15 @@ def _callback(
         measure=job.samples.form.metric,
         epochs=options.epochs,
         weights=weights,
-        length=max(_FIRST_STRETCH, options.runtime.get("record", 0)),
+        length=max(_FIRST_STRETCH, getattr(job.runtime, "record", 0)),
     )
 
 
 def _no_way_back(error: DivergedError, safe: Schedule | None, n_rollbacks: int) -> str:
-    """What is said of a run that ends because its loss has diverged."""
-    some = f"{n_rollbacks} rollback{'s' * (n_rollbacks > 1)}"
-    tried = f", {some} notwithstanding" if n_rollbacks else ""
-    back = "" if safe else " (guard=rollback goes back to the last checkpoint by itself)"
+    """Message for a run that ends because its loss has diverged."""
+    tried = f", after {n_rollbacks} rollback{'s' * (n_rollbacks > 1)}" if n_rollbacks else ""
+    back = "" if safe else " (guard=rollback returns to the last checkpoint)"
     return f"{error}{tried}: lower optimizer.lr, or warm up with lr.warmup_epochs{back}"
-
-
-def _rolled_back(
-    job: TrainingRun,
-    checkpoints: Checkpoints,
-    safe: Schedule,
-    n_rollbacks: int,
-    note: Callable[[str], None],
-) -> tuple[TrainingRun, Position]:
-    """``job`` by a safe schedule, a checkpoint further back with every rollback."""
-    again = prepare(job.config, job.samples, safe)
-    return again, _stand(again, checkpoints, _read(again, checkpoints, n_rollbacks, note))
 
 
 def without_delay(schedule: Schedule) -> Schedule:
@@ -219,17 +177,17 @@ def without_delay(schedule: Schedule) -> Schedule:
     if found is None or found.n_ranks != schedule.n_ranks:
         reason = reason if found is None else f"it takes {found.n_ranks} ranks"
         raise UserError(
-            f"guard=rollback goes on with data parallelism in the place of {schedule.name}, and"
-            f" here that cannot be ({reason}): use guard=stop, or placement=per_microbatch"
+            f"guard=rollback replaces {schedule.name} by data parallelism, which is impossible"
+            f" here ({reason}): use guard=stop, or placement=per_microbatch"
         )
     return found
 
 
 def _safe(job: TrainingRun) -> Schedule:
-    """The schedule by which ``job`` goes on once it has diverged.
+    """The schedule by which ``job`` continues once it has diverged.
 
     Raises:
-        UserError: there is none that its runtime can run.
+        UserError: its runtime cannot run such a schedule.
     """
     found = without_delay(job.schedule)
     if not job.runtime.can_run(found):
@@ -243,58 +201,60 @@ def _safe(job: TrainingRun) -> Schedule:
 def _restored(
     job: TrainingRun, checkpoints: Checkpoints, note: Callable[[str], None]
 ) -> tuple[TrainingRun, Position, bool]:
-    """``job`` where its latest checkpoint was taken, and whether it had been rolled back by then.
+    """Load the latest checkpoint; build the run without delay if it had been rolled back.
 
-    If so it is another job, which goes on without delay.
+    Returns:
+        the run, its position, and whether it had been rolled back.
     """
     state = _read(job, checkpoints, 0, note)
     rolled_back = state.get("rolled_back")
     if not isinstance(rolled_back, bool):
-        raise _misfit(checkpoints, "it does not tell whether the run had been rolled back")
+        raise _misfit(checkpoints, "it lacks rolled_back")
     if rolled_back:
-        job = prepare(job.config, job.samples, _safe(job))
-        note("it had been rolled back, and goes on without delay")
-    position = _stand(job, checkpoints, state)
-    _check_ahead(job, position, changed_options(state.get("config"), job.config))
-    return job, position, rolled_back
-
-
-def _check_ahead(job: TrainingRun, position: Position, changed: str) -> None:
-    """Refuse options that would only change what a run that has ended says that it was."""
-    done, wanted = position.epoch, job.config.epochs
+        job = job.again(_safe(job))
+        note("it had been rolled back, and continues without delay")
+    position = _load(job, checkpoints, state)
+    done, wanted = position.epoch, job.options.epochs
     if done > wanted:
         raise UserError(f"the run has done {done} epochs and epochs={wanted}: ask for more")
-    if done == wanted and changed:
+    # Options of a finished run would only falsify its record.
+    if done == wanted and (changed := changed_options(state.get("config"), job.record)):
         raise UserError(
             f"the run has ended after {done} epochs, and nothing is left to train with {changed}:"
             " leave that out, or ask for more epochs"
         )
+    return job, position, rolled_back
 
 
 def _read(
     job: TrainingRun, checkpoints: Checkpoints, skip: int, note: Callable[[str], None]
 ) -> Mapping[str, Any]:
-    """The latest checkpoint that is whole, but for ``skip`` of them. Every rank calls it."""
+    """The latest intact checkpoint, before the last ``skip``. Every rank calls it."""
     state, damaged = checkpoints.load(job.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
     kept = state.get("config")
-    free = INDIFFERENT if rate_follows_epochs(kept, job.config) else FREE
-    if told := changed_options(kept, job.config, free):
-        note(f"{RESUMED_OTHERWISE}: {told}")
-    if (orders := _orders(job.config)) and state.get("orders") not in (None, orders):
-        note(f"{job.config.schedule.file} has other orders than those of the checkpoint")
+    follows = rate_follows_epochs(kept, job.options.epochs, job.lr)
+    if changed := changed_options(kept, job.record, INDIFFERENT if follows else FREE):
+        note(f"{RESUMED_OTHERWISE}: {changed}")
+    if (orders := _orders(job.record)) and state.get("orders") not in (None, orders):
+        note(f"{_file(job.record)} has other orders than those of the checkpoint")
     return state
 
 
-def _orders(config: DictConfig) -> str | None:
+def _file(record: Mapping[str, Any]) -> str | None:
+    """The file that a schedule is read from, if it is."""
+    return (record.get("schedule") or {}).get("file")
+
+
+def _orders(record: Mapping[str, Any]) -> str | None:
     """The rank orders of a schedule that is read from a file."""
-    file = config.schedule.get("file")
+    file = _file(record)
     return Path(file).read_text() if file else None
 
 
-def _stand(job: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
-    """Have ``job`` stand where ``state`` was taken."""
+def _load(job: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
+    """Load ``state`` into ``job``; return its position."""
     try:
         job.runtime.load_state_dict(state["runtime"])
         return Position.of(state["position"])

@@ -1,32 +1,31 @@
-"""One training run, from its configuration to its metrics."""
+"""One training run, built and checked from plain options and objects."""
 
 import gc
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
-from hydra.utils import get_class, instantiate
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from toolkit.cli.build import build_model, build_schedule, check_target
-from toolkit.cli.validate import check_counts
 from toolkit.errors import UserError, first_line
 from toolkit.model import partition
+from toolkit.options import StepSettings, TrainingOptions
+from toolkit.runtime import SingleProcess
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
-from toolkit.runtime.updater import takes_names
+from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Schedule
-from toolkit.training.data import SampleSet, load
+from toolkit.training.data import SampleSet
 from toolkit.training.loop import (
     DivergedError,
     Epoch,
@@ -36,6 +35,7 @@ from toolkit.training.loop import (
     cross_entropy,
     fit,
 )
+from toolkit.training.lr import Constant
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,28 @@ class TrainingRun:
     """Everything that a run needs, built and checked, before the first step.
 
     Attributes:
-        config: its options.
-        schedule: the schedule by which it trains.
-        samples: the samples for training and for the test.
-        runtime: the runtime that trains.
-        device: the device of the model.
+        options: plain values.
+        schedule: schedule by which it trains.
+        samples: samples for training and for the test.
+        runtime: runtime that trains.
+        device: device of the model.
         rate: function from a training step to the learning rate of its update.
+        build_model: function that builds the model afresh.
+        lr: object whose ``factor`` scales the optimizer's rate.
+        record: all options as plain values, for results and checkpoints.
+        again: function that builds the run afresh, by another schedule.
     """
 
-    config: DictConfig
+    options: TrainingOptions
     schedule: Schedule
     samples: SampleSet
     runtime: Runtime
     device: torch.device
     rate: Callable[[int], float]
+    build_model: Callable[[], nn.Module]
+    lr: Any
+    record: Mapping[str, Any]
+    again: Callable[[Schedule], "TrainingRun"]
 
     @property
     def n_ranks(self) -> int:
@@ -66,7 +74,7 @@ class TrainingRun:
     @property
     def batch_size(self) -> int:
         """Samples a training step."""
-        return self.config.batch * self.schedule.n_microbatches
+        return self.options.batch * self.schedule.n_microbatches
 
     def run(
         self,
@@ -79,16 +87,16 @@ class TrainingRun:
         return fit(
             self.runtime,
             self.samples,
-            epochs=self.config.epochs,
+            epochs=self.options.epochs,
             batch_size=self.batch_size,
-            seed=self.config.seed,
+            seed=self.options.seed,
             device=self.device,
             rate=self.rate,
             on_epoch=on_epoch,
             on_step=on_step,
             position=position,
             stretches=stretches,
-            options=_step_options(self.config),
+            options=step_options(self.options),
         )
 
     def run_to_end(
@@ -96,22 +104,22 @@ class TrainingRun:
         on_epoch: Callable[[Epoch], None] = lambda epoch: None,
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> list[Epoch]:
-        """As :meth:`run`, but a loss that diverges ends it with epochs of NaN, as many as are left.
+        """As :meth:`run`; after a loss diverges, the remaining epochs are NaN.
 
         Those are not passed to ``on_epoch``.
         """
         try:
             return self.run(on_epoch, on_step)
         except DivergedError as error:
-            return error.all_epochs(self.config.epochs)
+            return error.all_epochs(self.options.epochs)
 
-    def left_out(self) -> list[str]:
-        """Sentences on updates that were not made. Every rank calls it, after the last step."""
-        if _step_options(self.config).scale == 1:
+    def skipped_updates(self) -> list[str]:
+        """Sentences on updates that were skipped. Every rank calls it, after the last step."""
+        if step_options(self.options).scale == 1:
             return []
-        of = self.runtime.steps_done
+        total = self.runtime.steps_done
         return [
-            f"stage {j} left out {n} of {of} updates, whose gradients were not finite: lower"
+            f"stage {j} left out {n} of {total} updates, whose gradients were not finite: lower"
             " loss_scale, or take precision=bf16"
             for j, n in enumerate(self.runtime.skipped())
             if n
@@ -159,136 +167,161 @@ class Rates(LambdaLR):
 
 
 def prepare(
-    config: DictConfig, samples: SampleSet | None = None, schedule: Schedule | None = None
+    options: TrainingOptions,
+    *,
+    model: nn.Module | Callable[[], nn.Module],
+    samples: SampleSet,
+    schedule: Schedule,
+    optimizer: MakeOptimizer,
+    lr: Any = None,
+    runtime: Callable[..., Runtime] = SingleProcess,
+    world: World | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> TrainingRun:
-    """Build what ``config`` describes: equal seeds give equal weights and batches.
+    """Build a training run: equal seeds give equal weights and batches.
 
     Args:
-        config: options as ``experiments/train.py`` composes them; the sizes of a schedule that
-            has its own are written into them.
-        samples: samples for training and for the test, if they are loaded already.
-        schedule: a schedule in the place of the one that ``config`` describes.
+        options: plain values.
+        model: a module for the samples, of which a copy is trained; or a function that builds
+            one, called after ``options.seed`` has seeded torch.
+        samples: samples for training and for the test.
+        schedule: schedule of as many stages as the model is cut into.
+        optimizer: function from a stage's parameters to its optimizer.
+        lr: learning rate's factor, as of :mod:`toolkit.training.lr`; constant unless given.
+        runtime: class of the runtime, or a function that takes the same arguments.
+        world: ranks that this process has joined, for a runtime with a process a rank.
+        record: options to record in results and checkpoints; by default ``options``.
 
     Raises:
-        UserError: a part cannot be built, or does not fit the others; or the runtime takes many
-            processes and this is not one of them.
+        UserError: a part cannot be built, or does not fit the others.
     """
-    check_counts(config, "stages", "microbatches", "batch", "epochs")
-    schedule = build_schedule(config.schedule) if schedule is None else schedule
-    config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
-    options, world = join_ranks(config, schedule)
-    device = world.device if world else pick_device(config.device)
-    samples = load(config.data) if samples is None else samples
-    form = samples.form
-    gc.collect()  # models of earlier runs: torch.fx ties them to themselves, GPU memory and all
-    torch.manual_seed(config.seed)
-    model = build_model(config.model, form).to(device)
-    example = form.example(config.batch)
-    stages = partition(model, schedule.n_stages, example, config.partition)
-    if stages.output.shape != (expected := form.output(config.batch)):
+    lr = Constant() if lr is None else lr
+    again = partial(
+        prepare,
+        options,
+        model=model,
+        samples=samples,
+        optimizer=optimizer,
+        lr=lr,
+        runtime=runtime,
+        world=world,
+        record=record,
+    )
+    if options.diagnostics and world:
         raise UserError(
-            f"the model's output for {config.batch} {form.samples} has shape"
+            f"diagnostics={options.diagnostics} takes all micro-batches in one process: use"
+            " runtime=single_process, whose trajectory is the same"
+        )
+    device = world.device if world else pick_device(options.device)
+    gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
+    torch.manual_seed(options.seed)
+    build_model = partial(deepcopy, model) if isinstance(model, nn.Module) else model
+    module = build_model().to(device)
+    form = samples.form
+    stages = partition(module, schedule.n_stages, form.example(options.batch), options.partition)
+    if stages.output.shape != (expected := form.output(options.batch)):
+        raise UserError(
+            f"the model's output for {options.batch} {form.samples} has shape"
             f" {list(stages.output.shape)}, and {form.n_classes} {form.answers} ask for"
             f" {list(expected)}: tell the model by model.arguments, such as"
             f" +model.arguments.{form.usual_argument}={form.n_classes}"
         )
-    batch_size = config.batch * schedule.n_microbatches
-    batches = samples.train(batch_size, config.seed, 0, device)
+    batch_size = options.batch * schedule.n_microbatches
+    batches = samples.train(batch_size, options.seed, 0, device)
     if not hasattr(batches, "between"):
         raise UserError(
             f"data: train() gives a {type(batches).__name__}, and training takes batches with"
-            " between(first, last), to go on in the midst of an epoch:"
-            " toolkit.training.data.Datasets makes such of two of torch's Datasets"
+            " between(first, last): toolkit.training.data.Datasets makes such of two of torch's"
+            " Datasets"
         )
     steps_per_epoch = len(batches)
-    check_target(config.lr, "lr", "toolkit.training.lr.Constant")
-    rates = instantiate(config.lr)
-    if not callable(getattr(rates, "factor", None)):
+    if not callable(getattr(lr, "factor", None)):
         raise UserError(
-            f"lr: {config.lr._target_} gives a {type(rates).__name__}, and training takes what has"
-            " factor(step, steps_per_epoch, epochs, batch), such as toolkit.training.lr.Constant"
+            f"lr: got a {type(lr).__name__}; expected an object with factor(step,"
+            " steps_per_epoch, epochs, batch), such as toolkit.training.lr.Constant"
         )
-    make_optimizer, full_rate = _optimizer(config.optimizer)
+    group = _check_optimizer(optimizer)
 
     def factor(step: int) -> float:
-        found: float = rates.factor(step, steps_per_epoch, config.epochs, batch_size)
+        found: float = lr.factor(step, steps_per_epoch, options.epochs, batch_size)
         return found
 
-    step_options = _step_options(config)
-    allow_tf32(step_options.precision == "tf32")
-    torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    runtime = instantiate(options, _partial_=True)(
+    step = step_options(options)
+    allow_tf32(step.precision == "tf32")
+    torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    built = runtime(
         stages,
         schedule,
-        optimizer=make_optimizer,
-        loss=_loss(config.label_smoothing),
-        lr_scheduler=lambda optimizer: Rates(optimizer, factor, [*config.optimizer]),
-        seed=config.seed,
-        options=step_options,
+        optimizer=optimizer,
+        loss=partial(cross_entropy, label_smoothing=options.label_smoothing),
+        lr_scheduler=lambda made: Rates(made, factor, [*group]),
+        seed=options.seed,
+        options=step,
         **({"world": world} if world else {}),
-        **_diagnostics(config),
+        **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
     )
     return TrainingRun(
-        config, schedule, samples, runtime, device, lambda step: full_rate * factor(step)
+        options=options,
+        schedule=schedule,
+        samples=samples,
+        runtime=built,
+        device=device,
+        rate=lambda step: group["lr"] * factor(step),
+        build_model=build_model,
+        lr=lr,
+        record=asdict(options) if record is None else record,
+        again=lambda other: again(schedule=other),
     )
 
 
-def join_ranks(config: DictConfig, schedule: Schedule) -> tuple[dict[str, Any], World | None]:
-    """The runtime's own options; and the ranks, where it takes a process for each.
+def step_options(options: TrainingOptions) -> StepOptions:
+    """The part of the options that a runtime takes."""
+    return StepOptions(
+        **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
+    )
+
+
+def join_ranks(
+    runtime: type[Runtime], schedule: Schedule, *, device: str = "auto", **options: Any
+) -> World | None:
+    """Join the other ranks, if ``runtime`` takes a process for each; else return None.
+
+    Args:
+        runtime: class of the runtime.
+        schedule: schedule that it will run.
+        device: device of the model.
+        options: those of :func:`toolkit.runtime.join`.
 
     Raises:
-        UserError: this process is a rank where it should be none, or the other way round; or the
+        UserError: this process is a rank and should not be, or the other way round; or the
             runtime cannot run the schedule.
     """
-    options: dict[str, Any] = dict(config.runtime)
-    kind: type[Runtime] = get_class(options["_target_"])
-    if not kind.distributed:
-        if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise UserError(
-                f"runtime=single_process is one process and {started} were started: leave torchrun"
-                " out, or choose runtime=distributed"
-            )
-        return options, None
-    kind.check_schedule(schedule)  # before ranks are started
-    reach = {name: options.pop(name) for name in ("backend", "timeout", "interface")}
-    return options, join(schedule.n_ranks, device=config.device, **reach)
-
-
-def _loss(label_smoothing: float) -> Callable[[Tensor, Tensor], Tensor]:
-    if not 0 <= label_smoothing < 1:
-        raise UserError(f"label_smoothing is 0 or more, and below 1: got {label_smoothing}")
-    return partial(cross_entropy, label_smoothing=label_smoothing)
-
-
-def _step_options(config: DictConfig) -> StepOptions:
-    options = {field.name: config[field.name] for field in fields(StepOptions)}
-    if OmegaConf.is_list(options["checkpoint"]):
-        options["checkpoint"] = tuple(options["checkpoint"])
-    return StepOptions(**options)
-
-
-def _diagnostics(config: DictConfig) -> dict[str, int]:
-    if config.diagnostics and "timeout" in config.runtime:
+    if runtime.distributed:
+        runtime.check_schedule(schedule)  # before ranks are started
+        return join(schedule.n_ranks, device=device, **options)
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UserError(
-            f"diagnostics={config.diagnostics} takes all micro-batches in one process: use"
-            " runtime=single_process, whose trajectory is the same"
+            f"runtime=single_process is one process and {started} were started: leave torchrun"
+            " out, or choose runtime=distributed"
         )
-    return {"diagnostics": config.diagnostics} if config.diagnostics else {}
+    return None
 
 
-def _optimizer(config: DictConfig) -> tuple[Callable[..., Optimizer], float]:
-    """What makes the optimizer of a stage, and its learning rate."""
-    check_target(config, "optimizer", "torch.optim.SGD")
-    if not (isinstance(config.get("lr", 0), int | float) and isfinite(config.get("lr", 0))):
-        raise UserError(f"optimizer.lr is a number: got {config.lr!r}")
-    # Its own lists would be kept in the optimizer's state, and so in checkpoints.
-    make: Callable[..., Optimizer] = instantiate(config, _partial_=True, _convert_="all")
+def _check_optimizer(make: MakeOptimizer) -> dict[str, Any]:
+    """Build an optimizer of one number; return its options.
+
+    Raises:
+        UserError: it cannot be built, or its learning rate is not a number.
+    """
     try:
-        parameter = torch.zeros(1, requires_grad=True)
-        made = make([("weight", parameter) if takes_names(make) else parameter])
+        parameter = nn.Parameter(torch.zeros(1))
+        made = make([("weight", parameter)] if takes_names(make) else [parameter])
     except (TypeError, ValueError, IndexError) as error:
         raise UserError(f"optimizer cannot be made: {first_line(error)}") from error
-    return make, made.param_groups[0]["lr"]
+    group = {name: value for name, value in made.param_groups[0].items() if name != "params"}
+    if not (isinstance(group["lr"], int | float) and isfinite(group["lr"])):
+        raise UserError(f"optimizer.lr is a number: got {group['lr']!r}")
+    return group
 
 
 def pick_device(name: str) -> torch.device:

@@ -2,7 +2,7 @@
 
 from toolkit.training.data.datasets import Datasets
 from toolkit.training.data.in_memory import InMemory, Labelled
-from toolkit.training.data.sample_set import Batch, Batches, SampleSet, load
+from toolkit.training.data.sample_set import Batch, Batches, SampleSet
 from toolkit.training.data.sets import cifar10, digits, image_folder, synthetic
 from toolkit.training.data.tokens import Tokens, text, token_files
 
@@ -17,7 +17,6 @@ __all__ = [
     "cifar10",
     "digits",
     "image_folder",
-    "load",
     "synthetic",
     "text",
     "token_files",

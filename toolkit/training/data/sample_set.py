@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor
 
-from toolkit.cli.build import check_target, look_here
-from toolkit.errors import UserError
 from toolkit.model.input_spec import InputSpec
 
 Batch = tuple[Tensor, Tensor]
@@ -41,21 +37,3 @@ class SampleSet(Protocol):
     ) -> Batches:
         """Every ``n_ranks``-th test sample from number ``rank`` on."""
         ...
-
-
-def load(config: DictConfig) -> SampleSet:
-    """The set of a group's options.
-
-    Raises:
-        UserError: they describe none.
-    """
-    check_target(config, "data", "toolkit.training.data.digits")
-    look_here()
-    samples: SampleSet = instantiate(config)
-    if not all(hasattr(samples, name) for name in ("form", "train", "test")):
-        raise UserError(
-            f"data: {config._target_} gives a {type(samples).__name__}, and training takes a set"
-            " with form, train() and test(), such as toolkit.training.data.Datasets makes of two of"
-            " torch's: conf/README.md has an example"
-        )
-    return samples

@@ -1,4 +1,4 @@
-"""Options of an experiment and kept results, from whichever folder a notebook runs in."""
+"""The options of an experiment, for programs and notebooks in any folder."""
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
@@ -7,10 +7,7 @@ from toolkit.cli import schema
 from toolkit.cli.errors import explain
 from toolkit.cli.validate import check_given, resolve_options, use_threads
 from toolkit.errors import UserError, suggest
-from toolkit.files import ROOT, conf
-
-RESULTS = ROOT / "experiments" / "results"
-"""The results that are kept with the code."""
+from toolkit.files import conf
 
 
 def settings(experiment: str, *options: str) -> DictConfig:

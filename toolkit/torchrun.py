@@ -1,0 +1,14 @@
+"""This process among those that torchrun, Slurm or ``launch`` started, by the environment."""
+
+import os
+
+
+def is_rank_zero() -> bool:
+    """Whether this process prints and writes: the first rank, or the only process."""
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return not (rank.isdecimal() and size.isdecimal() and 0 < int(rank) < int(size))
+
+
+def restarted() -> bool:
+    """Whether torchrun has restarted the ranks."""
+    return bool(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
