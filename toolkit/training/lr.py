@@ -1,7 +1,7 @@
 """Learning rates as a factor on the optimizer's own rate, per training step.
 
-All of them warm up linearly, and scale linearly with the batch if told the batch for which the
-optimizer's rate was chosen (Goyal et al., arXiv 1706.02677).
+All warm up linearly, and scale linearly with the batch if ``reference_batch`` is given (Goyal et
+al., arXiv 1706.02677).
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,15 @@ from toolkit.errors import UserError
 
 @dataclass(frozen=True)
 class Constant:
-    """The same rate throughout, and the base of the others.
+    """A constant rate; the base of the others.
 
     Args:
         warmup_epochs: epochs over which the rate rises linearly to its full height.
-        reference_batch: images a step for which the optimizer's rate was chosen; the rate is
-            scaled by (images a step) / reference_batch. None: no scaling.
+        reference_batch: images of a training step for which the optimizer's rate was chosen; the
+            rate is scaled by (images of a step) / reference_batch. None: no scaling.
+
+    Raises:
+        UserError: a number is out of its range.
     """
 
     warmup_epochs: float = 0.0
@@ -30,11 +33,11 @@ class Constant:
             raise UserError(f"lr.reference_batch is 1 or more: got {self.reference_batch}")
 
     def decay(self, epoch: float, epochs: int) -> float:
-        """The factor at ``epoch`` of ``epochs``, warm-up apart. Fractions of epochs count."""
+        """Return the factor at ``epoch`` (fractions count) of ``epochs``, without warm-up."""
         return 1.0
 
     def factor(self, step: int, steps_per_epoch: int, epochs: int, batch: int) -> float:
-        """The factor on the optimizer's rate for the update of ``step``."""
+        """Return the factor on the optimizer's rate for the update of ``step``."""
         warmup = self.warmup_epochs * steps_per_epoch
         rising = min(1.0, (step + 1) / warmup) if warmup else 1.0
         scale = batch / self.reference_batch if self.reference_batch else 1.0
@@ -43,7 +46,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Step(Constant):
-    """Multiplied by ``gamma`` every ``every_epochs`` epochs."""
+    """A rate that is multiplied by ``gamma`` every ``every_epochs`` epochs."""
 
     every_epochs: int = 30
     gamma: float = 0.1
