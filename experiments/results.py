@@ -47,19 +47,17 @@ def _each(form: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Result]
 
 
 def _compared(row: dict[str, Any], by: Metric = ACCURACY) -> dict[str, Any]:
-    return (
-        {"rule": row["schedule"]} | cells.metric_cells(row, by, "DP") | cells.staleness_cells(row)
-    )
+    rule = {"rule": row["schedule"]}
+    return rule | cells.metric_cells(row, by, "DP") | cells.staleness_cells(row)
 
 
 def _delays(result: Result) -> Rows:
     """Accuracies, and the effect of the delay on the gradients of the first and last stage."""
     rows = []
     for row in result["metrics"]:
-        cosines = [d["cosine"] for d in result["delays"] if d["rule"] == row["rule"]]
-        shown = f"{cosines[0]:.2f}, {cosines[-1]:.2f}"
+        cosines = [f"{d['cosine']:.2f}" for d in result["delays"] if d["rule"] == row["rule"]]
         name = "cosine to the fresh gradient, first and last stage"
-        rows.append(_compared(row) | {name: shown})
+        rows.append(_compared(row) | {name: f"{cosines[0]}, {cosines[-1]}"})
     return rows
 
 
@@ -94,10 +92,8 @@ def _links(result: Result) -> Rows:
 
 
 def _on_one_device(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: row[name]
-        for name in ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
-    }
+    names = ("schedule", "GiB, fullest rank", "of it activations", "ms a step")
+    return {name: row[name] for name in names}
 
 
 def measured(row: dict[str, Any]) -> dict[str, Any]:
@@ -110,10 +106,7 @@ def counted(row: dict[str, Any]) -> dict[str, Any]:
 
 _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("digits", _each(lambda row: _compared(row) | cells.peak_cells(row))),
-    (
-        "text",
-        _each(_tokens),
-    ),
+    ("text", _each(_tokens)),
     ("delays", _delays),
     ("prediction_narrow", _each(_compared)),
     ("prediction", _delays),
@@ -124,10 +117,7 @@ _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
     ("communication", _each(counted)),
     ("pipelines", _each(cells.pipeline_cells)),
     ("bench_links", _links),
-    (
-        "bench",
-        _each(_bench),
-    ),
+    ("bench", _each(_bench)),
     ("", _each(_compared)),
 )
 """The rows of a result by how its name begins; the first that fits."""
