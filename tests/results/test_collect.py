@@ -1,10 +1,9 @@
-"""Runs of every kind and state become rows; what is damaged is a row, and never an exception."""
+"""Runs of every kind and state become rows; damage is a state, never an exception."""
 
 import json
 import math
 
 import pytest
-import yaml
 
 from tests.results import folders
 from toolkit.errors import UserError
@@ -12,20 +11,25 @@ from toolkit.results import collect, learning_curves
 from toolkit.results.runs import read_runs
 from toolkit.results.schedule_from_config import rebuild_schedule
 
-
-def test_a_job_that_a_launcher_has_started_is_what_hydra_says(tmp_path):
-    result = folders.train(tmp_path / "0", command="python _submit.py /a/.submitit/%j")
-    folders.job(tmp_path / "1", result["provenance"]["config"])
-    (tmp_path / "0" / "result.json").rename(tmp_path / "1" / "result.json")
-    (tmp_path / "0" / "epochs.csv").rename(tmp_path / "1" / "epochs.csv")
-    (row,) = collect(tmp_path).itertuples()
-    assert (row.kind, row.state, row.top1) == ("train", "finished", 90)
+SGD = "torch.optim.SGD"
 
 
-def test_a_sweep_is_a_row_a_job(tmp_path):
-    for number, (rule, lr) in enumerate([("dp", 0.1), ("cdp_v2", 0.1), ("cdp_v2", 0.2)]):
-        optimizer = {"_target_": "torch.optim.SGD", "lr": lr}
-        folders.train(tmp_path / str(number), rule, top1=0.9 + lr / 10, optimizer=optimizer)
+def with_rates(path, *rates, rules=("dp",) * 9):
+    for number, (lr, rule) in enumerate(zip(rates, rules, strict=False)):
+        optimizer = {"_target_": SGD, "lr": lr}
+        folders.train(path / str(number), rule, top1=0.9 + lr / 10, optimizer=optimizer)
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def change(folder, **more):
+    folders.write_json(folder / "result.json", result_of(folder) | more)
+
+
+def test_a_sweep_is_a_row_per_job(tmp_path):
+    with_rates(tmp_path, 0.1, 0.1, 0.2, rules=("dp", "cdp_v2", "cdp_v2"))
     found = collect(tmp_path)
     assert found.folder.tolist() == [str(tmp_path / name) for name in "012"]
     assert found.kind.tolist() == ["train"] * 3
@@ -43,34 +47,41 @@ def test_a_sweep_is_a_row_a_job(tmp_path):
     assert first.command == "python experiments/train.py"
 
 
-def test_learning_curves_have_the_options_in_which_runs_differ(tmp_path):
-    for name, lr in (("a", 0.1), ("b", 0.2)):
-        optimizer = {"_target_": "torch.optim.SGD", "lr": lr}
-        folders.train(tmp_path / name, optimizer=optimizer)
+def test_learning_curves_are_a_row_per_epoch(tmp_path):
+    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
+    folders.train(tmp_path / "b", "cdp_v2", seed=5)
+    found = learning_curves(tmp_path)
+    assert found[["rule", "seed", "epoch"]].values.tolist() == [
+        *(["dp", 0, k] for k in (0, 1)),
+        *(["cdp_v1", 0, k] for k in (0, 1)),
+        *(["CDP-v2", 5, k] for k in (0, 1)),
+    ]
+    assert found.top1.tolist() == pytest.approx([45, 90, 35, 70, 45, 90])
+
+
+def test_learning_curves_have_the_options_that_differ(tmp_path):
+    with_rates(tmp_path, 0.1, 0.2)
     found = learning_curves(tmp_path)
     assert found["optimizer.lr"].tolist() == [0.1, 0.1, 0.2, 0.2]
     assert "batch" not in found
 
 
 def test_sizes_are_those_of_the_schedule(tmp_path):
-    """An option of the schedule's own counts; a file has sizes that its options do not tell."""
+    """Its own options count; the sizes of a schedule file are not among them."""
     for name, own in (("a", {"n": 8, "n_stages": 3}), ("b", {"n": 8, "file": "orders.csv"})):
         folders.train(tmp_path / name, schedule=folders.schedule("dp") | own)
     assert collect(tmp_path)[["microbatches", "stages"]].values.tolist() == [[8, 3], [2, 2]]
 
 
-def test_a_run_of_a_file_is_called_by_its_own_name(tmp_path):
-    folder = tmp_path / "a"
-    folders.train(folder, schedule=folders.schedule("dp") | {"file": "orders.csv"})
-    path = folder / "result.json"
-    path.write_text(path.read_text().replace('"DP"', '"orders"'))
-    (folder / ".hydra").mkdir()
-    hydra = {"hydra": {"job": {"name": "train"}, "runtime": {"choices": {"schedule": "cdp_v2"}}}}
-    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
-    assert collect(folder)[["rule", "schedule"]].values.tolist() == [["orders", "orders"]]
+def test_the_rule_of_a_schedule_file_is_the_file(tmp_path):
+    own = folders.schedule("dp") | {"file": "orders.csv"}
+    folders.train(tmp_path / "a", schedule=own)
+    change(tmp_path / "a", schedule="orders")
+    folders.job(tmp_path / "a", {}, rule="cdp_v2")
+    assert collect(tmp_path)[["rule", "schedule"]].values.tolist() == [["orders", "orders"]]
 
 
-def test_lists_are_json_and_a_group_without_options_is_none(tmp_path):
+def test_lists_are_json_and_empty_groups_have_no_column(tmp_path):
     for name, nodes, arguments in (("a", [1, 2], {}), ("b", [3], {"depth": 2}), ("c", [3], {})):
         data = {"_target_": "own.data", "nodes": nodes, "arguments": arguments, "at": {"x": [1]}}
         folders.train(tmp_path / name, data=data)
@@ -85,7 +96,15 @@ def test_jobs_are_in_the_order_of_their_numbers(tmp_path):
     assert collect(tmp_path).seed.tolist() == [1, 9, 10]
 
 
-def test_a_comparison_is_a_row_a_rule_and_seed(tmp_path):
+def test_the_experiment_is_the_job_of_a_launcher(tmp_path):
+    """Its command is the launcher's own script."""
+    result = folders.train(tmp_path / "a", command="python _submit.py /a/.submitit/%j")
+    folders.job(tmp_path / "a", result["provenance"]["config"])
+    (row,) = collect(tmp_path).itertuples()
+    assert (row.kind, row.state, row.top1) == ("train", "finished", 90)
+
+
+def test_a_comparison_is_a_row_per_rule_and_seed(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
     folders.train(tmp_path / "a" / "jobs" / "0")  # as if the comparison had started it
     found = collect(tmp_path, tmp_path / "a")  # once, though found twice
@@ -100,22 +119,21 @@ def test_a_comparison_is_a_row_a_rule_and_seed(tmp_path):
     assert found.kind.eq("compare").all()
 
 
-def test_a_rule_that_a_comparison_has_left_out_since_keeps_its_schedule(tmp_path):
+def test_a_rule_that_a_resumed_comparison_left_out_keeps_its_schedule(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
-    path = tmp_path / "a" / "result.json"
-    result = json.loads(path.read_text())
-    of_config = result["provenance"]["config"]
-    (tmp_path / "a" / "runs.yaml").write_text(json.dumps(of_config))
-    of_config["rules"] = {"dp": of_config["rules"]["dp"]}
-    folders.write_json(path, result | {"metrics": result["metrics"][:1]})
+    result = result_of(tmp_path / "a")
+    config = result["provenance"]["config"]
+    (tmp_path / "a" / "runs.yaml").write_text(json.dumps(config))
+    config["rules"] = {"dp": config["rules"]["dp"]}
+    change(tmp_path / "a", metrics=result["metrics"][:1], provenance=result["provenance"])
     found = collect(tmp_path)
     assert found.schedule.tolist() == ["DP", "CDP-v1"]
     assert found["schedule.delay"].tolist() == [0, 1]
 
 
-def test_a_comparison_under_way_tells_what_has_ended(tmp_path):
+def test_an_unfinished_comparison_has_the_runs_that_ended(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
-    options = json.loads((tmp_path / "a" / "result.json").read_text())["provenance"]["config"]
+    options = result_of(tmp_path / "a")["provenance"]["config"]
     (tmp_path / "a" / "result.json").unlink()
     folders.job(tmp_path / "a", options, name="compare", status={"state": "failed", "message": "x"})
     lines = (tmp_path / "a" / "runs.csv").read_text().splitlines()
@@ -127,16 +145,22 @@ def test_a_comparison_under_way_tells_what_has_ended(tmp_path):
     assert found.top1[1:].isna().all()
 
 
+def test_seeds_of_a_comparison_begin_with_its_own(tmp_path):
+    own = folders.config(rules={"dp": folders.schedule("dp")}, seed=3, seeds=2)
+    folders.job(tmp_path / "a", own, name="compare", status={"state": "running", "message": None})
+    assert [run.seed for run in read_runs([tmp_path])] == [3, 4]
+
+
 def test_means_stand_for_runs_that_were_not_kept(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
     (tmp_path / "a" / "runs.csv").unlink()
     found = collect(tmp_path)
     assert found.top1.tolist() == pytest.approx([85, 65])
     assert found.seed.isna().all()
-    assert found.message.eq("runs.csv was not kept: means over seeds").all()
+    assert found.message.str.contains("runs.csv").all()
 
 
-def test_other_results_are_rows_without_metrics(tmp_path):
+def test_other_experiments_have_no_metrics(tmp_path):
     (tmp_path / "m").mkdir()
     source = folders.provenance({"model": {"name": "vit_b_16"}}, "python experiments/memory.py")
     folders.write_json(tmp_path / "m" / "result.json", {"metrics": [], "provenance": source})
@@ -151,77 +175,64 @@ def test_other_results_are_rows_without_metrics(tmp_path):
         (None, "unfinished", "there is no result.json"),
         ({"state": "failed", "message": "the loss is NaN"}, "failed", "the loss is NaN"),
         ({"state": "running", "message": None}, "running", "it is running, or was killed"),
-        (
-            {"state": "stopped"},
-            "stopped",
-            "it was stopped before its first checkpoint: start it again",
-        ),
-        (
-            {"state": "finished"},
-            "damaged",
-            "status.json says finished, and there is no result.json",
-        ),
+        ({"state": "stopped"}, "stopped", "it was stopped before its first checkpoint"),
+        ({"state": "finished"}, "damaged", "status.json says finished"),
         ({"state": "lost"}, "damaged", "status.json: unknown state 'lost'"),
     ],
 )
-def test_a_job_without_result_tells_its_options(tmp_path, status, state, message):
+def test_a_job_without_a_result_has_its_options(tmp_path, status, state, message):
     own = folders.schedule("cdp_v1") | {"n": "${microbatches}", "n_stages": "${stages}"}
     options = folders.config(schedule=own, seed=3, workers=8, stages=8)
     folders.job(tmp_path / "a", options, rule="cdp_v1", status=status)
     row = collect(tmp_path).iloc[0]
-    assert (row.state, row.message) == (state, message)
+    assert (row.state, row.message[: len(message)]) == (state, message)
     assert (row.rule, row.schedule, row.seed) == ("cdp_v1", "CDP-v1", 3)
     assert (row.microbatches, row["optimizer.lr"]) == (8, 0.1)
     assert math.isnan(row.top1)
 
 
-def test_what_was_saved_before_it_was_stopped_goes_on(tmp_path):
+def test_a_stopped_run_with_a_checkpoint_can_be_resumed(tmp_path):
     folders.job(tmp_path / "a", folders.config(schedule={}), status={"state": "stopped"})
     (tmp_path / "a" / "checkpoints").mkdir()
     (tmp_path / "a" / "checkpoints" / "step_000000002.ckpt").touch()
-    assert collect(tmp_path).message[0] == "it was stopped: resume=FOLDER continues it"
+    assert "resume=FOLDER" in collect(tmp_path).message[0]
 
 
-def test_a_run_resumed_under_another_rule_tells_of_both(tmp_path):
+def test_a_run_resumed_with_other_options_has_a_caution(tmp_path):
     note = "resumed with other options than those of the checkpoint: schedule.delay=1 (was 0)"
-    result = folders.train(tmp_path / "a", "cdp_v1")
-    folders.write_json(tmp_path / "a" / "result.json", result | {"notes": ["another", note]})
-    folders.train(tmp_path / "b", "cdp_v1")
+    for name in "ab":
+        folders.train(tmp_path / name, "cdp_v1")
+    change(tmp_path / "a", notes=["another", note])
     assert collect(tmp_path).message.tolist() == [note, ""]
 
 
-def test_nothing_of_the_environment_is_told(tmp_path, monkeypatch):
+def test_the_environment_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    folders.job(tmp_path / "a", folders.config(schedule={}, note="${oc.env:WANDB_API_KEY}"))
-    folders.job(tmp_path / "b", folders.config(schedule={}, note="x"))
+    for name, note in (("a", "${oc.env:WANDB_API_KEY}"), ("b", "x")):
+        folders.job(tmp_path / name, folders.config(schedule={}, note=note))
     assert "secret" not in collect(tmp_path).to_csv()
-
-
-def cut(path):
-    """As of a disk that was full."""
-    path.write_text("\n".join([*path.read_text().splitlines()[:2], "1"]) + "\n")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("result.json", '{"metrics": {', "result.json cannot be read"),
-        ("result.json", "[1]", "result.json is not a JSON object"),
+        ("result.json", b'{"metrics": {', "result.json cannot be read"),
+        ("result.json", b"[1]", "result.json is not a JSON object"),
         ("result.json", b"\xff\xfe\0", "result.json cannot be read:"),
-        ("epochs.csv", None, "epochs.csv cannot be read: line 3 "),
-        ("epochs.csv", "epoch,top1\n0,high\n", "epochs.csv cannot be read: could not convert"),
-        ("epochs.csv", "", "epochs.csv cannot be read: it is empty"),
-        ("status.json", "{", "status.json cannot be read"),
+        (
+            "epochs.csv",
+            b"epoch,top1\n0,0.5\n1",
+            "epochs.csv cannot be read: line 3 ",
+        ),
+        ("epochs.csv", b"epoch,top1\n0,high\n", "epochs.csv cannot be read: could not convert"),
+        ("epochs.csv", b"", "epochs.csv cannot be read: it is empty"),
+        ("status.json", b"{", "status.json cannot be read"),
     ],
 )
-def test_a_damaged_run_is_a_row_that_says_so(tmp_path, name, content, message):
-    folders.train(tmp_path / "a")
-    folders.train(tmp_path / "b")
-    path = tmp_path / "a" / name
-    if content is None:
-        cut(path)
-    else:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_a_damaged_file_makes_a_damaged_run(tmp_path, name, content, message):
+    for folder in "ab":
+        folders.train(tmp_path / folder)
+    (tmp_path / "a" / name).write_bytes(content)
     found = collect(tmp_path)
     assert found.state.tolist() == ["damaged", "finished"]
     assert found.message[0].startswith(message)
@@ -232,13 +243,17 @@ def test_a_damaged_run_is_a_row_that_says_so(tmp_path, name, content, message):
 def test_a_damaged_comparison_is_one_row(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
     (tmp_path / "a" / "runs.csv").write_text("rule,epoch,top1\ndp,0,0.5\n")
-    found = collect(tmp_path)
-    assert found.state.tolist() == ["damaged"]
-    assert "runs.csv has a row without rule or seed" in found.message[0]
+    (row,) = collect(tmp_path).itertuples()
+    assert row.state == "damaged"
+    assert "runs.csv" in row.message
+
+
+def options(**more):
+    return {"provenance": {"config": {"rules": {"dp": 3}, "seeds": 1, "seed": 0} | more}}
 
 
 @pytest.mark.parametrize(
-    "change",
+    "more",
     [
         {"schema": 2},
         {"provenance": None},
@@ -246,17 +261,16 @@ def test_a_damaged_comparison_is_one_row(tmp_path):
         {"delays": math.nan},
         {"judged_by": "taste"},
         {"metrics": [{"rule": {"a": 1}}, 3]},
-        {"provenance": {"config": {"rules": ["dp"], "seeds": 1, "seed": 0}}},
-        {"provenance": {"config": {"rules": {"dp": 3}, "seeds": 10**400, "seed": 0}}},
-        {"provenance": {"config": {"rules": {"dp": 3}, "seeds": 1, "seed": 10**400}}},
-        {"provenance": {"config": {"rules": {"dp": 3}, "seeds": "many"}, "command": 5}},
+        options(rules=["dp"]),
+        options(seeds=10**400),
+        options(seed=10**400),
+        options(seeds="many"),
     ],
     ids=str,
 )
-def test_a_result_that_does_not_match_its_schema_is_damaged(tmp_path, change):
+def test_a_result_that_does_not_match_its_schema_is_damaged(tmp_path, more):
     folders.compare(tmp_path / "a", {"dp": [0.9]})
-    result = json.loads((tmp_path / "a" / "result.json").read_text())
-    folders.write_json(tmp_path / "a" / "result.json", result | change)
+    change(tmp_path / "a", **more)
     folders.job(tmp_path / "a", folders.config(), name="compare")
     (row,) = collect(tmp_path).itertuples()
     assert (row.kind, row.state) == ("compare", "damaged")
@@ -265,44 +279,41 @@ def test_a_result_that_does_not_match_its_schema_is_damaged(tmp_path, change):
 
 @pytest.mark.parametrize("metrics", [[], {"top1": "90 %"}])
 def test_a_training_without_accuracy_is_damaged(tmp_path, metrics):
-    result = folders.train(tmp_path / "a")
-    folders.write_json(tmp_path / "a" / "result.json", result | {"metrics": metrics})
+    folders.train(tmp_path / "a")
+    change(tmp_path / "a", metrics=metrics)
     (row,) = collect(tmp_path).itertuples()
     assert (row.state, row.seed) == ("damaged", 0)
-    assert "no top1" in row.message
+    assert "top1" in row.message
 
 
 def test_a_result_without_a_version_is_version_1(tmp_path):
-    result = folders.train(tmp_path / "a")
-    folders.write_json(tmp_path / "b.json", result | {"schema": 1})
-    (tmp_path / "c").mkdir()
-    (tmp_path / "b.json").rename(tmp_path / "c" / "result.json")
+    for name in "ab":
+        folders.train(tmp_path / name)
+    change(tmp_path / "a", schema=1)
+    assert "schema" not in result_of(tmp_path / "b")
     assert collect(tmp_path).top1.tolist() == [90, 90]
 
 
-def test_reports_are_no_runs(tmp_path):
+def test_reports_are_not_runs(tmp_path):
     folders.train(tmp_path / "a")
     folders.job(tmp_path / "b", {"runs": "a"}, name="report", status={"state": "running"})
     assert len(collect(tmp_path)) == 1
 
 
-def test_learning_curves_are_a_row_an_epoch(tmp_path):
-    folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.7]})
-    folders.train(tmp_path / "b", "cdp_v2", seed=5)
-    found = learning_curves(tmp_path)
-    assert found[["rule", "seed", "epoch"]].values.tolist() == [
-        *(["dp", 0, k] for k in (0, 1)),
-        *(["cdp_v1", 0, k] for k in (0, 1)),
-        *(["CDP-v2", 5, k] for k in (0, 1)),
-    ]
-    assert found.top1.tolist() == pytest.approx([45, 90, 35, 70, 45, 90])
-
-
-def test_what_is_no_folder_of_runs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere is not a folder: give the output folder"):
+def test_a_folder_without_runs_is_refused(tmp_path):
+    with pytest.raises(UserError, match="nowhere is not a folder"):
         collect(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no runs in .*: looked for result.json, status.json and"):
+    with pytest.raises(UserError, match=f"no runs in {tmp_path}"):
         collect(tmp_path)
+
+
+def test_a_run_with_two_paths_is_one(tmp_path):
+    folders.train(tmp_path / "a" / "0")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert len(read_runs([tmp_path / "a", tmp_path / "b"])) == 1
+
+
+CYCLIC = "toolkit.schedule.catalog.cyclic"
 
 
 @pytest.mark.parametrize(
@@ -311,12 +322,12 @@ def test_what_is_no_folder_of_runs_is_refused(tmp_path):
         {"_target_": "os.system", "command": "false"},
         {"_target_": "exec"},
         {"_target_": "toolkit.schedule.catalog.Schedule.from_csv"},
-        {"_target_": "toolkit.schedule.catalog.cyclic", "n": "${oc.env:HOME}"},
-        {"_target_": "toolkit.schedule.catalog.cyclic", "n": 10**7},
-        {"_target_": "toolkit.schedule.catalog.cyclic", "n": 4, "of_tomorrow": 1},
         {"_target_": "toolkit.schedule.catalog.whole", "value": 1},
-        {"_target_": "toolkit.schedule.catalog.cyclic", "n": {"_target_": "builtins.int"}},
-        {"_target_": "toolkit.schedule.catalog.cyclic", "_args_": [4]},
+        {"_target_": CYCLIC, "n": "${oc.env:HOME}"},
+        {"_target_": CYCLIC, "n": 10**7},
+        {"_target_": CYCLIC, "n": 4, "of_tomorrow": 1},
+        {"_target_": CYCLIC, "n": {"_target_": "builtins.int"}},
+        {"_target_": CYCLIC, "_args_": [4]},
         {"_target_": None},
         {},
     ],
@@ -326,24 +337,8 @@ def test_only_the_catalogue_is_called(options):
         rebuild_schedule(options)
 
 
-def test_a_run_that_is_found_by_two_names_is_one(tmp_path):
-    folders.train(tmp_path / "a" / "0")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    assert len(read_runs([tmp_path / "a", tmp_path / "b"])) == 1
-
-
-def test_seeds_of_a_comparison_begin_with_its_own(tmp_path):
-    folders.compare(tmp_path / "a", {"dp": [0.9, 0.8]})
-    options = json.loads((tmp_path / "a" / "result.json").read_text())["provenance"]["config"]
-    for name in ("result.json", "runs.csv"):
-        (tmp_path / "a" / name).unlink()
-    status = {"state": "running", "message": None}
-    folders.job(tmp_path / "a", options | {"seed": 3, "seeds": 2}, name="compare", status=status)
-    assert [run.seed for run in read_runs([tmp_path])] == [3, 4]
-
-
 def test_a_long_delay_makes_no_large_schedule():
-    options = {"_target_": "toolkit.schedule.catalog.cyclic", "n": 64, "n_stages": 64}
+    options = {"_target_": CYCLIC, "n": 64, "n_stages": 64}
     assert rebuild_schedule(options | {"delay": 250}).max_staleness == 250
-    with pytest.raises(ValueError, match="not those of a schedule that has run"):
+    with pytest.raises(UserError):
         rebuild_schedule(options | {"n": 10**6})
