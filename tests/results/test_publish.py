@@ -44,10 +44,10 @@ def test_the_report_has_the_sections_and_their_panels(runs):
     headings = [b["children"][0]["text"] for b in spec["blocks"] if b["type"] == "heading"]
     assert tuple(headings) == SECTIONS
     grids = [b["metadata"] for b in spec["blocks"] if b["type"] == "panel-grid"]
-    told = [json.dumps(grid["panel_bank_section_config"]) for grid in grids]
-    assert len(told) == 3
+    words_of_grids = [json.dumps(grid["panel_bank_section_config"]) for grid in grids]
+    assert len(words_of_grids) == 3
     for words, logged in zip(
-        told,
+        words_of_grids,
         (
             ("epoch/top1", "epoch/test_loss", "train/loss", "final/top1", "delay/cosine_stage_.*"),
             ("schedule/grid", "schedule/activations_by_slot", "measured/memory"),
@@ -59,7 +59,7 @@ def test_the_report_has_the_sections_and_their_panels(runs):
             assert f'"{key}"' in words
 
 
-def test_run_sets_are_the_groups_and_the_runs_in_none(runs):
+def test_run_sets_are_groups_and_single_runs(runs):
     spec = spec_of(build_report(runs, "Title"), runs)
     grid = next(b["metadata"] for b in spec["blocks"] if b["type"] == "panel-grid")
     groups, single = grid["run_sets"]
@@ -68,7 +68,7 @@ def test_run_sets_are_the_groups_and_the_runs_in_none(runs):
     assert '["abc12345"]' in json.dumps(single["filters"])
 
 
-def test_a_comparison_of_a_sweep_has_the_group_that_its_runs_were_tracked_in(tmp_path):
+def test_group_of_a_comparison_in_a_sweep(tmp_path):
     folders.compare(tmp_path / "s" / "0", {"dp": [0.9], "cdp_v2": [0.7]}, tracking={})
     (tmp_path / "s" / "sweep.json").write_text("{}")
     assert group_of(tmp_path / "s" / "0") == "s/0"
@@ -97,7 +97,7 @@ def test_report_and_workspace_have_bars_of_the_runs_metrics(runs, judged_by, bar
 
 
 def test_what_panels_show_is_logged():
-    """Panels of what nobody logs would be empty."""
+    """Panels of other names would be empty."""
     logged = Logged()
     schedule = catalog.cyclic(2)
     track_schedule(logged, schedule)
@@ -194,7 +194,7 @@ def server(monkeypatch, tmp_path):
     server.server_close()
 
 
-def test_it_is_published(server, runs, capfd):
+def test_publishes_report_and_workspace(server, runs, capfd):
     report = build_report(runs, "A title")
     page, space = publish(report, runs, "me", "cdp")
     address = f"http://127.0.0.1:{server.server_port}/me/cdp"
@@ -221,7 +221,7 @@ def test_it_is_published(server, runs, capfd):
     assert KEY not in str(found.value)
 
 
-def test_without_a_key_nobody_is_asked(monkeypatch, tmp_path):
+def test_without_a_key_it_is_refused(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -230,7 +230,7 @@ def test_without_a_key_nobody_is_asked(monkeypatch, tmp_path):
         publish(Report("T", []), [], "me", "cdp")
 
 
-def test_without_network_it_says_so(monkeypatch):
+def test_without_network_it_is_refused(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -240,7 +240,7 @@ def test_without_network_it_says_so(monkeypatch):
         publish(Report("T", []), [], "me", "cdp")
 
 
-def test_without_the_package_it_tells_how_to_install_it(monkeypatch):
+def test_without_the_package_it_says_how_to_install_it(monkeypatch):
     genuine = builtins.__import__
 
     def missing(name, *arguments, **options):

@@ -57,14 +57,14 @@ def report(sweep):
     return built(sweep)
 
 
-def test_it_has_its_sections(report):
+def test_sections(report):
     assert report.title == "Title"
     assert tuple(section.title for section in report.sections) == SECTIONS
     for section in report.sections:
         assert section.blocks
 
 
-def test_the_summary_names_what_has_not_finished_and_why(report, sweep):
+def test_summary_names_unfinished_runs(report, sweep):
     assert texts(report, "Summary") == "11 runs: 9 finished, 1 failed, 1 damaged."
     (row,) = table(report, "Summary", "What was trained")
     assert (row["training"], row["rules"]) == ("resnet8 on digits", "DP, CDP-v1, CDP-v2")
@@ -76,7 +76,7 @@ def test_the_summary_names_what_has_not_finished_and_why(report, sweep):
     assert damaged["reason"].startswith("result.json cannot be read")
 
 
-def test_notes_of_runs_are_told_once(tmp_path):
+def test_notes_are_shown_once(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
     path = tmp_path / "a" / "result.json"
     path.write_text(path.read_text().replace("{", '{"notes": ["steps differ"], ', 1))
@@ -84,7 +84,7 @@ def test_notes_of_runs_are_told_once(tmp_path):
     assert rows == [{"folder": str(tmp_path / "a"), "note": "steps differ"}]
 
 
-def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
+def test_differences_are_paired_by_seed_with_the_first_rule(report):
     dp, v1, v2 = table(report, "Accuracy", "accuracy after the last epoch")
     assert (dp["rule"], dp["seeds"], dp["accuracy (%)"]) == ("DP", "3", "91.00")
     assert (dp["sd"], dp["difference"], dp["95 % interval"]) == ("1.00", DASH, DASH)
@@ -98,7 +98,7 @@ def test_accuracies_are_paired_by_seed_with_the_first_rule(report):
     assert len(figure.figure.axes[0].lines) == 3
 
 
-def test_data_of_ones_own_are_judged_as_their_result_tells(tmp_path):
+def test_metric_is_that_of_the_result(tmp_path):
     result = folders.train(tmp_path / "0", data={"_target_": "mine.tokens"})
     write_json(tmp_path / "0" / "result.json", result | {"judged_by": "loss"})
     (row,) = table(built(tmp_path), "Accuracy", "loss after the last epoch")
@@ -125,15 +125,15 @@ def test_language_models_are_judged_by_their_loss(tmp_path, data):
     assert (v1["difference"], v1["95 % interval"]) == ("+0.250", "± 0.062")
 
 
-def test_what_reads_no_old_weights_is_compared_with_wherever_it_stands(tmp_path):
-    """Also where a late rule has no option that says so."""
+def test_baseline_is_the_rule_without_delay(tmp_path):
+    """Even if the options of a late rule do not say so."""
     folders.compare(tmp_path / "a", {"published": [0.8], "dp": [0.9], "cdp_v1": [0.7]})
     dp, published, v1 = table(built(tmp_path), "Accuracy", "the difference from DP")
     assert (dp["rule"], published["rule"], v1["rule"]) == ("DP", "CDP-v2 as published", "CDP-v1")
     assert (published["difference"], v1["difference"]) == ("-10.00", "-20.00")
 
 
-def test_one_seed_claims_no_interval(tmp_path):
+def test_one_seed_has_no_interval(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9], "cdp_v1": [0.8]})
     report = built(tmp_path)
     _, v1 = table(report, "Accuracy", "accuracy after the last epoch")
@@ -180,14 +180,14 @@ def test_memory_and_traffic_are_those_of_the_schedules(report):
     assert explored.caption.endswith("what it frees")
 
 
-def test_schedules_that_are_not_to_explore_are_named(tmp_path):
+def test_names_schedules_too_large_to_explore(tmp_path):
     for n in (2, 9):
         folders.train(tmp_path / str(n), stages=n, microbatches=n)
     (explored,) = blocks(built(tmp_path), "Memory", Page)
     assert explored.caption.endswith("what it frees (not DP, 9 stages, 9 micro-batches)")
 
 
-def test_what_was_measured_is_told(report, sweep):
+def test_measurements_are_shown(report, sweep):
     first, second = table(report, "Memory", "as measured")
     assert (first["folder"], first["rank"], second["rank"]) == (str(sweep / "6"), "0", "1")
     assert (first["activations (MB)"], first["device (MB)"]) == ("2.000", DASH)
@@ -199,7 +199,7 @@ def test_what_was_measured_is_told(report, sweep):
     assert figure.pixels[0] == 2 * figure.pixels[1]
 
 
-def test_commands_are_told_once(report, sweep):
+def test_commands_are_shown_once(report, sweep):
     (command,) = blocks(report, "Reproduce", Command)
     assert command.command == "python experiments/train.py -m seed=0,1,2"
     assert command.note == (
@@ -211,15 +211,15 @@ def test_commands_are_told_once(report, sweep):
 @pytest.mark.parametrize(
     "resumed", ["resume=/a/b", "'resume=/my runs/b'", "resume='/my runs/b'", "'hydra.run.dir=/a b'"]
 )
-def test_commands_begin_anew(tmp_path, resumed):
-    """Where they went on from is of this machine, and not what they trained."""
+def test_commands_have_no_folders_of_this_machine(tmp_path, resumed):
+    """They repeat what was trained, from the start."""
     command = f"python experiments/train.py {resumed} seed=1"
     folders.train(tmp_path / "0", command=command)
     (found,) = blocks(built(tmp_path), "Reproduce", Command)
     assert found.command == "python experiments/train.py seed=1"
 
 
-def test_rules_whose_loss_diverged_are_told(tmp_path):
+def test_diverged_runs_are_counted(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [nan, nan], "cdp_v2": [nan, 0.95]})
     report = built(tmp_path)
     dp, v1, v2 = table(report, "Accuracy", "accuracy after the last epoch")
@@ -230,7 +230,7 @@ def test_rules_whose_loss_diverged_are_told(tmp_path):
 
 
 def test_settings_are_compared_within_themselves(tmp_path):
-    """Rules by options, and one configuration that has no company."""
+    """Rules by options, and one configuration on its own."""
     number = 0
     for lr in (0.1, 0.2):
         for rule in ("dp", "cdp_v2"):
@@ -254,8 +254,8 @@ def test_settings_are_compared_within_themselves(tmp_path):
         ({"root": "/here/flowers"}, {"root": "/there/flowers/"}),
     ],
 )
-def test_what_changes_no_training_is_no_other_setting(tmp_path, ways):
-    """Rules whose data were read otherwise, or elsewhere, are compared, and seeds are averaged."""
+def test_options_that_change_no_result_are_ignored(tmp_path, ways):
+    """Runs that read their data elsewhere or faster are compared, and averaged over seeds."""
     jobs = [("dp", 0, ways[0]), ("dp", 1, ways[1]), ("cdp_v2", 0, ways[1]), ("cdp_v2", 1, ways[0])]
     for number, (rule, seed, way) in enumerate(jobs):
         folders.train(tmp_path / str(number), rule, seed, data=FOLDER | way)
@@ -285,14 +285,14 @@ def test_a_sweep_of_options_is_one_comparison(tmp_path, options, labels):
     assert differences == [DASH, "+10.00", "+20.00"][: len(labels)]
 
 
-def test_many_curves_are_several_figures(tmp_path):
+def test_many_curves_make_several_figures(tmp_path):
     for number in range(9):
         folders.train(tmp_path / str(number), batch=number + 1)
     figures = blocks(built(tmp_path), "Accuracy", Figure)
     assert [len(figure.figure.axes[0].lines) for figure in figures] == [7, 2]
 
 
-def test_a_seed_that_is_repeated_counts_once(tmp_path):
+def test_repeated_seed_counts_once(tmp_path):
     for name, top, year in (("a", 0.5, 2026), ("b", 0.7, 2025)):
         result = folders.train(tmp_path / name, top1=top)
         result["provenance"]["started"] = f"{year}-01-01T00:00:00+00:00"
@@ -303,7 +303,7 @@ def test_a_seed_that_is_repeated_counts_once(tmp_path):
     assert "1 run with the seed of another" in texts(report, "Accuracy")
 
 
-def test_kept_means_are_shown_as_they_were(tmp_path):
+def test_means_without_runs_are_shown(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
     (tmp_path / "a" / "runs.csv").unlink()
     report = built(tmp_path)
@@ -313,7 +313,7 @@ def test_kept_means_are_shown_as_they_were(tmp_path):
     assert "only means over seeds were kept" in texts(report, "Accuracy")
 
 
-def test_delays_are_a_row_a_rule(tmp_path):
+def test_delays_are_a_row_per_rule(tmp_path):
     folders.compare(tmp_path / "a", {"dp": [0.9, 0.8], "cdp_v1": [0.7, 0.6]})
     rows = table(built(tmp_path), "Accuracy", "What the delay does")
     assert rows[1] == {
@@ -332,7 +332,7 @@ def test_delays_are_a_row_a_rule(tmp_path):
         (folders.schedule("dp", 128), "it is too large to count"),
     ],
 )
-def test_a_schedule_that_cannot_be_shown_is_named(tmp_path, options, why):
+def test_names_schedules_that_cannot_be_shown(tmp_path, options, why):
     result = folders.train(tmp_path / "a")
     result["provenance"]["config"]["schedule"] = options
     folders.write_json(tmp_path / "a" / "result.json", result)

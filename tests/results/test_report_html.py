@@ -44,7 +44,7 @@ def test_everything_is_escaped():
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&#34;&#39;&amp;") == 14
 
 
-def test_a_run_of_any_name_is_inert(tmp_path):
+def test_names_of_runs_are_escaped(tmp_path):
     folders.train(tmp_path / "<script>alert(1)<", command=f"python train.py {HOSTILE}")
     result = (tmp_path / "<script>alert(1)<" / "result.json").read_text()
     named = result.replace('"schedule": "DP"', '"schedule": "<script>alert(2)<"', 1)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolkit.errors import UserError
 from toolkit.results import (
     binomial_half_width,
     paired_by_seed,
@@ -50,27 +51,27 @@ def test_a_single_pair_has_no_interval():
 
 
 @pytest.mark.parametrize(("values", "baseline"), [([1.0], [1.0, 2.0]), ([], [])])
-def test_refuses_what_does_not_pair(values, baseline):
-    with pytest.raises(ValueError, match=f"got {len(values)} and {len(baseline)}"):
+def test_values_that_do_not_pair_are_refused(values, baseline):
+    with pytest.raises(UserError, match=f"got {len(values)} and {len(baseline)}"):
         paired_difference(values, baseline)
 
 
-def test_runs_pair_by_their_seeds_in_whatever_order_they_come():
+def test_runs_pair_by_seed_in_any_order():
     baseline = {0: 90.0, 1: 80.0, 2: 70.0}
     found = paired_by_seed({2: 71.0, 7: 5.0, 0: 92.0, 1: 81.0}, baseline)
     assert found == paired_difference([1.0, 2.0, 1.0], [0.0, 0.0, 0.0])
 
 
-def test_a_run_that_has_diverged_makes_no_pair():
+def test_a_diverged_run_makes_no_pair():
     baseline = {0: 90.0, 1: 80.0, 2: math.nan, 3: 70.0}
     found = paired_by_seed({0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0}, baseline)
     assert found == paired_difference([91.0, 73.0], [90.0, 70.0])
     assert math.isnan(paired_by_seed({0: 91.0}, {0: math.nan}).mean)
 
 
-@pytest.mark.parametrize(("values", "told"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])
-def test_runs_without_a_shared_seed_do_not_pair(values, told):
-    with pytest.raises(ValueError, match=f"share none: got {told} and 0, 1; train both"):
+@pytest.mark.parametrize(("values", "seeds"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])
+def test_runs_without_a_shared_seed_do_not_pair(values, seeds):
+    with pytest.raises(UserError, match=f"got {seeds} and 0, 1"):
         paired_by_seed(values, {0: 1.0, 1: 1.0})
 
 
