@@ -215,7 +215,7 @@ class WandbRun(Tracker):
         if self._failed:
             return
         # A resumed run has several folders, which `wandb sync` joins by their id.
-        folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}"
+        folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}*"
         self.where = (
             f"tracked online: {self._run.url}"
             if self._online
