@@ -109,7 +109,12 @@ def _gains(found: Findings) -> tuple[list[str], list[str]]:
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
     fullest = f"DP needs {_need(found, dp)} on the fullest device, and CDP-v2 {_need(found, v2)}"
     if found.fits(dp):
-        others.append(_activations(found, dp, v2))
+        if found.placement == "per_microbatch":
+            why = "but none on a device of its own: it counts with placement='one' or 'per_stage'"
+        else:
+            why = "DP fits as well" if found.limited else "give Hardware(memory=...) to judge it"
+        share = 1 - v2.activations / dp.activations
+        others.append(f"memory: all workers together keep {share:.0%} less with CDP-v2; {why}")
     elif found.fits(v2):
         gains.append(f"memory: {fullest}")
     else:
@@ -134,40 +139,25 @@ def _gains(found: Findings) -> tuple[list[str], list[str]]:
     return gains, others
 
 
-def _activations(found: Findings, dp: RuleFindings, v2: RuleFindings) -> str:
-    share = 1 - v2.activations / dp.activations
-    saved = f"memory: all workers together keep {share:.0%} less activations with CDP-v2"
-    if found.placement == "per_microbatch":
-        return (
-            f"{saved}, but a worker with its own device saves nothing there: it counts where"
-            " workers share a device (placement='one'), or on the later stages of a pipeline"
-            " (placement='per_stage')"
-        )
-    fits = "DP fits as well" if found.limited else "give Hardware(memory=...) to see if DP fits"
-    return f"{saved}; {fits}"
-
-
 def _accuracy(found: Findings) -> str:
     trained = found.training
     if trained is None:
         return f"accuracy: not measured, since {found.untrained}"
+    after = f"after {trained.n_steps} training steps"
     if not trained.learned:
         dp = trained.accuracy["DP"]
         return (
-            f"accuracy: unknown. After {trained.n_steps} training steps DP has"
-            f" {sum(dp) / len(dp):.1%} of the {trained.tested} right and chance"
-            f" {trained.chance:.1%}: on random {trained.tested}, or after too few steps, rules"
-            " cannot differ"
+            f"accuracy: unknown; {after} DP has {sum(dp) / len(dp):.1%} of the {trained.tested}"
+            f" right and chance {trained.chance:.1%}, as on random {trained.tested} or after too"
+            " few steps"
         )
     if trained.blind:
-        return f"accuracy: unknown. After {trained.n_steps} training steps {trained.blind}"
+        return f"accuracy: unknown; {after} {trained.blind}"
     lowest = trained.difference.interval[0]
+    excluded = f"a loss of up to {max(0.0, -lowest):.1f} points is not excluded"
     if isnan(lowest):
-        return f"accuracy: CDP-v2 is {_points(trained)} from DP in one run, which proves nothing"
-    return (
-        f"accuracy: CDP-v2 is {_points(trained)} from DP after {trained.n_steps} training steps;"
-        f" a loss of up to {max(0.0, -lowest):.1f} points is not excluded"
-    )
+        excluded = "one run proves nothing"
+    return f"accuracy: CDP-v2 is {_points(trained)} from DP {after}; {excluded}"
 
 
 def _watch(found: Findings) -> tuple[str, ...]:
