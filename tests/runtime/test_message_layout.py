@@ -196,10 +196,6 @@ def test_payloads():
 # Compressed
 
 
-def compressed_layout(tensors, dtype):
-    return Layout.of(tensors, {name: dtype for name in tensors if name != "whole"})
-
-
 def test_a_compressed_message_by_hand():
     """What is whole keeps its type and comes first; 1 in bf16 is the upper half of 1 in float32."""
     given_tensors = {
@@ -207,7 +203,7 @@ def test_a_compressed_message_by_hand():
         "whole": torch.tensor([1.0]),
         "wide": torch.tensor(1.0, dtype=torch.float64),
     }
-    found = compressed_layout(given_tensors, torch.bfloat16)
+    found = Layout.of(given_tensors, torch.bfloat16, exact=["whole"])
     assert found.parts == (
         Part("whole", (1,), torch.float32, torch.float32),
         Part("small", (2,), torch.float32, torch.bfloat16),
@@ -227,7 +223,7 @@ def test_what_was_compressed_is_rounded_and_of_its_own_type_again(dtype):
         "none": torch.empty(0, 2),
         "whole": torch.randn(7),
     }
-    found = compressed_layout(given_tensors, dtype)
+    found = Layout.of(given_tensors, dtype, exact=["whole"])
     flat = found.pack(given_tensors, CPU)
     unpacked = found.unpack(flat)
     for name, tensor in given_tensors.items():

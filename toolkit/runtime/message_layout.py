@@ -3,7 +3,7 @@
 A message is one flat tensor of bytes, without padding, whatever tensors it carries.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,17 +24,6 @@ _CPU = torch.device("cpu")
 
 COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The types in which gradients and weights can travel, by the name of the option."""
-
-
-def compressed(tensors: Mapping[str, Tensor], wire: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the type ``wire``, if any, for each of ``tensors`` whose own is larger."""
-    if wire is None:
-        return {}
-    return {
-        name: wire
-        for name, x in tensors.items()
-        if x.is_floating_point() and x.dtype.itemsize > wire.itemsize
-    }
 
 
 @dataclass(frozen=True)
@@ -68,13 +57,24 @@ class Layout:
     def of(
         cls,
         tensors: Mapping[str, Tensor] | Mapping[int, Tensor],
-        compressed: Mapping[str, torch.dtype] | None = None,
+        wire: torch.dtype | None = None,
+        exact: Container[str] = (),
     ) -> "Layout":
-        """Return the layout of ``tensors``; those that are ``compressed`` travel as that type."""
-        sent_as = compressed or {}
+        """Return the layout of ``tensors``.
+
+        Args:
+            tensors: by place.
+            wire: type in which floating-point tensors of a larger type travel.
+            exact: places whose tensors keep their type.
+        """
+
+        def sent_as(place: str | int, x: Tensor) -> torch.dtype:
+            if wire is None or not x.is_floating_point() or place in exact:
+                return x.dtype
+            return wire if x.dtype.itemsize > wire.itemsize else x.dtype
+
         parts = [
-            Part(place, tuple(x.shape), x.dtype, sent_as.get(str(place), x.dtype))
-            for place, x in tensors.items()
+            Part(place, tuple(x.shape), x.dtype, sent_as(place, x)) for place, x in tensors.items()
         ]
         parts.sort(key=lambda part: (-part.sent_as.itemsize, str(part.sent_as)))
         return cls(tuple(parts))
@@ -200,7 +200,7 @@ def find_layouts(
             summed = {name: grad for name, grad in named if grad is not None}
             norms = {k: m for k, m in stage.named_modules() if isinstance(m, MicrobatchNorm)}
             statistics = take_statistics(norms)
-            gradients.append(Layout.of(summed | statistics, compressed(summed, wire)))
+            gradients.append(Layout.of(summed | statistics, wire, exact=statistics))
     return Layouts(
         activations=tuple(Layout.of(dict(enumerate(outputs))) for *_, outputs in runs),
         activation_gradients=tuple(reversed(activation_gradients)),
@@ -217,7 +217,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 def weights_layout(stage: nn.Module, wire: torch.dtype | None = None) -> Layout:
     """Return the layout of one version of a stage's weights; ``wire`` as in find_layouts."""
     weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-    return Layout.of(weights, compressed(weights, wire))
+    return Layout.of(weights, wire)
 
 
 def _gradients(

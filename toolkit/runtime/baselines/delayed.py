@@ -10,7 +10,7 @@ from torch import Tensor
 from toolkit.errors import check_choice
 from toolkit.runtime.base import Steps
 from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
-from toolkit.runtime.message_layout import COMPRESSIONS, Layout, compressed
+from toolkit.runtime.message_layout import COMPRESSIONS, Layout
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values, leaves, take_gradients
@@ -108,7 +108,7 @@ class _Message:
 
     def __init__(self, tensors: dict[str, Tensor], wire: torch.dtype | None, world: World) -> None:
         self.world = world
-        self.layout = Layout.of(tensors, compressed(tensors, wire))
+        self.layout = Layout.of(tensors, wire)
         self.flat = self.layout.pack(tensors, world.message_device)
         with world.watch.waiting("gradients to be sent", range(world.size)):
             self.works = [
