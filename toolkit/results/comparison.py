@@ -44,7 +44,7 @@ def before(options: Options, folder: Path, world: World | None) -> tuple[list[Ru
     if is_rank_zero():
         runs = ended_before(folder, options) if options["resume"] or restarted() else []
         keep_options(folder, options, runs)
-        if runs:  # of what was broken off in between nothing stays
+        if runs:  # removes the rows of runs that were interrupted
             keep_runs(folder, runs)
         found = runs, begun(folder)
     if world is not None:

@@ -30,7 +30,7 @@ _ORDERS = "orders"  # in the options: digests of rank orders that rules have fro
 
 
 Key = tuple[str, int]
-"""Of a run: its rule and its seed."""
+"""Rule and seed of a run."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ class RuleRun:
     """One rule with one seed.
 
     Attributes:
-        epochs: their metrics.
-        delays: what they were seen to do.
-        notes: on what did not go as it should.
-        where: how to come to what W&B has of it.
+        rule: its name in the configuration.
+        seed: of weights and data.
+        epochs: metrics, a row per epoch.
+        delays: delay diagnostics, a row per step and stage.
+        notes: sentences on what went wrong.
+        where: how to find it in W&B.
     """
 
     rule: str
@@ -53,11 +55,11 @@ class RuleRun:
 
     @property
     def diverged_in(self) -> int | None:
-        """The epoch in which its loss diverged; None where it did not."""
+        """The epoch in which its loss diverged, or None."""
         return next((e["epoch"] for e in self.epochs if isnan(e["train_loss"])), None)
 
     def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """``rows`` of this run, with what they are of."""
+        """Return ``rows`` of this run with its rule and seed."""
         return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
 
 
@@ -66,7 +68,7 @@ Options = Mapping[str, Any]
 
 
 def seeds_of(options: Options) -> range:
-    """The seeds with which a comparison trains each rule."""
+    """Return the seeds with which a comparison trains each rule."""
     return range(options["seed"], options["seed"] + options["seeds"])
 
 
@@ -77,13 +79,14 @@ def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
 
 
 def ended_before(folder: Path, options: Options) -> list[RuleRun]:
-    """The runs in ``folder`` that came to their last epoch, of whichever rules and seeds.
+    """Return the runs in ``folder`` that reached their last epoch, of all rules and seeds.
 
     Args:
+        folder: folder of the comparison.
         options: options of the comparison that continues after them.
 
     Raises:
-        ValueError: what is left of them cannot be read, or runs were trained with other options.
+        UserError: the runs cannot be read, or were trained with other options.
     """
     runs = _read(folder)
     if trained := _trained(folder, runs):
@@ -92,7 +95,7 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
 
 
 def begun(folder: Path) -> list[Key]:
-    """Rules and seeds of the runs in ``folder`` that were saved under way, and have not ended."""
+    """Return rules and seeds of the unfinished runs in ``folder`` that have a checkpoint."""
     saved = filter(has_checkpoint, (folder / UNDER_WAY).glob("*_*"))
     names = (path.name.rpartition("_") for path in saved)
     return [(rule, int(seed)) for rule, _, seed in names if seed.isdecimal()]
@@ -113,10 +116,10 @@ def keep_options(folder: Path, options: Options, runs: Sequence[RuleRun]) -> Non
 
 
 def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
-    """Have ``folder`` hold ``runs``, which have ended, and nothing else of them.
+    """Write the tables of ``runs``, which have ended, to ``folder``, and remove their own folders.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: ``folder`` cannot be written.
     """
     more = {
         "delays.csv": [row for run in runs for row in run.named(run.delays)],
@@ -129,7 +132,7 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
     write_csv(folder / ENDED, [row for run in runs for row in run.named(run.epochs)])
     for run in runs:
         shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
-    with suppress(OSError):  # there are others
+    with suppress(OSError):  # other runs are under way
         (folder / UNDER_WAY).rmdir()
 
 
@@ -142,7 +145,7 @@ def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
 
 
 def under_way(folder: Path, rule: str, seed: int) -> Path:
-    """The folder of a run of the comparison in ``folder``, until the run has ended."""
+    """Return the folder of a run of a comparison, which exists until the run has ended."""
     return folder / UNDER_WAY / f"{rule}_{seed}"
 
 
@@ -150,7 +153,10 @@ def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> 
     """Return the folder of a run under way, emptied unless it has a checkpoint.
 
     Args:
-        here: whether this process is the one that writes.
+        folder: folder of the comparison.
+        rule: the run's rule.
+        seed: the run's seed.
+        here: whether this process writes.
     """
     own = under_way(folder, rule, seed)
     if here and not has_checkpoint(own):
@@ -192,8 +198,8 @@ def _check_options(folder: Path, options: Options, trained: set[str]) -> None:
         if orders[rule] != now[rule]:
             raise UserError(
                 f"resume={folder} has runs of {rule} that were trained by other orders than those"
-                f" in {rules[rule]['file']} by now: put those back, or start in a new folder,"
-                " without resume"
+                f" in {rules[rule]['file']}: put those back, or start in a new folder, without"
+                " resume"
             )
 
 
