@@ -1,6 +1,6 @@
 """Data parallelism whose gradients are summed during the next step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,11 +81,14 @@ class DelayedAllReduce(Baseline):
             if statistics := runner.take_statistics():
                 messages[runner.index].append(_Message(statistics, None, self.world))
 
+        def send(stage: int) -> None:
+            if found := take_gradients(read[stage]):
+                messages[stage].append(_Message(found, self._wire, self.world))
+
+        sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
         (loss / self.n_ranks * self._options.scale).backward()
-        for j in reversed(range(len(read))):  # as backward completes them
-            if found := take_gradients(read[j]):
-                messages[j].append(_Message(found, self._wire, self.world))
+        sending.finish()
         self._update(keep_old=False)
         self._read = [runner.newest() for runner in self._runners]
         self._under_way = messages
@@ -122,3 +125,43 @@ class _Message:
             for work in self.works:
                 work.wait()
         return self.layout.unpack(self.flat.to(self.world.device))
+
+
+class _LastStageFirst:
+    """Send each stage's gradients during backward, as soon as they are complete.
+
+    Collectives must start in the same order on every rank, so a stage waits for those after it.
+
+    Args:
+        read: leaves of each stage, [stage].
+        send: function that sends the gradients of a stage.
+    """
+
+    def __init__(self, read: list[Weights], send: Callable[[int], None]) -> None:
+        self.send = send
+        self.missing = [len(weights) for weights in read]
+        self.next = len(read) - 1
+        self.hooks = [
+            leaf.register_post_accumulate_grad_hook(self._count(j))
+            for j, weights in enumerate(read)
+            for leaf in weights.values()
+        ]
+
+    def finish(self) -> None:
+        """Send the stages that are left, after backward: some weights had no gradient."""
+        for hook in self.hooks:
+            hook.remove()
+        while self.next >= 0:
+            self._send_next()
+
+    def _count(self, stage: int) -> Callable[[Tensor], None]:
+        def arrived(_: Tensor) -> None:
+            self.missing[stage] -= 1
+            while self.next >= 0 and self.missing[self.next] == 0:
+                self._send_next()
+
+        return arrived
+
+    def _send_next(self) -> None:
+        self.send(self.next)
+        self.next -= 1
