@@ -134,6 +134,14 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
     """1F1B with several stages a rank: rank r has stages r, r + n_ranks, ...
 
+    Args:
+        n_stages: stages of the model, a multiple of ``n_ranks``.
+        n_microbatches: of a training step; a multiple of max(1, n_microbatches // n_ranks).
+        n_ranks: devices.
+
+    Raises:
+        UserError: stages or micro-batches cannot be dealt out evenly.
+
     Source: arXiv 2104.04473.
     """
     make = partial(pipeline_orders.interleaved_1f1b, n_ranks=whole(n_ranks, "n_ranks", 1))

@@ -114,11 +114,14 @@ class Program:
         )
 
     def traffic(self, slots: range | None = None) -> tuple[tuple[Traffic, ...], ...]:
-        """Weights and gradients sent: ``[slot][rank]``, for ``slots``, or else 0 .. n_slots.
+        """Weights and gradients sent: ``[slot][rank]``.
 
         A message counts in the slot that begins when it is sent. Collectives among n ranks count
         by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
         each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
+
+        Args:
+            slots: consecutive slots; None: 0 to n_slots.
         """
         slots = range(self.n_slots + 1) if slots is None else slots
         total = [[NOTHING] * len(self.ranks) for _ in slots]

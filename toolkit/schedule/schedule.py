@@ -331,14 +331,23 @@ class Schedule:
         return csv_format.write_csv(self.name, self.timing, self.layout, self.n_stages)
 
     def grid(self, n_steps: int = 1) -> str:
-        """The schedule as text: ranks down, slots across."""
+        """The schedule as text: ranks down, slots across.
+
+        Args:
+            n_steps: training steps to show, 1 or more.
+        """
         return _grid.render(self.timing, self.layout, n_steps)
 
     def lower(self, n_steps: int, first_step: int = 0) -> "Program":
-        """Each rank's instructions for ``n_steps`` training steps, all communication inferred.
+        """Each rank's instructions, all communication inferred.
 
-        A program that begins at a later step finds the older weight versions that it reads
-        where version 0 would be.
+        Args:
+            n_steps: training steps, 1 or more.
+            first_step: the first of them. Where it is not 0, ranks begin with the older weight
+                versions that it reads.
+
+        Raises:
+            UserError: a number is out of range.
         """
         return lower(self, n_steps, first_step)
 
