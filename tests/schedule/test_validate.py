@@ -70,7 +70,7 @@ def test_a_delay_in_an_array(delay, plain):
 @pytest.mark.parametrize(
     ("delay", "message"),
     [
-        (np.zeros((2, 3), int), r"3 x 3 .* lengths \[3, 3\]"),
+        (np.zeros((2, 3), int), r"3 x 3 .* got \(\(0, 0, 0\), \(0, 0, 0\)\)"),
         (np.full((3, 3), 0.5), r"0\.5"),
         (np.ones(3, bool), r"True"),
     ],
