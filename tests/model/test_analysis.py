@@ -68,12 +68,6 @@ def test_activations_are_neither_parameters_nor_inputs_and_shared_storage_counts
     ]
 
 
-class Square(nn.Module):
-    def forward(self, x):
-        y = torch.exp(x * 2)  # keeps its output
-        return y * y + y.view(-1, 1).sin().view_as(y)  # keep y, all the same storage
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

@@ -201,13 +201,12 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
 
 def _profile(stages: Stages, inputs: Values, repeats: int, precision: str) -> tuple[StageCost, ...]:
     costs: list[StageCost] = []
-    values = inputs
+    values, device, extra = inputs, inputs[0].device, 0
     shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
-    extra = 0
     for stage in stages:
-        cost, outputs, extra_of_next = _analyse(stage, shapes, inputs[0].device, precision)
+        cost, outputs, extra_of_next = _analyse(stage, shapes, device, precision)
         cost, extra = replace(cost, extra_input_bytes=extra), extra_of_next
-        if inputs[0].device.type != "meta":
+        if device.type != "meta":
             forward, backward, values = _measure(stage, values, repeats, precision)
             cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
         costs.append(cost)
@@ -229,12 +228,12 @@ def _analyse(
         flops=sum(node.forward.flops for node in work),
         backward_flops=sum(node.backward.flops for node in work),
         activation_bytes=sum(node.activations for node in nodes.values()),
-        input_bytes=sum(map(_bytes, inputs)),
-        integer_input_bytes=sum(_bytes(x) for x in inputs if not differentiable(x)),
-        output_bytes=sum(map(_bytes, outputs)),
-        parameter_bytes=sum(_bytes(p) for p in stage.parameters() if p.requires_grad),
+        input_bytes=sum(x.nbytes for x in inputs),
+        integer_input_bytes=sum(x.nbytes for x in inputs if not differentiable(x)),
+        output_bytes=sum(x.nbytes for x in outputs),
+        parameter_bytes=sum(p.nbytes for p in stage.parameters() if p.requires_grad),
         statistics_bytes=sum(
-            2 * _bytes(norm.running_mean)
+            2 * norm.running_mean.nbytes
             for name, norm in stage.named_modules()
             if isinstance(norm, _BatchNorm)
             and norm.running_mean is not None
@@ -245,7 +244,7 @@ def _analyse(
         forward_working_bytes=in_forward,
         backward_working_bytes=in_backward,
     )
-    return cost, outputs, sum(map(_bytes, unkept))
+    return cost, outputs, sum(x.nbytes for x in unkept)
 
 
 def _measure(
@@ -271,7 +270,3 @@ def _measure(
 
 def _received(values: Values) -> Values:
     return tuple(x.detach().requires_grad_(differentiable(x)) for x in values)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -17,6 +17,7 @@ from toolkit.model.custom_norms import own_norms
 _EVALUATED = "evaluated"  # graph.meta: modules that stay in evaluation mode
 _DRAWS = "draws"  # graph.meta: whether it draws at random
 _MIXES = "mixes"  # graph.meta: whether it mixes the samples of a batch
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -123,12 +124,6 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
         ) from error
 
 
-def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return a function's positional parameters."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-
-
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, attributes and buffers of ``model``, which tracing runs."""
@@ -198,7 +193,8 @@ class _Tracer(fx.Tracer):
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Callable[..., Any], list[Any]]:
         """Trace the inputs; other arguments take defaults, so branches may test them."""
-        names = [p.name for p in _positional(root_fn)][1:]
+        parameters = inspect.signature(root_fn).parameters.values()
+        names = [p.name for p in parameters if p.kind in _POSITIONAL][1:]
         names += [f"input_{k}" for k in range(len(names), self._n_inputs)]
         inputs = [self.create_proxy("placeholder", n, (), {}) for n in names[: self._n_inputs]]
         return root_fn, [self.root, *inputs]
