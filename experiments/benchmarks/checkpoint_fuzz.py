@@ -165,8 +165,6 @@ def _mutate(state: dict[str, Any], change: "Change", chance: Random) -> str:
 def _places(container: Any, path: str) -> Iterator[tuple[str, Place]]:
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in [*items]:
-        if f"{path}/{key}" == "/config":  # options are reported, and change nothing
-            continue
         yield f"{path}/{key}", (container, key)
         if isinstance(value, dict | list):
             yield from _places(value, f"{path}/{key}")

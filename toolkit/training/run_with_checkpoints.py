@@ -1,5 +1,6 @@
 """A run that can be stopped, resumed and rolled back."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,7 +136,8 @@ def _callback(
         checkpoints=checkpoints,
         often=options.save,
         extra={
-            "config": job.record,
+            # As text: what a damaged checkpoint holds here must not be compared as an object.
+            "config": json.dumps(job.record),
             "orders": _orders(job.record),
             "rolled_back": rolled_back,
         },
@@ -218,7 +220,7 @@ def _restored(
     if done > wanted:
         raise UserError(f"the run has done {done} epochs and epochs={wanted}: ask for more")
     # Options of a finished run would only falsify its record.
-    if done == wanted and (changed := changed_options(state.get("config"), job.record)):
+    if done == wanted and (changed := changed_options(_recorded(state), job.record)):
         raise UserError(
             f"the run has ended after {done} epochs, and nothing is left to train with {changed}:"
             " leave that out, or ask for more epochs"
@@ -233,13 +235,21 @@ def _read(
     state, damaged = checkpoints.load(job.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
-    kept = state.get("config")
+    kept = _recorded(state)
     follows = rate_follows_epochs(kept, job.options.epochs, job.lr)
     if changed := changed_options(kept, job.record, INDIFFERENT if follows else FREE):
         note(f"{RESUMED_OTHERWISE}: {changed}")
     if (orders := _orders(job.record)) and state.get("orders") not in (None, orders):
         note(f"{_file(job.record)} has other orders than those of the checkpoint")
     return state
+
+
+def _recorded(state: Mapping[str, Any]) -> Any:
+    """Options that ``state`` records; None if they are unreadable."""
+    try:
+        return json.loads(state["config"])
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _file(record: Mapping[str, Any]) -> str | None:
