@@ -79,7 +79,7 @@ def counts(schedule: Schedule) -> dict[str, object]:
     kinds: dict[str, int] = {}
     for instructions in program.ranks:
         for instruction in instructions:
-            kind = type(instruction).__name__
+            kind = instruction.action.name
             kinds[kind] = kinds.get(kind, 0) + 1
     stages, example = _stages(schedule), torch.empty(2, 2, dtype=torch.float64, device="meta")
     timeline = simulate(program, profile(stages, example), UNIT)
