@@ -69,6 +69,9 @@ def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> 
         timeline: measured, of ``schedule`` from its first step.
         schedule: with one stage per entry of ``costs``.
         costs: of the stages that ran.
+
+    Returns:
+        The predicted timeline of as many training steps as were measured.
     """
     timed, links = calibrate(timeline, costs)
     prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)

@@ -61,7 +61,10 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
-        """Return a machine of ``conf/hardware``, for example ``a100_nvlink``.
+        """Return a machine of ``conf/hardware``.
+
+        Args:
+            name: file name without its ending, for example ``a100_nvlink``.
 
         Raises:
             UserError: the name is unknown, or the repository's ``conf`` is missing.

@@ -126,7 +126,12 @@ Values = tuple[Tensor, ...]
 
 
 def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
-    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte."""
+    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte.
+
+    Args:
+        n_stages: stages of the model.
+        backward: seconds of a backward.
+    """
     stage = StageCost(
         flops=1.0,
         backward_flops=backward,

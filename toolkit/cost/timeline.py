@@ -50,7 +50,7 @@ class Span(NamedTuple):
 
 
 class Change(NamedTuple):
-    """``rank`` gains (or loses) ``bytes`` of ``kind`` at ``time``."""
+    """``rank`` gains ``bytes`` of ``kind`` at ``time``, in seconds; loses them if negative."""
 
     time: float
     rank: int
@@ -124,7 +124,12 @@ class Timeline:
         return lambda span: -1 if span.step is None else span.step - first
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
-        """Return (time, bytes from then on) of one rank or all, of one kind or all."""
+        """Return the memory held over time: pairs of seconds and bytes from then on.
+
+        Args:
+            rank: one rank; None: the sum of all ranks.
+            kind: one of ``KINDS``; None: the sum of all kinds.
+        """
         of_ranks = self.changes if rank is None else self._changes_of[rank]
         changes = sorted(
             (change.time, change.bytes) for change in of_ranks if kind in (None, change.kind)
@@ -142,14 +147,14 @@ class Timeline:
 
     @cached_property
     def _changes_of(self) -> list[list[Change]]:
-        """By rank."""
+        """Memory changes, ``[rank]``."""
         found: list[list[Change]] = [[] for _ in range(self.n_ranks)]
         for change in self.changes:
             found[change.rank].append(change)
         return found
 
     def peak_memory(self, rank: int | None = None, kind: str | None = None) -> float:
-        """Return the most bytes held at once."""
+        """Return the most bytes held at once; arguments as in :meth:`memory`."""
         return max((held for _, held in self.memory(rank, kind)), default=0.0)
 
     def at_peak(self, rank: int) -> dict[str, float]:
@@ -188,7 +193,11 @@ class Timeline:
         return pd.DataFrame(self.spans, columns=Span._fields)
 
     def to_chrome_trace(self, path: str | Path) -> None:
-        """Write a Perfetto or chrome://tracing trace: a process per rank, a row per lane."""
+        """Write a Perfetto or chrome://tracing trace: a process per rank, a row per lane.
+
+        Args:
+            path: JSON file to write; an existing file is replaced.
+        """
         lanes = (*LANES, "slots")
         events: list[dict] = []
 

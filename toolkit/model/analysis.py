@@ -66,6 +66,7 @@ class NodeCost:
 
     @property
     def flops(self) -> int:
+        """Floating-point operations of the forward."""
         return self.forward.flops
 
 
@@ -175,6 +176,7 @@ class AsTrained(fx.Interpreter):
             yield
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Call ``target``, or the device's attention in place of torch's plain one."""
         function = self.attention if target is attention.PLAIN else target
         return super().call_function(function, args, kwargs)
 

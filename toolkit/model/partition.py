@@ -26,7 +26,13 @@ MEASURES = ("flops", "parameters", "activations")
 
 @dataclass(frozen=True)
 class Boundary:
-    """One tensor that travels from a stage to the next, with its shape in the example."""
+    """One tensor that travels from a stage to the next.
+
+    Attributes:
+        name: name of the node in the traced graph.
+        shape: its shape in the example, ``[b, ...]``.
+        dtype: its type.
+    """
 
     name: str
     shape: tuple[int, ...]

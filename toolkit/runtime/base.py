@@ -131,10 +131,12 @@ class Runtime(ABC):
 
     @property
     def rank(self) -> int:
+        """Number of this process, from 0; 0 in a single process."""
         return 0 if self.world is None else self.world.rank
 
     @property
     def n_ranks(self) -> int:
+        """Number of processes that train together."""
         return 1 if self.world is None else self.world.size
 
     @property
@@ -220,6 +222,9 @@ class Runtime(ABC):
         """Return the whole model with the newest weights, on every rank. Every rank calls it.
 
         Do not change its weights: a schedule may still read older versions. Load a state instead.
+
+        Raises:
+            UserError: a run was not exhausted.
         """
         self._check_ended()
         return self._module()
@@ -239,7 +244,7 @@ class Runtime(ABC):
         return {k: x for updater in self._updaters for k, x in updater.averages.items()}
 
     def skipped(self) -> list[int]:
-        """Return how many updates of each stage were skipped for a gradient that is not finite.
+        """Return the number of skipped updates by stage: those with a gradient that is not finite.
 
         Every rank calls it.
         """
@@ -267,6 +272,9 @@ class Runtime(ABC):
         """Return a copy of all state except the position in the data, on every rank.
 
         Every rank calls it. Any runtime with the same update rule can load it.
+
+        Raises:
+            UserError: a run was not exhausted.
         """
         part = self.part()
         if self.world is None:

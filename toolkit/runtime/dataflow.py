@@ -88,6 +88,7 @@ class Dataflow:
                 self._consider(user)
 
     def has_ended(self, position: int) -> bool:
+        """Whether the instruction at ``position`` has ended."""
         return bool(self._ended[position])
 
     def lacks_nothing(self, position: int) -> bool:

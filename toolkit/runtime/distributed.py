@@ -159,9 +159,15 @@ class Distributed(Runtime):
 
     @property
     def measures(self) -> bool:
+        """Whether training steps have been measured; see ``record``."""
         return self.n_recorded > 0
 
     def measurements(self) -> Measurements:
+        """Return what all ranks measured in the recorded steps. Every rank calls it.
+
+        Raises:
+            UserError: nothing was measured, or a run was not exhausted.
+        """
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
@@ -169,6 +175,7 @@ class Distributed(Runtime):
 
     @property
     def own(self) -> list[int]:
+        """The stages that this rank updates."""
         return self._weight_store.updated
 
     def _part(self) -> dict[str, Any]:
@@ -178,6 +185,11 @@ class Distributed(Runtime):
         return part_of(self.steps_done, self.stages, self._runners, known, own, leads=leads)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; see :meth:`Runtime.load_state_dict`.
+
+        Raises:
+            UserError: the state does not fit, or a run was not exhausted.
+        """
         self._check_ended()  # messages of an abandoned run would be taken for those of the next
         super().load_state_dict(state)
 

@@ -44,6 +44,7 @@ class Part:
 
     @property
     def n_bytes(self) -> int:
+        """Bytes of the tensor in the message."""
         return prod(self.shape) * self.sent_as.itemsize
 
 
@@ -81,6 +82,7 @@ class Layout:
 
     @cached_property
     def n_bytes(self) -> int:
+        """Bytes of the whole message."""
         return sum(part.n_bytes for part in self.parts)
 
     def pack(self, tensors: Mapping, device: torch.device) -> Tensor:

@@ -184,10 +184,12 @@ class MicrobatchQueue:
         self._results: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
 
     def inputs(self, step: int, microbatch: int) -> Values:
+        """Return the inputs of a micro-batch, ``[b, ...]`` each."""
         self.skip_to(step + 1)
         return self._steps[step][microbatch][0]
 
     def targets(self, step: int, microbatch: int) -> Tensor:
+        """Return the targets of a micro-batch, ``[b, ...]``."""
         self.skip_to(step + 1)
         return self._steps[step][microbatch][1]
 

@@ -28,15 +28,21 @@ Maker = TypeVar("Maker", bound=Callable[..., Optimizer])
 
 
 def by_name(make: Maker) -> Maker:
-    """Mark ``make`` as a function of pairs of name and parameter, with names of the whole model.
+    """Mark an optimizer function that takes pairs of name and parameter.
 
-    So it can form parameter groups::
+    Names are those of the whole model, so the function can form parameter groups::
 
         @by_name
         def optimizer(parameters):
             decayed = [p for name, p in parameters if "norm" not in name]
             others = [p for name, p in parameters if "norm" in name]
             return AdamW([{"params": decayed}, {"params": others, "weight_decay": 0}])
+
+    Args:
+        make: function from a list of ``(name, parameter)`` to an optimizer.
+
+    Returns:
+        ``make`` itself, marked.
     """
     vars(make)["takes_names"] = True
     return make
@@ -59,6 +65,7 @@ class GradientSum:
         self.tensors = tensors or {}
 
     def add(self, tensors: dict[str, Tensor]) -> None:
+        """Add ``tensors``, by name."""
         if both := [name for name in tensors if name in self.tensors]:
             mine, theirs = ([of[name] for name in both] for of in (self.tensors, tensors))
             torch._foreach_add_(mine, theirs)

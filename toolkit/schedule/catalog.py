@@ -41,6 +41,9 @@ def data_parallel(
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
+
+    Raises:
+        UserError: an option is invalid, or the options contradict each other.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
     m = k * n
@@ -77,6 +80,10 @@ def cyclic(
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: as in :func:`data_parallel`.
 
+    Raises:
+        UserError: an option is invalid, or the timing cannot honour the delay; the message then
+            shows the grid with the op in brackets.
+
     Source: arXiv 2403.08837.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
@@ -96,18 +103,20 @@ def published(
     *,
     n_stages: int = 4,
 ) -> Schedule:
-    """CDP-v2 as the code published with the paper has it: data parallelism with delayed weights.
+    """CDP-v2 in the paper's published code: data parallelism with delayed weights.
 
     Stage j of worker w reads weights one step late where j < S - 1 - w, and fresh ones elsewhere.
-    The workers run at the same moment. With as many of them as stages the delays are those of
-    CDP-v2; with more, as in the code's own sizes, n = 8 and S = 4, they are less than a stagger
-    could honour.
+    The workers run at the same moment. With n = S the delays are those of CDP-v2. With more
+    workers, as in the code's own sizes, n = 8 and S = 4, they are less than a stagger could honour.
 
     Args:
         n: workers; micro-batches of a step, M.
         placement: as in :func:`data_parallel`.
         state: as in :func:`data_parallel`.
         n_stages: stages of the model, S.
+
+    Raises:
+        UserError: an option is invalid.
     """
     s, m, _ = _sizes(n_stages, n)
     delay = [[int(j < s - 1 - w) for w in range(m)] for j in range(s)]
@@ -116,18 +125,46 @@ def published(
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
-    """One device, one micro-batch after another, one update."""
+    """One device, one micro-batch after another, one update.
+
+    Args:
+        n_stages: stages of the model, S.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: a size is not a whole number, 1 or more.
+    """
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule("gradient accumulation", s, m, timing.sequential(s, m), "one")
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
-    """All forwards, then all backwards. Source: arXiv 1811.06965."""
+    """GPipe: all forwards, then all backwards.
+
+    Args:
+        n_stages: stages of the model, S; each has a rank.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: a size is not a whole number, 1 or more.
+
+    Source: arXiv 1811.06965.
+    """
     return _pipeline("GPipe", pipeline_orders.gpipe, n_stages, n_microbatches)
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """One forward, one backward, with a flush at each step. Source: arXiv 2006.09503."""
+    """1F1B: one forward, one backward, with a flush at each step.
+
+    Args:
+        n_stages: stages of the model, S; each has a rank.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: a size is not a whole number, 1 or more.
+
+    Source: arXiv 2006.09503.
+    """
     return _pipeline("1F1B", pipeline_orders.one_f_one_b, n_stages, n_microbatches)
 
 
@@ -149,30 +186,71 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
 
 
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
-    """1F1B with split backwards, ZB-H1. Source: arXiv 2401.10241."""
+    """ZB-H1: 1F1B with split backwards.
+
+    Args:
+        n_stages: stages of the model, S; each has a rank.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: a size is not a whole number, 1 or more.
+
+    Source: arXiv 2401.10241.
+    """
     return _pipeline("ZB-H1", pipeline_orders.zero_bubble, n_stages, n_microbatches)
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
-    """Rank r of p has stages r and 2p-1-r; the activations of 1F1B, and no bubble from 2p-1
-    micro-batches on. Source: arXiv 2401.10241.
+    """ZB-V: rank r of p has stages r and 2p-1-r.
+
+    It keeps the activations of 1F1B, and has no bubble from 2p-1 micro-batches on.
+
+    Args:
+        n_stages: stages of the model, 2p for p ranks.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: ``n_stages`` is odd, or a size is not a whole number, 1 or more.
+
+    Source: arXiv 2401.10241.
     """
     return _pipeline("ZB-V", v_schedules.zb_v, n_stages, n_microbatches)
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Schedule:
-    """As ZB-V, with half the activations of 1F1B and half its bubble. Source: arXiv 2405.15362."""
+    """V-Half: as :func:`zb_v`, with half the activations of 1F1B and half its bubble.
+
+    Args:
+        n_stages: stages of the model, 2p for p ranks.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: ``n_stages`` is odd, or a size is not a whole number, 1 or more.
+
+    Source: arXiv 2405.15362.
+    """
     return _pipeline("V-Half", v_schedules.v_half, n_stages, n_microbatches)
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Schedule:
-    """As ZB-V, with a third of the activations of 1F1B. Source: arXiv 2405.15362."""
+    """V-Min: as :func:`zb_v`, with a third of the activations of 1F1B.
+
+    Args:
+        n_stages: stages of the model, 2p for p ranks.
+        n_microbatches: micro-batches of a training step, M.
+
+    Raises:
+        UserError: ``n_stages`` is odd, or a size is not a whole number, 1 or more.
+
+    Source: arXiv 2405.15362.
+    """
     return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
 
 def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
-    """1F1B without flush, every weight one step late. With as many micro-batches as stages it is
-    CDP-v1 on per-stage ranks. Source: arXiv 2006.09503.
+    """PipeDream-2BW: 1F1B without flush, every weight one step late.
+
+    With M = S it is CDP-v1 on per-stage ranks.
 
     Args:
         n_stages: stages of the model, S.
@@ -181,6 +259,8 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
 
     Raises:
         UserError: fewer micro-batches than stages, which two weight versions cannot serve.
+
+    Source: arXiv 2006.09503.
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:

@@ -127,7 +127,7 @@ class Instruction(NamedTuple):
 
     @property
     def of_step(self) -> int | None:
-        """The training step that it is of; of messages of weights, that which begins with them."""
+        """Its training step; for messages of weights, the step that begins with them."""
         return self.version if self.step is None else self.step
 
     @property
@@ -137,9 +137,9 @@ class Instruction(NamedTuple):
         return (self.stage, self.version), (self.stage, self.version - 1)
 
     def meeting(self, rank: int) -> tuple:
-        """What a message or a collective, of ``rank``, shares with its other ends and no other's.
+        """Key that a message or a collective of ``rank`` shares with its other ends only.
 
-        The k-th of two messages alike at one end meets the k-th at the other.
+        Of messages with the same key, the k-th at one end meets the k-th at the other.
         """
         if self.action not in _MESSAGES:
             return self[1:]
@@ -153,7 +153,7 @@ class Instruction(NamedTuple):
         )
 
     def leaves(self, rank: int) -> bool:
-        """Whether a message or a collective leaves ``rank`` with what is new to it."""
+        """Whether ``rank`` gets something new from a message or a collective."""
         if self.action == Action.REDUCE:
             return rank == self.peers[0]
         if self.action == Action.BROADCAST:
@@ -162,12 +162,12 @@ class Instruction(NamedTuple):
 
     @property
     def op(self) -> Op:
-        """The op that it is, where it computes."""
+        """The op of an instruction that computes."""
         return Op(Kind(self.action), self.stage, self.microbatch or 0)
 
     @property
     def label(self) -> str:
-        """What timelines call it: an op or another work of a stage, what is sent, a collective."""
+        """Its name in timelines: the op, another work of a stage, the message or the collective."""
         if self.buffer is not None and self.action in _MESSAGES:
             return self.buffer.label
         if self.action.computes:
@@ -192,10 +192,10 @@ class Instruction(NamedTuple):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No garbage collection within: for code that makes no cycles, and is slowed by the search.
+    """Return a context without garbage collection, for code that makes no cycles.
 
-    A program of a million instructions is a million tuples, which the collector would look
-    through again and again while it grows.
+    A program of a million instructions is a million tuples, which the collector would search
+    again and again while the program grows.
     """
     was_enabled = gc.isenabled()
     gc.disable()

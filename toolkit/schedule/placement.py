@@ -30,6 +30,11 @@ class Placement:
 
     The turn continues from step to step, so a micro-batch may meet another rank in the next step
     where the number of micro-batches is not a multiple of the cycle.
+
+    Attributes:
+        name: one of :data:`PLACEMENTS`, or another name in tables.
+        n_microbatches: micro-batches of a training step, M.
+        cycles: ``cycles[stage]``, the ranks that run it, in turn.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Placement:
 
     @property
     def n_ranks(self) -> int:
+        """Number of devices."""
         return max(map(max, self.cycles)) + 1
 
     def turns(self, stage: int) -> int:
@@ -51,6 +57,7 @@ class Placement:
         return length // gcd(self.n_microbatches, length)
 
     def rank(self, stage: int, microbatch: int, step: int = 0) -> int:
+        """The rank that runs ``stage`` on ``microbatch`` at ``step``."""
         cycle = self.cycles[stage]
         return cycle[(step * self.n_microbatches + microbatch) % len(cycle)]
 
@@ -60,7 +67,11 @@ class Placement:
 
 
 class Assigned(Placement):
-    """``table[stage][microbatch]`` is the rank, at every step.
+    """A placement by table, the same at every step.
+
+    Args:
+        table: ``table[stage][microbatch]``, the rank.
+        name: name in tables.
 
     Raises:
         UserError: it is not a table of whole numbers, 0 or more.

@@ -25,6 +25,12 @@ class Program:
     Each stage's ``schedule.first_holders`` begin with the versions that are made before the
     program and read in it. Ticks are counted from the start of ``first_step``;
     ``schedule.timing.ticks_per_slot`` of them make a slot.
+
+    Attributes:
+        schedule: the schedule that was lowered.
+        n_steps: training steps, 1 or more.
+        ranks: ``ranks[rank]``, its instructions in order.
+        first_step: number of the first training step.
     """
 
     schedule: "Schedule"
@@ -40,7 +46,7 @@ class Program:
 
     @property
     def steps(self) -> range:
-        """The training steps that it is of."""
+        """The training steps of the program."""
         return range(self.first_step, self.first_step + self.n_steps)
 
     def slot(self, instruction: Instruction) -> int:
@@ -96,12 +102,13 @@ class Program:
         return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
-        """The most stage-activations that each rank holds at once."""
+        """The most activations that each rank holds at once, ``[rank]``, in stage-activations."""
         return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """The most weights that each rank holds at once, in stage-parameters: all versions, and
-        predicted ones.
+        """The most weights that each rank holds at once, ``[rank]``, in stage-parameters.
+
+        All versions count, and predicted weights.
         """
         held = [0] * len(self.ranks)
         for j in range(self.schedule.n_stages):
@@ -145,6 +152,8 @@ def most_by_slot(
 
     Args:
         changes: (tick, level from then on), in order.
+        n_slots: slots to yield.
+        ticks_per_slot: ticks of a slot.
     """
     coming = [*changes]
     level = at = 0

@@ -28,8 +28,9 @@ class DeadlockError(Exception):
 
 
 def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instruction]]:
-    """Yield ``(rank, instruction)`` in order: a send, then its receive; a collective's ranks
-    one after another, the root first.
+    """Yield ``(rank, instruction)`` in an order that can run.
+
+    A send comes before its receive. The ranks of a collective follow one another, the root first.
 
     Raises:
         DeadlockError: the ranks left wait for each other, or for one that has finished.

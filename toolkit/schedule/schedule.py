@@ -44,7 +44,7 @@ class Schedule:
     """One point of the algebra: when, where, on which weights, and who keeps the state.
 
     Args:
-        name: what tables and figures call it.
+        name: name in tables and figures.
         n_stages: contiguous parts of the model, S.
         n_microbatches: micro-batches of one training step, M.
         timing: start of every op of a training step, and the period.
@@ -269,7 +269,7 @@ class Schedule:
 
         Args:
             orders: ``orders[rank]``: ops, or text such as ``"0F0 0F1 0B0 0B1"``.
-            name: what tables and figures call it.
+            name: name in tables and figures.
             delay: as in :class:`Schedule`.
             state: as in :class:`Schedule`.
             predict: as in :class:`Schedule`.
@@ -335,6 +335,9 @@ class Schedule:
 
         Args:
             n_steps: training steps to show, 1 or more.
+
+        Raises:
+            UserError: ``n_steps`` is not a whole number, 1 or more.
         """
         return _grid.render(self.timing, self.layout, n_steps)
 
@@ -381,6 +384,9 @@ def labels(names: Mapping[str, str]) -> dict[str, str]:
 
     Args:
         names: of schedules, by keys that set them apart, such as the rules of a comparison.
+
+    Returns:
+        The labels, by the same keys.
     """
     called = list(names.values())
     return {

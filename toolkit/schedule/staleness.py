@@ -151,9 +151,10 @@ def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> 
 
 
 class Array(Protocol):
-    """What holds numbers as NumPy's and torch's arrays do."""
+    """An array of NumPy or torch, or one like them."""
 
-    def tolist(self) -> Any: ...
+    def tolist(self) -> Any:
+        """Return the numbers as nested lists."""
 
 
 Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | Array | RandomDelay

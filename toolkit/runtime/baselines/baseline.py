@@ -122,6 +122,7 @@ class Released:
         self.shapes = {parameter: parameter.shape for parameter in parameters}
 
     def release(self) -> None:
+        """Free their memory."""
         for parameter in self.shapes:
             if parameter.numel():
                 parameter.data = parameter.data.new_empty(0)

@@ -53,6 +53,7 @@ class DelayedAllReduce(Baseline):
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
+        """Raise UserError unless ``schedule`` is data parallelism of delay 1."""
         check_data_parallel(schedule, cls.runtime, "cdp_v1", 1, ("replicated",))
 
     def _settle(self) -> None:

@@ -97,6 +97,7 @@ class FSDP(Synchronous):
         return part | {"fixed": part["fixed"] | frozen}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return :meth:`Runtime.state_dict`; the ranks gather their shares."""
         with self.world.watch.waiting("the shares of all ranks", self._everyone):
             return joined([tree_map_only(Tensor, _whole, self.part())])
 

@@ -82,6 +82,7 @@ class TorchPipelining(Baseline):
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
+        """Raise UserError unless torch.distributed.pipelining has ``schedule``."""
         _torch_schedule(schedule)
 
     @torch.no_grad()
@@ -95,6 +96,7 @@ class TorchPipelining(Baseline):
 
     @property
     def own(self) -> list[int]:
+        """The stages that this rank updates."""
         return self._own
 
     @property

@@ -71,6 +71,7 @@ class Synchronous(Baseline):
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
+        """Raise UserError unless ``schedule`` is data parallelism of delay 0."""
         check_data_parallel(schedule, cls.runtime, "dp", 0, cls.states)
 
     def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:

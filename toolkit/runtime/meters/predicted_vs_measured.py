@@ -126,6 +126,7 @@ def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fr
     """Return the measurable part of a footprint in the steady state.
 
     Args:
+        found: measurements of a run that reached the steady state.
         stage: bytes of a stage's parameters.
         activation: bytes that a stage keeps of a micro-batch.
     """

@@ -18,7 +18,7 @@ class RankStatus(IntEnum):
     FAILED = 3  # it leaves because of a diagnosis
     DEAD = 4  # its process is gone
     STOPPED = 5  # its process is stopped, as by SIGSTOP
-    SILENT = 6  # its record has not changed for long
+    SILENT = 6  # its record is old
 
 
 class Position(NamedTuple):
@@ -53,21 +53,29 @@ class Record(NamedTuple):
     host: str = ""
 
     def encode(self) -> str:
+        """Return the record as JSON."""
         (what, step, peers), *rest = self
         return json.dumps([str(what)[:2000], step, peers, *rest])
 
     @classmethod
     def decode(cls, text: str | bytes) -> "Record":
+        """Return the record that :meth:`encode` wrote as ``text``."""
         what, step, peers, seconds, status, *rest = json.loads(text)
         return cls(Position(what, step, tuple(peers)), seconds, RankStatus(status), *rest)
 
     @property
     def place(self) -> str:
+        """The position, in words; for another machine, where it was last seen."""
         return f"{'last seen ' if self.host else ''}{self.position}"
 
 
 class Diagnosis(NamedTuple):
-    """Why the job ends; ``blamed`` is None if no single rank is to blame."""
+    """Reason why the job ends.
+
+    Attributes:
+        blamed: the rank at fault; None if no single rank is.
+        message: the reason, for the user.
+    """
 
     blamed: int | None
     message: str
@@ -77,10 +85,11 @@ Ranks = Mapping[int, Record]
 
 
 def diagnose(ranks: Ranks, me: int, timeout: float, patience: float) -> Diagnosis | None:
-    """Find the rank to blame that rank ``me`` stands still; None while there is no reason.
+    """Find the rank that keeps rank ``me`` waiting; None while there is no reason to end.
 
     Args:
         ranks: every rank, including ``me``.
+        me: the rank that asks.
         timeout: seconds for which a rank may stand still while another waits for it.
         patience: seconds left in which a better reason than a lost connection may appear.
     """

@@ -130,7 +130,7 @@ class World:
         finish_stream(self.device)
 
     def barrier(self) -> None:
-        """Wait until every rank has come here."""
+        """Wait until every rank has called it."""
         with self.watch.waiting("all ranks to come together", range(self.size)):
             dist.barrier(group=self.group)
 
@@ -149,14 +149,14 @@ class World:
         return f"{self._name}/{self._n_names}"
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' ``values``, on every rank."""
+        """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
         total = values.to(self.message_device, copy=True)
         with self.watch.waiting("a sum over all ranks", range(self.size)):
             dist.all_reduce(total, group=self.group)
         return total.to(values.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``, on every rank."""
+        """Return every rank's ``value``, ``[rank]``, on every rank. Every rank calls it."""
         found: list[Any] = [None] * self.size
         with self.watch.waiting("results of all ranks", range(self.size)):
             dist.all_gather_object(found, value, group=self.objects)

@@ -47,9 +47,12 @@ def join(
         interface: network interface of this machine's messages, such as ``eth1``; by the
             environment (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
 
+    Returns:
+        The ranks of the job, seen from this process.
+
     Raises:
-        UserError: this process is not a rank, or of another number than ``n_ranks``; there is no
-            such interface, or no GPU a rank for NCCL.
+        UserError: this process is not a rank, or the job does not have ``n_ranks`` ranks; the
+            interface does not exist; or NCCL lacks a GPU for each rank.
         SystemExit: other ranks do not come; the reason has been printed.
     """
     global _joined
@@ -99,7 +102,7 @@ def joined() -> World | None:
 
 
 def leave() -> None:
-    """Leave the other ranks after the work is done."""
+    """Leave the other ranks after the work is done; do nothing if this process did not join."""
     global _joined
     if _joined is not None:
         _joined.watch.stop()

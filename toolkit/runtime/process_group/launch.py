@@ -65,17 +65,19 @@ def launch(
         function: function that each rank calls; it and its arguments are pickled, also from a
             notebook's cell.
         n_ranks: number of processes.
+        *args: positional arguments of ``function``.
         on_report: function that is called here with the rank and the value of each report.
         timeout: seconds within which all ranks have to start.
+        **kwargs: keyword arguments of ``function``.
 
     Returns:
-        What the ranks have returned, by rank.
+        The value that each rank returned, ``[rank]``.
 
     Raises:
         UserError: an argument is invalid.
-        ValueError: a rank has raised it.
-        RankError: a rank has raised another exception.
-        JobFailedError: a rank has died, stalled or not started.
+        ValueError: a rank raised it.
+        RankError: a rank raised another exception.
+        JobFailedError: a rank died, stalled or did not start.
     """
     if not callable(function):
         raise UserError(
@@ -124,7 +126,10 @@ def _start_rank(
     """Start the process of a rank, and threads that put into ``events`` what happens there.
 
     Args:
+        rank: number of the rank.
+        environment: environment variables of the process.
         job: a file with the pickled function and arguments.
+        events: queue of the rank's results, reports and end.
     """
     ours, theirs = multiprocessing.Pipe()
     with theirs:

@@ -27,14 +27,17 @@ class Process:
 
     @property
     def gone(self) -> bool:
+        """Whether the process has ended."""
         state, started = _stat(self.pid)
         return state in ("", "Z", "X") or started != self.started
 
     @property
     def stopped(self) -> bool:
+        """Whether the process is stopped, as by SIGSTOP."""
         return _stat(self.pid)[0] in ("T", "t")
 
     def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
         if not self.gone:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)

@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 
 class JobFailedError(RuntimeError):
-    """A rank has died, stalled or not come; the message says which and where."""
+    """A rank died, stalled or did not join; the message names the rank and the place."""
 
 
 def _print(message: str) -> None:
@@ -190,7 +190,7 @@ class Watch:
         self._close(RankStatus.DONE)
 
     def _at_exit(self) -> None:
-        # After an exception this rank has not done its part.
+        # After an exception this rank's part is unfinished.
         self._close(self._record.status if hasattr(sys, "last_value") else RankStatus.DONE)
 
     def _close(self, status: RankStatus) -> None:
@@ -322,7 +322,7 @@ class Watch:
             announce(found.message)
         if found.blamed in self._others.local:
             process, shared = self._others.local[found.blamed]
-            if shared.read().status == RankStatus.RUNNING:  # it cannot leave by itself
+            if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
                 process.kill()
         self._leave_failed(found.message)
 
@@ -355,7 +355,7 @@ def _leave_to_watch(number: int, frame: FrameType | None) -> None:
 
 
 def _failure(ranks: Mapping[int, Record]) -> str | None:
-    """Return the diagnosis because of which a rank has left; None if none has."""
+    """Return the diagnosis with which a rank left, or None."""
     return next((r.error for r in ranks.values() if r.status == RankStatus.FAILED), None)
 
 

@@ -42,6 +42,9 @@ _sending = threading.Lock()
 def report(value: object) -> None:
     """Send ``value`` to the ``on_report`` of ``launch``; do nothing in any other process.
 
+    Args:
+        value: any object that can be pickled.
+
     Raises:
         UserError: the value cannot be pickled.
     """
