@@ -220,14 +220,7 @@ def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
 def v_half(n_stages: int, n_microbatches: int) -> Schedule:
     """V-Half: as :func:`zb_v`, with half the activations of 1F1B and half its bubble.
 
-    Args:
-        n_stages: stages of the model, 2p for p ranks.
-        n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: ``n_stages`` is odd, or a size is not a whole number, 1 or more.
-
-    Source: arXiv 2405.15362.
+    Arguments and errors are those of :func:`zb_v`. Source: arXiv 2405.15362.
     """
     return _pipeline("V-Half", v_schedules.v_half, n_stages, n_microbatches)
 
@@ -235,14 +228,7 @@ def v_half(n_stages: int, n_microbatches: int) -> Schedule:
 def v_min(n_stages: int, n_microbatches: int) -> Schedule:
     """V-Min: as :func:`zb_v`, with a third of the activations of 1F1B.
 
-    Args:
-        n_stages: stages of the model, 2p for p ranks.
-        n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: ``n_stages`` is odd, or a size is not a whole number, 1 or more.
-
-    Source: arXiv 2405.15362.
+    Arguments and errors are those of :func:`zb_v`. Source: arXiv 2405.15362.
     """
     return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
