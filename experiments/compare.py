@@ -3,11 +3,11 @@
     python experiments/compare.py experiment=digits
     python experiments/compare.py experiment=paper/cifar10_resnet18 data.root=/path workers=8
 
-More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. The first
-one left is what the others are compared with.
+More rules: +schedule@rules.cdp_late=cdp_v1 rules.cdp_late.delay=2; fewer: ~rules.cdp_v1. All rules
+are compared with the first that is left.
 
-One that was broken off goes on with the run that was under way, and then with the others, with more
-seeds or rules if asked, and otherwise with the options of before:
+An interrupted comparison continues with the unfinished run and then the others. Seeds and rules can
+be added; all other options stay as before:
 
     python experiments/compare.py resume=outputs/compare/... seeds=8
 """

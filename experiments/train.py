@@ -254,7 +254,7 @@ def write_measured(
     """Tables, a figure and a trace of the steps that were measured.
 
     Args:
-        lines: the timeline that was measured, and what was predicted beside it.
+        lines: the measured timeline, then the predicted one if available.
     """
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv

@@ -14,12 +14,12 @@ class UserError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """First line of the error's message that is not blank; the error's repr if there is none."""
+    """First non-blank line of the error's message; the error's repr if the message is blank."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
 def last_line(error: BaseException) -> str:
-    """Last line of the error's message that is not blank; the error's repr if there is none."""
+    """Last non-blank line of the error's message; the error's repr if the message is blank."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else repr(error)
 
@@ -31,7 +31,7 @@ def suggest(choice: str, valid: Sequence[str]) -> str:
 
 
 def whole(value: object, what: str, least: int | None = None) -> int:
-    """``value`` as an int.
+    """Return ``value`` as an int.
 
     Args:
         value: a whole number of any library; bools are refused.
@@ -39,7 +39,7 @@ def whole(value: object, what: str, least: int | None = None) -> int:
         least: smallest value allowed.
 
     Raises:
-        ValueError: the value is no whole number, or below ``least``.
+        UserError: the value is not a whole number, or is below ``least``.
     """
     if (
         not isinstance(value, Integral)
@@ -52,10 +52,15 @@ def whole(value: object, what: str, least: int | None = None) -> int:
 
 
 def check_choice(what: str, value: object, choices: Collection[str]) -> None:
-    """Refuse a ``value`` that is none of the ``choices``; ``what`` is its name in the error.
+    """Check that ``value`` is one of the ``choices``.
+
+    Args:
+        what: name of the value in the error.
+        value: the value to check.
+        choices: the valid values.
 
     Raises:
-        ValueError: the value is none of them.
+        UserError: the value is not one of them.
     """
     if value not in choices:
         raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")

@@ -38,7 +38,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def resumable_in(folder: Path) -> str:
-    """Name the checkpoints or runs in ``folder`` that can be resumed; "" if there are none."""
+    """Return what can be resumed in ``folder``, as text: checkpoints or runs; empty if nothing."""
     if has_checkpoint(folder):
         return "the checkpoints of a run"
     begun = any(map(has_checkpoint, (folder / UNDER_WAY).glob("*")))

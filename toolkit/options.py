@@ -33,13 +33,13 @@ INDIFFERENT = AROUND | {
     *("runtime", "device", "threads", "data.num_workers", "data.prefetch_factor"),
     *("cudnn_benchmark", "workers"),
 }
-"""Options, or groups of them, on which the course of a training does not depend:
+"""Options, or groups of them, that do not change a training's trajectory:
 
 - those :data:`AROUND` a run;
-- ``save``, ``guard``, ``guard_factor``: when it is kept, and what becomes of one that diverges;
-- ``profile``, ``diagnostics``: at what one looks meanwhile;
+- ``save``, ``guard``, ``guard_factor``: when to save, and what to do with a run that diverges;
+- ``profile``, ``diagnostics``: what to measure during the run;
 - ``runtime``, ``device``, ``threads``, ``cudnn_benchmark``, ``data.num_workers``,
-  ``data.prefetch_factor``: by what it is computed and read, up to rounding;
+  ``data.prefetch_factor``: how to compute and read, with equal results up to rounding;
 - ``workers``: ``microbatches`` has its value.
 """
 
@@ -101,6 +101,7 @@ class SaveOptions:
 
     @property
     def never(self) -> bool:
+        """Whether all three intervals are None."""
         return self.steps is None and self.epochs is None and self.minutes is None
 
 

@@ -1,4 +1,4 @@
-"""This process among those that torchrun, Slurm or ``launch`` started, by the environment."""
+"""Rank and restarts of this process, from the environment of torchrun, Slurm or ``launch``."""
 
 import os
 

@@ -221,7 +221,7 @@ _WORKERS = 2
 
 
 def bars(rows: Sequence[Row]) -> list[Row]:
-    """A row for each bar of which both sides were measured, with ``failed`` 0 or 1."""
+    """Return a row for each bar with both sides measured; ``failed`` is 0 or 1."""
     found = {(row["link"], row["method"]): row for row in rows if row["workers"] == _WORKERS}
     judged: list[tuple[float, str, float, float]] = []
     for ratio, method, base, most in BARS:

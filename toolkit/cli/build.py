@@ -107,6 +107,9 @@ def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictCo
 def load_samples(config: DictConfig) -> "SampleSet":
     """Load the samples that a choice of data describes.
 
+    Args:
+        config: options of the group ``data``.
+
     Raises:
         UserError: the choice does not give a sample set.
     """
@@ -124,6 +127,9 @@ def load_samples(config: DictConfig) -> "SampleSet":
 
 def build_schedule(config: DictConfig) -> Schedule:
     """Build the schedule of a group's options: a named method, or rank orders from a file.
+
+    Args:
+        config: options of the group ``schedule``.
 
     Raises:
         UserError: an impossible schedule, or a file without rank orders.
@@ -175,7 +181,11 @@ def _delay(value: Any) -> Any:
 
 
 def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
-    """Build the model of a group's options for samples of ``form``: a named one, or the user's.
+    """Build the model of a group's options: a named one, or the user's.
+
+    Args:
+        config: options of the group ``model``.
+        form: shape of the samples and of the answers.
 
     Raises:
         UserError: there is no such model, it takes other samples, or it cannot be built.
@@ -203,7 +213,11 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
 
 
 def model_name(config: DictConfig) -> str:
-    """Name of the model that a group's options describe."""
+    """Return the name of a model.
+
+    Args:
+        config: options of the group ``model``.
+    """
     return str(config.get("target") or config.get("name") or config._target_.rpartition(".")[2])
 
 
@@ -216,7 +230,10 @@ def _parameters(config: DictConfig) -> set[str] | None:
 
 
 def analysed_form(config: DictConfig) -> "InputSpec":
-    """The samples for which a model is analysed: the ``shape`` of one, and ``classes``.
+    """Return the form of the samples for which a model is analysed.
+
+    Args:
+        config: options of experiments/memory.py or simulate.py: ``model``, ``shape``, ``classes``.
 
     Raises:
         UserError: an impossible shape or number of classes.
@@ -248,7 +265,7 @@ def look_here() -> None:
 
 
 def check_target(config: DictConfig, group: str, such_as: str) -> None:
-    """Raise UserError for a choice of the user's own without a ``_target_``."""
+    """Raise UserError if a choice of ``group`` has no ``_target_``."""
     if config.get("_target_") is None:
         raise UserError(
             f"this choice of {group} has no _target_: add to its file what makes it, such as"
@@ -258,6 +275,12 @@ def check_target(config: DictConfig, group: str, such_as: str) -> None:
 
 def build_hardware(config: DictConfig) -> Any:
     """Build the machine that ``config`` describes.
+
+    Args:
+        config: options of the group ``hardware``.
+
+    Returns:
+        a :class:`toolkit.cost.Hardware`.
 
     Raises:
         UserError: it has no ``_target_``, or an impossible value.

@@ -199,7 +199,7 @@ def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> s
 
 
 def _own_files(own: Sequence[Path], arguments: list[str], group: str = "") -> list[Path]:
-    """Chosen files of the user's own, of ``group`` or of any."""
+    """Files from --config-dir that ``arguments`` choose, for ``group`` or for all groups."""
     found = []
     for argument in arguments:
         where, choice = key_of(argument), argument.partition("=")[2]

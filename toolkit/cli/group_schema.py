@@ -1,4 +1,4 @@
-"""The options of each choice of a group; see :mod:`toolkit.cli.schema`."""
+"""Options of each choice of a group; see :mod:`toolkit.cli.schema`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from toolkit.options import option, option_list
 
 @dataclass
 class ScheduleFile:
-    """What every schedule has."""
+    """Options of every schedule."""
 
     file: str | None = option(None, "a CSV file of rank orders, instead of a named method")
     period: int | None = option(None, "slots from step to step of that file; unset: as it says")
@@ -19,7 +19,7 @@ class ScheduleFile:
 
 @dataclass
 class Workers(ScheduleFile):
-    """What the methods have whose workers each have the model."""
+    """Options of the methods whose workers each compute the whole model."""
 
     _target_: str = MISSING
     n: int = MISSING
@@ -30,18 +30,24 @@ class Workers(ScheduleFile):
 
 @dataclass
 class Rule(Workers):
+    """Options of data parallelism and its cyclic variants."""
+
     accumulate: int = option(1, "micro-batches that each of the n workers runs in a step")
     predict: bool = option(False, "extrapolate late weights to the step that reads them")
 
 
 @schema("schedule", "data_parallel")
 class DataParallel(Rule):
+    """Options of data parallelism, optionally with delayed weights."""
+
     _target_: str = "toolkit.schedule.catalog.data_parallel"
     delay: Any = option(0, "steps; a list, one a stage; a matrix; or options of a RandomDelay")
 
 
 @schema("schedule", "cyclic")
 class Cyclic(Rule):
+    """Options of cyclic data parallelism."""
+
     _target_: str = "toolkit.schedule.catalog.cyclic"
     delay: Any = option("freshest", "or steps, a list of them, a matrix, options of a RandomDelay")
     chains: str = option("in_order", "or rotated: the same bytes and updates on every rank")
@@ -49,6 +55,8 @@ class Cyclic(Rule):
 
 @schema("schedule", "published")
 class Published(Workers):
+    """Options of the schedule of the published code."""
+
     _target_: str = "toolkit.schedule.catalog.published"
 
 
@@ -63,18 +71,24 @@ class Pipeline(ScheduleFile):
 
 @schema("schedule", "unflushed")
 class Unflushed(Pipeline):
+    """Options of pipelines without a flush between training steps."""
+
     _target_: str = "toolkit.schedule.catalog.pipedream_2bw"
     predict: bool = option(False, "extrapolate late weights to the step that reads them")
 
 
 @schema("schedule", "interleaved")
 class Interleaved(Pipeline):
+    """Options of interleaved pipelines, whose ranks have several stages each."""
+
     _target_: str = "toolkit.schedule.catalog.interleaved_1f1b"
     n_ranks: int = 2
 
 
 @schema("hardware", "hardware")
 class Hardware:
+    """Options of :class:`toolkit.cost.Hardware`; bytes, FLOP and seconds."""
+
     _target_: str = "toolkit.cost.Hardware"
     name: str = MISSING
     flops: float = MISSING
@@ -89,13 +103,15 @@ class Hardware:
 
 @schema("runtime", "single_process")
 class SingleProcessRuntime:
+    """Options of :class:`toolkit.runtime.SingleProcess`."""
+
     _target_: str = "toolkit.runtime.SingleProcess"
     order: str = option("grouped", "fast; or scheduled: slot by slot, as the program says")
 
 
 @dataclass
 class Ranks:
-    """What every runtime has that takes a process a rank."""
+    """Options of every runtime with one process per rank."""
 
     _target_: str = MISSING
     backend: str = option("auto", "nccl or gloo")
@@ -107,6 +123,8 @@ class Ranks:
 
 @schema("runtime", "distributed")
 class DistributedRuntime(Ranks):
+    """Options of :class:`toolkit.runtime.Distributed`."""
+
     _target_: str = "toolkit.runtime.Distributed"
     record: int = option(6, "training steps of which messages, memory and time are measured")
     overlap: bool = option(True, "messages and updates overlap with computing")
@@ -124,6 +142,8 @@ class DistributedRuntime(Ranks):
 
 @schema("runtime", "ddp")
 class DDPRuntime(Ranks):
+    """Options of :class:`toolkit.runtime.baselines.DDP`."""
+
     _target_: str = "toolkit.runtime.baselines.DDP"
     compression: str = "none"
     bucket_mb: float = option(25.0, "of gradients that are averaged at once")
@@ -132,6 +152,8 @@ class DDPRuntime(Ranks):
 
 @schema("runtime", "fsdp")
 class FSDPRuntime(Ranks):
+    """Options of :class:`toolkit.runtime.baselines.FSDP`."""
+
     _target_: str = "toolkit.runtime.baselines.FSDP"
     reshard: bool = option(True, "ZeRO-3; false: ZeRO-2")
     cpu_offload: bool = option(False, "shares are kept in the memory of the CPU")
@@ -139,12 +161,16 @@ class FSDPRuntime(Ranks):
 
 @schema("runtime", "delayed_allreduce")
 class DelayedAllReduceRuntime(Ranks):
+    """Options of :class:`toolkit.runtime.baselines.DelayedAllReduce`."""
+
     _target_: str = "toolkit.runtime.baselines.DelayedAllReduce"
     compression: str = "none"
 
 
 @schema("runtime", "torch_pipelining")
 class TorchPipeliningRuntime(Ranks):
+    """Options of :class:`toolkit.runtime.baselines.TorchPipelining`."""
+
     _target_: str = "toolkit.runtime.baselines.TorchPipelining"
 
 
@@ -158,6 +184,8 @@ class OwnModel:
 
 @schema("model", "build")
 class Model(OwnModel):
+    """Options of :func:`toolkit.model.build`."""
+
     _target_: str = "toolkit.model.build"
     name: str = MISSING
     width: int | None = option(None, "channels of a ResNet's first layers; null: as published")
@@ -165,6 +193,8 @@ class Model(OwnModel):
 
 @schema("model", "gpt")
 class Gpt(OwnModel):
+    """Options of :func:`toolkit.model.gpt`."""
+
     _target_: str = "toolkit.model.gpt"
     name: str = option(MISSING, "by which it is called")
     layers: int = option(4, "blocks of attention and a perceptron")
@@ -175,11 +205,15 @@ class Gpt(OwnModel):
 
 @schema("data", "digits")
 class Digits:
+    """Options of :func:`toolkit.training.data.digits`."""
+
     _target_: str = "toolkit.training.data.digits"
 
 
 @schema("data", "synthetic")
 class Synthetic:
+    """Options of :func:`toolkit.training.data.synthetic`."""
+
     _target_: str = "toolkit.training.data.synthetic"
     n_train: int = 512
     n_test: int = 256
@@ -190,6 +224,8 @@ class Synthetic:
 
 @schema("data", "cifar10")
 class Cifar10:
+    """Options of :func:`toolkit.training.data.cifar10`."""
+
     _target_: str = "toolkit.training.data.cifar10"
     root: str | None = None
     crop_padding: int = 4
@@ -201,6 +237,8 @@ class Cifar10:
 
 @schema("data", "image_folder")
 class ImageFolder:
+    """Options of :func:`toolkit.training.data.image_folder`."""
+
     _target_: str = "toolkit.training.data.image_folder"
     root: str | None = None
     image_size: int = 224
@@ -212,6 +250,8 @@ class ImageFolder:
 
 @schema("data", "text")
 class Text:
+    """Options of :func:`toolkit.training.data.text`."""
+
     _target_: str = "toolkit.training.data.text"
     root: str | None = option(None, "a file, or a folder of .txt files; null: Python's reference")
     length: int = option(64, "bytes of a sequence, each a token")
@@ -220,6 +260,8 @@ class Text:
 
 @schema("data", "tokens")
 class TokenFiles:
+    """Options of :func:`toolkit.training.data.token_files`."""
+
     _target_: str = "toolkit.training.data.token_files"
     root: str | None = option(None, "a folder with train.bin and val.bin, of numbers")
     length: int = option(1024, "tokens of a sequence")
@@ -229,6 +271,8 @@ class TokenFiles:
 
 @schema("optimizer", "sgd")
 class SGD:
+    """Options of :class:`torch.optim.SGD`."""
+
     _target_: str = "torch.optim.SGD"
     lr: float = 0.1
     momentum: float = 0.9
@@ -238,6 +282,8 @@ class SGD:
 
 @schema("optimizer", "adamw")
 class AdamW:
+    """Options of :class:`torch.optim.AdamW`."""
+
     _target_: str = "torch.optim.AdamW"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -247,6 +293,8 @@ class AdamW:
 
 @schema("optimizer", "nadam")
 class NAdam:
+    """Options of :class:`torch.optim.NAdam`."""
+
     _target_: str = "torch.optim.NAdam"
     lr: float = 1e-3
     betas: tuple[float, float] = option((0.99, 0.999), "the first of arXiv 2505.01099, for delays")
@@ -258,6 +306,8 @@ class NAdam:
 
 @schema("optimizer", "muon")
 class MuonOptimizer:
+    """Options of :func:`toolkit.training.optimizers.muon`."""
+
     _target_: str = "toolkit.training.optimizers.muon"
     lr: float = 1e-3
     momentum: float = 0.95
@@ -274,7 +324,7 @@ class MuonOptimizer:
 
 @schema("optimizer", "lars")
 class LARS:
-    """timm's; arXiv 1708.03888."""
+    """Options of timm's Lars; arXiv 1708.03888."""
 
     _target_: str = "toolkit.training.optimizers.lars"
     lr: float = 1.0
@@ -290,7 +340,7 @@ class LARS:
 
 @schema("optimizer", "lamb")
 class LAMB:
-    """timm's; arXiv 1904.00962."""
+    """Options of timm's Lamb; arXiv 1904.00962."""
 
     _target_: str = "toolkit.training.optimizers.lamb"
     lr: float = 1e-3
@@ -307,6 +357,8 @@ class LAMB:
 
 @schema("lr", "constant")
 class ConstantRate:
+    """Options of :class:`toolkit.training.lr.Constant`."""
+
     _target_: str = "toolkit.training.lr.Constant"
     warmup_epochs: float = option(0.0, "epochs in which the rate rises to optimizer.lr")
     reference_batch: int | None = option(None, "samples a step that optimizer.lr is meant for")
@@ -314,6 +366,8 @@ class ConstantRate:
 
 @schema("lr", "step")
 class StepRate(ConstantRate):
+    """Options of :class:`toolkit.training.lr.Step`."""
+
     _target_: str = "toolkit.training.lr.Step"
     every_epochs: int = option(30, "epochs from one fall of the rate to the next")
     gamma: float = option(0.1, "factor of each fall")
@@ -321,5 +375,7 @@ class StepRate(ConstantRate):
 
 @schema("lr", "cosine")
 class CosineRate(ConstantRate):
+    """Options of :class:`toolkit.training.lr.Cosine`."""
+
     _target_: str = "toolkit.training.lr.Cosine"
     final: float = option(0.0, "share of optimizer.lr at the end")

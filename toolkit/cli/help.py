@@ -45,7 +45,7 @@ def help_text(name: str, conf: Path, arguments: Sequence[str]) -> str:
 
 
 def folders(conf: Path, arguments: Sequence[str]) -> list[Path]:
-    """``conf``, and the folder of the user's own choices that ``--config-dir`` names."""
+    """Return ``conf`` and the folder that ``--config-dir`` names."""
     found = [conf]
     for k, argument in enumerate(arguments):
         flag, given, value = argument.partition("=")

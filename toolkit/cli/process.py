@@ -117,6 +117,7 @@ class LossyStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write ``text`` if possible; return the characters written or discarded."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -124,6 +125,7 @@ class LossyStream:
             return len(text)
 
     def flush(self) -> None:
+        """Flush the stream; discard what cannot be written."""
         try:
             self._stream.flush()
         except OSError as error:

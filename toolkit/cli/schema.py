@@ -35,7 +35,7 @@ class SaveUnderWay(Save):  # type: ignore[valid-type, misc]
 
 @dataclass
 class Training:
-    """What train and compare share."""
+    """Options that train and compare share."""
 
     model: Any = MISSING
     data: Any = MISSING
@@ -51,6 +51,8 @@ class Training:
 
 @schema("experiment", "train")
 class Train(schema_of(TrainingOptions), Training):  # type: ignore[misc]
+    """Options of experiments/train.py."""
+
     schedule: Any = MISSING
     resume: str | None = option(None, "output directory of a run to continue")
     save: Save = field(default_factory=Save)  # type: ignore[valid-type]
@@ -62,6 +64,8 @@ _GUARD = "guard", "guard_factor"  # in a comparison, only NaN ends a run
 
 @schema("experiment", "compare")
 class Compare(schema_of(TrainingOptions, *_GUARD), Training):  # type: ignore[misc]
+    """Options of experiments/compare.py."""
+
     rules: dict[str, Any] = field(default_factory=dict)
     save: SaveUnderWay = field(default_factory=SaveUnderWay)
     resume: str | None = option(None, "output directory of a comparison to continue")
@@ -71,7 +75,7 @@ class Compare(schema_of(TrainingOptions, *_GUARD), Training):  # type: ignore[mi
 
 @dataclass
 class Analysed:
-    """A model that is looked at, not trained."""
+    """Options of experiments that analyse a model without training it."""
 
     model: Any = MISSING
     hardware: Any = MISSING
@@ -85,6 +89,8 @@ class Analysed:
 
 @schema("experiment", "memory")
 class Memory(Analysed):
+    """Options of experiments/memory.py."""
+
     workers: Any = option_list([4, 8, 32], "numbers of workers, shifted uniformly")
     axis: str = option("roofline", "time of an operation: roofline, flops, bytes or measured")
     device: str = option("auto", "where the measured axis is measured")
@@ -93,6 +99,8 @@ class Memory(Analysed):
 
 @schema("experiment", "simulate")
 class Simulate(Analysed):
+    """Options of experiments/simulate.py."""
+
     schedule: Any = MISSING
     also: dict[str, Any] = field(default_factory=dict)
     stages: int = option(4, "parts into which the model is cut")
@@ -110,6 +118,8 @@ class Simulate(Analysed):
 
 @schema("experiment", "communication")
 class Communication:
+    """Options of experiments/communication.py."""
+
     workers: int = option(8, "N: workers, stages and micro-batches")
     measured: bool = option(False, "also run every setting, on as many processes as it has ranks")
     width: int = option(256, "of the layers of the model that is run: a square matrix a stage")
@@ -119,12 +129,16 @@ class Communication:
 
 @schema("experiment", "pipelines")
 class Pipelines:
+    """Options of experiments/pipelines.py."""
+
     ranks: int = option(8, "p: ranks, each with an equal share of the model")
     microbatches: Any = option_list([8, 16, 32], "of a training step: numbers to compare")
 
 
 @schema("experiment", "report")
 class Report:
+    """Options of experiments/report.py."""
+
     runs: Any = option(None, "output folder of runs, or one above; a glob, or a list of those")
     title: str = option("Runs compared", "of the report")
     publish: str | None = option(None, "wandb: also as a report and a workspace there")
@@ -134,6 +148,8 @@ class Report:
 
 @schema("experiment", "bench")
 class Bench:
+    """Options of experiments/bench.py."""
+
     bench: Any = MISSING
     device: str = option("auto", "auto, cpu, cuda, cuda:1, ...")
     threads: int | None = option(None, "CPU threads of torch; all cores unless given")
@@ -150,11 +166,12 @@ def register() -> None:
 
 
 def experiments() -> list[str]:
+    """Return the names of the experiments."""
     return [*SCHEMAS["experiment"]]
 
 
 def descriptions(experiment: str) -> dict[str, str]:
-    """The top-level options of an experiment, and what each means."""
+    """Return the help text of each top-level option of an experiment."""
     return helps(SCHEMAS["experiment"][experiment])
 
 
@@ -165,7 +182,7 @@ def helps(kind: type | None) -> dict[str, str]:
 
 
 def options(experiment: str) -> list[str]:
-    """Every option that some choice of groups gives an experiment, dotted."""
+    """Return the dotted names of an experiment's options, for every choice of its groups."""
     own = fields(SCHEMAS["experiment"][experiment])
     found = [f.name for f in own]
     for option_ in own:

@@ -11,7 +11,7 @@ from toolkit.files import conf
 
 
 def settings(experiment: str, *options: str) -> DictConfig:
-    """The options of ``experiments/<experiment>.py``, as its command line would have them.
+    """Compose the options of ``experiments/<experiment>.py`` as its command line does.
 
     Args:
         experiment: train, compare, memory, ...

@@ -111,6 +111,7 @@ class Sweep(Callback):
     """Options of the command line."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Write the command line to the sweep's folder, on rank 0."""
         if not is_rank_zero():
             return
         Sweep.folder = folder = Path(config.hydra.sweep.dir)
@@ -119,7 +120,7 @@ class Sweep(Callback):
 
 
 def under_way() -> bool:
-    """Whether a run of this process's sweep has not ended."""
+    """Whether a run of this process's sweep still runs."""
     return Sweep.folder is not None and any(map(is_under_way, Sweep.folder.iterdir()))
 
 

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The explorer loads widgets when it is first used."""
+    """Import the explorer, and with it the widgets, on first use."""
     if name == "Explorer":
         from toolkit.figures.explorer import Explorer
 

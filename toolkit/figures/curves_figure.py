@@ -40,7 +40,15 @@ def accuracy(curves: Curves) -> Figure:
 
 
 def loss(curves: Curves) -> Figure:
-    """Test loss (nats) over epochs, drawn as :func:`accuracy` is."""
+    """Test loss over epochs: the mean of each rule's runs, and the band that they span.
+
+    Args:
+        curves: by rule, one sequence a run: loss in nats after each epoch; NaN where a run has
+            diverged, which is left out from there on.
+
+    Raises:
+        UserError: there is no rule, a rule has no runs, or they differ in their epochs.
+    """
     return over_epochs(curves, LOSS)
 
 

@@ -45,19 +45,27 @@ class Drawing(Figure):
 
 
 def drawing(size: tuple[float, float]) -> Figure:
-    """An empty figure of ``size``, width and height in inches."""
+    """Return an empty figure of ``size``, width and height in inches."""
     return Drawing(figsize=size, layout="constrained")
 
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look, for the figures made within."""
+    """Apply the common style to figures made within the context."""
     with mpl.rc_context(_STYLE):
         yield
 
 
 def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Write ``path``, with or without such an ending, as PNG and as SVG; return both."""
+    """Write a figure as PNG and as SVG.
+
+    Args:
+        figure: the figure.
+        path: path of the files, with or without an ending ``.png`` or ``.svg``.
+
+    Returns:
+        the paths of both files.
+    """
     path = Path(path)
     name = path.stem if path.suffix in _ENDINGS else path.name
     paths = [path.with_name(name + ending) for ending in _ENDINGS]
@@ -72,7 +80,7 @@ _NUMBERED = 16  # rows, at most
 
 
 def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
-    """Give all panels room for the most rows; number each one's own, unless as those to its left.
+    """Scale all panels to the largest number of rows, and label the rows where they differ.
 
     Args:
         panels: from left to right, the first row on top at 0.

@@ -44,7 +44,12 @@ class Live:
             error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
 
     def say(self, what: str, share: float) -> None:
-        """Show the present activity, and the share of it that is done."""
+        """Show an activity and its progress.
+
+        Args:
+            what: name of the activity.
+            share: completed share of it, from 0 to 1.
+        """
         if not self.bars:
             self._add(self._title, total=1.0)
         (bar,) = self.bars
@@ -57,8 +62,7 @@ class Live:
 
         Args:
             rank: its number.
-            value: a message, of which ``total`` are expected; or a mapping with ``step``,
-                ``n_steps`` and metrics.
+            value: one of ``total`` messages; or a mapping with ``step``, ``n_steps`` and metrics.
         """
         while len(self.bars) <= rank:  # bars stand in the order of ranks
             self._add(f"{self._title}, rank {len(self.bars)}", total=self._total)
@@ -99,7 +103,10 @@ def watched(
         args: arguments of ``function``.
         title: name of the bars.
         total: number of messages that a rank reports.
-        options: of ``launch``.
+        options: options of ``launch``.
+
+    Returns:
+        what ``function`` returned, by rank.
     """
     with Live(title or f"{n_ranks} processes", total) as live:
         return launch(function, n_ranks, *args, on_report=live.report, **options)

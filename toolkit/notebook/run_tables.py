@@ -28,13 +28,13 @@ def train_rules(
 ) -> "pd.DataFrame":
     """Train under each rule with each seed: a row an epoch, accuracies in per cent.
 
-    Schedules that share a name are told apart by their rules. Where a loss has diverged, the rest
-    of the run is epochs of NaN.
+    Schedules with equal names are labelled by their rules. After a loss diverges, the remaining
+    epochs of the run are NaN.
 
     Args:
         config: of ``compare``.
         seeds: of weights and batches, the same for every rule; those of ``config`` unless given.
-        on_epoch: called with what is under way, and the share of it that is done.
+        on_epoch: called with the name of the current run and the completed share of all runs.
 
     Raises:
         ValueError: the options are those of another experiment, or there are no seeds.
@@ -295,7 +295,14 @@ def counted_and_measured(
 
 
 def by_rank(found: "Measurements") -> "pd.DataFrame":
-    """Peak memory of each rank, and what it sent and received in the recorded steps."""
+    """Peak memory of each rank, and what it sent and received in the recorded steps.
+
+    Args:
+        found: measurements of a distributed run.
+
+    Returns:
+        one row per rank.
+    """
     import pandas as pd
 
     return pd.DataFrame([rank_cells(row) for row in found.by_rank()]).set_index("rank")

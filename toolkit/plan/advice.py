@@ -60,6 +60,9 @@ def advise(found: Findings) -> Advice:
     shorter by more than :data:`WORTH` over the whole range of computing times. A gain is adopted
     if the training could show a difference in accuracy and excludes a loss of more than
     :data:`TOLERANCE`; otherwise CDP-v2 is tried.
+
+    Args:
+        found: what a pilot measured and predicted.
     """
     choice, reasons = _decide(found)
     known = choice in (ADOPT, TRY)

@@ -197,11 +197,11 @@ class Findings:
     optimizer_bytes: Sequence[int] = field(default=(), repr=False)
 
     def of(self, rule: str) -> RuleFindings:
-        """The findings of ``rule``."""
+        """Return the findings of ``rule``: DP, CDP-v1 or CDP-v2."""
         return next(found for found in self.rules if found.rule == rule)
 
     def fits(self, found: RuleFindings) -> bool:
-        """Whether every device has the memory, as predicted."""
+        """Whether every device has the memory that the prediction needs."""
         peak, memory = self.tightest(found)
         return peak <= memory
 

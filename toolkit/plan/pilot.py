@@ -47,7 +47,7 @@ _ROOFLINE = 0.8, 1.5  # times the roofline that computing may take
 
 @dataclass(frozen=True)
 class Pilot(Findings):
-    """The findings, with the advice that follows from them."""
+    """The findings and the resulting advice. Attributes: see :class:`Findings`."""
 
     @cached_property
     def advice(self) -> Advice:
@@ -225,12 +225,12 @@ def pilot(
             of the hardware.
         budget: approximate seconds that the pilot may take; it bounds the training steps.
         seeds: runs of each rule.
-        steps: training steps of a run; by default as many as the budget allows, at most 300.
+        steps: training steps of a run; by default what the budget allows, at most 300.
             0: no training.
         optimizer: makes an optimizer from a list of parameters; by default SGD with momentum 0.9
             and a learning rate of 0.05.
         loss: mean loss of a micro-batch.
-        on_progress: called with the present activity, and the share of it that is done.
+        on_progress: called with the name of the activity and its completed share.
 
     Raises:
         UserError: a model that cannot be traced or does not take the images, too few images, or
@@ -384,7 +384,7 @@ def _maker(model: nn.Module | Callable[[], nn.Module]) -> tuple[Callable[[int], 
 
 
 def _cut(model: nn.Module, n_workers: int, example: Tensor, by: str) -> tuple[Stages, int]:
-    """Cut into as many stages as workers, or as many as possible; two or more have to train."""
+    """Cut into one stage per worker, or the most possible; at least two stages must train."""
     uncut = partition(model, 1, example)  # raises if the model cannot be traced
     for n_stages in range(n_workers, 1, -1):
         try:

@@ -21,7 +21,7 @@ def comparison_runs(comparison: Run, result: Mapping[str, Any]) -> list[Run]:
 
     Args:
         comparison: what all runs share.
-        result: its result.json; empty if there is none yet.
+        result: content of its result.json; empty before the file exists.
 
     Raises:
         DamagedError: the options or runs.csv are not those of a comparison.

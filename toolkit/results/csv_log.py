@@ -36,7 +36,7 @@ class Ledger:
             self._take(read_csv(path, skip_damaged=True))
 
     def rows(self) -> list[Row]:
-        """All rows, in order."""
+        """Return all rows, in the order of their keys."""
         return [self._rows[key] for key in sorted(self._rows)]
 
     def put(self, rows: Sequence[Mapping[str, Any]]) -> None:

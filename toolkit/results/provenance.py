@@ -19,7 +19,7 @@ _SHORTEST_KEY = 8  # characters
 
 
 def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[str, Any]:
-    """What a reader needs to repeat a result.
+    """Return what a reader needs to repeat a result.
 
     Args:
         config: the options; nested mappings and lists become dicts and lists.
@@ -58,7 +58,11 @@ def redacted(content: Any) -> Any:
 
 
 def describe(device: Any) -> str:
-    """A torch device in words: the GPU's name, or the processor and the threads in use."""
+    """Name a device: the GPU, or the processor and the threads in use.
+
+    Args:
+        device: a torch.device.
+    """
     import torch
 
     if device.type == "cuda":
@@ -67,7 +71,7 @@ def describe(device: Any) -> str:
 
 
 def describe_cpu() -> str:
-    """The processor in words."""
+    """Return the processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)

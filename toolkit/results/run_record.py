@@ -22,7 +22,7 @@ class Run:
         folder: where it is; several runs of a comparison share it.
         kind: the experiment, such as train or compare.
         state: one of :data:`STATES`.
-        message: why it has not finished, or a caution; empty otherwise.
+        message: reason why it is unfinished, or a caution; empty otherwise.
         rule: name of its schedule in the configuration.
         schedule: the schedule's own name.
         seed: of weights and data.

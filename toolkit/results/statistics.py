@@ -12,9 +12,12 @@ from toolkit.metric import Metric
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, and half the width of its 95 % interval.
+    """A mean and its 95 % interval.
 
-    The latter is NaN if values have no spread: a single one, or all equal, as small counts can be.
+    Attributes:
+        mean: the mean.
+        half_width: half the width of the interval. NaN if the values have no spread: a single
+            value, or equal values, which small counts often are.
     """
 
     mean: float
@@ -60,6 +63,10 @@ def binomial_half_width(share: float, n: int) -> float:
 
     z sqrt(p(1 - p) / (n + z^2)), where p = (n share + z^2 / 2) / (n + z^2) and z = 1.96: unlike
     sqrt(share (1 - share) / n) it is not 0 if all of ``n`` are right.
+
+    Args:
+        share: the share, from 0 to 1.
+        n: number of samples.
 
     Source: Agresti and Coull, The American Statistician 52(2), 1998.
     """

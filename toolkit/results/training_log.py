@@ -1,4 +1,4 @@
-"""What is tracked of a training run, and under which names W&B has it."""
+"""Tracked values of a training run, and their names in W&B."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -141,8 +141,12 @@ class Curves:
 def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     """Log a schedule's grid, and its expected memory and traffic by slot.
 
-    Activations are in those of one stage and micro-batch, traffic in parameters of a stage. Large
-    schedules have tables and no image, and the largest have neither.
+    The unit of memory is the activations of one stage and micro-batch; the unit of traffic is the
+    parameters of one stage. Large schedules have tables and no image, the largest have neither.
+
+    Args:
+        tracker: receives them.
+        schedule: schedule of the run.
     """
     size = schedule.n_stages * schedule.n_microbatches
     if not tracker.on or size > _MOST_COUNTED:
@@ -183,7 +187,14 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
 def track_measured(
     tracker: Tracker, timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
 ) -> None:
-    """Log a measured timeline: its figure, memory and messages over time, and a row per rank."""
+    """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
+
+    Args:
+        tracker: receives them.
+        timeline: the measured timeline; times in seconds, sizes in bytes.
+        figure: drawing of the timeline.
+        ranks: one row of measurements per rank.
+    """
     if not tracker.on:
         return
     memory = [{"seconds": when, "bytes": held} for when, held in timeline.memory()]

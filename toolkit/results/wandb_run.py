@@ -29,7 +29,7 @@ WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
 
 _INTERRUPTED = 130  # exit status
-_MOST_ROWS = 10_000  # of a table, as many as W&B's pages show
+_MOST_ROWS = 10_000  # of a table; W&B's pages show no more
 _SETTINGS: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -184,25 +184,32 @@ class WandbRun(Tracker):
         self._try(lambda: run.define_metric("*", step_metric=STEP))
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Send numbers at a training step of the run."""
         self._try(lambda: self._run.log({STEP: step, **values}))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send rows as a W&B table; the first 10,000 at most."""
         self._try(lambda: self._run.log({name: _table(rows)}))
 
     def figure(self, name: str, figure: "Figure") -> None:
+        """Send a figure as an image."""
         self._try(lambda: self._run.log({name: _image(figure)}))
 
     def summary(self, values: Mapping[str, Any]) -> None:
+        """Set the run's summary."""
         self._try(lambda: self._run.summary.update(dict(values)))
 
     def files(self, name: str, paths: Sequence[Path]) -> None:
+        """Upload files as an artifact."""
         self._try(lambda: self._upload(name, paths))
 
     def end(self, state: str, status: int) -> None:
+        """Set the final state and the exit status; the first call counts."""
         if self._state is None:
             self._state = state, status
 
     def close(self) -> None:
+        """Finish the run, and set :attr:`where` to its URL or its ``wandb sync`` command."""
         state, status = self._state or ("finished", 0)
         self.summary({"state": state})
         place = Path(self._run.dir).parent

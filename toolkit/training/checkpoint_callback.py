@@ -115,11 +115,17 @@ class CheckpointCallback(Stretches):
     _begun: float = 0.0
 
     def steps(self, position: Position, n_steps: int) -> int:
+        """Return the steps of the next stretch, which ends at ``often.steps`` at the latest."""
         self._begun = time.monotonic()
         every = self.often.steps
         return min(self.length, every - position.steps_done % every) if every else self.length
 
     def check(self, loss: float, position: Position, which: str = "training") -> None:
+        """Check the loss of a stretch, or of the test.
+
+        Raises:
+            DivergedError: the guard is on, and the loss is not finite or too large.
+        """
         limit = self.guard_factor * position.first_loss if which == "training" else inf
         if self.guard != "off" and (not isfinite(loss) or loss > limit):
             before = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
@@ -129,6 +135,11 @@ class CheckpointCallback(Stretches):
             )
 
     def end(self, position: Position) -> None:
+        """Exchange received signals with all ranks, save if due, and set the next length.
+
+        Raises:
+            StoppedError: a rank received a signal before the last epoch ended.
+        """
         trained = time.monotonic() - self._begun
         mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _SIGNALS)]
         if self._leads:

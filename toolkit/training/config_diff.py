@@ -11,7 +11,7 @@ FREE = INDIFFERENT | {"epochs"}  # a run may continue for longer than was planne
 
 
 def changed_options(before: object, now: Mapping[str, Any], free: Collection[str] = FREE) -> str:
-    """Describe options that differ and change the trajectory; empty if there are none.
+    """Describe differing options that change the trajectory; empty if no option does.
 
     An option that one side lacks is None there.
 

@@ -35,10 +35,15 @@ def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean loss, and the shares of answers that are right first, or among the first five.
+    """Result of a test.
 
     An answer is the class of an image, or the next token at a place of a sequence. The shares are
     NaN if the loss is not finite.
+
+    Attributes:
+        loss: mean cross-entropy, in nats.
+        top1: share of answers whose highest score is right.
+        top5: share of answers with the right class among the five highest scores.
     """
 
     loss: float
@@ -48,7 +53,19 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Metrics of one epoch. Accuracies are shares of the answers to the test samples."""
+    """Metrics of one epoch.
+
+    Attributes:
+        epoch: its number, from 0.
+        train_loss: mean training loss, in nats.
+        test_loss: mean test loss, in nats.
+        top1: share of test answers whose highest score is right.
+        top5: share of test answers with the right class among the five highest scores.
+        learning_rate: learning rate of the epoch's first update.
+        samples_per_second: training samples per second.
+        ema_loss: test loss with the averaged weights; None if the run keeps no average.
+        ema_top1: ``top1`` with the averaged weights; None likewise.
+    """
 
     epoch: int
     train_loss: float
@@ -57,7 +74,7 @@ class Epoch:
     top5: float
     learning_rate: float
     samples_per_second: float
-    ema_loss: float | None = None  # by the average of the weights, if the run keeps one
+    ema_loss: float | None = None
     ema_top1: float | None = None
 
     def told(self, by: Metric) -> str:
@@ -109,6 +126,7 @@ class Position:
     history: list[Epoch] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the progress as plain values; :meth:`of` reads them."""
         return asdict(self)
 
     @classmethod
@@ -191,14 +209,19 @@ def fit(
         runtime: the runtime that trains, its model on ``device``. If it is one of many ranks, all
             of them make this call, and get the same metrics.
         samples: samples for training and for the test.
+        epochs: epochs of the run, those before ``position`` included.
         batch_size: samples of a training step, all micro-batches together.
         seed: seed of the order of the samples and of their augmentation.
+        device: device of the batches.
         rate: function from a training step to the learning rate of its update, for the metrics.
         on_epoch: function that is called with each epoch's metrics.
         on_step: function that is called after each step.
         position: place to start from; the runtime has the state of that place.
         stretches: places to pause at.
         options: the runtime's options; the tests compute in its precision.
+
+    Returns:
+        metrics of each epoch, those before ``position`` included.
 
     Raises:
         DivergedError: the loss is not finite.

@@ -59,6 +59,7 @@ class Step(Constant):
             raise UserError(f"lr.gamma is above 0: got {self.gamma}")
 
     def decay(self, epoch: float, epochs: int) -> float:
+        """Return ``gamma`` to the power of the completed intervals of ``every_epochs``."""
         return self.gamma ** (int(epoch) // self.every_epochs)
 
 
@@ -74,6 +75,7 @@ class Cosine(Constant):
             raise UserError(f"lr.final is 0 or more: got {self.final}")
 
     def decay(self, epoch: float, epochs: int) -> float:
+        """Return the factor of half a cosine from 1 to ``final``, after warm-up."""
         span = epochs - self.warmup_epochs
         done = min(1.0, max(0.0, epoch - self.warmup_epochs) / span) if span > 0 else 0.0
         return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * done))

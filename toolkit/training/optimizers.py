@@ -24,7 +24,11 @@ _AS_ADAMW = 0.2  # usual root mean square of AdamW's updates, given to those of 
 
 
 def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
-    """timm's Lars, of You et al., arXiv 1708.03888.
+    """LARS of You et al., arXiv 1708.03888, as timm implements it.
+
+    Args:
+        params: parameters to update.
+        options: options of ``timm.optim.Lars``.
 
     Raises:
         UserError: timm is not installed.
@@ -38,7 +42,13 @@ def lamb(
     max_grad_norm: float | None = None,
     **options: Any,
 ) -> Optimizer:
-    """timm's Lamb, of You et al., arXiv 1904.00962, by default without clipping.
+    """LAMB of You et al., arXiv 1904.00962, as timm implements it; by default without clipping.
+
+    Args:
+        params: parameters to update.
+        betas: decay of the averages of the gradient and of its square.
+        max_grad_norm: largest norm of all gradients together; None: no clipping.
+        options: other options of ``timm.optim.Lamb``.
 
     Raises:
         UserError: timm is not installed.

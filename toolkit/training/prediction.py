@@ -1,4 +1,4 @@
-"""A measured run beside the simulator's prediction of it."""
+"""Comparison of a measured run with the simulator's prediction."""
 
 from torch import nn
 

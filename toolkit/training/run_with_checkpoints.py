@@ -50,7 +50,7 @@ def run_with_checkpoints(
     """Train ``job``, with checkpoints in ``folder`` as ``job.options.save`` says.
 
     Args:
-        job: a run that has not been trained.
+        job: an untrained run.
         folder: folder of the run, with its ``checkpoints``; rank 0's counts.
         resume: continue from the latest intact checkpoint; None: if there is one.
         weights: also keep the best checkpoint and the final weights.

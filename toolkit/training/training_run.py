@@ -83,7 +83,20 @@ class TrainingRun:
         position: Position | None = None,
         stretches: Stretches | None = None,
     ) -> list[Epoch]:
-        """Train, from ``position`` on if one is given; one entry an epoch. See :func:`fit`."""
+        """Train with :func:`fit`.
+
+        Args:
+            on_epoch: function that is called with each epoch's metrics.
+            on_step: function that is called after each step.
+            position: place to start from; by default the first step.
+            stretches: places to pause at; by default none.
+
+        Returns:
+            metrics of each epoch.
+
+        Raises:
+            DivergedError: the loss is not finite.
+        """
         return fit(
             self.runtime,
             self.samples,
@@ -104,9 +117,14 @@ class TrainingRun:
         on_epoch: Callable[[Epoch], None] = lambda epoch: None,
         on_step: Callable[[Step], None] = lambda step: None,
     ) -> list[Epoch]:
-        """As :meth:`run`; after a loss diverges, the remaining epochs are NaN.
+        """Train as :meth:`run` does; if the loss diverges, the remaining epochs are NaN.
 
-        Those are not passed to ``on_epoch``.
+        Args:
+            on_epoch: function that is called with the metrics of each completed epoch.
+            on_step: function that is called after each step.
+
+        Returns:
+            metrics of each epoch.
         """
         try:
             return self.run(on_epoch, on_step)
@@ -151,10 +169,11 @@ class Rates(LambdaLR):
         super().__init__(optimizer, factor)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, without this run's own options."""
         return {name: value for name, value in super().state_dict().items() if name != "_own"}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on at the update where ``state_dict`` was taken; the optimizer has its state."""
+        """Continue at the update of ``state_dict``; load the optimizer's state first."""
         bases = self.base_lrs
         super().load_state_dict(state_dict)
         self.base_lrs = bases
@@ -182,8 +201,8 @@ def prepare(
 
     Args:
         options: plain values.
-        model: a module for the samples, of which a copy is trained; or a function that builds
-            one, called after ``options.seed`` has seeded torch.
+        model: a module for the samples, which is copied; or a function that builds one, called
+            after ``options.seed`` has seeded torch.
         samples: samples for training and for the test.
         schedule: schedule of as many stages as the model is cut into.
         optimizer: function from a stage's parameters to its optimizer.
@@ -325,10 +344,13 @@ def _check_optimizer(make: MakeOptimizer) -> dict[str, Any]:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one.
+    """Return the device to train on.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``cuda:1``, ...; ``auto`` is CUDA if available, otherwise the CPU.
 
     Raises:
-        UserError: no such device here.
+        UserError: this machine lacks the device, or it cannot train.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

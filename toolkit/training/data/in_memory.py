@@ -14,7 +14,12 @@ from toolkit.training.data.sample_set import Batch
 
 @dataclass(frozen=True)
 class Labelled:
-    """Images ``[n, channels, size, size]`` of bytes, and their classes ``[n]``."""
+    """Images and their classes.
+
+    Attributes:
+        images: bytes ``[n, channels, height, width]``.
+        labels: numbers of classes ``[n]``.
+    """
 
     images: Tensor
     labels: Tensor
@@ -82,6 +87,7 @@ class Normalise:
         self._constants = OnDevices(*(torch.tensor(c).view(1, -1, 1, 1) for c in (mean, std)))
 
     def __call__(self, pixels: Tensor) -> Tensor:
+        """Return ``[n, channels, height, width]`` as normalised floats."""
         mean, std = self._constants.on(pixels.device)
         return pixels.float().div_(255).sub_(mean).div_(std)
 

@@ -1,4 +1,4 @@
-"""What every set of training and test samples gives."""
+"""Interface of every set of training and test samples."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -12,13 +12,13 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Batches(Protocol):
-    """Batches ``(inputs [n, ...], targets [n, ...])``, and how many there are."""
+    """A sized iterable of batches ``(inputs [n, ...], targets [n, ...])``."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
 
     def between(self, first: int, last: int) -> "Batches":
-        """Of these batches those from number ``first`` on and before ``last``, unchanged."""
+        """Return the batches from number ``first`` up to, but without, ``last``."""
         ...
 
 
@@ -26,14 +26,30 @@ class SampleSet(Protocol):
     """Training and test samples with their answers: images and classes, or tokens and the next."""
 
     @property
-    def form(self) -> InputSpec: ...
+    def form(self) -> InputSpec:
+        """Form of a sample and of its answer."""
+        ...
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        """The batches of one epoch, shuffled and augmented by (seed, epoch); full ones only."""
+        """Return the full batches of one epoch, shuffled and augmented by (seed, epoch).
+
+        Args:
+            batch_size: samples of a training step, all micro-batches together.
+            seed: seed of the run.
+            epoch: number of the epoch, from 0.
+            device: device of the batches.
+        """
         ...
 
     def test(
         self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
-        """Every ``n_ranks``-th test sample from number ``rank`` on."""
+        """Return this rank's share: every ``n_ranks``-th test sample, from number ``rank`` on.
+
+        Args:
+            batch_size: samples of a batch; the last one may have fewer.
+            device: device of the batches.
+            rank: number of this rank, from 0.
+            n_ranks: number of ranks.
+        """
         ...

@@ -39,7 +39,14 @@ def synthetic(
     image_size: int = 32,
     in_channels: int = 3,
 ) -> InMemory:
-    """Random images, a pattern and noise a class: learnable, of any size, with no file.
+    """Random images: one pattern per class, plus noise; they need no file.
+
+    Args:
+        n_train: number of training images.
+        n_test: number of test images.
+        n_classes: number of classes.
+        image_size: height and width in pixels.
+        in_channels: channels of an image.
 
     Raises:
         UserError: a number below 1.
@@ -76,7 +83,8 @@ def cifar10(
             folder of images for each class.
         crop_padding: pixels by which training images are padded before a random crop.
         flip: whether training images are mirrored at random.
-        n_train, n_test: number of images, of all classes alike and always the same; None: all.
+        n_train: number of training images, a fixed choice, equally many of each class; None: all.
+        n_test: number of test images, likewise.
         damaged: ``refuse`` damaged images in class folders, or ``skip`` them: the next one of its
             class replaces each.
 
