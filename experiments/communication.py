@@ -1,5 +1,6 @@
-"""The paper's comparison of DP with CDP, each number as a formula, as counted from programs, and,
-if asked, as measured on processes of this machine.
+"""Compare DP with CDP in the paper's settings.
+
+Each number is a formula, a count from programs, and, with measured=true, a measurement.
 
     python experiments/communication.py workers=8
     python experiments/communication.py workers=4 measured=true

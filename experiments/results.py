@@ -1,4 +1,6 @@
-"""Put the kept results into their tables: python experiments/results.py [--check]
+"""Put the kept results into their tables.
+
+    python experiments/results.py [--check]
 
 Between ``<!-- result: NAME -->`` and ``<!-- end -->`` README.md and experiments/results/README.md
 show the table of experiments/results/NAME/result.json and its origin. --check only compares.

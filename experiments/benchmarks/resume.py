@@ -136,7 +136,7 @@ def _saved(folder: Path) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """torchrun's ranks, which have sessions of their own; none if it has ended."""
+    """Ranks of torchrun, which have sessions of their own; none if it has ended."""
     with suppress(FileNotFoundError):
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     return []

@@ -52,7 +52,7 @@ def _ours(schedule: Schedule) -> Callable[[], object]:
 
 
 def _torch(schedule: Schedule) -> Callable[[], object]:
-    """torch's lowering to messages and its simulator, on the same orders."""
+    """Lowering and simulation by torch, on the same orders."""
     orders = {
         rank: [theirs._Action.from_str(cell) for cell in row.split(",") if cell]
         for rank, row in enumerate(schedule.to_csv().splitlines())
