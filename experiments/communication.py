@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 
 LEGEND = """\
 A: activations of one micro-batch over the whole model; P: parameters of the model

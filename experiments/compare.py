@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.schedule import Schedule, labels

@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.cli import entry_point
-from toolkit.cli.validate import check_counts, counts
+from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import check_choice
 from toolkit.format import size
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
 from toolkit.cli import entry_point
-from toolkit.cli.validate import check_counts, counts
+from toolkit.cli.check_options import check_counts, counts
 
 LEGEND = """\
 activations: the most that a rank holds, in brackets all together; A is all that one micro-batch

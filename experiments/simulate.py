@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from toolkit.cli import entry_point
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.format import GIB, MB
 

@@ -8,7 +8,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.figures import Explorer
 from toolkit.figures.explorer import choice, drawing, inspection
 

@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.files import write_csv
 

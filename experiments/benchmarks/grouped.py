@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.timing import alternate, ratio_cells
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.meters.meter import count_operations

@@ -32,7 +32,7 @@ from benchmarks.links_rank import (
     train_all,
 )
 from benchmarks.network import Array, Traffic
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv

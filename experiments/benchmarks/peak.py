@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.cost import memory_curve, profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.timeline import WEIGHTS

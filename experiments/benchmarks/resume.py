@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 
 _TRAIN = Path(__file__).parents[1] / "train.py"

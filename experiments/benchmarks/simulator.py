@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torch.distributed.pipelining import schedules as theirs
 
 from benchmarks.timing import alternate
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.schedule import Schedule, catalog
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 
 from benchmarks.timing import ratio_cells
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
 from toolkit.model import build, partition

@@ -12,8 +12,8 @@ from hydra import compose, initialize_config_dir
 import toolkit.schedule
 from tests.cli.test_presets import CONF
 from toolkit.cli import build_schedule, schema
+from toolkit.cli.check_options import check_given
 from toolkit.cli.help import choices
-from toolkit.cli.validate import check_given
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.choice import METHODS, ORDERS_FILE, OWN, choice_of

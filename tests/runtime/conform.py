@@ -18,7 +18,7 @@ from toolkit.cost.hardware import UNIT
 from toolkit.errors import UserError
 from toolkit.model import partition
 from toolkit.runtime import Distributed, SingleProcess, StepOptions, distributed, join
-from toolkit.runtime.messages import Messages
+from toolkit.runtime.message_transfer import Messages
 from toolkit.schedule import RandomDelay, Schedule, catalog
 
 STEPS = 6

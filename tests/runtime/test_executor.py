@@ -19,7 +19,7 @@ from toolkit.model import partition
 from toolkit.runtime import Distributed, join, launch, report
 from toolkit.runtime.dataflow import Dataflow
 from toolkit.runtime.executor import Executor
-from toolkit.runtime.messages import Transfer
+from toolkit.runtime.message_transfer import Transfer
 from toolkit.runtime.rank import Rank
 from toolkit.schedule import STATES, Action, catalog
 

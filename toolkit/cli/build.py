@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import get_class, get_method, instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from toolkit.cli.validate import check_counts
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError, suggest
 from toolkit.options import SaveOptions, TrainingOptions
 from toolkit.schedule import RandomDelay, Schedule

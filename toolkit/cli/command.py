@@ -19,12 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from toolkit.cli import process, schema, sweeps
+from toolkit.cli.check_options import check_given, resolve_options, use_threads
 from toolkit.cli.errors import explain
 from toolkit.cli.help import help_text
 from toolkit.cli.hydra_args import MULTIRUN, flags_first
 from toolkit.cli.resume import resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
-from toolkit.cli.validate import check_given, resolve_options, use_threads
 from toolkit.errors import UserError
 from toolkit.files import ROOT, resumable_in
 from toolkit.options import STOPPED

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from toolkit.cli import bench_schema, group_schema  # noqa: F401  they register themselves
+from toolkit.cli import bench_schema, choice_schema  # noqa: F401  they register themselves
 from toolkit.cli.registry import SCHEMAS, schema, schema_of
 from toolkit.options import (
     SaveOptions,

@@ -4,8 +4,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from toolkit.cli import schema
+from toolkit.cli.check_options import check_given, resolve_options, use_threads
 from toolkit.cli.errors import explain
-from toolkit.cli.validate import check_given, resolve_options, use_threads
 from toolkit.errors import UserError, suggest
 from toolkit.files import conf
 

@@ -2,7 +2,7 @@
 
 from toolkit.cost.calibrate import calibrate, predict_calibrated
 from toolkit.cost.hardware import UNIT, Hardware
-from toolkit.cost.memory_curve import AXES, MemoryCurve, memory_curve
+from toolkit.cost.model_memory import AXES, MemoryCurve, memory_curve
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, StageCost, profile, recomputing, unit_costs
 from toolkit.cost.timeline import Change, Span, Timeline

@@ -13,7 +13,7 @@ from toolkit.model.analysis import differentiable, meta_copy
 from toolkit.runtime.base import Common, Runtime, Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
-from toolkit.runtime.messages import Messages, groups_and_pairs, largest_chunk
+from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 
 from toolkit.runtime.dataflow import Dataflow, in_background
-from toolkit.runtime.messages import Messages, Transfer, tags
+from toolkit.runtime.message_transfer import Messages, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.process_group.watch import is_backend_error

@@ -10,7 +10,7 @@ from hypothesis import given
 from tests.schedule.strategies import programs, quick
 from toolkit.runtime import join, launch
 from toolkit.runtime.message_layout import Layout, Layouts
-from toolkit.runtime.messages import Messages, all_reduce_groups, largest_chunk, tags
+from toolkit.runtime.message_transfer import Messages, all_reduce_groups, largest_chunk, tags
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer, Instruction
 
@@ -94,7 +94,7 @@ def test_a_message_is_packed_before_another_thread_may_send_it(monkeypatch):
         begun.set()
         done.append(chunk.nbytes)
 
-    monkeypatch.setattr("toolkit.runtime.messages.finish_stream", finish_stream)
+    monkeypatch.setattr("toolkit.runtime.message_transfer.finish_stream", finish_stream)
     monkeypatch.setattr("torch.distributed.isend", isend)
     world = SimpleNamespace(rank=0, message_device=flat.device, channel=lambda *ranks: None)
     packing = SimpleNamespace(pack=lambda i, payload, device: flat)
