@@ -210,8 +210,9 @@ def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
     store.set(f"came/{place.rank}", gpu)
     came = [f"came/{rank}" for rank in range(place.size)]
     while not store.check(came):
-        if time.monotonic() > end:
-            _miss(store, [r for r in range(place.size) if not store.check(came[r : r + 1])], where)
+        late = [r for r in range(place.size) if not store.check(came[r : r + 1])]
+        if late and time.monotonic() > end:  # the last may have come since the check above
+            _miss(store, late, where)
         time.sleep(0.05)
     return store
 
