@@ -38,6 +38,10 @@ from toolkit.schedule import RandomDelay, catalog, timing
         (catalog.cyclic(2, state="sharded"), "ZeRO-CDP-v2"),
         (catalog.cyclic(2, 1, state="sharded"), "ZeRO-CDP-v1"),
         (catalog.gradient_accumulation(2, 3), "gradient accumulation"),
+        (catalog.cyclic(3, predict=True), "CDP-v2 predicted"),
+        (catalog.data_parallel(3, delay=2, predict=True), "DP delay 2 predicted"),
+        (catalog.data_parallel(3, predict=True), "DP"),
+        (catalog.pipedream_2bw(3, 4, predict=True), "PipeDream-2BW predicted"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -73,13 +77,6 @@ def test_refuses_what_is_no_size(name, size):
     for wrong in sizes:
         with pytest.raises(UserError, match=re.escape(repr(size))):
             make(**dict.fromkeys(sizes, 4) | {wrong: size})
-
-
-@pytest.mark.parametrize("make", [catalog.data_parallel, catalog.cyclic])
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
-def test_refuses_what_cannot_be_accumulated(make, size):
-    with pytest.raises(UserError, match=f"accumulate.*{size}"):
-        make(2, accumulate=size)
 
 
 @pytest.mark.parametrize("method", catalog.METHODS.values(), ids=list(catalog.METHODS))

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, schedules
 from toolkit.errors import UserError
@@ -24,7 +23,9 @@ PIPELINES = [
     catalog.v_half(6, 6),
     catalog.v_min(6, 6),
     catalog.cyclic(3, placement="per_stage"),
+    catalog.cyclic(4, 2, "per_stage"),
     catalog.pipedream_2bw(2, 3),
+    catalog.data_parallel(1, delay=2, n_stages=3),
 ]
 HALF_SLOTS = Schedule(
     "halves",
@@ -43,15 +44,6 @@ names = pytest.mark.parametrize(
 )
 
 
-@names
-@pytest.mark.parametrize("form", ["text", "path", "name"])
-def test_there_and_back(schedule, form, tmp_path):
-    path = tmp_path / "schedule.csv"
-    path.write_text(schedule.to_csv())
-    source = {"text": schedule.to_csv(), "path": path, "name": str(path)}[form]
-    assert_read_back(schedule, Schedule.from_csv(source, delay=schedule.delay))
-
-
 def assert_read_back(schedule, back):
     """All that a file tells, and what follows from it."""
     assert back.timing == schedule.timing
@@ -62,33 +54,13 @@ def assert_read_back(schedule, back):
     back.lower(3).verify()
 
 
-@st.composite
-def pipelines(draw):
-    """Every pipeline of the catalogue, also with steps further apart than they need be."""
-    size = st.integers(1, 7)
-    s, m, ranks = draw(size), draw(size), draw(st.integers(1, 4))
-    late = draw(st.sampled_from([1, 2, "freshest"]))
-    once = (catalog.gpipe, catalog.one_f_one_b, catalog.zero_bubble)
-    schedule = draw(
-        st.one_of(
-            st.sampled_from(once).map(lambda make: make(s, m)),
-            st.sampled_from([catalog.zb_v, catalog.v_half, catalog.v_min]).map(
-                lambda make: make(2 * s, m)
-            ),
-            st.builds(lambda per: catalog.interleaved_1f1b(per * ranks, m * ranks, ranks), size),
-            st.builds(lambda more: catalog.pipedream_2bw(s, s + more), st.integers(0, 4)),
-            st.just(catalog.cyclic(s, late, "per_stage")),
-            st.just(catalog.data_parallel(1, delay=draw(st.integers(0, 2)), n_stages=s)),
-        )
-    )
-    times = draw(st.sampled_from([1, 1, 2]))
-    return replace(schedule, timing=replace(schedule.timing, period=times * schedule.timing.period))
-
-
-@given(pipelines(), st.sampled_from(["replicated", "sharded"]))
-@quick
-def test_a_pipeline_is_read_back_as_it_was_written(schedule, state):
-    schedule = replace(schedule, state=state)
+@names
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("state", ["replicated", "sharded"])
+def test_a_pipeline_is_read_back_as_it_was_written(schedule, times, state):
+    """Also with steps further apart than they need to be."""
+    timing = replace(schedule.timing, period=times * schedule.timing.period)
+    schedule = replace(schedule, timing=timing, state=state)
     back = Schedule.from_csv(schedule.to_csv(), delay=schedule.delay, state=state)
     assert_read_back(schedule, back)
 

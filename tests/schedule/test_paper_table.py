@@ -7,23 +7,14 @@ import pytest
 
 from tests.thorough import more
 from toolkit.errors import UserError
-from toolkit.schedule.paper_table import RULES, SETTINGS, Row, compare, formula
-from toolkit.schedule.steady import footprint
+from toolkit.schedule.paper_table import RULES, SETTINGS, compare
 
 
-@pytest.mark.parametrize("n", more((2, 3, 4, 5, 8), range(2, 17)))
+@pytest.mark.parametrize("n", more((2, 3, 4, 5, 8, 16), range(2, 17)))
 def test_every_program_keeps_to_its_closed_form(n):
     rows = compare(n)
     assert [(row.setting, row.rule) for row in rows] == [(s, r) for s in SETTINGS for r in RULES]
     assert {(row.setting, row.rule): row.differences for row in rows if row.differences} == {}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("rule", RULES)
-def test_sixteen_workers(setting, rule):
-    schedule = SETTINGS[setting](rule, 16)
-    form = formula(setting, rule, 16)
-    assert Row(setting, rule, schedule, form, footprint(schedule)).differences == {}
 
 
 @pytest.mark.parametrize(
@@ -52,19 +43,15 @@ def row():
 
 
 @pytest.mark.parametrize("quantity", compare(2)[0].formula)
-def test_a_broken_formula_is_seen(row, quantity):
+def test_a_broken_formula_or_another_count_is_seen(row, quantity):
     right = row.formula[quantity]
     broken = replace(row, formula=row.formula | {quantity: right + Fraction(1, 7)})
     assert broken.differences == {quantity: (right + Fraction(1, 7), right)}
-
-
-@pytest.mark.parametrize("quantity", compare(2)[0].formula)
-def test_another_count_is_seen(row, quantity):
     counted = replace(row.counted, **{quantity: 99})
-    assert replace(row, counted=counted).differences == {quantity: (row.formula[quantity], 99)}
+    assert replace(row, counted=counted).differences == {quantity: (right, 99)}
 
 
-@pytest.mark.parametrize("n", [1, 0, -3, 2.0, "2"])
+@pytest.mark.parametrize("n", [1, 0, 2.0])
 def test_fewer_than_two_workers_are_refused(n):
     with pytest.raises(UserError, match=f"2 or more.*{n!r}"):
         compare(n)

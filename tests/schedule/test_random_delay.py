@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick, random_delays, schedules, shifted
 from toolkit.errors import UserError
-from toolkit.schedule import RandomDelay, Schedule, catalog, steady_state
-from toolkit.schedule.staleness import DISTRIBUTIONS, draws
-from toolkit.schedule.steady import footprint
+from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule.staleness import draws
 
 GEOMETRIC = RandomDelay("geometric", 1, 3, p=0.5, seed=7)
 POISSON = RandomDelay("poisson", 0, 2, mean=2, seed=7)
@@ -63,12 +62,6 @@ def test_drawn_once_for_each(delay, per, by_stage, by_microbatch):
     assert any(len(set(rows)) > 1 for rows in drawn) == by_stage
 
 
-@pytest.mark.parametrize("delay", DELAYS, ids=str)
-def test_another_seed_draws_otherwise(delay):
-    found = {tuple(replace(delay, seed=seed).draw(0, 0, t) for t in range(40)) for seed in range(9)}
-    assert len(found) == 9
-
-
 @pytest.mark.parametrize(
     ("delay", "expected", "mean"),
     [
@@ -99,17 +92,6 @@ def test_draws_are_distributed_as_they_should_be(delay, varied):
         assert found[delay.least + k] / n == pytest.approx(float(probability), abs=0.035)
 
 
-def test_draws_do_not_follow_each_other():
-    """Pairs of neighbours are as frequent as they are by chance."""
-    delay, n = RandomDelay(most=1, seed=1), 2000
-    for stage, microbatch, later in ((0, 0, 1), (0, 1, 0), (1, 0, 0)):
-        pairs = Counter(
-            (delay.draw(0, 0, k), delay.draw(stage, microbatch, k + later)) for k in range(n)
-        )
-        for pair in product((0, 1), repeat=2):
-            assert pairs[pair] / n == pytest.approx(0.25, abs=0.035)
-
-
 GEO, POI = {"distribution": "geometric"}, {"distribution": "poisson"}
 
 
@@ -134,10 +116,6 @@ GEO, POI = {"distribution": "geometric"}, {"distribution": "poisson"}
 def test_refuses_what_is_no_random_delay(options, message):
     with pytest.raises(UserError, match=message):
         RandomDelay(**options)
-
-
-def test_every_distribution_is_tried_here():
-    assert {delay.distribution for delay in DELAYS} == set(DISTRIBUTIONS)
 
 
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
@@ -179,25 +157,8 @@ def test_any_timing_takes_what_it_can_honour(schedule, data):
     replace(schedule, delay=delay).lower(3).verify()
     if least:
         delay = replace(delay, least=least - 1)
-        with pytest.raises(UserError, match="cannot read weights") as refusal:
+        with pytest.raises(UserError, match=rf"{least - 1} steps late.* least={least} or"):
             replace(schedule, delay=delay)
-        first, head, *grid = str(refusal.value).splitlines()
-        assert f"cannot read weights {least - 1} steps late" in first
-        assert first.endswith(f"draw delays of least={least} or more")
-        assert head.startswith("slot")
-        assert "\n".join(grid).count("[") == 1
-
-
-def test_shows_where_the_least_delay_is_too_small():
-    with pytest.raises(UserError, match="stage 0 on micro-batch 0 cannot read") as refusal:
-        catalog.cyclic(2, RandomDelay(most=5))
-    assert str(refusal.value).splitlines() == [
-        "stage 0 on micro-batch 0 cannot read weights 0 steps late: the timing makes them available"
-        " 1 step late; draw delays of least=1 or more",
-        "slot   0     1   2   3   4   5",
-        "rank 0 [0F0] 1F0 1B0 0B0 .   .",
-        "rank 1 .     .   0F1 1F1 1B1 0B1",
-    ]
 
 
 def test_rotated_chains_take_a_delay_whose_least_leaves_time():
@@ -208,29 +169,6 @@ def test_rotated_chains_take_a_delay_whose_least_leaves_time():
     Schedule("own", 1, 2, when, "per_microbatch", late, chains="rotated").lower(6).verify()
     with pytest.raises(UserError, match="on micro-batch 0 reads them as they are made, 0 steps"):
         Schedule("own", 1, 2, when, "per_microbatch", fresh, chains="rotated")
-
-
-def test_orders_wait_for_the_least_delay():
-    """Rank 1 is busy for 6 slots; stage 0 is updated after 0B1, at slot 7."""
-    rank_orders = ["0F0 0B0", "1F0 1B0 0F1 1F1 1B1 0B1"]
-    for delay, period in (
-        (RandomDelay(most=2), 7),
-        (RandomDelay(least=1, most=2), 6),
-        ([0, 0], 7),
-        ([1, 0], 6),
-        ([[0, 0], [0, 0]], 7),
-    ):
-        schedule = Schedule.from_rank_orders(rank_orders, delay=delay)
-        assert schedule.period == period
-        schedule.lower(3).verify()
-
-
-def test_activations_do_not_depend_on_the_draws():
-    for n in range(2, 6):
-        delay = RandomDelay(least=1, most=4, seed=n)
-        late, plain = (catalog.cyclic(n, d, "one") for d in (delay, 1))
-        assert steady_state(late).activations == steady_state(plain).activations
-        assert footprint(late).activations == Fraction(n + 1, 2)
 
 
 def test_the_most_says_which_versions_are_kept():

@@ -4,42 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.strategies import quick, schedules, split
+from tests.schedule.strategies import quick, split
 from toolkit.errors import UserError
-from toolkit.schedule import PLACEMENTS, Kind, Op, Schedule, Timing, catalog, labels, timing
+from toolkit.schedule import Kind, Op, Schedule, Timing, catalog, labels, timing
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 INPUT, WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 
 
-def make(starts, placement="one"):
+def make(starts):
     """A schedule of one stage and one micro-batch."""
     when = Timing({Op(*op): at for op, at in starts.items()}, period=3)
-    return Schedule("own", 1, 1, when, placement)
-
-
-@pytest.mark.parametrize(
-    ("op", "text"),
-    [
-        (Op(F, 0, 0), "0F0"),
-        (Op(B, 2, 5), "2B5"),
-        (Op(INPUT, 1, 10), "1I10"),
-        (Op(WEIGHT, 11, 3), "11W3"),
-    ],
-)
-def test_an_op_as_text(op, text):
-    assert str(op) == text
-
-
-@given(schedules())
-@quick
-def test_owners_are_among_the_ranks_of_the_schedule(schedule):
-    assert len(schedule.owners) == schedule.n_stages
-    for j, owner in enumerate(schedule.owners):
-        assert 0 <= owner < schedule.n_ranks
-        assert set(schedule.first_holders(j)) <= set(range(schedule.n_ranks))
-        if schedule.state == "sharded":
-            assert schedule.first_holders(j) == (owner,)
+    return Schedule("own", 1, 1, when)
 
 
 @pytest.mark.parametrize(("s", "n"), [(4, 4), (4, 2), (2, 4), (5, 3)])
@@ -49,12 +25,6 @@ def test_sharded_state_is_dealt_out_evenly(make_schedule, s, n):
     owned = [owners.count(rank) for rank in range(n)]
     assert max(owned) <= -(-s // n)
     assert min(owned) >= s // n
-
-
-@pytest.mark.parametrize("state", ["zero", "", "Sharded", None])
-def test_refuses_an_unknown_state(state):
-    with pytest.raises(UserError, match=f"unknown state {state!r}: choose one of replicated, shar"):
-        catalog.cyclic(3, state=state)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +41,14 @@ def test_refuses_an_unknown_state(state):
         ),
     ],
 )
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_refuses_an_incomplete_timing(placement, starts, found):
-    with pytest.raises(UserError, match="stage 0 of micro-batch 0 needs a forward") as refusal:
-        make(starts, placement)
-    assert "either a backward or both of its halves" in str(refusal.value)
-    assert str(refusal.value).endswith(f" {found}")
+def test_refuses_an_incomplete_timing(starts, found):
+    with pytest.raises(UserError, match=f"stage 0 of micro-batch 0 .* {found}$"):
+        make(starts)
+
+
+def test_refuses_an_unknown_state():
+    with pytest.raises(UserError, match=r"state 'zero': .* replicated, sharded"):
+        catalog.cyclic(3, state="zero")
 
 
 @pytest.mark.parametrize("op", [(F, 1, 0), (F, 0, 1), (B, -1, 0), (B, 0, -1)])
@@ -95,12 +67,9 @@ def test_refuses_an_op_that_starts_too_early(s, m, halves, data):
     earlier = data.draw(st.integers(1, when.ticks_per_slot))
     needed = need(op, s, halves)
     starts = dict(when.starts) | {op: when.end(needed) - earlier}
-    with pytest.raises(UserError, match="starts before") as refusal:
+    message = rf"(?s){op} starts before {needed}, .* {earlier} ticks.*\[{op}\]"
+    with pytest.raises(UserError, match=message):
         Schedule("own", s, m, Timing(starts, when.period, when.ticks_per_slot), "one", "freshest")
-    first, _, *grid = str(refusal.value).splitlines()
-    why = f"{op} starts before {needed}, whose result it needs, has ended"
-    assert first == f"{why}: start it {earlier} ticks later"
-    assert f"[{op}]" in "\n".join(grid)
 
 
 def need(op, n_stages, halves):

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
 
 import pytest
 from hypothesis import given
@@ -12,32 +12,20 @@ from tests.schedule.strategies import quick, schedules
 from toolkit.errors import UserError
 from toolkit.schedule import Kind, Op, catalog
 
-PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]
 
-
-@pytest.mark.parametrize("n", range(2, 33))
-def test_freshest_cyclic_is_the_closed_form(n):
-    expected = tuple(
-        tuple(0 if (j + 1) + (m + 1) >= n + 1 else 1 for m in range(n)) for j in range(n)
+@pytest.mark.parametrize(
+    ("n", "k"), [*((n, 1) for n in range(2, 33)), *product(range(2, 9), range(2, 5))]
+)
+def test_freshest_cyclic_is_the_closed_form(n, k):
+    """Of workers that accumulate, the first micro-batches alone can be late."""
+    assert catalog.cyclic(n, accumulate=k).staleness == tuple(
+        tuple(0 if (j + 1) + (m + 1) >= n + 1 else 1 for m in range(k * n)) for j in range(n)
     )
-    assert catalog.cyclic(n).staleness == expected
+    assert catalog.data_parallel(n, delay="freshest", accumulate=k).max_staleness == 0
 
 
 def test_freshest_cyclic_for_three_as_in_the_paper():
     assert catalog.cyclic(3).staleness == ((1, 1, 0), (1, 0, 0), (0, 0, 0))
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("state", ["replicated", "sharded"])
-def test_staleness_is_of_the_timing_alone(placement, state):
-    schedule = catalog.cyclic(4, placement=placement, state=state)
-    assert schedule.staleness == catalog.cyclic(4).staleness
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_without_stagger_the_freshest_is_no_delay(n):
-    assert catalog.data_parallel(n, delay="freshest").max_staleness == 0
-    assert catalog.gradient_accumulation(3, n).max_staleness == 0
 
 
 def least_by_search(when, stage, microbatch, n_microbatches):
@@ -67,27 +55,9 @@ def test_one_less_anywhere_is_refused(schedule, data):
     for j, m in [data.draw(st.sampled_from(late))] if late else []:
         matrix = [list(row) for row in least]
         matrix[j][m] -= 1
-        with pytest.raises(UserError, match="cannot read weights") as refusal:
+        why = rf"stage {j} on micro-batch {m} .* {matrix[j][m]} steps late.* delay={least[j][m]} "
+        with pytest.raises(UserError, match=rf"(?s){why}.*\nslot .*\[{j}F{m}\][^\[]*$"):
             replace(schedule, delay=matrix)
-        first, head, *grid = str(refusal.value).splitlines()
-        assert f"stage {j} on micro-batch {m}" in first
-        assert f"weights {matrix[j][m]} steps late" in first
-        assert f"ask for delay={least[j][m]} there" in first
-        assert 'delay="freshest"' in first
-        assert head.startswith("slot")
-        assert f"[{Op(Kind.FORWARD, j, m)}]" in "\n".join(grid)
-        assert "\n".join(grid).count("[") == 1
-
-
-@given(schedules(), st.integers(0, 6))
-@quick
-def test_versions_begin_at_zero(schedule, step):
-    for j, row in enumerate(schedule.delays(step)):
-        for m, d in enumerate(row):
-            version = schedule.version(j, m, step)
-            assert version == (step - d if step >= d else 0)
-            assert schedule.oldest_version(j, step) <= version
-            assert schedule.least_staleness[j][m] <= d <= schedule.staleness[j][m]
 
 
 @pytest.mark.parametrize(
@@ -97,40 +67,25 @@ def test_versions_begin_at_zero(schedule, step):
             "fresh",
             r"unknown delay 'fresh': give 'freshest', a whole number of steps, a list .* or a",
         ),
-        ("", r"unknown delay '': give 'freshest'"),
         ("1", r"unknown delay '1': give 'freshest', a whole number"),
         (-1, r"-1"),
         (1.0, r"1\.0"),
-        (float("nan"), r"nan"),
         (True, r"True"),
         (None, r"None"),
         ([[1, 1], [1, -1]], r"-1"),
         ([[1, 1], [1, 0.5]], r"0\.5"),
-        ([[1, 1], [1, False]], r"False"),
         (["11", "11"], r"'11'"),
         ([], r"2 x 2 .* got \(\)"),
         ([1, [1, 1]], r"2 x 2 .* got \(1, \(1, 1\)\)"),
         ([1], r"2 stages.* got \(1,\)"),
-        ([1, 1, 1], r"2 stages.* got \(1, 1, 1\)"),
         ([1, -1], r"-1"),
         ([1, 0.5], r"0\.5"),
-        ([1, None], r"None"),
-        ([[1, 1]], r"2 x 2 .* got \(\(1, 1\),\)"),
         ([[1, 1], [1]], r"2 x 2 .* got \(\(1, 1\), \(1,\)\)"),
-        ([[1, 1, 1], [1, 1, 1]], r"2 x 2 .* got \(\(1, 1, 1\), \(1, 1, 1\)\)"),
     ],
 )
 def test_refuses_what_is_no_delay(delay, message):
     with pytest.raises(UserError, match=message):
         catalog.cyclic(2, delay)
-
-
-PARALLEL = {
-    "DP": catalog.data_parallel,
-    "CDP": lambda n, placement, state, **more: catalog.cyclic(
-        n, placement=placement, state=state, **more
-    ),
-}
 
 
 def reads(program):
@@ -141,7 +96,7 @@ def reads(program):
     return found
 
 
-@pytest.mark.parametrize("method", PARALLEL)
+@pytest.mark.parametrize("method", [catalog.data_parallel, catalog.cyclic])
 @pytest.mark.parametrize("state", ["replicated", "sharded"])
 @pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
 @pytest.mark.parametrize(
@@ -150,9 +105,9 @@ def reads(program):
     ids=str,
 )
 def test_any_delay_is_read_by_forward_and_backward(method, state, placement, delay):
-    if (method, delay) == ("CDP", 0):
+    if (method, delay) == (catalog.cyclic, 0):
         delay = [[1, 1, 0], [1, 0, 0], [0, 0, 0]]
-    schedule = PARALLEL[method](3, placement, state, delay=delay)
+    schedule = method(3, placement=placement, state=state, delay=delay)
     rows = delay if isinstance(delay, list) else [delay] * 3
     rows = [row if isinstance(row, list) else [row] * 3 for row in rows]
     assert schedule.staleness == schedule.least_staleness == tuple(map(tuple, rows))
@@ -161,15 +116,6 @@ def test_any_delay_is_read_by_forward_and_backward(method, state, placement, del
     assert found == {
         (j, m, t): {max(0, t - rows[j][m])} for j in range(3) for m in range(3) for t in range(8)
     }
-
-
-def test_a_list_that_the_timing_cannot_honour_is_refused():
-    """CDP-v2 reads the last of three stages without delay, and the others not always."""
-    catalog.cyclic(3, [1, 1, 0]).lower(3).verify()
-    for delay, stage in (([0, 1, 1], 0), ([1, 0, 1], 1)):
-        message = f"stage {stage} on micro-batch 0 cannot read weights 0 steps late"
-        with pytest.raises(UserError, match=message):
-            catalog.cyclic(3, delay)
 
 
 def test_as_published():

@@ -112,21 +112,6 @@ def test_memory_is_balanced(name, p):
     assert min(peaks) >= most(name, p) - (2 if name == "V-Min" else 0)
 
 
-@pytest.mark.parametrize("p", range(2, 10))
-def test_beside_1f1b(p):
-    """Of p stages, each as long as two here: its first rank holds p micro-batches."""
-    m = 2 * p
-    whole = catalog.one_f_one_b(p, m)
-    held = 2 * max(whole.lower(1).peak_activations())
-    idle = 3 * (whole.period - 2 * m)  # a slot is a forward or two halves, of two stages
-    assert (held, idle) == (2 * p, 6 * (p - 1))
-    shares = {name: (most(name, p) / held, bubble(name, p, m) / idle) for name in MAKES}
-    assert shares["ZB-V"] == (1, 0)
-    for name, memory, time in (("V-Half", 1 / 2, 1 / 2), ("V-Min", 1 / 3, 2 / 3)):
-        assert memory < shares[name][0] <= memory + 4 / 3 / p
-        assert shares[name][1] <= time + (p % 3 == 0) / idle
-
-
 @pytest.mark.parametrize(("p", "m"), ALL_SIZES)
 def test_zb_v_beside_torchs(p, m):
     """As full and as dense where torch's pattern is; with fewer micro-batches no longer."""

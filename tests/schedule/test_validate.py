@@ -9,7 +9,6 @@ from hypothesis import given
 from tests.schedule.strategies import quick, schedules
 from toolkit.errors import UserError, whole
 from toolkit.schedule import RandomDelay, Schedule, catalog
-from toolkit.schedule.paper_table import compare
 
 FOUR, TWO, ONE = np.int64(4), np.uint8(2), np.int16(1)
 
@@ -40,10 +39,6 @@ def test_numpys_whole_numbers_are_numbers(make, plain):
     assert repr(made) == repr(plain)
     assert {type(n) for n in (made.n_stages, made.n_microbatches, made.accumulate)} == {int}
     assert repr(made.lower(np.int64(3), np.int64(1)).ranks) == repr(plain.lower(3, 1).ranks)
-
-
-def test_a_comparison_of_numpys_number_of_workers():
-    assert compare(TWO) == compare(2)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +93,7 @@ def test_equal_schedules_hash_alike(schedule):
     "make",
     [
         lambda: catalog.cyclic(10**30),
-        lambda: catalog.cyclic(300_000, n_stages=4),
         lambda: catalog.cyclic(4, accumulate=10**30),
-        lambda: catalog.data_parallel(2, accumulate=10**9),
         lambda: catalog.one_f_one_b(1, 2**20 + 1),
         lambda: catalog.published(10**9),
         lambda: Schedule("own", 2**20, 2, catalog.cyclic(2).timing),
@@ -111,9 +104,7 @@ def test_more_than_can_be_made_is_refused(make):
         make()
 
 
-@pytest.mark.parametrize(
-    "value", [0, -1, 1.0, np.float64(1), True, np.True_, None, "1", np.ones(1)]
-)
+@pytest.mark.parametrize("value", [0, 1.0, np.float64(1), True, np.True_, None, "1", np.ones(1)])
 def test_what_is_no_size(value):
     with pytest.raises(UserError, match="the size is a whole number, 1 or more: got"):
         whole(value, "the size", 1)
