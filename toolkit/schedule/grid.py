@@ -42,6 +42,7 @@ def render(
     """
     n_steps = whole(n_steps, "n_steps", 1)
     tick = timing.ticks_per_slot
+    primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap
     cells: dict[int, dict[int, str]] = {}
     last = 0
     marked: tuple[int, int] | None = None
@@ -50,7 +51,7 @@ def render(
             at = start + step * timing.period
             rank = layout.rank(op.stage, op.microbatch, step)
             row = row_of(layout, rank, op.microbatch)
-            text = str(op) + "'" * (step % max(2, timing.steps_under_way))
+            text = str(op) + "'" * (step % primes)
             if (op, step) == mark:
                 text = f"[{text}]"
                 marked = row, at
