@@ -170,12 +170,12 @@ def test_held_up_by():
 
 def test_first_left():
     flow = flow_of(op(), activation(Action.SEND, 1), op(stage=5))
-    found = [(flow.n_left, flow.first_left())]
+    found = [(flow.n_left, flow.ended.find(0))]
     for position in (2, 0):
         flow.end(position)
-        found.append((flow.n_left, flow.first_left()))
+        found.append((flow.n_left, flow.ended.find(0)))
     assert found == [(3, 0), (2, 0), (1, 1)]
-    assert [flow.has_ended(p) for p in range(3)] == [True, False, True]
+    assert [bool(flow.ended[p]) for p in range(3)] == [True, False, True]
     flow.end(1)
     assert flow.n_left == 0
 
@@ -196,7 +196,7 @@ def test_everything_begins_once_and_in_its_queue(program, seed, ordered, far):
             at = main[0] if main else len(order)
             flow.open(chance.randint(at, len(order)) if far else at)
             for position in begun(flow):
-                assert all(flow.has_ended(p) for p in flow.needs[position])
+                assert all(bool(flow.ended[p]) for p in flow.needs[position])
                 seen.append(position)
                 under_way.append(position)
             ready = [*under_way]

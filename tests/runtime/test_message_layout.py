@@ -15,7 +15,7 @@ from tests.schedule.strategies import quick
 from toolkit.model import partition
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.message_layout import Layout, Layouts, Part, find_layouts, weights_layout
+from toolkit.runtime.message_layout import Layout, Layouts, Part, find_layouts
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner
@@ -266,7 +266,7 @@ def test_what_of_a_model_is_compressed():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
 def test_small_and_complex_weights_are_not_compressed(dtype):
     for wire in (torch.bfloat16, torch.float16):
-        found = weights_layout(nn.Linear(3, 2, dtype=dtype), wire)
+        found = Layout.of(dict(nn.Linear(3, 2, dtype=dtype).named_parameters()), wire)
         assert set(sent_as(found).values()) == {dtype}
 
 

@@ -62,8 +62,8 @@ def test_chunks_suit_the_backend_unless_chosen(chunk_mb, backend, paced, expecte
 
 TWO_A_MACHINE = [
     *(("gather", (0, 1)), ("gather", (2, 3))),
-    *(("spread", (0, 1)), ("spread", (2, 3))),
     ("between", (0, 2)),
+    *(("spread", (0, 1)), ("spread", (2, 3))),
 ]
 
 
@@ -74,8 +74,8 @@ TWO_A_MACHINE = [
         (range(4), 4, [("all", (0, 1, 2, 3))]),
         (range(3), 1, [("between", (0, 1, 2))]),
         (range(4), 2, TWO_A_MACHINE),
-        (range(4), 3, [("gather", (0, 1, 2)), ("spread", (0, 1, 2)), ("between", (0, 3))]),
-        ((1, 3, 5), 4, [("gather", (1, 3)), ("spread", (1, 3)), ("between", (1, 5))]),
+        (range(4), 3, [("gather", (0, 1, 2)), ("between", (0, 3)), ("spread", (0, 1, 2))]),
+        ((1, 3, 5), 4, [("gather", (1, 3)), ("between", (1, 5)), ("spread", (1, 3))]),
     ],
 )
 def test_groups_of_an_all_reduce(ranks, per_machine, expected):

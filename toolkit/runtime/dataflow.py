@@ -18,28 +18,19 @@ class Dataflow:
     """The instructions of a rank, by their positions in its program.
 
     An instruction in the background can begin when it is open, what it needs has ended, and the
-    earlier ones of its queue have begun.
-
-    Args:
-        instructions: of the rank.
-        rank: its number.
-        ordered: whether all messages from one rank to another must begin in order.
-
-    Attributes:
-        needs: for each position the positions that it waits for.
-        n_left: number of instructions that have not ended.
+    earlier ones of its queue have begun. ``ordered``: all messages to a rank are one queue.
     """
 
     def __init__(self, instructions: Sequence[Instruction], rank: int, *, ordered: bool) -> None:
         self.instructions = instructions
         self.needs = needs(instructions, rank)
-        self.n_left = len(instructions)
+        self.n_left = len(instructions)  # that have not ended
         self._lacking = [len(needed) for needed in self.needs]
         self._users: list[list[int]] = [[] for _ in instructions]
         for position, needed in enumerate(self.needs):
             for other in needed:
                 self._users[other].append(position)
-        self._ended = bytearray(len(instructions))
+        self.ended = bytearray(len(instructions))
         self._n_opened = 0
         self._ready: list[int] = []  # a heap
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
@@ -79,17 +70,13 @@ class Dataflow:
 
     def end(self, position: int) -> None:
         """Note that an instruction has ended."""
-        assert not self._ended[position]
-        self._ended[position] = True
+        assert not self.ended[position]
+        self.ended[position] = True
         self.n_left -= 1
         for user in self._users[position]:
             self._lacking[user] -= 1
             if in_background(self.instructions[user]):
                 self._consider(user)
-
-    def has_ended(self, position: int) -> bool:
-        """Whether the instruction at ``position`` has ended."""
-        return bool(self._ended[position])
 
     def lacks_nothing(self, position: int) -> bool:
         """Whether everything that an instruction needs has ended."""
@@ -97,13 +84,9 @@ class Dataflow:
 
     def held_up_by(self, position: int) -> int:
         """The first instruction of the chain that ``position`` waits for; else itself."""
-        while missing := [p for p in self.needs[position] if not self._ended[p]]:
+        while missing := [p for p in self.needs[position] if not self.ended[p]]:
             position = missing[0]
         return position
-
-    def first_left(self) -> int:
-        """The first unfinished instruction."""
-        return self._ended.index(0)
 
     def _consider(self, position: int) -> None:
         """Mark it as ready if it can begin."""
@@ -114,13 +97,11 @@ class Dataflow:
 
 
 def _queue(i: Instruction, ordered: bool) -> tuple | None:
-    """The queue of an instruction, whose members begin in order.
-
-    All ranks must begin collectives in one order. Receives from a rank have one waiter for each
-    buffer and stage, which waits for them in order.
-    """
+    """The queue of an instruction, whose members begin in order."""
     if i.action == Action.SEND:
         return ("send", *i.peers) if ordered else None
     if i.action == Action.RECV:
+        # One waiter for each sender, buffer and stage waits for its messages in order.
         return ("receive", *i.peers) if ordered else ("receive", *i.peers, i.buffer, i.stage)
+    # All ranks must begin collectives in one order.
     return ("collective",) if i.action.communicates else None

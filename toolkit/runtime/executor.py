@@ -8,10 +8,9 @@ not wait for this rank.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import NoReturn
 
 import torch
 
@@ -30,16 +29,8 @@ _Coming = SimpleQueue["tuple[int, Transfer] | None"]  # None ends a waiter
 class Executor:
     """Carries out the instructions of one rank. A context: at its end the threads end.
 
-    Args:
-        rank: its memory.
-        messages: to the others.
-        program: verified.
-        meter: records what is done; None to measure nothing.
-        overlap: whether messages and updates run concurrently with the ops. If not, each
-            instruction ends before the next begins, so that memory follows the program exactly.
-
-    Attributes:
-        ends: the position of the last op of each training step, and the step.
+    Without ``overlap`` each instruction ends before the next begins, so that memory follows the
+    program exactly.
     """
 
     def __init__(
@@ -59,7 +50,9 @@ class Executor:
         if messages.pacer is not None:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
-        self.ends = _last_ops(self._order)
+        # The position of the last op of each training step, and the step.
+        last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
+        self.ends = {p: step for step, p in last.items() if step is not None}
         # NCCL has no tags: messages between two ranks match by order alone.
         self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered)
         self._overlap = overlap
@@ -96,15 +89,11 @@ class Executor:
     @property
     def in_order(self) -> list[int]:
         """The positions of what the main thread carries out, or waits for."""
-        everything = enumerate(self._order)
-        return [p for p, i in everything if not (self._overlap and in_background(i))]
+        order = enumerate(self._order)
+        return [p for p, i in order if not (self._overlap and in_background(i))]
 
     def perform(self, position: int) -> None:
-        """Carry out the next instruction of :attr:`in_order`.
-
-        Raises:
-            JobFailedError: a message has failed, and no failure watch ends the process.
-        """
+        """Carry out the next instruction of :attr:`in_order`."""
         i = self._order[position]
         with self._work:
             if self._overlap:
@@ -116,7 +105,7 @@ class Executor:
         self._turn.before(i)
         self._watch.at(i, i.step, i.peers)
         if in_background(i):
-            self._await(lambda: self._flow.has_ended(position), lambda: position)
+            self._await(lambda: bool(self._flow.ended[position]), lambda: position)
             return
         self._await(lambda: self._flow.lacks_nothing(position), lambda: position)
         self._watch.at(i, i.step)
@@ -134,7 +123,7 @@ class Executor:
         with self._work:
             self._flow.open(len(self._order))
             self._work.notify()
-        self._await(lambda: self._flow.n_left == 0, self._flow.first_left)
+        self._await(lambda: self._flow.n_left == 0, lambda: self._flow.ended.index(0))
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
         self._finished = True
 
@@ -149,10 +138,9 @@ class Executor:
                     self._watch.at(i, i.step, i.peers)
                     reported = held_up
                 self._news.wait()
-        if self._failure is not None:
-            self._raise(*self._failure)
-
-    def _raise(self, position: int, error: BaseException) -> NoReturn:
+        if self._failure is None:
+            return
+        position, error = self._failure
         i = self._order[position]
         if i.action.communicates and is_backend_error(error):
             self._watch.at(i, i.step, i.peers)
@@ -185,20 +173,20 @@ class Executor:
     # The second thread.
 
     def _begin_all(self) -> None:
-        while (position := self._take()) is not None:
+        while True:
+            with self._work:
+                while (position := self._flow.next()) is None and not self._ending:
+                    self._work.wait()
+                if position is None or self._ending:
+                    return
             try:
                 self._begin(position)
             except BaseException as error:
                 self._fail(position, error)
 
-    def _take(self) -> int | None:
-        """The next instruction to begin; None at the end."""
-        with self._work:
-            while not self._closed and self._failure is None:
-                if (position := self._flow.next()) is not None:
-                    return position
-                self._work.wait()
-        return None
+    @property
+    def _ending(self) -> bool:
+        return self._closed or self._failure is not None
 
     def _begin(self, position: int) -> None:
         i, tag = self._order[position], self._tags[position]
@@ -210,7 +198,11 @@ class Executor:
             if i.action == Action.RECV:
                 self._begin_message(position, self._messages.receive(i, tag))
                 return
-            self._add_received(i)
+            if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
+                # In the order of the program: messages arrive in any, and floating-point sums
+                # depend on it.
+                for p, part in sorted(self._received.pop(key, ())):
+                    self._rank.take(self._order[p], part)
             if i.action == Action.SEND:
                 used.append(payload := self._rank.give(i))
                 self._measured(i, lambda i: self._send(position, payload))
@@ -221,13 +213,6 @@ class Executor:
             else:
                 self._measured(i, self._compute)
         self._end(position)
-
-    def _add_received(self, i: Instruction) -> None:
-        """Add the received parts of the sum that ``i`` uses, in the order of the program."""
-        if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
-            # Messages arrive in any order, and floating-point sums depend on the order.
-            for position, payload in sorted(self._received.pop((i.stage, i.step), ())):
-                self._rank.take(self._order[position], payload)
 
     def _send(self, position: int, payload: Payload) -> int:
         i = self._order[position]
@@ -250,10 +235,8 @@ class Executor:
         if name not in self._waiters:
             self._waiters[name] = coming = _Coming()
             # Daemons: a message from a dead rank never ends, and must not keep the process alive.
-            waiting = threading.Thread(
-                target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
-            )
-            waiting.start()
+            target, args = self._wait_for_all, (coming,)
+            threading.Thread(target=target, args=args, name="waiter", daemon=True).start()
         self._waiters[name].put((position, transfer))
 
     # The waiters' threads.
@@ -293,12 +276,6 @@ class Executor:
             # The ops' stream reads memory that this stream allocated; the allocator must know.
             self._streams.lend(payload)
         self._rank.take(i, payload)
-
-
-def _last_ops(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """The position of a rank's last op of each training step, and the step."""
-    last = {i.step: position for position, i in enumerate(instructions) if i.action.computes}
-    return {position: step for step, position in last.items() if step is not None}
 
 
 class StartOffset:

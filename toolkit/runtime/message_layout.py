@@ -28,14 +28,7 @@ COMPRESSIONS = {"none": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a message.
-
-    Attributes:
-        place: a parameter's name, or the index of a boundary's tensor.
-        shape: of the tensor.
-        dtype: of the tensor.
-        sent_as: the type that travels.
-    """
+    """One tensor of a message, by a parameter's name or its index among a boundary's tensors."""
 
     place: str | int
     shape: tuple[int, ...]
@@ -59,24 +52,15 @@ class Layout:
         cls,
         tensors: Mapping[str, Tensor] | Mapping[int, Tensor],
         wire: torch.dtype | None = None,
-        exact: Container[str] = (),
+        exact: Container[str] = (),  # places that travel as they are
     ) -> "Layout":
-        """Return the layout of ``tensors``.
-
-        Args:
-            tensors: by place.
-            wire: type in which floating-point tensors of a larger type travel.
-            exact: places whose tensors keep their type.
-        """
+        """Return the layout of ``tensors``; larger types than ``wire`` travel as it."""
 
         def sent_as(place: str | int, x: Tensor) -> torch.dtype:
-            if wire is None or not x.is_floating_point() or place in exact:
-                return x.dtype
-            return wire if x.dtype.itemsize > wire.itemsize else x.dtype
+            shorter = x.is_floating_point() and wire and wire.itemsize < x.dtype.itemsize
+            return wire if wire and shorter and place not in exact else x.dtype
 
-        parts = [
-            Part(place, tuple(x.shape), x.dtype, sent_as(place, x)) for place, x in tensors.items()
-        ]
+        parts = [Part(k, tuple(x.shape), x.dtype, sent_as(k, x)) for k, x in tensors.items()]
         parts.sort(key=lambda part: (-part.sent_as.itemsize, str(part.sent_as)))
         return cls(tuple(parts))
 
@@ -118,22 +102,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The messages of every stage, for micro-batches of one size.
+    """The messages of every stage, for micro-batches of one size."""
 
-    Attributes:
-        activations: ``activations[j]`` are the tensors that stage j passes on.
-        activation_gradients: ``activation_gradients[j]`` those of stage j's inputs, without the
-            ones that have no gradient.
-        n_inputs: how many inputs stage j has.
-        gradients: of its weights, with the statistics of its norms.
-        weights: one version of them.
-    """
-
-    activations: tuple[Layout, ...]
-    activation_gradients: tuple[Layout, ...]
+    activations: tuple[Layout, ...]  # that a stage passes on
+    activation_gradients: tuple[Layout, ...]  # of a stage's inputs that have a gradient
     n_inputs: tuple[int, ...]
-    gradients: tuple[Layout, ...]
-    weights: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]  # of a stage's weights, with the statistics of its norms
+    weights: tuple[Layout, ...]  # one version
 
     def of(self, i: Instruction) -> Layout:
         """Return the layout of the message of an instruction."""
@@ -149,9 +124,8 @@ class Layouts:
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
         if isinstance(payload, GradientSum):
-            tensors: Mapping = payload.tensors
-        else:
-            tensors = dict(enumerate(payload)) if isinstance(payload, tuple) else payload
+            return self.of(i).pack(payload.tensors, device)
+        tensors = dict(enumerate(payload)) if isinstance(payload, tuple) else payload
         return self.of(i).pack(tensors, device)
 
     def unpack(self, i: Instruction, flat: Tensor) -> Payload:
@@ -173,42 +147,38 @@ def find_layouts(
 ) -> Layouts:
     """Find the layouts of all stages, without computing or allocating anything.
 
-    Args:
-        skeletons: the stages as they compute, on the meta device (see ``meta_copy``).
-        inputs: a micro-batch, on the meta device.
-        wire: the type in which gradients and weights travel; their own by default.
-        device: where they compute, which decides the types that autocast chooses.
+    ``skeletons`` and a micro-batch's ``inputs`` are on the meta device. ``device`` is where they
+    compute, which decides the types that autocast chooses; ``wire`` is as in ``Layout.of``.
     """
     with FakeTensorMode():
         inputs = tuple(_fake(x, device) for x in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
         for stage in skeletons:
-            tensors = {
-                name: _fake(tensor, device).requires_grad_(tensor.requires_grad)
-                for name, tensor in chain(stage.named_parameters(), stage.named_buffers())
-            }
+            named = chain(stage.named_parameters(), stage.named_buffers())
+            tensors = {k: _fake(x, device).requires_grad_(x.requires_grad) for k, x in named}
             outputs: Values = torch.func.functional_call(stage, tensors, inputs)
             runs.append((tensors, inputs, outputs))
             inputs = tuple(torch.empty_like(x).requires_grad_(differentiable(x)) for x in outputs)
         given: Sequence[Tensor | None] = [torch.empty_like(x) for x in runs[-1][2]]
-        activation_gradients, gradients = [], []
+        activation_gradients, gradients, versions = [], [], []
         for stage, (tensors, received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
             weights = {name: x for name, x in tensors.items() if x.requires_grad}
             found = _gradients(outputs, given, [*received, *weights.values()])
             given, of_weights = found[: len(received)], found[len(received) :]
             crossing = {k: grad for k, grad in enumerate(given) if grad is not None}
             activation_gradients.append(Layout.of(crossing))
-            named = zip(weights, of_weights, strict=True)
-            summed = {name: grad for name, grad in named if grad is not None}
+            pairs = zip(weights, of_weights, strict=True)
+            summed = {name: grad for name, grad in pairs if grad is not None}
             norms = {k: m for k, m in stage.named_modules() if isinstance(m, MicrobatchNorm)}
             statistics = take_statistics(norms)
             gradients.append(Layout.of(summed | statistics, wire, exact=statistics))
+            versions.append(Layout.of(weights, wire))
     return Layouts(
         activations=tuple(Layout.of(dict(enumerate(outputs))) for *_, outputs in runs),
         activation_gradients=tuple(reversed(activation_gradients)),
         n_inputs=tuple(len(received) for _, received, _ in runs),
         gradients=tuple(reversed(gradients)),
-        weights=tuple(weights_layout(stage, wire) for stage in skeletons),
+        weights=tuple(reversed(versions)),
     )
 
 
@@ -216,23 +186,14 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def weights_layout(stage: nn.Module, wire: torch.dtype | None = None) -> Layout:
-    """Return the layout of one version of a stage's weights; ``wire`` as in find_layouts."""
-    weights = {name: p for name, p in stage.named_parameters() if p.requires_grad}
-    return Layout.of(weights, wire)
-
-
 def _gradients(
     outputs: Values, given: Sequence[Tensor | None], wanted: list[Tensor]
 ) -> list[Tensor | None]:
-    pairs = [
-        (x, grad)
-        for x, grad in zip(outputs, given, strict=True)
-        if x.requires_grad and grad is not None
-    ]
+    pairs = zip(outputs, given, strict=True)
+    roots = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
     trained = [x for x in wanted if x.requires_grad]
-    if not pairs or not trained:
+    if not roots or not trained:
         return [None] * len(wanted)
-    ends, grads = zip(*pairs, strict=True)
+    ends, grads = zip(*roots, strict=True)
     found = iter(torch.autograd.grad(ends, trained, grads, allow_unused=True))
     return [next(found) if x.requires_grad else None for x in wanted]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,31 +30,20 @@ ALL, GATHER, BETWEEN, SPREAD = "all", "gather", "between", "spread"
 
 Works = Sequence[dist.Work | None]  # None only of groups to which this rank does not belong
 Phase = Callable[[], Works]
+Pair = tuple[int, int]
 
 
 class Transfer:
-    """A message under way.
-
-    Args:
-        flat: its bytes, which live until the transfer has ended.
-        phases: each returns the works of its chunks, once all of them have begun; the next one
-            is called when these have ended.
-    """
+    """A message under way: its bytes, and functions that begin one phase after another."""
 
     def __init__(self, flat: Tensor, *phases: Phase) -> None:
         self.flat = flat
         self._phases = phases
 
     def wait(self) -> None:
-        """Wait until it has ended. Call it once: gloo does not answer a second time.
-
-        On a GPU only the current stream waits; the caller must synchronise with that.
-
-        Raises:
-            RuntimeError: of the backend.
-        """
+        """Wait, once, until it has ended; on a GPU only the current stream waits."""
         for phase in self._phases:
-            for work in phase():
+            for work in phase():  # once: gloo does not answer a second time
                 assert work is not None
                 if self.flat.is_cuda:  # with a time limit NCCL would poll every millisecond
                     work.wait()
@@ -62,19 +52,7 @@ class Transfer:
 
 
 class Messages:
-    """Begins the messages of a rank. A context: its end ends the pacer.
-
-    Args:
-        world: the ranks.
-        layouts: of the messages.
-        chunk_bytes: largest part of a message that is sent at once; None: all of it.
-        paced: whether sends are spread over time.
-        per_machine: consecutive ranks on one machine, for all-reduces in two tiers; 0: the
-            backend's own all-reduce.
-
-    Attributes:
-        pacer: spreads the sends; None where all is sent at once.
-    """
+    """Begins the messages of a rank. A context: its end ends the pacer."""
 
     def __init__(
         self,
@@ -132,22 +110,13 @@ class Messages:
 
     def _all_reduce(self, pieces: Sequence[Tensor], ranks: Sequence[int]) -> list[Phase]:
         """The phases of an all-reduce on this rank; each begins when the one before has ended."""
-        rank, group_of = self.world.rank, self.world.group_of
-        machines = _machines(ranks, self._per_machine)
-        if len(machines) == 1:
-            group = group_of((ALL, tuple(ranks)))
-            return [partial(_each, dist.all_reduce, pieces, group=group)]
-        mine = next(machine for machine in machines if rank in machine)
         phases: list[Phase] = []
-        if len(mine) > 1:
-            group = group_of((GATHER, mine))
-            phases.append(partial(_each, dist.reduce, pieces, mine[0], group=group))
-        if rank == mine[0]:
-            group = group_of((BETWEEN, tuple(machine[0] for machine in machines)))
-            phases.append(partial(_each, dist.all_reduce, pieces, group=group))
-        if len(mine) > 1:
-            group = group_of((SPREAD, mine))
-            phases.append(partial(_each, dist.broadcast, pieces, mine[0], group=group))
+        for name, members in all_reduce_groups(ranks, self._per_machine):
+            if self.world.rank in members:
+                do: Any = {GATHER: dist.reduce, SPREAD: dist.broadcast}.get(name, dist.all_reduce)
+                root = () if do is dist.all_reduce else members[:1]
+                group = self.world.group_of((name, members))
+                phases.append(partial(_each, do, pieces, *root, group=group))
         return phases
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:
@@ -178,34 +147,28 @@ def _each(do: Callable, pieces: Sequence[Tensor], *root: int, **where: object) -
     return [do(piece, *root, async_op=True, **where) for piece in pieces]
 
 
-def _machines(ranks: Sequence[int], per_machine: int) -> list[tuple[int, ...]]:
-    if per_machine == 0:
-        return [tuple(ranks)]
-    return [tuple(found) for _, found in groupby(ranks, key=lambda rank: rank // per_machine)]
-
-
 def all_reduce_groups(ranks: Sequence[int], per_machine: int) -> list[Group]:
-    """The groups of an all-reduce of ``ranks``, ascending, with ``per_machine`` on each machine.
+    """The groups of an all-reduce, in turn; ``per_machine`` of the ascending ranks are together.
 
     Sums cross between machines once a machine, not once a rank. Gather and spread have separate
     groups: a machine may gather the next sum while one of its ranks still awaits the last one.
     """
-    machines = _machines(ranks, per_machine)
+    by_machine = groupby(ranks, key=lambda rank: rank // per_machine if per_machine else 0)
+    machines = [tuple(members) for _, members in by_machine]
     if len(machines) == 1:
-        return [(ALL, tuple(ranks))]
+        return [(ALL, machines[0])]
     within = [machine for machine in machines if len(machine) > 1]
-    leaders = tuple(machine[0] for machine in machines)
-    return [(step, machine) for step in (GATHER, SPREAD) for machine in within] + [
-        (BETWEEN, leaders)
+    return [
+        *((GATHER, machine) for machine in within),
+        (BETWEEN, tuple(machine[0] for machine in machines)),
+        *((SPREAD, machine) for machine in within),
     ]
 
 
-def groups_and_pairs(
-    program: Program, per_machine: int
-) -> tuple[list[Group], list[tuple[int, int]]]:
+def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], list[Pair]]:
     """The groups of every collective; and (sender, receiver) of every message."""
     groups: set[Group] = set()
-    pairs = set()
+    pairs: set[Pair] = set()
     for rank, instructions in enumerate(program.ranks):
         for i in instructions:
             if i.action == Action.SEND:
@@ -217,16 +180,9 @@ def groups_and_pairs(
 
 
 def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int | None:
-    """The bytes of a message that are sent at once; None: all of them.
-
-    Gloo's connections and the pacer take turns by chunks. NCCL uses more of a GPU the larger a
-    message is, so there it stays whole.
-
-    Args:
-        chunk_mb: as the user has chosen, in MB; None: the default of the backend.
-        backend: of the messages.
-        paced: whether sends are spread over time.
-    """
+    """The bytes of a message that are sent at once; None: all of them."""
+    # Gloo's connections and the pacer take turns by chunks. NCCL uses more of a GPU the larger a
+    # message is.
     if chunk_mb is None and backend == "nccl" and not paced:
         return None
     return max(1, round((1.0 if chunk_mb is None else chunk_mb) * MB))
@@ -237,10 +193,8 @@ def tags(instructions: Sequence[Instruction]) -> list[int]:
     count: Counter[tuple] = Counter()
     found = []
     for i in instructions:
-        tag = 0
-        if i.action in (Action.SEND, Action.RECV):
-            # The k-th send to a peer matches its k-th receive from here; both ends count alike.
-            count[i.action, i.peers] += 1
-            tag = count[i.action, i.peers]
-        found.append(tag)
+        # The k-th send to a peer matches its k-th receive from here; both ends count alike.
+        counts = i.action in (Action.SEND, Action.RECV)
+        count[i.action, i.peers] += counts
+        found.append(count[i.action, i.peers] if counts else 0)
     return found

@@ -17,13 +17,12 @@ from toolkit.runtime.streams import own_stream
 
 _HEADROOM = 1.25
 
-Begin = Callable[[], dist.Work | None]
-"""Begins to send a chunk."""
+Begin = Callable[[], dist.Work | None]  # begins to send a chunk, which the device has made
 Works = list[dist.Work | None]
 
 
 class _Message(NamedTuple):
-    urgency: int
+    urgency: int  # smaller numbers begin sooner
     number: int  # unique, so that a heap compares no further
     chunks: deque[tuple[Begin, int]]
     works: Works
@@ -35,17 +34,11 @@ class Pacer:
 
     The rate spreads the bytes of a training step over the shortest step so far, with a quarter
     more, so that a delayed rank can catch up. Nothing is held back before two steps have ended.
-
-    Args:
-        device: where the messages are.
-
-    Attributes:
-        rate: bytes a second; None until it is known.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.rate: float | None = None
+        self.rate: float | None = None  # bytes a second, once it is known
         self._step_bytes = 0.0
         self._shortest = inf
         self._step_began: float | None = None
@@ -71,19 +64,9 @@ class Pacer:
         self._step_began = now
 
     def put(self, begin: Sequence[Begin], sizes: Sequence[int], urgency: int) -> "Future[Works]":
-        """Queue the chunks of a message; the pacer's thread begins them.
-
-        Args:
-            begin: of each chunk. The device must have made its bytes already.
-            sizes: of each chunk, in bytes.
-            urgency: smaller numbers begin sooner.
-
-        Returns:
-            the works, once all have begun.
-        """
-        message = _Message(
-            urgency, next(self._numbers), deque(zip(begin, sizes, strict=True)), [], Future()
-        )
+        """Queue the chunks of a message; the result is their works, once all have begun."""
+        chunks = deque(zip(begin, sizes, strict=True))
+        message = _Message(urgency, next(self._numbers), chunks, [], Future())
         with self._changed:
             heappush(self._waiting, message)
             self._changed.notify()

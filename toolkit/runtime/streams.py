@@ -58,11 +58,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 class Streams:
-    """The streams of a rank's threads; the ops are on that of the thread that makes it.
-
-    Args:
-        device: of the rank.
-    """
+    """The streams of a rank's threads; the ops are on that of the thread that makes it."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
