@@ -37,12 +37,12 @@ def main(config: DictConfig) -> Ended:
     from toolkit.training import StoppedError, run_with_checkpoints
     from toolkit.training.checkpoint import from_rank_0
     from toolkit.training.profiling import check_profile
-    from toolkit.training.run_with_checkpoints import check_saving
+    from toolkit.training.run_with_checkpoints import rollback_schedule
 
     start = time.perf_counter()
     check_profile(config.profile)
     run = build_run(config)
-    check_saving(run)
+    rollback_schedule(run)
     folder = Path(HydraConfig.get().runtime.output_dir)
     if run.runtime.world is not None:  # whichever rank knows the reason writes it
         run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
@@ -73,7 +73,7 @@ def main(config: DictConfig) -> Ended:
                 saved = f"; {resume_command(folder)}" if stopped.saved else "; nothing is saved"
                 records.line(f"stopped by {stopped}{saved}")
                 return Ended(STOPPED)
-        measured, objective = outcome.job.measurements(), outcome.epochs[-1].top1
+        measured, objective = outcome.run.measurements(), outcome.epochs[-1].top1
         if not is_rank_zero():
             return Ended(objective=objective)
         written, result = conclude(outcome, measured, records, start)
@@ -97,7 +97,7 @@ def conclude(
     from toolkit.results import delay_means, describe, provenance, training_log
     from toolkit.results.record import SCHEMA
 
-    run, folder, tracker = outcome.job, records.folder, records.tracker
+    run, folder, tracker = outcome.run, records.folder, records.tracker
     notes, damaged = list(outcome.notes), [*getattr(run.samples, "damaged", ())]
     if outcome.resumed_at:
         ended = outcome.resumed_at == run.runtime.steps_done
@@ -110,7 +110,7 @@ def conclude(
         write_csv(folder / "epochs.csv", epochs)
         if delays:
             write_csv(folder / "delays.csv", delays)
-    ranks: list[dict[str, Any]] = [{"rank": rank} for rank in range(run.n_ranks)]
+    ranks: list[dict[str, Any]] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
     if measured:
         timelines, ranks = beside_predicted(measured, run, notes)
         with note_write_errors(notes, folder):
@@ -171,7 +171,7 @@ class Records(ExitStack):
 
     def epoch(self, epoch: "Epoch") -> None:
         """Record an epoch."""
-        self.progress.note(f"test {epoch.told(self.measure)}")
+        self.progress.note(f"test {epoch.text(self.measure)}")
         self.curves.epoch(epoch)
         self.epochs.put([as_row(epoch)])
 
@@ -231,7 +231,7 @@ def beside_predicted(
     """The timelines, measured and predicted, and a row a rank; a note if nothing is predicted."""
     from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS
     from toolkit.errors import first_line
-    from toolkit.training.prediction import beside_prediction
+    from toolkit.training.profiling import beside_prediction
 
     rows: list[dict[str, Any]] = [*measured.by_rank()]
     try:

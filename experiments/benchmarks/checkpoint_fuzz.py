@@ -91,7 +91,7 @@ def _whole(options: list[str], folder: Path) -> Whole:
 
 
 def _weights(outcome: Outcome) -> dict[str, Tensor]:
-    state = outcome.job.runtime.module().state_dict()
+    state = outcome.run.runtime.module().state_dict()
     return {name: tensor.clone() for name, tensor in state.items()}
 
 

@@ -41,8 +41,8 @@ from benchmarks import fuzz
 from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
+from toolkit.training.data.batches import seeded
 from toolkit.training.data.class_folders import evaluation_transform, training_transform
-from toolkit.training.data.datasets import seeded
 
 SETS = ("batches", "cifar", "folder")
 PASSED = ("refused", "equal", "changed", "skipped")

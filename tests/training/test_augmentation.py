@@ -1,12 +1,11 @@
 """Small sets on the training device: each image as a loop over images would have it."""
 
-import pickle
-
 import pytest
 import torch
 from torch.nn import functional as F
 
-from toolkit.training.data.in_memory import InMemory, Labelled, Normalise, OnDevices
+from toolkit.training.data.batches import normalise
+from toolkit.training.data.in_memory import InMemory, Labelled
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
@@ -53,25 +52,15 @@ def test_batches_to_the_bit(padding, flip, epoch):
 
 
 def test_a_device_gets_its_copy_once():
-    held = OnDevices(torch.ones(2), torch.zeros(3))
-    meta = torch.device("meta")
-    assert [tensor.device.type for tensor in held.on(meta)] == ["meta", "meta"]
-    assert held.on(meta) is held.on(meta)
-    assert held.on(CPU)[0] is held.tensors[0]
-
-
-def test_copies_do_not_travel():
-    """To another process goes what was given, not what is on a device of this one."""
-    held = OnDevices(torch.ones(2))
-    held.on(torch.device("meta"))
-    again = pickle.loads(pickle.dumps(held))
-    assert not again._copies
-    assert torch.equal(again.on(CPU)[0], torch.ones(2))
+    images, meta = in_memory(), torch.device("meta")
+    for device in (meta, CPU, meta):
+        assert {x.device for batch in images.test(4, device) for x in batch} == {device}
+    assert {*images._test.copies} == {meta, CPU}
 
 
 def test_bytes_are_normalised_without_being_changed():
     pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
-    found = Normalise((0.2,), (0.4,))(pixels)
+    found = normalise(pixels, (0.2,), (0.4,))
     torch.testing.assert_close(found.flatten(), torch.tensor([-0.5, 0.0, 2.0]))
     assert pixels.flatten().tolist() == [0, 51, 255]
 

@@ -7,14 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from toolkit.metric import ACCURACY, LOSS
-from toolkit.options import SaveOptions
+from toolkit.options import SaveOptions, TrainingOptions
 from toolkit.training import DivergedError
 from toolkit.training import checkpoint_callback as module
-from toolkit.training.checkpoint_callback import (
-    CheckpointCallback,
-    Signals,
-    StoppedError,
-)
+from toolkit.training.checkpoint_callback import CheckpointCallback, Signals, StoppedError
 from toolkit.training.loop import Epoch, Position
 
 
@@ -48,22 +44,14 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def make(clock, tmp_path):
-    def make(often=None, signals=None, measure=ACCURACY, **options):
-        often = often or SaveOptions()
-        return CheckpointCallback(
+    def make(often=None, signals=None, measure=ACCURACY, epochs=1000):
+        run = SimpleNamespace(
             runtime=SimpleNamespace(rank=0, total=lambda values: values),
-            saves=not often.never,
-            checkpoints=Checkpoints(tmp_path),
-            often=often,
-            extra={},
-            guard="stop",
-            guard_factor=10.0,
-            signals=signals or Signals(),
-            measure=measure,
-            epochs=1000,
-            _saved_at=clock.now,
-            **options,
+            options=TrainingOptions(epochs=epochs, save=often or SaveOptions()),
+            samples=SimpleNamespace(form=SimpleNamespace(metric=measure)),
+            record={},
         )
+        return CheckpointCallback(run, Checkpoints(tmp_path), signals or Signals())
 
     return make
 
@@ -73,31 +61,31 @@ def epoch(number, top1):
     return Epoch(number, 1.0, top1, top1, 1.0, 0.1, 1.0)
 
 
-def train(keeper, clock, accuracies, n_steps=4, seconds=0.0):
+def train(callback, clock, accuracies, n_steps=4, seconds=0.0):
     """As the loop does: pauses within epochs, and after each of them."""
     position = Position(first_loss=1.0)
     for number, top1 in enumerate(accuracies):
         while position.step < n_steps:
-            stretch = min(keeper.steps(position, n_steps), n_steps - position.step)
+            stretch = min(callback.steps(position, n_steps), n_steps - position.step)
             assert stretch > 0
             clock.now += seconds * stretch
             position.step += stretch
             position.steps_done += stretch
             if position.step < n_steps:
-                keeper.end(position)
+                callback.end(position)
         position.epoch, position.step = number + 1, 0
         position.history = [*position.history, epoch(number, top1)]
-        keeper.end(position)
-    return keeper.checkpoints
+        callback.end(position)
+    return callback.checkpoints
 
 
 @pytest.mark.parametrize(
     ("often", "measure", "accuracies", "best"),
     [
-        # the latest of equals, if it is saved
+        # an epoch as good as the best is saved too
         (SaveOptions(), ACCURACY, [0.5, 0.4, 0.7, 0.7, 0.6], [4, 12, 16]),
-        (SaveOptions(epochs=2), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
-        (SaveOptions(6, epochs=None), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 24]),
+        (SaveOptions(epochs=2), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 20, 24]),
+        (SaveOptions(6, epochs=None), ACCURACY, [0.9, 0.5, 0.8, 0.6, 0.9, 0.95], [4, 20, 24]),
         (SaveOptions(), LOSS, [0.5, 0.4, 0.7, 0.4, 0.6], [4, 8, 16]),
     ],
 )
@@ -122,8 +110,9 @@ def test_the_best_is_saved_whenever_it_comes(make, clock, often, measure, accura
 )
 def test_saves_when_it_is_due(make, clock, often, steps):
     """The first epoch is the best."""
-    keeper = make(often, length=1)
-    assert train(keeper, clock, [0.1] * 3, seconds=30.0).steps == steps
+    callback = make(often)
+    callback.n_steps = 1
+    assert train(callback, clock, [0.3, 0.2, 0.1], seconds=30.0).steps == steps
 
 
 @pytest.mark.parametrize(
@@ -131,11 +120,11 @@ def test_saves_when_it_is_due(make, clock, often, steps):
 )
 def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
     """Twice as many steps where a stretch took less than half of it, half where it took more."""
-    keeper, position, found = make(), Position(first_loss=1.0), []
+    callback, position, found = make(), Position(first_loss=1.0), []
     for _ in lengths:
-        found.append(keeper.steps(position, 10**6))
+        found.append(callback.steps(position, 10**6))
         clock.now += seconds * found[-1]
-        keeper.end(position)
+        callback.end(position)
     assert found == lengths
 
 
@@ -149,33 +138,33 @@ def test_pauses_keep_a_time_apart(make, clock, seconds, lengths):
 )
 def test_a_signal_stops_the_run_after_a_checkpoint(make, clock, capsys, often, full, saved):
     """If it saves any, and this one can be written."""
-    keeper = make(often, Signals(signal.SIGTERM))
-    keeper.checkpoints.full = full
+    callback = make(often, Signals(signal.SIGTERM))
+    callback.checkpoints.full = full
     with pytest.raises(StoppedError, match="SIGTERM") as stopped:
-        train(keeper, clock, [0.1], n_steps=100)
+        train(callback, clock, [0.1], n_steps=100)
     assert stopped.value.saved is saved
-    assert keeper.checkpoints.steps == [8] * saved
+    assert callback.checkpoints.steps == [8] * saved
     assert ("No space left on device" in capsys.readouterr().err) is full
 
 
-def test_no_signal_stops_a_run_that_is_done(make, clock):
+@pytest.mark.parametrize(("epochs", "stops"), [(1, False), (2, True)])
+def test_no_signal_stops_a_finished_run(make, epochs, stops):
     signals = Signals(signal.SIGTERM)
-    keeper = make(SaveOptions(epochs=None), signals)
-    keeper.epochs = 1
-    keeper.end(Position(epoch=1))
+    try:
+        make(SaveOptions(epochs=None), signals, epochs=epochs).end(Position(epoch=1))
+        assert not stops
+    except StoppedError:
+        assert stops
     assert signals.agreed == signal.SIGTERM
-    keeper.epochs = 2
-    with pytest.raises(StoppedError):
-        keeper.end(Position(epoch=1))
 
 
 def test_stops_with_a_checkpoint_after_a_failed_save(make, clock, capsys):
-    keeper = make(signals=Signals(signal.SIGTERM))
-    keeper.checkpoints.full = True
-    keeper.save(Position())
-    keeper.checkpoints.full = False
+    callback = make(signals=Signals(signal.SIGTERM))
+    callback.checkpoints.full = True
+    callback.save(Position())
+    callback.checkpoints.full = False
     with pytest.raises(StoppedError) as stopped:
-        train(keeper, clock, [0.1], n_steps=100)
+        train(callback, clock, [0.1], n_steps=100)
     assert stopped.value.saved
     assert "No space left" in capsys.readouterr().err
 
@@ -183,7 +172,7 @@ def test_stops_with_a_checkpoint_after_a_failed_save(make, clock, capsys):
 @pytest.mark.parametrize(
     ("handler", "heard"), [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, 0)], ids=["", "nohup"]
 )
-def test_a_terminal_that_goes_away_is_heard_unless_nobody_minds(handler, heard):
+def test_the_end_of_the_terminal_is_heard_except_under_nohup(handler, heard):
     before = signal.signal(signal.SIGHUP, handler)
     try:
         with Signals().heard() as signals:
@@ -194,7 +183,7 @@ def test_a_terminal_that_goes_away_is_heard_unless_nobody_minds(handler, heard):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_signals_are_given_back():
+def test_signal_handlers_are_restored():
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     with Signals().heard() as signals:
@@ -204,7 +193,7 @@ def test_signals_are_given_back():
 
 @pytest.mark.parametrize("loss", [10.5, float("nan"), float("inf")])
 def test_a_loss_far_above_the_first_is_a_divergence(make, loss):
-    keeper = make()
-    keeper.check(10.0, Position(first_loss=1.0))
-    with pytest.raises(DivergedError, match="the training loss of epoch 0 is"):
-        keeper.check(loss, Position(first_loss=1.0))
+    callback = make()
+    callback.check(10.0, Position(first_loss=1.0))
+    with pytest.raises(DivergedError, match=r"the training loss of epoch 0 is .*, after step 7:"):
+        callback.check(loss, Position(first_loss=1.0, steps_done=7))

@@ -70,7 +70,7 @@ class Who(torch.utils.data.Dataset):
 @pytest.fixture
 def begin(monkeypatch):
     """Start to read an epoch by a loader, which is made of a number of workers."""
-    monkeypatch.setattr(class_folders, "_NORMALISE", lambda pixels: pixels)
+    monkeypatch.setattr(class_folders, "normalise", lambda pixels, mean, std: pixels)
 
     def begin(loader, seed, chosen=CHOSEN):
         numbers = [(torch.tensor(batch), None) for batch in chosen]
@@ -80,7 +80,7 @@ def begin(monkeypatch):
 
 
 def loader(num_workers):
-    return class_folders._Loaded(Who(), {}, num_workers, 1)
+    return class_folders._Loaded(Who(), [], num_workers, 1)
 
 
 def assert_read(batches, seed):
@@ -221,10 +221,10 @@ def numbered(folder, damaged):
 
 
 def test_each_damaged_image_is_reported_once(capsys):
-    damaged = {}
+    damaged = []
     for paths in (["a", "b"], ["b"], [], ["c", "a"]):
         report_damaged(damaged, paths)
-    assert [*damaged] == ["a", "b", "c"]
+    assert damaged == ["a", "b", "c"]
     found, err = capsys.readouterr()
     assert not found
     assert [line.split()[:2] for line in err.splitlines()] == [["warning:", k] for k in "abc"]
@@ -280,7 +280,7 @@ def test_parts_are_slices_of_the_whole(root):
             assert torch.equal(part, x.chunk(3)[rank])
             assert torch.equal(labels, y.chunk(3)[rank])
     assert sorted(len(images.damaged) for images in ranks) == [0, 0, 1]
-    assert whole.damaged == (str(root / "train/cat/1.jpg"),)
+    assert whole.damaged == [str(root / "train/cat/1.jpg")]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -313,7 +313,7 @@ def test_what_is_no_file(root, becomes):
         list(images.test(4, CPU))
     skipping = image_folder(str(root), 16, 0, damaged="skip")
     list(skipping.test(4, CPU))
-    assert skipping.damaged == (() if becomes == "missing" else (str(path),))
+    assert skipping.damaged == ([] if becomes == "missing" else [str(path)])
 
 
 # CIFAR-10 in class folders
@@ -339,9 +339,9 @@ def test_cifar10_skips(ten, capsys, monkeypatch):
     assert torch.equal(x, whole[[*range(7), 6, *range(8, 20)]])
     ((x, _),) = cifar10(str(ten), 0, False, damaged="skip").train(30, 0, 0, CPU)
     assert len({image.numpy().tobytes() for image in x}) == 29
-    paths = (str(ten / "train/class0/0.png"), str(ten / "test/class3/1.png"))
+    paths = [str(ten / "train/class0/0.png"), str(ten / "test/class3/1.png")]
     assert images.damaged == paths
-    assert before.damaged == ()
+    assert before.damaged == []
     capsys.readouterr()
     monkeypatch.setenv("RANK", "1")
     n_skipped = [len(cifar10(str(ten), n_train=n, damaged="skip").damaged) for n in (10, 20, None)]

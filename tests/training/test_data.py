@@ -14,14 +14,14 @@ from torchvision.datasets import CIFAR10
 from toolkit.errors import UserError
 from toolkit.training.data import (
     cifar10,
-    class_folders,
     digits,
     image_folder,
+    in_memory,
     synthetic,
     text,
     token_files,
 )
-from toolkit.training.data.sets import balanced_subset
+from toolkit.training.data.in_memory import balanced_subset
 
 CPU = torch.device("cpu")
 CLASSES = ("cat", "dog", "eel")
@@ -277,10 +277,8 @@ def test_a_part_of_cifar10(cifar_folders, monkeypatch):
     """Only what is chosen is decoded; it is what the whole set has at that place."""
     whole = torch.cat([x for x, _ in cifar10(str(cifar_folders)).test(20, CPU)])
     reads = []
-    read = class_folders.read_image
-    monkeypatch.setattr(
-        class_folders, "read_image", lambda *image: reads.append(image) or read(*image)
-    )
+    read = in_memory.read_image
+    monkeypatch.setattr(in_memory, "read_image", lambda *image: reads.append(image) or read(*image))
     small = cifar10(str(cifar_folders), n_train=20, n_test=10)
     assert len(reads) == 30
     assert len(small.train(20, 0, 0, CPU)) == 1

@@ -9,7 +9,7 @@ from toolkit.cli import build_run
 from toolkit.errors import UserError
 from toolkit.model import Images
 from toolkit.training import run_with_checkpoints
-from toolkit.training.data import Datasets, datasets
+from toolkit.training.data import Datasets, batches
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_samples_follow_from_seed_and_epoch():
 
 def test_batches_are_sent_without_waiting_for_the_device(monkeypatch):
     sent = []
-    monkeypatch.setattr(datasets, "send", lambda tensor, device: sent.append(device) or tensor)
+    monkeypatch.setattr(batches, "send", lambda tensor, device: sent.append(device) or tensor)
     list(Datasets(Noisy(8), Noisy(2), 10).train(4, 0, 0, torch.device("cuda")))
     assert sent == [torch.device("cuda")] * 4  # inputs and targets of two batches
 

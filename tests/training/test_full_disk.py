@@ -30,11 +30,11 @@ def disk(tmp_path):
 
 def goes_on_from(folder, step):
     """Whether a run goes on from the checkpoint of ``step``, to the end of one undisturbed."""
-    job = built()
-    state, damaged = Checkpoints(folder / "checkpoints").load(job.runtime)
-    assert isinstance(job.runtime, SingleProcess)
-    job.runtime.load_state_dict(state["runtime"])
-    return damaged == [] and job.runtime.steps_done == step
+    run = built()
+    state, damaged = Checkpoints(folder / "checkpoints").load(run.runtime)
+    assert isinstance(run.runtime, SingleProcess)
+    run.runtime.load_state_dict(state["runtime"])
+    return damaged == [] and run.runtime.steps_done == step
 
 
 # On Python 3.13 torch's writer tells of the files that it could not close.
@@ -62,7 +62,7 @@ def test_a_full_disk(disk, capsys, sharded):
     assert note.startswith("not written: the checkpoint of step 8: ")
     assert "the weights, " in note
     assert "space left" in note or "is the disk full?" in note
-    assert capsys.readouterr().err.count("training goes on") == 1
+    assert capsys.readouterr().err.count("training continues") == 1
     assert goes_on_from(folder, 4)
 
 

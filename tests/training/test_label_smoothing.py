@@ -15,16 +15,16 @@ CPU = torch.device("cpu")
 def losses(label_smoothing):
     """Of training and testing; the weights do not change."""
     config = composed("train", *TINY, f"label_smoothing={label_smoothing}", "optimizer.lr=0")
-    job = build_run(config)
-    (epoch,) = job.run()
-    return job, epoch
+    run = build_run(config)
+    (epoch,) = run.run()
+    return run, epoch
 
 
 def test_smoothing_is_for_training():
     _, plain = losses(0)
-    job, smoothed = losses(0.25)
+    run, smoothed = losses(0.25)
     assert smoothed.test_loss == plain.test_loss
-    tested = evaluate(job.runtime.module(), job.samples.test(16, CPU))
+    tested = evaluate(run.runtime.module(), run.samples.test(16, CPU))
     assert tested.loss == pytest.approx(smoothed.test_loss)
     assert smoothed.train_loss != plain.train_loss
 
@@ -32,8 +32,8 @@ def test_smoothing_is_for_training():
 def test_smoothed_loss_by_hand():
     torch.manual_seed(0)
     outputs, targets = torch.randn(4, 5), torch.tensor([0, 4, 2, 1])
-    job, _ = losses(0.25)
-    found = job.runtime._engine.loss(outputs, targets)
+    run, _ = losses(0.25)
+    found = run.runtime._engine.loss(outputs, targets)
     uniform = -F.log_softmax(outputs, 1).mean()
     torch.testing.assert_close(found, 0.75 * F.cross_entropy(outputs, targets) + 0.25 * uniform)
 

@@ -12,11 +12,20 @@ from torch.nn import functional as F
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.model import Images, Sequences, build, partition
+from toolkit.options import TrainingOptions
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import catalog
-from toolkit.training import evaluate, fit, loop
+from toolkit.training import evaluate, loop
 from toolkit.training.data import synthetic
-from toolkit.training.loop import Epoch, Evaluation, Position, evaluated_at_once, is_best
+from toolkit.training.loop import (
+    Epoch,
+    Evaluation,
+    LoopCallback,
+    Position,
+    evaluated_at_once,
+    fit,
+    is_best,
+)
 
 CPU = torch.device("cpu")
 
@@ -71,7 +80,7 @@ def test_the_best_epoch_is_that_of_the_measure():
     lost = replace(epochs[0], top1=nan)
     assert not is_best([epochs[0], lost], ACCURACY)
     assert is_best([lost, epochs[1]], ACCURACY)
-    assert (epochs[0].told(ACCURACY), epochs[0].told(LOSS)) == ("50.00%", "loss 2.000")
+    assert (epochs[0].text(ACCURACY), epochs[0].text(LOSS)) == ("50.00%", "loss 2.000")
 
 
 def test_with_few_classes_every_answer_is_among_five():
@@ -103,16 +112,22 @@ def test_evaluation_restores_each_mode_and_moves_no_statistics():
 def runtime_for(images, lr, schedule):
     torch.manual_seed(0)
     model = build("resnet8", **images.form.arguments)
-    example = images.form.example(4)
-    stages = partition(model, schedule.n_stages, example)
+    stages = partition(model, schedule.n_stages, images.form.example(4))
     return SingleProcess(stages, schedule, lambda p: torch.optim.SGD(p, lr), F.cross_entropy)
 
 
-def run(images, lr=0.05, epochs=2, schedule=None, **calls):
-    runtime = runtime_for(images, lr, schedule or catalog.cyclic(4))
-    return fit(
-        runtime, images, epochs=epochs, batch_size=16, seed=0, device=CPU, rate=float, **calls
+def run(images, lr=0.05, epochs=2, schedule=None, position=None, runtime=None, **calls):
+    run = SimpleNamespace(
+        runtime=runtime or runtime_for(images, lr, schedule or catalog.cyclic(4)),
+        samples=images,
+        options=TrainingOptions(epochs=epochs),
+        step_options=StepOptions(),
+        batch_size=16,
+        device=CPU,
+        rate=float,
     )
+    calls = {"on_epoch": lambda epoch: None, "on_step": lambda step: None} | calls
+    return fit(run, position or Position(), LoopCallback(), **calls)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +175,9 @@ def test_a_first_epoch_that_has_become_too_short_is_refused(images):
 
 
 def test_divergence_says_what_to_do(images):
-    with pytest.raises(FloatingPointError, match=r"of epoch 0 is .*: lower optimizer.lr, or warm"):
+    with pytest.raises(
+        FloatingPointError, match=r"of epoch 0 is .*, after step 8: lower optimizer\.lr"
+    ):
         run(images, lr=1e30)
 
 
@@ -169,7 +186,7 @@ def test_weights_that_only_the_test_finds_lost(images, monkeypatch):
     found = Evaluation(nan, nan, nan)
     monkeypatch.setattr(loop, "evaluate", lambda *arguments, **options: found)
     epochs = []
-    with pytest.raises(FloatingPointError, match="the test loss of epoch 0 is nan: lower opt"):
+    with pytest.raises(FloatingPointError, match="the test loss of epoch 0 is nan, after step 8"):
         run(images, on_epoch=epochs.append)
     assert epochs == []
 
@@ -207,7 +224,7 @@ def test_averages_are_tested_beside_the_weights():
     (bias,) = [n for n, p in runtime.module().named_parameters() if p.shape == (4,)]
     zero[bias][1] = 1.0  # it names class 1, whatever it sees
     runtime.averages = lambda: zero
-    (epoch,) = fit(runtime, images, epochs=1, batch_size=16, seed=0, device=CPU, rate=float)
+    (epoch,) = run(images, epochs=1, runtime=runtime)
     labels = torch.cat([labels for _, labels in images.test(64, CPU)])
     assert epoch.ema_top1 == pytest.approx(float((labels == 1).double().mean()))
     assert epoch.top1 != epoch.ema_top1
@@ -220,15 +237,5 @@ def test_the_rate_of_a_resumed_epoch_is_of_the_steps_since(monkeypatch):
     images = synthetic(n_train=128, n_test=16, n_classes=4, image_size=8)
     times = iter([10.0, 12.0])
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    at = Position(step=6, steps_done=6)
-    (epoch,) = fit(
-        runtime_for(images, 0.01, catalog.cyclic(4)),
-        images,
-        epochs=1,
-        batch_size=16,
-        seed=0,
-        device=CPU,
-        rate=float,
-        position=at,
-    )
+    (epoch,) = run(images, epochs=1, position=Position(step=6, steps_done=6))
     assert epoch.samples_per_second == 2 * 16 / 2

@@ -46,7 +46,7 @@ def built(*options):
 
 
 def weights(outcome):
-    return {name: x.clone() for name, x in outcome.job.runtime.module().state_dict().items()}
+    return {name: x.clone() for name, x in outcome.run.runtime.module().state_dict().items()}
 
 
 def assert_identical(found, expected):
@@ -168,11 +168,12 @@ def test_other_orders_in_the_same_file_are_told(tmp_path):
     options = f"schedule.file={file}", "save.steps=3", "lr=constant"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     stopped(tmp_path, 3, *options)
-    job = built(*options)
-    assert (job.record["stages"], job.record["microbatches"]) == (2, 2)
+    run = built(*options)
+    assert (run.record["stages"], run.record["microbatches"]) == (2, 2)
     file.write_text("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0\n")
     outcome = run_with_checkpoints(built(*options, "epochs=1"), tmp_path, resume=True)
-    assert outcome.notes == [f"{file} has other orders than those of the checkpoint"]
+    (note,) = outcome.notes
+    assert "orders=" in note
 
 
 def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
@@ -226,13 +227,13 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     assert len(outcome.epochs) == 3
     (note,) = outcome.notes
     assert note.startswith("not written: the checkpoint of step 8: ")
-    assert note.endswith("; and 2 later ones")
-    assert capsys.readouterr().err.count("training goes on") == 1
+    assert "; and 1 more; " in note
+    assert capsys.readouterr().err.count("training continues") == 1
 
 
-def planted(job, at, n=10):
+def planted(run, at, n=10):
     """Multiply the learning rate by 1000 for ``n`` updates, once."""
-    runners = job.runtime._runners
+    runners = run.runtime._runners
     seen = iter(range(10_000))
     for runner in runners:
 
@@ -243,7 +244,7 @@ def planted(job, at, n=10):
             update(*total, **how)  # which sets the rate of the next
 
         runner.update = wild
-    return job
+    return run
 
 
 @pytest.mark.parametrize("rule", more(["cdp_v2"], ["dp", "cdp_v1", "cdp_v2"]))
@@ -259,9 +260,9 @@ def test_a_divergence_is_rolled_back(tmp_path, rule):
     (note,) = outcome.notes
     assert heard == outcome.notes
     assert "rolled back to epoch" in note
-    assert note.endswith("went on" if rule == "dp" else "went on without delay")
-    assert outcome.job.schedule.max_staleness == 0
-    assert outcome.job.runtime.steps_done == 4 * 32
+    assert note.endswith("continued" if rule == "dp" else "continued without delay")
+    assert outcome.run.schedule.max_staleness == 0
+    assert outcome.run.runtime.steps_done == 4 * 32
     assert outcome.epochs[-1].top1 >= calm.epochs[-1].top1 - 0.02
 
 
@@ -296,15 +297,15 @@ def test_weights_of_every_version_go_back_to_the_gpu(monkeypatch, tmp_path, shar
 
 
 def test_a_divergence_ends_a_run_that_is_not_to_be_rolled_back(tmp_path):
-    told = r"(and was .* at first|is nan): lower optimizer.lr"
-    with pytest.raises(FloatingPointError, match=told):
+    words = r"(at first|is nan), after step \d+: lower optimizer.lr"
+    with pytest.raises(FloatingPointError, match=words):
         run_with_checkpoints(planted(built(), at=4), tmp_path)
 
 
 def test_what_has_no_way_back_is_refused_at_once(tmp_path):
-    job = built("schedule=pipedream_2bw", "guard=rollback")
+    run = built("schedule=pipedream_2bw", "guard=rollback")
     with pytest.raises(UserError):
-        run_with_checkpoints(job, tmp_path)
+        run_with_checkpoints(run, tmp_path)
     with pytest.raises(UserError):
         run_with_checkpoints(built("guard=maybe"), tmp_path)
     with pytest.raises(UserError, match="guard_factor"):
@@ -365,21 +366,21 @@ def on_rank(folder, name):
     whole = run_with_checkpoints(built(*options), mine / "whole")
     expected = weights(whole)
     error = None
-    job = built(*options)
+    run = built(*options)
     seen = iter(range(1, 100))
 
     def on_step(step):
-        if next(seen) == 11 and job.runtime.rank == 1:
+        if next(seen) == 11 and run.runtime.rank == 1:
             os.kill(os.getpid(), SENT[name])
             time.sleep(0.5)  # the watch leaves it to the training
 
     try:
-        run_with_checkpoints(job, mine / "again", on_step=on_step)
+        run_with_checkpoints(run, mine / "again", on_step=on_step)
     except StoppedError as stopped:
         error = str(stopped)
     again = run_with_checkpoints(built(*options), mine / "again", resume=True)
     ended = run_with_checkpoints(built(*options), mine / "again", resume=True)
-    return expected, weights(again), error, (weights(ended), ended.job.measurements())
+    return expected, weights(again), error, (weights(ended), ended.run.measurements())
 
 
 @pytest.fixture(scope="module")
@@ -448,11 +449,11 @@ def refused(folder, options):
 def test_each_rollback_goes_further_back_and_three_are_the_most(tmp_path, monkeypatch):
     seen = []
 
-    def run(job, on_epoch, on_step, position, keeper):
+    def run(self, on_epoch, on_step, position, callback):
         seen.append(position.steps_done if position else 0)
         if len(seen) == 1:
             for step in (8, 16, 24):
-                keeper.save(Position(steps_done=step))
+                callback.save(Position(steps_done=step))
         raise DivergedError("the loss is nan")
 
     monkeypatch.setattr(TrainingRun, "run", run)
@@ -465,23 +466,23 @@ def test_what_has_no_delay_is_rolled_back_once(tmp_path, monkeypatch):
     """Data and seeds are the same again, so that a second time would end as the first."""
     begun = []
 
-    def run(job, *arguments):
-        begun.append(job)
+    def run(self, *arguments):
+        begun.append(self)
         raise DivergedError("the loss is nan")
 
     monkeypatch.setattr(TrainingRun, "run", run)
     notes = []
-    job = built("schedule=dp", "guard=rollback")
-    with pytest.raises(FloatingPointError, match="is nan, after 1 rollback"):
-        run_with_checkpoints(job, tmp_path, on_note=notes.append)
+    run = built("schedule=dp", "guard=rollback")
+    with pytest.raises(FloatingPointError, match="after 1 rollback"):
+        run_with_checkpoints(run, tmp_path, on_note=notes.append)
     assert len(begun) == 2
-    assert notes == ["the loss is nan: rolled back to epoch 0, step 0, and went on"]
+    assert notes == ["the loss is nan: rolled back to epoch 0, step 0, and continued"]
 
 
 def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeypatch):
     seen = []
 
-    def run(job, on_epoch, on_step, position, keeper):
+    def run(self, on_epoch, on_step, position, callback):
         seen.append(position)
         if len(seen) == 1:
             raise DivergedError("the loss is nan")
@@ -495,19 +496,19 @@ def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeyp
 def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypatch):
     check, planted = CheckpointCallback.check, []
 
-    def once(keeper, loss, position, which="training"):
+    def once(callback, loss, position, which="training"):
         if position.steps_done == 16 and which == "training" and not planted:
             planted.append(position)
             raise DivergedError("planted")
-        check(keeper, loss, position, which)
+        check(callback, loss, position, which)
 
     monkeypatch.setattr(CheckpointCallback, "check", once)
     options = "schedule=cdp_v1", "guard=rollback"
     stopped(tmp_path, 20, *options)  # of which 8 were in vain
     outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)
     assert outcome.notes == ["it had been rolled back, and continues without delay"]
-    assert outcome.job.schedule.max_staleness == 0
-    assert outcome.job.runtime.steps_done == 24
+    assert outcome.run.schedule.max_staleness == 0
+    assert outcome.run.runtime.steps_done == 24
 
 
 def test_other_ranks_have_no_way_back():

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("analysed_once")
 def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
     """Also where its result comes before the update."""
     options = "schedule=cdp_v1", f"runtime.order={order}", "lr=cosine", "lr.warmup_epochs=0.5"
-    job = built(*options, "lr.reference_batch=4", "epochs=2")
-    first, told, made = job.runtime._updaters[0], [], []
+    run = built(*options, "lr.reference_batch=4", "epochs=2")
+    first, told, made = run.runtime._updaters[0], [], []
     update = Updater.update
 
     def noted(self, *total, **how):
@@ -27,7 +27,7 @@ def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
         update(self, *total, **how)
 
     monkeypatch.setattr(Updater, "update", noted)
-    epochs = job.run(on_step=lambda step: told.append(step.learning_rate))
+    epochs = run.run(on_step=lambda step: told.append(step.learning_rate))
     assert told == pytest.approx(made, rel=1e-12)
     assert len(told) == 16
     assert len(set(told)) > 12
@@ -54,10 +54,10 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
     stopped(tmp_path, 8, f"optimizer={optimizer}")
     found = []
     for options in ([], changed):
-        job = built(f"optimizer={optimizer}", *options)
+        run = built(f"optimizer={optimizer}", *options)
         folder = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}{len(found)}"))
-        outcome = run_with_checkpoints(job, folder, resume=True)
-        groups = [g for u in job.runtime._updaters for g in u.optimizer.param_groups]
+        outcome = run_with_checkpoints(run, folder, resume=True)
+        groups = [g for u in run.runtime._updaters for g in u.optimizer.param_groups]
         for option in options:
             name, _, value = option.removeprefix("optimizer.").partition("=")
             values = {str(group[name]) for group in groups}

@@ -150,7 +150,7 @@ def beside_prediction(found: "Measurements", config: Any) -> tuple["Timeline", "
         config: options, from which the stages are built again, without ranks.
     """
     from toolkit.cli.build import build_model, load_samples, training_options
-    from toolkit.training.prediction import beside_prediction
+    from toolkit.training.profiling import beside_prediction
 
     form = load_samples(config.data).form
     model = build_model(config.model, form)

@@ -21,7 +21,7 @@ from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted
 from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run_with_checkpoints
 from toolkit.training.checkpoint_callback import Signals
-from toolkit.training.run_with_checkpoints import check_saving
+from toolkit.training.run_with_checkpoints import rollback_schedule
 
 Build = Callable[[str, int], TrainingRun]
 """Builds the run of a rule with a seed."""
@@ -81,7 +81,7 @@ def train_all(
     wanted = [key for key in keys if key not in done]
     wanted.sort(key=lambda key: key not in under_way)
     for name in dict.fromkeys(name for name, _ in wanted):  # before the first has trained for hours
-        check_saving(build(name, options["seed"]))
+        rollback_schedule(build(name, options["seed"]))
     n_epochs = options["epochs"] * len(wanted)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
         for name, seed in wanted:
@@ -149,7 +149,7 @@ def _trained(
             epochs, score = lost.all_epochs(n_epochs), "diverged"
             tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
         else:
-            epochs, score = outcome.epochs, outcome.epochs[-1].told(by)
+            epochs, score = outcome.epochs, outcome.epochs[-1].text(by)
             final = asdict(epochs[-1]).items()
             tracker.summary({training_log.final(k): v for k, v in final if v is not None})
             notes += outcome.notes

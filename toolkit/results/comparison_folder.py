@@ -21,7 +21,7 @@ from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_te
 from toolkit.options import COMPARED, ENDED, INDIFFERENT, UNDER_WAY
 from toolkit.results.csv_log import read_csv
 from toolkit.results.record import read_yaml
-from toolkit.training.config_diff import changed_options
+from toolkit.training.run_with_checkpoints import changed_options
 
 # Runs are paired by their seeds, and data may have moved; rules that have run stay as they are.
 _FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}

@@ -1,7 +1,7 @@
-"""Training: image sets, learning rates, the loop, and a run from its configuration."""
+"""Training: sets of samples, optimizers, learning rates, the loop, and resumable runs."""
 
 from toolkit.training.checkpoint_callback import StoppedError
-from toolkit.training.loop import DivergedError, Epoch, Evaluation, Step, evaluate, fit
+from toolkit.training.loop import DivergedError, Epoch, Evaluation, Step, evaluate
 from toolkit.training.run_with_checkpoints import Outcome, run_with_checkpoints
 from toolkit.training.training_run import TrainingRun, pick_device, prepare
 
@@ -14,7 +14,6 @@ __all__ = [
     "StoppedError",
     "TrainingRun",
     "evaluate",
-    "fit",
     "pick_device",
     "prepare",
     "run_with_checkpoints",

@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from toolkit.runtime.base import Runtime
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.state import joined, merged
 
-_MAGIC = b"cdp-toolkit checkpoint 1\n"
+_MAGIC = b"cdp-toolkit checkpoint 2\n"
 _ROWS = "rows by rank"
 _NAME = re.compile(r"step_(\d{9})\.ckpt")
 
@@ -37,38 +38,19 @@ class DamagedCheckpointError(UserError):
     """A file that is not, or is no longer, a whole checkpoint."""
 
 
-# One file
+def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
+    """Write ``state``, of tensors and plain values; after an OSError ``path`` is unchanged.
 
-
-def write(path: Path, state: Mapping[str, Any]) -> None:
-    """Write ``state``, of tensors and plain values; after an OSError ``path`` is unchanged."""
-    payload = serialised(state)
-    write_bytes(path, _MAGIC, hashlib.sha256(payload).hexdigest().encode() + b"\n", payload)
-
-
-def serialised(state: Mapping[str, Any]) -> bytes:
-    """Return torch.save's bytes of ``state``."""
-    buffer = io.BytesIO()
+    ``plain``: as torch.save writes it, without format and checksum.
+    """
+    buffer = io.BytesIO()  # torch.save to a file would raise other errors than OSError
     torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def write_bytes(path: Path, *parts: bytes) -> None:
-    """Write a file atomically, through to the disk; after an OSError ``path`` is unchanged."""
+    payload = buffer.getvalue()
+    head = b"" if plain else _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n"
     with replacing(path) as temporary, temporary.open("wb") as file:
-        file.writelines(parts)
+        file.writelines([head, payload])
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder's new names to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -95,9 +77,6 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-# A file for each rank
-
-
 def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
     """Write every rank's part of a state: ``runtime``, its ``Runtime.part()``, and its own values.
 
@@ -117,13 +96,8 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
         with _raise_on_every_rank(world):
             # The folder gets its name last, so a reader never finds one that lacks a rank.
             if rank == 0:
-                old = path.with_name(f".{path.name}.old")
-                _remove(old)
-                if path.exists():
-                    path.rename(old)
+                _remove(path)
                 temporary.rename(path)
-                _sync_folder(path.parent)
-                _remove(old)
     except OSError:
         if rank == 0:
             _remove(temporary)
@@ -202,19 +176,18 @@ def _raise_on_every_rank(world: World | None) -> Iterator[None]:
             raise found
 
 
-# The checkpoints of a run
-
-
 def from_rank_0(runtime: Runtime, value: Any) -> Any:
     """Return rank 0's ``value``, on every rank."""
     return value if runtime.world is None else runtime.world.gather(value)[0]
 
 
+@dataclass
 class Checkpoints:
     """The checkpoints of one run: the latest, and the best, to which ``best.ckpt`` links.
 
     Each is a file, which rank 0 writes and reads; or, if ``sharded``, a folder, which all ranks
-    write and read. Both kinds are found and read, whichever is written.
+    write and read. Both kinds are found and read, whichever is written. Every rank calls the
+    methods that take its runtime.
 
     Args:
         folder: folder of the checkpoints; if any is sharded, one that all ranks see.
@@ -222,23 +195,23 @@ class Checkpoints:
         sharded: whether each rank writes its share.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, *, sharded: bool = False) -> None:
-        self.folder, self.keep, self.sharded = folder, keep, sharded
+    folder: Path
+    keep: int = 2
+    sharded: bool = False
 
     def save(
         self, runtime: Runtime, rest: Mapping[str, Any], step: int, *, best: bool = False
     ) -> None:
         """Save the state of ``runtime`` after ``step`` training steps, and remove the oldest.
 
-        Every rank calls this method. If the checkpoint cannot be written, rank 0 at least raises
-        OSError, and the earlier ones stay. ``rest`` holds tensors and plain values.
+        If the checkpoint cannot be written, rank 0 at least raises OSError, and the earlier ones
+        stay. ``rest`` holds tensors and plain values.
         """
         path = self.folder / f"step_{step:09d}.ckpt"
         leads = runtime.rank == 0
         if self.sharded:
-            write_sharded(
-                path, {"runtime": runtime.part(), **(rest if leads else {})}, runtime.world
-            )
+            part = {"runtime": runtime.part(), **(rest if leads else {})}
+            write_sharded(path, part, runtime.world)
         else:
             # state_dict() copies; a single process writes at once and need not.
             alone = runtime.world is None
@@ -261,18 +234,15 @@ class Checkpoints:
         return sorted(path for path in found if _NAME.fullmatch(path.name))
 
     def any(self, runtime: Runtime) -> bool:
-        """Return whether rank 0 finds a checkpoint. Every rank calls this method."""
+        """Return whether rank 0 finds a checkpoint."""
         return bool(from_rank_0(runtime, self.paths()))
 
     def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
-        """Load the latest whole checkpoint, for ``runtime``. Every rank calls this method.
+        """Return the latest whole checkpoint, and a sentence on each later one that is damaged.
 
         Args:
             runtime: runtime that will load the state.
             skip: number of the latest to pass over; the oldest is never passed over.
-
-        Returns:
-            The state, and a sentence on each later checkpoint that is damaged.
 
         Raises:
             UserError: there is no whole checkpoint.

@@ -1,28 +1,29 @@
-"""Between stretches of training: save checkpoints, stop at a signal, and watch the loss."""
+"""At the pauses of the training loop: save checkpoints, stop at a signal, and watch the loss."""
 
+import json
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from math import inf, isfinite
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from toolkit.metric import Metric
-from toolkit.options import SaveOptions
-from toolkit.runtime.base import Runtime
 from toolkit.runtime.process_group.watch import ECHO
-from toolkit.training.checkpoint import Checkpoints, serialised, write_bytes
-from toolkit.training.loop import DivergedError, Position, Stretches, is_best
+from toolkit.training.checkpoint import Checkpoints, write
+from toolkit.training.loop import LoopCallback, Position, diverged, is_best
+from toolkit.training.training_run import TrainingRun
 
-_WEIGHTS = "the weights"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE = 5.0  # seconds between two pauses, in which ranks exchange the signals they received
+_FIRST_STEPS = 8  # before the first pause; measured steps are not cut up
 
 
 class StoppedError(Exception):
@@ -74,97 +75,81 @@ class Signals:
             raise KeyboardInterrupt
 
 
-@dataclass
-class CheckpointCallback(Stretches):
-    """Saves, stops and watches a run at the pauses between its stretches.
+class CheckpointCallback(LoopCallback):
+    """Saves, stops and watches a run at the pauses of its loop.
 
     Args:
-        runtime: the runtime that trains.
-        saves: whether checkpoints are saved.
-        checkpoints: the run's checkpoints.
-        often: when checkpoints are saved.
-        extra: what a checkpoint holds besides the runtime's state and the position.
-        guard: ``off``, or raise :class:`DivergedError` where the loss is not finite or, in
-            training, more than ``guard_factor`` times that of the first step.
-        guard_factor: see ``guard``.
+        run: the run, whose options say when to save and what to do if the loss diverges.
+        checkpoints: its checkpoints.
         signals: signals that end the run.
-        measure: metric that decides which checkpoint is the best.
-        epochs: epochs of the run; after the last, no signal stops it.
         weights: whether to keep the best checkpoint and the final weights.
-        length: training steps of the first stretch; later ones are longer or shorter, to take some
-            seconds.
-
-    Attributes:
-        unwritten: what could not be written.
+        rolled_back: whether the run had diverged and was rolled back.
     """
 
-    runtime: Runtime
-    saves: bool
-    checkpoints: Checkpoints
-    often: SaveOptions
-    extra: Mapping[str, Any]
-    guard: str
-    guard_factor: float
-    signals: Signals
-    measure: Metric
-    epochs: int
-    weights: bool = True
-    length: int = 8
-    unwritten: list[str] = field(default_factory=list)
-    _saved_at: float = field(default_factory=time.monotonic)
-    _begun: float = 0.0
+    def __init__(
+        self,
+        run: TrainingRun,
+        checkpoints: Checkpoints,
+        signals: Signals,
+        *,
+        weights: bool = True,
+        rolled_back: bool = False,
+    ) -> None:
+        self.run, self.runtime, self.checkpoints = run, run.runtime, checkpoints
+        self.signals, self.weights, self.rolled_back = signals, weights, rolled_back
+        # A rollback needs a checkpoint.
+        self.saves = run.options.guard == "rollback" or not run.options.save.never
+        self.measure = run.samples.form.metric
+        self.record = full_record(run)
+        self.unwritten: list[str] = []
+        self.n_steps = max(_FIRST_STEPS, getattr(run.runtime, "record", 0))
+        self._saved_at = self._begun = time.monotonic()
 
     def steps(self, position: Position, n_steps: int) -> int:
-        """Return the steps of the next stretch, which ends at ``often.steps`` at the latest."""
+        """Return the steps until the next pause, which is where a checkpoint is due if any is."""
         self._begun = time.monotonic()
-        every = self.often.steps
-        return min(self.length, every - position.steps_done % every) if every else self.length
+        every = self.run.options.save.steps
+        return min(self.n_steps, every - position.steps_done % every) if every else self.n_steps
 
     def check(self, loss: float, position: Position, which: str = "training") -> None:
-        """Check the loss of a stretch, or of the test.
-
-        Raises:
-            DivergedError: the guard is on, and the loss is not finite or too large.
-        """
-        limit = self.guard_factor * position.first_loss if which == "training" else inf
-        if self.guard != "off" and (not isfinite(loss) or loss > limit):
-            before = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
-            raise DivergedError(
-                f"the {which} loss of epoch {position.epoch} is {loss:.4g}{before}",
-                position.history,
-            )
+        """Raise DivergedError if the loss is not finite or too large, and the guard is on."""
+        options = self.run.options
+        limit = options.guard_factor * position.first_loss if which == "training" else inf
+        if options.guard != "off" and (not isfinite(loss) or loss > limit):
+            raise diverged(loss, position, which)
 
     def end(self, position: Position) -> None:
-        """Exchange received signals with all ranks, save if due, and set the next length.
+        """Exchange received signals with all ranks, save if due, and set the steps to the next.
 
         Raises:
             StoppedError: a rank received a signal before the last epoch ended.
         """
-        trained = time.monotonic() - self._begun
+        now = time.monotonic()
         mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _SIGNALS)]
-        if self._leads:
-            mine[:2] = [time.monotonic() - self._saved_at, trained]
+        if self.runtime.rank == 0:
+            mine[:2] = [now - self._saved_at, now - self._begun]
         # Ranks decide alike: by rank 0's clock, and by the signals of any of them.
         total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
         since, trained, *counts = total
         heard = [number for number, n_ranks in zip(_SIGNALS, counts, strict=True) if n_ranks]
-        due = self._is_due(position, since) or (self.weights and self._is_new_best(position))
+        due = self._is_due(position, since) or (self.weights and self._is_best(position))
         written = (due or bool(heard)) and self.saves and self.save(position)
         if heard:
             self.signals.agreed = heard[0]
-            if position.epoch < self.epochs:
+            if position.epoch < self.run.options.epochs:
                 raise StoppedError(heard[0], saved=written)
         if trained < _PAUSE / 2:
-            self.length *= 2
-        elif trained > _PAUSE and self.length > 1:
-            self.length //= 2
+            self.n_steps *= 2
+        elif trained > _PAUSE and self.n_steps > 1:
+            self.n_steps //= 2
 
     def save(self, position: Position) -> bool:
         """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
         self._saved_at = time.monotonic()
-        rest = {"position": position.state_dict(), **self.extra}
-        ended = position.step == 0 and bool(position.history)
-        best = self.weights and ended and is_best(position.history, self.measure)
+        # As text: what a damaged checkpoint holds here is then read whole, or not at all.
+        progress = {"position": asdict(position), "rolled_back": self.rolled_back}
+        rest = {"run": json.dumps(progress | {"options": self.record})}
+        best = self.weights and self._is_best(position)
         try:
             self.checkpoints.save(self.runtime, rest, position.steps_done, best=best)
         except OSError as error:
@@ -178,47 +163,44 @@ class CheckpointCallback(Stretches):
             return
         model = self.runtime.module()  # a collective call
         path = self.checkpoints.folder.parent / "model.pt"
-        if self._leads:
+        if self.runtime.rank == 0:
             try:
                 state = tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict())
-                write_bytes(path, serialised(state))
+                write(path, state, plain=True)
             except OSError as error:
-                self._not_written(f"{_WEIGHTS}, {path}", error)
+                self._not_written(f"the weights, {path}", error)
 
     def notes(self) -> list[str]:
         """Return a sentence on what could not be written, if anything."""
         if not self.unwritten:
             return []
         first, *later = self.unwritten
-        last = [text for text in later[-1:] if text.startswith(_WEIGHTS)]
-        more = len(later) - len(last)
-        texts = [first, *([f"and {more} later ones"] if more else []), *last]
-        return [f"not written: {'; '.join(texts)}"]
+        more = [f"and {len(later) - 1} more"] if len(later) > 1 else []
+        return [f"not written: {'; '.join([first, *more, *later[-1:]])}"]
 
     def _not_written(self, what: str, error: OSError) -> None:
         text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"
-        if self._leads and not self.unwritten:
-            print(f"warning: not written: {text}; training goes on", file=sys.stderr)
+        if self.runtime.rank == 0 and not self.unwritten:
+            print(f"warning: not written: {text}; training continues", file=sys.stderr)
         self.unwritten.append(text)
-
-    @property
-    def _leads(self) -> bool:
-        return self.runtime.rank == 0
 
     def _is_due(self, position: Position, seconds: float) -> bool:
         """Return whether to save at ``position``, ``seconds`` after the last checkpoint."""
-        steps, epochs, minutes = self.often.steps, self.often.epochs, self.often.minutes
+        save = self.run.options.save
         return (
-            (steps is not None and position.steps_done % steps == 0)
-            or (epochs is not None and not position.step and not position.epoch % epochs)
-            or (minutes is not None and seconds >= 60 * minutes)
+            (save.steps is not None and position.steps_done % save.steps == 0)
+            or (save.epochs is not None and not position.step and not position.epoch % save.epochs)
+            or (save.minutes is not None and seconds >= 60 * save.minutes)
         )
 
-    def _is_new_best(self, position: Position) -> bool:
-        """Whether the epoch that has just ended is better than every other."""
-        history = position.history
-        return (
-            position.step == 0
-            and bool(history)
-            and not any(is_best([history[-1], other], self.measure) for other in history[:-1])
-        )
+    def _is_best(self, position: Position) -> bool:
+        """Return whether an epoch has just ended, and is the best so far."""
+        ended = position.step == 0 and bool(position.history)
+        return ended and is_best(position.history, self.measure)
+
+
+def full_record(run: TrainingRun) -> Mapping[str, Any]:
+    """Return the options of ``run``, and a digest of the rank orders that it reads from a file."""
+    file = (run.record.get("schedule") or {}).get("file")
+    digest = sha256(Path(file).read_bytes()).hexdigest()[:12] if file else None
+    return {**run.record, "orders": digest}

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite, nan, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from toolkit.metric import LOSS, Metric
 from toolkit.model import InputSpec
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.microbatches import StepResult
-from toolkit.runtime.state import difference
 from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.training.data import Batches, SampleSet
+from toolkit.training.data import Batches
+
+if TYPE_CHECKING:
+    from toolkit.training.training_run import TrainingRun
 
 _SCORES = 2**25  # at most, for a batch of the test: 128 MiB in 32 bits
 
@@ -58,13 +60,10 @@ class Epoch:
     Attributes:
         epoch: its number, from 0.
         train_loss: mean training loss, in nats.
-        test_loss: mean test loss, in nats.
-        top1: share of test answers whose highest score is right.
-        top5: share of test answers with the right class among the five highest scores.
+        test_loss, top1, top5: see :class:`Evaluation`.
         learning_rate: learning rate of the epoch's first update.
         samples_per_second: training samples per second.
-        ema_loss: test loss with the averaged weights; None if the run keeps no average.
-        ema_top1: ``top1`` with the averaged weights; None likewise.
+        ema_loss, ema_top1: with the averaged weights; None if the run keeps no average.
     """
 
     epoch: int
@@ -77,7 +76,7 @@ class Epoch:
     ema_loss: float | None = None
     ema_top1: float | None = None
 
-    def told(self, by: Metric) -> str:
+    def text(self, by: Metric) -> str:
         """Return the metric ``by`` as short text."""
         return f"loss {self.test_loss:.3f}" if by is LOSS else f"{self.top1:.2%}"
 
@@ -120,117 +119,70 @@ class Position:
     step: int = 0
     steps_done: int = 0
     loss: float = 0.0
-    n_losses: float = 0.0
+    n_losses: int = 0
     first_loss: float = nan
     learning_rate: float = nan
     history: list[Epoch] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the progress as plain values; :meth:`of` reads them."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Position":
-        """Return the position of a ``state_dict``.
-
-        Raises:
-            UserError: the state has other keys, or values of other types.
-        """
-        history = state.get("history") if isinstance(state, dict) else None
-        expected = cls().state_dict()
-        for epoch in history if isinstance(history, list) else ():
-            names = ("ema_loss", "ema_top1")
-            own = {n: 0.0 for n in names if isinstance(epoch, dict) and epoch.get(n) is not None}
-            expected["history"].append(asdict(Epoch(0, *[0.0] * 6)) | own)
-        if fault := difference(state, expected, "position"):
-            raise UserError(fault)
-        return cls(**{**state, "history": [Epoch(**epoch) for epoch in state["history"]]})
 
 
 class DivergedError(UserError, FloatingPointError):
     """The loss is not finite, or far above the first.
 
     Args:
-        message: message of the error.
+        reason: what has happened.
         epochs: the epochs that had ended before.
+        more: further advice.
     """
 
-    def __init__(self, message: str, epochs: Sequence[Epoch] = ()) -> None:
-        super().__init__(message)
-        self.epochs = tuple(epochs)
+    def __init__(self, reason: str, epochs: Sequence[Epoch] = (), more: str = "") -> None:
+        super().__init__(f"{reason}: lower optimizer.lr, or warm up with lr.warmup_epochs{more}")
+        self.reason, self.epochs = reason, tuple(epochs)
 
     def all_epochs(self, n: int) -> list[Epoch]:
         """Return the ``n`` epochs of the run; those that did not end are NaN."""
         return [*self.epochs, *(Epoch(k, *[nan] * 6) for k in range(len(self.epochs), n))]
 
 
-class Stretches:
-    """Pauses of training: a stretch of steps ends with all updates applied. Here: no pauses."""
+class LoopCallback:
+    """Pauses of the loop, at which all updates are applied. Every rank calls its methods.
+
+    This one pauses at the end of an epoch only, and stops a run whose loss is not finite.
+    """
 
     def steps(self, position: Position, n_steps: int) -> int:
-        """Return the steps of the next stretch, of the ``n_steps`` that the epoch has left."""
+        """Return the steps until the next pause, of the ``n_steps`` that the epoch has left."""
         return n_steps
 
     def check(self, loss: float, position: Position, which: str = "training") -> None:
-        """Check the loss of a stretch, or of the test. Every rank calls this method.
-
-        Raises:
-            DivergedError: the loss is not finite.
-        """
+        """Raise DivergedError if the loss since the last pause, or of the test, is not finite."""
         if not isfinite(loss):
-            raise DivergedError(
-                f"the {which} loss of epoch {position.epoch} is {loss}: lower optimizer.lr, or warm"
-                " up with lr.warmup_epochs",
-                position.history,
-            )
+            raise diverged(loss, position, which)
 
     def end(self, position: Position) -> None:
-        """Act on a stretch, or an epoch, whose losses have passed :meth:`check`."""
+        """Act at a pause whose loss has passed :meth:`check`."""
+
+
+def diverged(loss: float, position: Position, which: str) -> DivergedError:
+    """Return the error of a run whose ``loss`` is not finite, or too large."""
+    first = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
+    return DivergedError(
+        f"the {which} loss of epoch {position.epoch} is {loss:.4g}{first}, after step"
+        f" {position.steps_done}",
+        position.history,
+    )
 
 
 def fit(
-    runtime: Runtime,
-    samples: SampleSet,
-    *,
-    epochs: int,
-    batch_size: int,
-    seed: int,
-    device: torch.device,
-    rate: Callable[[int], float],
-    on_epoch: Callable[[Epoch], None] = lambda epoch: None,
-    on_step: Callable[[Step], None] = lambda step: None,
-    position: Position | None = None,
-    stretches: Stretches | None = None,
-    options: StepOptions = PLAIN,
+    run: "TrainingRun",
+    position: Position,
+    callback: LoopCallback,
+    on_epoch: Callable[[Epoch], None],
+    on_step: Callable[[Step], None],
 ) -> list[Epoch]:
-    """Train for ``epochs`` and evaluate after each.
-
-    Args:
-        runtime: the runtime that trains, its model on ``device``. If it is one of many ranks, all
-            of them make this call, and get the same metrics.
-        samples: samples for training and for the test.
-        epochs: epochs of the run, those before ``position`` included.
-        batch_size: samples of a training step, all micro-batches together.
-        seed: seed of the order of the samples and of their augmentation.
-        device: device of the batches.
-        rate: function from a training step to the learning rate of its update, for the metrics.
-        on_epoch: function that is called with each epoch's metrics.
-        on_step: function that is called after each step.
-        position: place to start from; the runtime has the state of that place.
-        stretches: places to pause at.
-        options: the runtime's options; the tests compute in its precision.
-
-    Returns:
-        metrics of each epoch, those before ``position`` included.
-
-    Raises:
-        DivergedError: the loss is not finite.
-        UserError: epochs had another number of steps before ``position``.
-    """
-    position = position or Position()
-    stretches = stretches or Stretches()
-    for epoch in range(position.epoch, epochs):
-        batches = samples.train(batch_size, seed, epoch, device)
+    """Train from ``position`` on; see :meth:`TrainingRun.run`."""
+    runtime, samples, batch_size = run.runtime, run.samples, run.batch_size
+    for epoch in range(position.epoch, run.options.epochs):
+        batches = samples.train(batch_size, run.options.seed, epoch, run.device)
         moved = epoch * len(batches) + position.step != position.steps_done
         if moved or position.step > len(batches):
             raise UserError(
@@ -240,28 +192,28 @@ def fit(
             )
         start, first_step = time.perf_counter(), position.step
         if position.step == 0:
-            position.learning_rate = rate(position.steps_done)
+            position.learning_rate = run.rate(position.steps_done)
         while (left := len(batches) - position.step) > 0:
-            n_steps = min(left, stretches.steps(position, left))
+            n_steps = min(left, callback.steps(position, left))
             losses = []
             part = batches.between(position.step, position.step + n_steps)
             for k, result in enumerate(runtime.run(part)):
                 losses.append(result.losses)
-                now = rate(position.steps_done + k)
-                on_step(Step(position.step + k + 1, len(batches), result, now, batch_size))
+                rate = run.rate(position.steps_done + k)
+                on_step(Step(position.step + k + 1, len(batches), result, rate, batch_size))
                 del result  # its memory is free before the next step
-            stretches.check(_add_losses(position, losses, runtime), position)
+            callback.check(_add_losses(position, losses, runtime), position)
             if position.step < len(batches):
-                stretches.end(position)
+                callback.end(position)
         seconds = time.perf_counter() - start
         n_at_once = evaluated_at_once(samples.form, batch_size)
-        share = samples.test(n_at_once, device, runtime.rank, runtime.n_ranks)
-        model = runtime.module()
-        test = evaluate(model, share, runtime.total, options=options)
-        stretches.check(test.loss, position, "test")
+        share = samples.test(n_at_once, run.device, runtime.rank, runtime.n_ranks)
+        model, step_options = runtime.module(), run.step_options
+        test = evaluate(model, share, runtime.total, options=step_options)
+        callback.check(test.loss, position, "test")
         ema = None
         if averages := runtime.averages():
-            ema = evaluate(model, share, runtime.total, averages, options)
+            ema = evaluate(model, share, runtime.total, averages, step_options)
         done = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,
@@ -274,29 +226,24 @@ def fit(
             ema_top1=ema.top1 if ema else None,
         )
         position.history = [*position.history, done]
-        position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0.0
+        position.epoch, position.step, position.loss, position.n_losses = epoch + 1, 0, 0.0, 0
         on_epoch(done)
-        stretches.end(position)
+        callback.end(position)
     return position.history
 
 
 def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> float:
-    """Advance ``position`` by a stretch of steps; return their mean loss. Every rank calls it."""
-    loss, n = _sum(losses, runtime)
+    """Advance ``position`` by these steps; return their mean loss. Every rank calls it."""
+    # The losses of all steps and of the first, and their numbers, summed over the ranks.
+    parts = [torch.cat(some).double().cpu() for some in (losses, losses[:1])]
+    sums = torch.tensor([[x.sum(), len(x)] for x in parts], dtype=torch.float64)
+    (loss, n), (first, n_first) = runtime.total(sums).tolist()
     if position.steps_done == 0:
-        first, n_first = _sum(losses[:1], runtime)
         position.first_loss = first / n_first
     position.step += len(losses)
     position.steps_done += len(losses)
-    position.loss, position.n_losses = position.loss + loss, position.n_losses + n
-    return loss / n
-
-
-def _sum(losses: list[Tensor], runtime: Runtime) -> tuple[float, int]:
-    """Return the sum of all ranks' losses, and their number."""
-    mine = torch.cat(losses).double().cpu()
-    loss, n = runtime.total(torch.tensor([mine.sum(), len(mine)])).tolist()
-    return loss, int(n)
+    position.loss, position.n_losses = position.loss + loss, position.n_losses + int(n)
+    return float(loss / n)
 
 
 def evaluated_at_once(form: InputSpec, batch_size: int) -> int:

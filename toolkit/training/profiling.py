@@ -1,4 +1,4 @@
-"""Traces of training steps, by torch.profiler."""
+"""Training steps in detail: traces by torch.profiler, and measurements beside the prediction."""
 
 import os
 from collections.abc import Iterator
@@ -7,12 +7,38 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import profiler
+from torch import nn, profiler
 
+from toolkit.cost import Timeline, predict_calibrated, profile, recomputing
 from toolkit.errors import UserError
+from toolkit.model import partition
+from toolkit.model.input_spec import InputSpec
+from toolkit.options import TrainingOptions
+from toolkit.runtime.meters.measurements import Measurements
 
 WARM_UP = 3
 """Training steps before the first that is traced."""
+
+
+def beside_prediction(
+    found: Measurements, model: nn.Module, form: InputSpec, options: TrainingOptions
+) -> tuple[Timeline, Timeline]:
+    """Return the measured timeline, and the simulated one of ops and messages that take as long.
+
+    Args:
+        found: measured with ``options``.
+        model: the model, which is moved to the meta device.
+        form: specification of the samples.
+        options: options of the run.
+
+    Raises:
+        UserError: the model runs but cannot be analysed.
+    """
+    example = form.example(options.batch, "meta")
+    stages = partition(model.to("meta"), found.schedule.n_stages, example, options.partition)
+    costs = recomputing(profile(stages, example, precision=options.precision), options.checkpoint)
+    timeline = found.timeline()
+    return timeline, predict_calibrated(timeline, found.schedule, costs)
 
 
 def check_profile(n_steps: int) -> None:

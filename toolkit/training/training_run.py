@@ -29,9 +29,9 @@ from toolkit.training.data import SampleSet
 from toolkit.training.loop import (
     DivergedError,
     Epoch,
+    LoopCallback,
     Position,
     Step,
-    Stretches,
     cross_entropy,
     fit,
 )
@@ -44,6 +44,7 @@ class TrainingRun:
 
     Attributes:
         options: plain values.
+        step_options: those of them that the runtime takes.
         schedule: schedule by which it trains.
         samples: samples for training and for the test.
         runtime: runtime that trains.
@@ -56,6 +57,7 @@ class TrainingRun:
     """
 
     options: TrainingOptions
+    step_options: StepOptions
     schedule: Schedule
     samples: SampleSet
     runtime: Runtime
@@ -67,11 +69,6 @@ class TrainingRun:
     again: Callable[[Schedule], "TrainingRun"]
 
     @property
-    def n_ranks(self) -> int:
-        """Processes that train together."""
-        return self.runtime.n_ranks
-
-    @property
     def batch_size(self) -> int:
         """Samples a training step."""
         return self.options.batch * self.schedule.n_microbatches
@@ -81,64 +78,39 @@ class TrainingRun:
         on_epoch: Callable[[Epoch], None] = lambda epoch: None,
         on_step: Callable[[Step], None] = lambda step: None,
         position: Position | None = None,
-        stretches: Stretches | None = None,
+        callback: LoopCallback | None = None,
     ) -> list[Epoch]:
-        """Train with :func:`fit`.
+        """Train, and test after each epoch. Every rank calls it, and gets the same metrics.
 
         Args:
             on_epoch: function that is called with each epoch's metrics.
             on_step: function that is called after each step.
-            position: place to start from; by default the first step.
-            stretches: places to pause at; by default none.
+            position: place to start from, whose state the runtime has; by default the first step.
+            callback: places to pause at; by default the ends of epochs.
 
         Returns:
-            metrics of each epoch.
+            metrics of each epoch, those before ``position`` included.
 
         Raises:
             DivergedError: the loss is not finite.
+            UserError: epochs had another number of steps before ``position``.
         """
-        return fit(
-            self.runtime,
-            self.samples,
-            epochs=self.options.epochs,
-            batch_size=self.batch_size,
-            seed=self.options.seed,
-            device=self.device,
-            rate=self.rate,
-            on_epoch=on_epoch,
-            on_step=on_step,
-            position=position,
-            stretches=stretches,
-            options=step_options(self.options),
-        )
+        return fit(self, position or Position(), callback or LoopCallback(), on_epoch, on_step)
 
-    def run_to_end(
-        self,
-        on_epoch: Callable[[Epoch], None] = lambda epoch: None,
-        on_step: Callable[[Step], None] = lambda step: None,
-    ) -> list[Epoch]:
-        """Train as :meth:`run` does; if the loss diverges, the remaining epochs are NaN.
-
-        Args:
-            on_epoch: function that is called with the metrics of each completed epoch.
-            on_step: function that is called after each step.
-
-        Returns:
-            metrics of each epoch.
-        """
+    def run_to_end(self) -> list[Epoch]:
+        """Train as :meth:`run` does; if the loss diverges, the remaining epochs are NaN."""
         try:
-            return self.run(on_epoch, on_step)
+            return self.run()
         except DivergedError as error:
             return error.all_epochs(self.options.epochs)
 
     def skipped_updates(self) -> list[str]:
         """Sentences on updates that were skipped. Every rank calls it, after the last step."""
-        if step_options(self.options).scale == 1:
+        if self.step_options.scale == 1:
             return []
-        total = self.runtime.steps_done
         return [
-            f"stage {j} left out {n} of {total} updates, whose gradients were not finite: lower"
-            " loss_scale, or take precision=bf16"
+            f"stage {j} left out {n} of {self.runtime.steps_done} updates, whose gradients were not"
+            " finite: lower loss_scale, or take precision=bf16"
             for j, n in enumerate(self.runtime.skipped())
             if n
         ]
@@ -214,18 +186,8 @@ def prepare(
     Raises:
         UserError: a part cannot be built, or does not fit the others.
     """
+    arguments = dict(locals())
     lr = Constant() if lr is None else lr
-    again = partial(
-        prepare,
-        options,
-        model=model,
-        samples=samples,
-        optimizer=optimizer,
-        lr=lr,
-        runtime=runtime,
-        world=world,
-        record=record,
-    )
     if options.diagnostics and world:
         raise UserError(
             f"diagnostics={options.diagnostics} takes all micro-batches in one process: use"
@@ -240,63 +202,53 @@ def prepare(
     stages = partition(module, schedule.n_stages, form.example(options.batch), options.partition)
     if stages.output.shape != (expected := form.output(options.batch)):
         raise UserError(
-            f"the model's output for {options.batch} {form.samples} has shape"
-            f" {list(stages.output.shape)}, and {form.n_classes} {form.answers} ask for"
-            f" {list(expected)}: tell the model by model.arguments, such as"
+            f"the model's output has shape {list(stages.output.shape)}; expected {list(expected)}"
+            f" for {options.batch} {form.samples}: set its size, as by"
             f" +model.arguments.{form.usual_argument}={form.n_classes}"
         )
     batch_size = options.batch * schedule.n_microbatches
     batches = samples.train(batch_size, options.seed, 0, device)
-    if not hasattr(batches, "between"):
-        raise UserError(
-            f"data: train() gives a {type(batches).__name__}, and training takes batches with"
-            " between(first, last): toolkit.training.data.Datasets makes such of two of torch's"
-            " Datasets"
-        )
+    for what, found, method, example in (
+        ("data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"),
+        ("lr:", lr, "factor", "lr.Constant"),
+    ):
+        if not hasattr(found, method):
+            raise UserError(
+                f"{what} got a {type(found).__name__}; expected an object with {method}(), such as"
+                f" toolkit.training.{example}"
+            )
     steps_per_epoch = len(batches)
-    if not callable(getattr(lr, "factor", None)):
-        raise UserError(
-            f"lr: got a {type(lr).__name__}; expected an object with factor(step,"
-            " steps_per_epoch, epochs, batch), such as toolkit.training.lr.Constant"
-        )
     group = _check_optimizer(optimizer)
 
     def factor(step: int) -> float:
         found: float = lr.factor(step, steps_per_epoch, options.epochs, batch_size)
         return found
 
-    step = step_options(options)
+    step = StepOptions(**{f.name: getattr(options, f.name) for f in fields(StepSettings)})
     allow_tf32(step.precision == "tf32")
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    built = runtime(
-        stages,
-        schedule,
-        optimizer=optimizer,
-        loss=partial(cross_entropy, label_smoothing=options.label_smoothing),
-        lr_scheduler=lambda made: Rates(made, factor, [*group]),
-        seed=options.seed,
-        options=step,
-        **({"world": world} if world else {}),
-        **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
-    )
     return TrainingRun(
         options=options,
+        step_options=step,
         schedule=schedule,
         samples=samples,
-        runtime=built,
+        runtime=runtime(
+            stages,
+            schedule,
+            optimizer=optimizer,
+            loss=partial(cross_entropy, label_smoothing=options.label_smoothing),
+            lr_scheduler=lambda made: Rates(made, factor, [*group]),
+            seed=options.seed,
+            options=step,
+            **({"world": world} if world else {}),
+            **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
+        ),
         device=device,
         rate=lambda step: group["lr"] * factor(step),
         build_model=build_model,
         lr=lr,
         record=asdict(options) if record is None else record,
-        again=lambda other: again(schedule=other),
-    )
-
-
-def step_options(options: TrainingOptions) -> StepOptions:
-    """The part of the options that a runtime takes."""
-    return StepOptions(
-        **{field.name: getattr(options, field.name) for field in fields(StepSettings)}
+        again=lambda schedule: prepare(**arguments | {"schedule": schedule}),
     )
 
 
@@ -327,11 +279,7 @@ def join_ranks(
 
 
 def _check_optimizer(make: MakeOptimizer) -> dict[str, Any]:
-    """Build an optimizer of one number; return its options.
-
-    Raises:
-        UserError: it cannot be built, or its learning rate is not a number.
-    """
+    """Return the options of an optimizer of one number, which is built to check them."""
     try:
         parameter = nn.Parameter(torch.zeros(1))
         made = make([("weight", parameter)] if takes_names(make) else [parameter])

@@ -1,9 +1,8 @@
 """Sets of training and test samples: images, in memory or in class folders, and text."""
 
-from toolkit.training.data.datasets import Datasets
-from toolkit.training.data.in_memory import InMemory, Labelled
-from toolkit.training.data.sample_set import Batch, Batches, SampleSet
-from toolkit.training.data.sets import cifar10, digits, image_folder, synthetic
+from toolkit.training.data.batches import Batch, Batches, Datasets, SampleSet
+from toolkit.training.data.class_folders import image_folder
+from toolkit.training.data.in_memory import InMemory, Labelled, cifar10, digits, synthetic
 from toolkit.training.data.tokens import Tokens, text, token_files
 
 __all__ = [

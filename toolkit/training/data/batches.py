@@ -1,15 +1,21 @@
-"""Batches of samples: a function of the seed, the epoch and the position, whoever reads them."""
+"""Sets of samples, and their batches: a function of the seed, the epoch and the position."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import UserError
-from toolkit.model.input_spec import InputSpec
-from toolkit.training.data.sample_set import Batch, Batches
+from toolkit.model.input_spec import Images, InputSpec
+
+T = TypeVar("T")
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs ``[n, ...]`` and targets ``[n, ...]``."""
 
 Wanted = Callable[[int], Sequence[int]]
 """A function from a batch's number to the parts of that batch to read."""
@@ -20,6 +26,10 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    def begin(self, generator: torch.Generator) -> "Source":
+        """Return the samples of a training epoch."""
+        return self
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Return random numbers ``[k, n]`` for ``n`` samples; constants without a generator."""
@@ -39,8 +49,8 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class EpochBatches:
-    """The batches of one epoch, or of the test.
+class Batches:
+    """A sized iterable of the batches of one epoch, or of the test.
 
     Random numbers are drawn on the CPU, so every device sees the same samples.
 
@@ -48,36 +58,29 @@ class EpochBatches:
         source: the samples.
         order: numbers of the samples, ``[n]``.
         batch_size: samples of a batch.
+        span: numbers of the batches.
         device: device of the batches.
-        generator: state with which augmentation begins. None for the test, whose last batch may
-            be smaller.
+        generator: state with which augmentation begins; None for the test.
         seed: seed of the epoch.
         n_parts, wanted: equal parts of a batch, and those to read of each.
-        first, last: the range of batches.
     """
 
     source: Source
     order: Tensor
     batch_size: int
+    span: range
     device: torch.device
     generator: torch.Generator | None = None
     seed: int = 0
     n_parts: int = 1
     wanted: Wanted = lambda batch: (0,)
-    first: int = 0
-    last: int | None = None
 
     def __len__(self) -> int:
-        return len(self._numbers())
+        return len(self.span)
 
-    def _numbers(self) -> range:
-        full, rest = divmod(len(self.order), self.batch_size)
-        return range(full + (rest > 0 and self.generator is None))[self.first : self.last]
-
-    def between(self, first: int, last: int) -> Batches:
-        """See :class:`Batches`."""
-        numbers = self._numbers()[first:last]
-        return replace(self, first=numbers.start, last=numbers.stop)
+    def between(self, first: int, last: int) -> "Batches":
+        """Return the batches from number ``first`` up to, but without, ``last``."""
+        return replace(self, span=self.span[first:last])
 
     def parts(self, n_parts: int, wanted: Wanted) -> Iterator[Batch]:
         """See :class:`toolkit.runtime.microbatches.Divisible`."""
@@ -92,10 +95,9 @@ class EpochBatches:
         return self.source.read(self._drawn(), self.seed, self.device)
 
     def _drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
-        generator = None if self.generator is None else self.generator.clone_state()
-        span = self._numbers()
-        batches = self.order.split(self.batch_size)[: span.stop]
-        for k, chosen in enumerate(batches, start=-span.start):
+        generator = self.generator.clone_state() if self.generator else None
+        batches = self.order.split(self.batch_size)[: self.span.stop]
+        for k, chosen in enumerate(batches, start=-self.span.start):
             # Drawn for every whole batch from the first on: a part, or a range of batches, then
             # has the random numbers that it has within the whole.
             drawn = self.source.draw(len(chosen), generator)
@@ -104,47 +106,131 @@ class EpochBatches:
                 yield chosen[rows], drawn[:, rows]
 
 
-class SourceSet:
-    """A :class:`SampleSet` of two sources.
+class SampleSet:
+    """Training and test samples with their answers: images and classes, or tokens and the next.
+
+    Any object with ``form``, ``train`` and ``test`` can be trained on.
 
     Args:
-        train, test: the training and the test samples.
-        form: what a sample is.
+        train, test: the samples.
+        form: what a sample and its answer are.
+        damaged: paths of the damaged samples that others replace; reading may add to them.
     """
 
-    def __init__(self, train: Source, test: Source, form: InputSpec) -> None:
-        self._train, self._test, self.form = train, test, form
+    def __init__(
+        self, train: Source, test: Source, form: InputSpec, damaged: Collection[str] = ()
+    ) -> None:
+        self._train, self._test, self.form, self.damaged = train, test, form, damaged
 
     def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        """Return the batches of one epoch; see :class:`SampleSet`."""
+        """Return the full batches of one epoch, shuffled and augmented by (seed, epoch).
+
+        Args:
+            batch_size: samples of a training step, all micro-batches together.
+            seed: seed of the run.
+            epoch: number of the epoch, from 0.
+            device: device of the batches.
+
+        Raises:
+            UserError: a training step takes more samples than there are.
+        """
         n = len(self._train)
-        order, generator = shuffled(n, batch_size, seed, epoch, self.form.samples)
+        if batch_size > n:
+            raise UserError(
+                f"a training step takes {batch_size} {self.form.samples} and there are {n}: make"
+                " batch or microbatches smaller"
+            )
         seed = hash((seed, epoch))
-        return EpochBatches(self._train, order, batch_size, device, generator, seed)
+        generator = torch.Generator().manual_seed(seed)
+        order, span = torch.randperm(n, generator=generator), range(n // batch_size)
+        source = self._train.begin(generator)
+        return Batches(source, order, batch_size, span, device, generator, seed)
 
     def test(
         self, batch_size: int, device: torch.device, rank: int = 0, n_ranks: int = 1
     ) -> Batches:
-        """Return every ``n_ranks``-th test sample from number ``rank`` on."""
+        """Return this rank's share: every ``n_ranks``-th test sample, from number ``rank`` on.
+
+        Args:
+            batch_size: samples of a batch; the last one may have fewer.
+            device: device of the batches.
+            rank: number of this rank, from 0.
+            n_ranks: number of ranks.
+        """
         order = torch.arange(len(self._test))[rank::n_ranks]
-        return EpochBatches(self._test, order, batch_size, device)
+        span = range(-(-len(order) // batch_size))
+        return Batches(self._test, order, batch_size, span, device)
 
 
-def shuffled(
-    n: int, batch_size: int, seed: int, epoch: int, samples: str
-) -> tuple[Tensor, torch.Generator]:
-    """Return the order of ``n`` samples in an epoch, and the generator for all else in it.
+class Datasets(SampleSet):
+    """Two of torch's Datasets, whose samples the training process reads in each epoch anew.
+
+    What a Dataset draws from torch's CPU generator, as torchvision's transforms do, follows from
+    the seed, the epoch and the sample, so a resumed run sees the same samples.
+
+    Args:
+        train, test: Datasets with a length, of pairs: a float tensor ``[channels, height, width]``
+            and the number of a class.
+        n_classes: number of classes.
+        form: what a sample is; needed unless samples are images.
 
     Raises:
-        UserError: a training step takes more samples than there are.
+        UserError: a Dataset has no length, or its samples are not such pairs.
     """
-    if batch_size > n:
+
+    def __init__(
+        self, train: Any, test: Any, n_classes: int, form: InputSpec | None = None
+    ) -> None:
+        for name, dataset in (("train", train), ("test", test)):
+            if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+                raise UserError(
+                    f"{name}: got a {type(dataset).__name__}; expected a Dataset with a length and"
+                    " numbered samples"
+                )
+        super().__init__(_Samples(train), _Samples(test), form or _images(train[0], n_classes))
+
+
+def _images(sample: Any, n_classes: int) -> Images:
+    parts = sample if isinstance(sample, tuple | list) else (sample,)
+    if len(parts) != 2 or not isinstance(parts[0], Tensor) or parts[0].dim() != 3:
+        found = [f"{type(x).__name__} {list(getattr(x, 'shape', ''))}" for x in parts]
         raise UserError(
-            f"a training step takes {batch_size} {samples} and there are {n}: make batch or"
-            " microbatches smaller"
+            f"the first sample is ({', '.join(found)}); expected a pair of a tensor [channels,"
+            " height, width] and the number of a class; give form= unless samples are images"
         )
-    generator = torch.Generator().manual_seed(hash((seed, epoch)))
-    return torch.randperm(n, generator=generator), generator
+    channels, height, width = parts[0].shape
+    return Images(channels, height, width, n_classes)
+
+
+@dataclass(frozen=True)
+class _Samples(Source):
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Return a seed for each sample, ``[1, n]``; zeros for the test."""
+        if generator is None:
+            return torch.zeros(1, n, dtype=torch.long)
+        return torch.randint(2**31, (1, n), generator=generator)
+
+    def read(
+        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
+    ) -> Iterator[Batch]:
+        for chosen, (seeds,) in batches:
+            numbers = zip(chosen.tolist(), seeds.tolist(), strict=True)
+            pairs = [seeded(s, self.dataset.__getitem__, k) for k, s in numbers]
+            inputs = torch.stack([x for x, _ in pairs])
+            targets = torch.stack([torch.as_tensor(y) for _, y in pairs])
+            yield send(inputs, device), send(targets, device)
+
+
+def seeded(seed: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Return ``function(*arguments)``, drawn by ``seed``; torch's generator stays unchanged."""
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(seed)
+        return function(*arguments)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -152,3 +238,14 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+@cache
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).view(-1, 1, 1)
+
+
+def normalise(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return bytes ``[n, channels, height, width]`` as normalised floats, on their device."""
+    shift, scale = (_constants(values, pixels.device) for values in (mean, std))
+    return pixels.float().div_(255).sub_(shift).div_(scale)

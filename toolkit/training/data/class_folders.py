@@ -19,84 +19,104 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import v2
 from tqdm import tqdm
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import Source, SourceSet
-from toolkit.training.data.datasets import seeded
-from toolkit.training.data.in_memory import Normalise
-from toolkit.training.data.sample_set import Batch
+from toolkit.training.data.batches import Batch, SampleSet, Source, normalise, seeded
 
-_NORMALISE = Normalise((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
+# torchvision, which is slow to load, is imported where it is used.
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _MOST_WORKERS = 16
 _SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 Transform = Callable[[Any], Tensor]
 """A function from a PIL image to bytes ``[3, size, size]``."""
 
-Key = tuple[int, int]
-"""The seed of an epoch, and the number of an image."""
+
+def image_folder(
+    root: str | None,
+    image_size: int = 224,
+    num_workers: int | None = None,
+    validation: str = "val",
+    prefetch_factor: int = 2,
+    damaged: str = "refuse",
+) -> SampleSet:
+    """ImageNet, or any images in ``root/train/<class>/`` and ``root/val/<class>/``.
+
+    Training images are cropped and resized at random and mirrored; test images are resized to
+    8/7 of ``image_size`` and cropped at the centre (256 and 224 pixels, as in the paper).
+
+    Args:
+        root: the folder.
+        image_size: height and width of the model's input, in pixels.
+        num_workers: processes that read and decode; None: one a core, shared by the ranks of this
+            machine, and 16 at most.
+        validation: name of the folder of the test images.
+        prefetch_factor: batches that each process reads ahead.
+        damaged: ``refuse`` damaged images, or ``skip`` them: the next one of its class, in the
+            order of their paths, replaces each.
+
+    Raises:
+        UserError: the folder is missing or holds something else, or an option is out of its range.
+    """
+    for name, value, least in (
+        ("image_size", image_size, 1),
+        ("num_workers", num_workers or 0, 0),
+        ("prefetch_factor", prefetch_factor, 1),
+    ):
+        if value < least:
+            raise UserError(f"data.{name} is {least} or more: got {value}")
+    check_choice("data.damaged", damaged, ("refuse", "skip"))
+    if not validation:
+        raise UserError("data.validation is the name of a folder, such as val: got nothing")
+    folder = check_root("image_folder", root, f"train/ and {validation}/")
+    splits = open_split(folder / "train", folder / validation)
+    replaced: list[str] = []
+    options = (replaced, num_workers, prefetch_factor)
+    transforms = training_transform(image_size), evaluation_transform(image_size)
+    train, test = (
+        _Loaded(_Images(images, transform, damaged == "skip"), *options)
+        for images, transform in zip(splits, transforms, strict=True)
+    )
+    form = Images(3, image_size, image_size, len(splits[0].classes))
+    return SampleSet(train, test, form, replaced)
 
 
 def training_transform(size: int) -> Transform:
     """Return a random crop, resized to ``size`` pixels, and mirrored at random."""
+    from torchvision.transforms import v2
+
     return v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), v2.PILToTensor()])
 
 
 def evaluation_transform(size: int) -> Transform:
     """Return a resize to 8/7 of ``size`` pixels and a crop at the centre."""
+    from torchvision.transforms import v2
+
     return v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), v2.PILToTensor()])
 
 
-class Folder(SourceSet):
-    """An image set in class folders.
-
-    See :func:`toolkit.training.data.image_folder` for the options.
-    """
-
-    def __init__(
-        self,
-        train: Path,
-        test: Path,
-        image_size: int,
-        num_workers: int | None,
-        prefetch_factor: int,
-        damaged: str,
-    ) -> None:
-        for name, value, least in (
-            ("image_size", image_size, 1),
-            ("num_workers", num_workers or 0, 0),
-            ("prefetch_factor", prefetch_factor, 1),
-        ):
-            if value < least:
-                raise UserError(f"data.{name} is {least} or more: got {value}")
-        check_choice("data.damaged", damaged, ("refuse", "skip"))
-        images, test_images = open_split(train, test)
-        self.num_workers = n_workers(num_workers)
-        skip = damaged == "skip"
-        self._damaged: dict[str, None] = {}
-        options = (self._damaged, self.num_workers, prefetch_factor)
-        super().__init__(
-            _Loaded(_Images(images, training_transform(image_size), skip), *options),
-            _Loaded(_Images(test_images, evaluation_transform(image_size), skip), *options),
-            Images(3, image_size, image_size, len(images.classes)),
-        )
-
-    @property
-    def damaged(self) -> tuple[str, ...]:
-        """Paths of the images that this process has skipped so far."""
-        return tuple(self._damaged)
+def check_root(name: str, root: str | None, expected: str) -> Path:
+    """Return the folder ``data.root``; raise UserError if it is none."""
+    expected = f"a folder that holds {expected} with one folder of images for each class"
+    if root is None:
+        raise UserError(f"data={name} reads a folder: set data.root to {expected}")
+    folder = Path(root).expanduser()
+    if not os.path.isdir(folder):
+        raise UserError(f"data.root={folder} is not a folder: expected {expected}")
+    return folder
 
 
-def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
-    """Return the training and the test images, of the same classes.
+def open_split(train: Path, test: Path) -> list[Any]:
+    """Return the training and the test images as torchvision's ImageFolders, of the same classes.
 
     Raises:
         UserError: a folder cannot be read, has a class without images, or their classes differ.
     """
+    from torchvision.datasets import ImageFolder
+
     found = []
     for folder in (train, test):
         try:
@@ -105,15 +125,14 @@ def open_split(train: Path, test: Path) -> tuple[ImageFolder, ImageFolder]:
             raise UserError(
                 f"{folder} does not hold one folder of images for each class: {error}"
             ) from error
-    images, test_images = found
-    if differing := sorted({*images.classes} ^ {*test_images.classes}):
+    if differing := sorted({*found[0].classes} ^ {*found[1].classes}):
         raise UserError(
             f"{train} and {test} need the same class folders: only one of them has {differing[0]!r}"
         )
-    return images, test_images
+    return found
 
 
-def read_image(images: ImageFolder, index: int, skip: bool) -> tuple[Any, int, list[str]]:
+def read_image(images: Any, index: int, skip: bool) -> tuple[Any, int, list[str]]:
     """Read an image; if it is damaged, and ``skip``, the next readable image of its class.
 
     The choice depends on the files alone, not on the process or the rest of the batch.
@@ -145,11 +164,11 @@ def read_image(images: ImageFolder, index: int, skip: bool) -> tuple[Any, int, l
     )
 
 
-def report_damaged(damaged: dict[str, None], paths: Iterable[str], *, warn: bool = True) -> None:
-    """Add ``paths`` to the keys of ``damaged``, with a warning on stderr for each new one."""
+def report_damaged(damaged: list[str], paths: Iterable[str], *, warn: bool = True) -> None:
+    """Add new ``paths`` to ``damaged``, with a warning on stderr for each."""
     for path in paths:
         if path not in damaged:
-            damaged[path] = None
+            damaged.append(path)
             if warn:
                 tqdm.write(
                     f"warning: {path} is damaged: another image of its class replaces it"
@@ -160,10 +179,9 @@ def report_damaged(damaged: dict[str, None], paths: Iterable[str], *, warn: bool
 
 def n_workers(asked: int | None) -> int:
     """Return the number asked for, at most one a core; None: this rank's share of the cores."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        cores = os.cpu_count() or 1
+    # macOS lacks sched_getaffinity.
+    affinity = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
+    cores = len(affinity(0))
     if asked is None:
         return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return min(asked, cores)
@@ -171,13 +189,13 @@ def n_workers(asked: int | None) -> int:
 
 @dataclass(frozen=True)
 class _Images(Dataset[Any]):
-    """By key: the transformed image, its class, and the damaged images that it replaces."""
+    """By epoch's seed and number: the image, its class, and the damaged images it replaces."""
 
-    images: ImageFolder
+    images: Any
     transform: Transform
     skip: bool
 
-    def __getitem__(self, key: Key) -> tuple[Tensor, int, list[str]] | UserError:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int, list[str]] | UserError:
         seed, index = key
         try:
             image, number, damaged = read_image(self.images, index, self.skip)
@@ -199,11 +217,11 @@ class _Loaded(Source):
     """The training or the test images, and the DataLoader that reads them."""
 
     def __init__(
-        self, dataset: _Images, damaged: dict[str, None], num_workers: int, prefetch_factor: int
+        self, dataset: Any, damaged: list[str], num_workers: int | None, prefetch_factor: int
     ) -> None:
         self.dataset, self.damaged = dataset, damaged
-        self._options: dict[str, Any] = {"num_workers": num_workers}
-        if num_workers:
+        self._options: dict[str, Any] = {"num_workers": n_workers(num_workers)}
+        if self._options["num_workers"]:
             self._options |= {"persistent_workers": True, "prefetch_factor": prefetch_factor}
         self._idle: dict[bool, DataLoader[Any]] = {}
 
@@ -237,7 +255,8 @@ class _Loaded(Source):
             report_damaged(self.damaged, damaged)
             # Bytes travel, a quarter of the floats.
             pixels = pixels.to(device, non_blocking=True)
-            yield _NORMALISE(pixels), labels.to(device, non_blocking=True)
+            x = normalise(pixels, _IMAGENET_MEAN, _IMAGENET_STD)
+            yield x, labels.to(device, non_blocking=True)
 
     def _loader(self, pinned: bool) -> "DataLoader[Any]":
         # joblib's processes have a start method of their own, which DataLoader cannot use.
@@ -253,9 +272,6 @@ class _Loaded(Source):
             worker_init_fn=_block_signals,
             **self._options,
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_idle": {}}
 
 
 # Slurm, torchrun and a terminal signal every process of a job. A run that saves a checkpoint first

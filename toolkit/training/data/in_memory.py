@@ -1,15 +1,22 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
 
+from toolkit.errors import UserError, check_choice
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import Source, SourceSet, send
-from toolkit.training.data.sample_set import Batch
+from toolkit.training.data.batches import Batch, SampleSet, Source, normalise, send
+from toolkit.training.data.class_folders import check_root, open_split, read_image, report_damaged
+
+_CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Labelled:
     labels: Tensor
 
 
-class InMemory(SourceSet):
+class InMemory(SampleSet):
     """An image set held as bytes on the training device; augmented and normalised there.
 
     Args:
@@ -46,63 +53,27 @@ class InMemory(SourceSet):
         std: tuple[float, ...],
         crop_padding: int = 0,
         flip: bool = False,
-        damaged: Sequence[str] = (),
+        damaged: Collection[str] = (),
     ) -> None:
-        self.damaged = tuple(damaged)
-        normalise = Normalise(mean, std)
+        options = (tuple(mean), tuple(std), crop_padding, flip)
         channels, height, width = train.images.shape[1:]
-        super().__init__(
-            _Images(OnDevices(train.images, train.labels), normalise, crop_padding, flip),
-            _Images(OnDevices(test.images, test.labels), normalise, crop_padding, flip),
-            Images(channels, height, width, n_classes),
-        )
-
-
-class OnDevices:
-    """Tensors, moved to each device once."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-        self._copies: dict[torch.device, tuple[Tensor, ...]] = {}
-
-    def on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tensors on ``device``."""
-        if device not in self._copies:
-            self._copies[device] = tuple(tensor.to(device) for tensor in self.tensors)
-        return self._copies[device]
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Another process may have no such device.
-        return {**self.__dict__, "_copies": {}}
-
-
-class Normalise:
-    """Bytes ``[n, channels, height, width]`` to normalised floats, on the bytes' device.
-
-    Args:
-        mean, std: mean and standard deviation of each channel, black being 0 and white 1.
-    """
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self._constants = OnDevices(*(torch.tensor(c).view(1, -1, 1, 1) for c in (mean, std)))
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """Return ``[n, channels, height, width]`` as normalised floats."""
-        mean, std = self._constants.on(pixels.device)
-        return pixels.float().div_(255).sub_(mean).div_(std)
+        form = Images(channels, height, width, n_classes)
+        super().__init__(_Images(train, *options), _Images(test, *options), form, damaged)
 
 
 @dataclass(frozen=True)
 class _Images(Source):
-    """The training or the test images."""
+    """The training or the test images, copied to each device once."""
 
-    held: OnDevices
-    normalise: Normalise
+    held: Labelled
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     crop_padding: int
     flip: bool
+    copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.held.tensors[1])
+        return len(self.held.labels)
 
     def draw(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Return ``[3, n]``: the crop's first row and column in the padded image, and the flip."""
@@ -118,27 +89,177 @@ class _Images(Source):
     def read(
         self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
     ) -> Iterator[Batch]:
-        images, labels = self.held.on(device)
+        if device not in self.copies:
+            self.copies[device] = self.held.images.to(device), self.held.labels.to(device)
+        images, labels = self.copies[device]
         for chosen, drawn in batches:
             # One transfer for the numbers and the augmentation of a whole batch.
-            there = send(torch.cat([chosen[None], drawn]), device)
-            yield self._augmented(images, *there), labels[there[0]]
+            numbers, *augmentation = send(torch.cat([chosen[None], drawn]), device)
+            x = normalise(images[numbers], self.mean, self.std)
+            varied = self.crop_padding or self.flip
+            yield self._augmented(x, *augmentation) if varied else x, labels[numbers]
 
-    def _augmented(
-        self, images: Tensor, chosen: Tensor, top: Tensor, left: Tensor, mirrored: Tensor
-    ) -> Tensor:
-        if not self.crop_padding and not self.flip:
-            return self.normalise(images[chosen])
-        height, width = images.shape[2:]
-        down, across = (torch.arange(size, device=images.device) for size in (height, width))
-        rows = down + top[:, None] - self.crop_padding
+    def _augmented(self, x: Tensor, top: Tensor, left: Tensor, mirrored: Tensor) -> Tensor:
+        down, across = (torch.arange(size, device=x.device) for size in x.shape[2:])
         across = torch.where(mirrored[:, None] > 0, across.flip(0), across)
-        columns = across + left[:, None] - self.crop_padding
-        at_rows = rows.clamp(0, height - 1)[:, :, None]
-        at_columns = columns.clamp(0, width - 1)[:, None, :]
-        pixels = images[chosen[:, None, None], :, at_rows, at_columns]
-        x = self.normalise(pixels.permute(0, 3, 1, 2).contiguous())
-        if self.crop_padding:
-            inside = (rows[:, :, None] == at_rows) & (columns[:, None, :] == at_columns)
-            x = torch.where(inside[:, None], x, 0.0)
-        return x
+        rows, columns = down + top[:, None], across + left[:, None]
+        image = torch.arange(len(x), device=x.device)[:, None, None]
+        padded = F.pad(x, (self.crop_padding,) * 4)
+        cropped = padded[image, :, rows[:, :, None], columns[:, None, :]]
+        return cropped.permute(0, 3, 1, 2).contiguous()
+
+
+def digits() -> InMemory:
+    """scikit-learn's handwritten digits: 8x8, grey; 1437 training and 360 test images."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)
+    train_x, test_x, train_y, test_y = (torch.as_tensor(part) for part in split)
+    grey = [(x.reshape(-1, 1, 8, 8) / 16 * 255).to(torch.uint8) for x in (train_x, test_x)]
+    train, test = Labelled(grey[0], train_y.long()), Labelled(grey[1], test_y.long())
+    return InMemory(train, test, 10, (0.3,), (0.38,))
+
+
+def synthetic(
+    n_train: int = 512,
+    n_test: int = 256,
+    n_classes: int = 10,
+    image_size: int = 32,
+    in_channels: int = 3,
+) -> InMemory:
+    """Random images: one pattern per class, plus noise; they need no file.
+
+    Args:
+        n_train: number of training images.
+        n_test: number of test images.
+        n_classes: number of classes.
+        image_size: height and width in pixels.
+        in_channels: channels of an image.
+
+    Raises:
+        UserError: a number below 1.
+    """
+    for name, size in locals().items():
+        if size < 1:
+            raise UserError(f"data.{name} is 1 or more: got {size}")
+    generator = torch.Generator().manual_seed(0)
+    shape = (in_channels, image_size, image_size)
+    patterns = torch.rand(n_classes, *shape, generator=generator)
+
+    def draw(n: int) -> Labelled:
+        labels = torch.randint(n_classes, (n,), generator=generator)
+        noise = torch.rand(n, *shape, generator=generator)
+        return Labelled(((patterns[labels] + noise) * 127.5).to(torch.uint8), labels)
+
+    half = (0.5,) * in_channels
+    return InMemory(draw(n_train), draw(n_test), n_classes, half, half)
+
+
+def cifar10(
+    root: str | None,
+    crop_padding: int = 4,
+    flip: bool = True,
+    n_train: int | None = None,
+    n_test: int | None = None,
+    damaged: str = "refuse",
+) -> InMemory:
+    """CIFAR-10: 32x32, colour; 50,000 training and 10,000 test images.
+
+    Args:
+        root: a folder that holds ``cifar-10-batches-py``, or ``train`` and ``test`` with one
+            folder of images for each class.
+        crop_padding: pixels by which training images are padded before a random crop.
+        flip: whether training images are mirrored at random.
+        n_train: number of training images, a fixed choice, equally many of each class; None: all.
+        n_test: number of test images, likewise.
+        damaged: ``refuse`` damaged images in class folders, or ``skip`` them: the next one of its
+            class replaces each.
+
+    Raises:
+        UserError: the folder is missing or holds something else, or too few images; or an option
+            is out of its range.
+    """
+    from torchvision.datasets import CIFAR10
+
+    if crop_padding < 0:
+        raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
+    check_choice("data.damaged", damaged, ("refuse", "skip"))
+    folder = check_root("cifar10", root, "cifar-10-batches-py/, or train/ and test/")
+    skipped: list[str] = []
+    published = os.path.lexists(folder / CIFAR10.base_folder)
+    if published:
+        # Its pickles are loaded only if their MD5 sums are the published ones.
+        try:
+            splits = [CIFAR10(str(folder), train=train) for train in (True, False)]
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"data.root={folder}: {folder / CIFAR10.base_folder} is incomplete or damaged:"
+                " unpack cifar-10-python.tar.gz there again"
+            ) from error
+    else:
+        splits = open_split(folder / "train", folder / "test")
+        if (n_classes := len(splits[0].classes)) != 10:
+            raise UserError(
+                f"{folder / 'train'} holds {n_classes} classes: CIFAR-10 has 10; use"
+                " data=image_folder for other images"
+            )
+    found = []
+    for split, name, n in zip(splits, ("n_train", "n_test"), (n_train, n_test), strict=True):
+        labels = torch.tensor(split.targets)
+        chosen = balanced_subset(n, labels, name)
+        if published:
+            images = torch.from_numpy(split.data[chosen.numpy()]).permute(0, 3, 1, 2).contiguous()
+        else:
+            images = _decoded(split, chosen, damaged == "skip", skipped)
+        found.append(Labelled(images, labels[chosen]))
+    train, test = found
+    return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip, skipped)
+
+
+def _decoded(found: Any, chosen: Tensor, skip: bool, skipped: list[str]) -> Tensor:
+    """Return the chosen images of class folders; add damaged ones to ``skipped``."""
+    from torchvision.transforms.v2.functional import pil_to_tensor
+
+    images = torch.empty(len(chosen), 3, 32, 32, dtype=torch.uint8)
+    reading = f"reading {Path(found.root).name}"
+    for k, index in enumerate(tqdm(chosen.tolist(), desc=reading, leave=False, mininterval=1)):
+        image, number, paths = read_image(found, index, skip)
+        # Every rank reads every image; one of them warns.
+        report_damaged(skipped, paths, warn=os.environ.get("RANK", "0") == "0")
+        if image.size != (32, 32):
+            raise UserError(
+                f"{found.samples[number][0]} is {image.width}x{image.height} pixels: expected"
+                " 32x32; use data=image_folder for images of any size"
+            )
+        images[k] = pil_to_tensor(image)
+    return images
+
+
+def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
+    """Return numbers of ``n`` images, ascending: a fixed random choice, of all classes alike.
+
+    The numbers of images of two classes differ by at most one, as long as each has images left.
+    A larger subset holds the smaller ones.
+
+    Args:
+        n: number of images; None: all.
+        labels: the classes of all images.
+        option: the option that sets ``n``, for the error.
+
+    Raises:
+        UserError: ``n`` is below 1, or above the number of images.
+    """
+    if n is None:
+        return torch.arange(len(labels))
+    if not 1 <= n <= len(labels):
+        raise UserError(
+            f"data.{option} is 1 to {len(labels)}, the number of images, or null for all: got {n}"
+        )
+    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    turn = torch.empty_like(shuffled)  # of each image within its class
+    for label in labels.unique():
+        of_class = shuffled[labels[shuffled] == label]
+        turn[of_class] = torch.arange(len(of_class))
+    return shuffled[turn[shuffled].argsort(stable=True)][:n].sort().values

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model.input_spec import Sequences
-from toolkit.training.data.batches import EpochBatches, Source, SourceSet, send, shuffled
-from toolkit.training.data.sample_set import Batch, Batches
+from toolkit.training.data.batches import Batch, SampleSet, Source, send
 
 BYTES = 256
 """Vocabulary of a text whose bytes are its tokens."""
@@ -21,7 +20,7 @@ BYTES = 256
 Numbers = np.ndarray[Any, np.dtype[np.integer]]
 
 
-class Tokens(SourceSet):
+class Tokens(SampleSet):
     """Sequences of tokens, each with the next token at every place.
 
     Training sequences are consecutive, from an offset that is drawn anew for each epoch.
@@ -48,18 +47,10 @@ class Tokens(SourceSet):
                     f" which takes {least}: give more text, or make it shorter"
                 )
         form = Sequences(length, vocabulary)
-        texts = _Text("training", train, form, len(train) - length), _Text("test", test, form)
-        texts[1].check(test)  # the test is small, and read only after a whole epoch
-        super().__init__(*texts, form)
-
-    def train(self, batch_size: int, seed: int, epoch: int, device: torch.device) -> Batches:
-        """Return the batches of one epoch; see :class:`SampleSet`."""
-        text = self._train
-        assert isinstance(text, _Text)
-        order, generator = shuffled(len(text), batch_size, seed, epoch, text.form.samples)
-        offset = int(torch.randint(text.form.length, (), generator=generator))
-        source = replace(text, offset=offset)
-        return EpochBatches(source, order, batch_size, device, generator)
+        training = _Text("training", train, form, (len(train) - length) // length)
+        testing = _Text("test", test, form, (len(test) - 1) // length)
+        testing.check(test)  # the test is small, and read only after a whole epoch
+        super().__init__(training, testing, form)
 
 
 @dataclass(frozen=True)
@@ -69,12 +60,15 @@ class _Text(Source):
     name: str
     tokens: Numbers
     form: Sequences
-    usable: int | None = None
+    n_sequences: int
     offset: int = 0
 
     def __len__(self) -> int:
-        usable = len(self.tokens) - 1 if self.usable is None else self.usable
-        return usable // self.form.length
+        return self.n_sequences
+
+    def begin(self, generator: torch.Generator) -> "_Text":
+        """Return the text of an epoch, from an offset within the first sequence."""
+        return replace(self, offset=int(torch.randint(self.form.length, (), generator=generator)))
 
     def read(
         self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
@@ -136,12 +130,12 @@ def token_files(
     if root is None:
         raise UserError("data=tokens reads a folder: set data.root to one with train.bin, val.bin")
     try:
-        kind = np.dtype(dtype)
+        whole = np.dtype(dtype).kind in "iu"
     except TypeError:
-        kind = np.dtype(float)
-    if kind.kind not in "iu":
+        whole = False
+    if not whole:
         raise UserError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
-    train, test = (_mapped(Path(root).expanduser() / f"{n}.bin", kind) for n in ("train", "val"))
+    train, test = (_mapped(Path(root).expanduser() / f"{n}.bin", dtype) for n in ("train", "val"))
     return Tokens(train, test, length, vocabulary)
 
 
@@ -166,12 +160,11 @@ def _joined(root: str) -> bytes:
         raise UserError(f"data.root={root} cannot be read: {error}") from error
 
 
-def _mapped(path: Path, kind: "np.dtype[np.integer]") -> Numbers:
+def _mapped(path: Path, dtype: str) -> Numbers:
     try:
-        with path.open("rb"):
-            size = path.stat().st_size
-    except OSError as error:
-        raise UserError(f"data.root: train.bin or val.bin cannot be read: {error}") from error
-    if size % kind.itemsize:
-        raise UserError(f"{path} has {size} bytes: data.dtype={kind} takes {kind.itemsize} each")
-    return np.memmap(path, dtype=kind, mode="r") if size else np.empty(0, kind)
+        # numpy refuses a folder, half a number and, here, an empty file.
+        return np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.root: {path} cannot be read as data.dtype={dtype}: {error}"
+        ) from error
