@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from toolkit.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, drawing, style
+from toolkit.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, VERMILION, drawing
 
-_GREY = "#777777"
-_MEAN = VERMILION
-_FAMILIES = {"DDP": BLACK, "delayed": ORANGE, "CDP-v1": BLUE, "CDP-v2": GREEN, "compute": _GREY}
+_FAMILIES = {  # from top to bottom
+    "DDP": BLACK, "delayed": ORANGE, "CDP-v1": BLUE, "CDP-v2": GREEN, "compute": "#777777",
+}  # fmt: skip
 
 Rows = Sequence[Mapping[str, Any]]
 Curves = Mapping[str, Mapping[str, NDArray[np.float64]]]
@@ -33,17 +33,15 @@ def link_times(rows: Rows, traffic: Curves, window: float) -> Figure:
     links = list(dict.fromkeys(row["link"] for row in rows))
     methods = sorted(dict.fromkeys(row["method"] for row in rows), key=_place)
     drawn = sorted(dict.fromkeys(m for curves in traffic.values() for m in curves), key=_place)
-    heights = (0.9 + 0.19 * len(methods), 0.4 + 0.72 * len(drawn))
-    with style():
-        size = (7.2, sum(heights) if drawn else heights[0])
-        figure = drawing(size)
+    heights = [0.9 + 0.19 * len(methods), *[0.4 + 0.72 * len(drawn)] * bool(drawn)]
+    with drawing((7.2, sum(heights))) as figure:
         if not drawn:
             _draw_times(figure, rows, links, methods)
             return figure
         above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=heights)[:, 0]
         _draw_times(above, rows, links, methods)
         _draw_traffic(below, traffic, drawn, window)
-        return figure
+    return figure
 
 
 def _draw_times(figure: Any, rows: Rows, links: list[str], methods: list[str]) -> None:
@@ -102,10 +100,10 @@ def _draw_traffic(figure: Any, traffic: Curves, drawn: list[str], window: float)
             if len(curve):
                 mean = float(curve.mean())
                 axes.stairs(curve / unit, edges, fill=True, color=_colour(method), alpha=0.75)
-                axes.axhline(mean / unit, color=_MEAN, linewidth=1)
+                axes.axhline(mean / unit, color=VERMILION, linewidth=1)
                 peak = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
                 axes.text(
-                    1, 1, peak, transform=axes.transAxes, ha="right", va="bottom", color=_MEAN
+                    1, 1, peak, transform=axes.transAxes, ha="right", va="bottom", color=VERMILION
                 )
             axes.text(0, 1, method, transform=axes.transAxes, va="bottom", color=_colour(method))
             axes.yaxis.set_major_locator(MaxNLocator(2))

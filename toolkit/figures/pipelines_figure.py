@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 from matplotlib.transforms import Bbox, BboxBase
 
-from toolkit.figures.style import BLUE, VERMILION, drawing, style
+from toolkit.figures.style import BLUE, VERMILION, drawing
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -34,16 +34,14 @@ def pipelines(rows: Rows) -> Figure:
     """
     sizes = list(dict.fromkeys(row["microbatches"] for row in rows))
     columns, lines = min(len(sizes), _COLUMNS), -(-len(sizes) // _COLUMNS)
-    with style():
-        size = (0.6 + 2.2 * max(columns, 1.5), 0.8 + 2.4 * lines)
-        figure = drawing(size)
+    named = {m: _points(rows, m) for m in sizes}
+    with drawing((0.6 + 2.2 * max(columns, 1.5), 0.8 + 2.4 * lines)) as figure:
         grid = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
         panels = list(grid.flat)
         for axes in panels[len(sizes) :]:
             axes.set_axis_off()
         for axes in panels[max(0, len(sizes) - columns) :]:
-            axes.tick_params(labelbottom=True)  # also where none is below
-        named = {m: _points(rows, m) for m in sizes}
+            axes.tick_params(labelbottom=True)  # also above an empty place
         for axes, m in zip(panels, sizes, strict=False):
             p = rows[0]["ranks"]
             axes.set_title(f"{p} rank{'s' * (p > 1)}, {m} micro-batch{'es' * (m > 1)}")
@@ -58,7 +56,7 @@ def pipelines(rows: Rows) -> Figure:
         for axes, m in zip(panels, sizes, strict=False):
             names = [(x, y, "\n".join(n), _LOOKS[f]["color"]) for (x, y, f), n in named[m].items()]
             name_points(axes, names)
-        return figure
+    return figure
 
 
 def _points(rows: Rows, n_microbatches: int) -> dict[tuple[float, float, bool], list[str]]:

@@ -1,7 +1,7 @@
 """Schedules as grids, over their activation memory."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection
@@ -12,8 +12,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from toolkit.errors import UserError
-from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, align, drawing, style
-from toolkit.schedule import Action, Program, Schedule
+from toolkit.figures.style import BLACK, BLUE, ORANGE, SKY, YELLOW, align, drawing
+from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.grid import row_of, rows
 
 _FILL = {
@@ -30,29 +30,12 @@ _LETTERS, _SMALLEST = 5.5, 4.0  # points: in a cell, and where they are left out
 
 
 class Cell(NamedTuple):
-    """An op in its place of the grid.
-
-    Attributes:
-        slot: where it starts.
-        row: its row, see :func:`toolkit.schedule.grid.rows`.
-        action: its kind.
-        stage: its stage.
-        step: its training step.
-        stale: whether it reads late weights.
-        label: its text, such as ``0F1``.
-        rank: rank that runs it.
-        position: its place among the rank's instructions.
-    """
+    """An op in its place of the grid: where it starts, and its row."""
 
     slot: float
     row: int
-    action: Action
-    stage: int
-    step: int
-    stale: bool
-    label: str
-    rank: int
-    position: int
+    stale: bool  # reads late weights
+    instruction: Instruction
 
 
 def schedules(
@@ -78,24 +61,24 @@ def schedules(
     if wrong or not shown:
         given = repr(wrong[0]) if wrong else "none"
         raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
-    programs = [schedule.lower(n_steps) for schedule in shown]
+    programs = [schedule.lower(n_steps) for schedule in (*shown, *beside)]
+    alive = [
+        [held / program.schedule.n_stages for held in program.total_activations()]
+        for program in programs
+    ]
     shapes = [rows(schedule.layout) for schedule in shown]
-    alive = [_alive(program) for program in programs]
-    others = [schedule.lower(n_steps) for schedule in beside]
-    n_slots = max(program.n_slots for program in [*programs, *others])
-    highest = max(map(max, [*alive, *map(_alive, others)]))
+    n_slots = max(program.n_slots for program in programs)
     most = max(n for _, n in shapes)
     height = min(_TALLEST, max(_GRID, _ROW * most))
-    with style():
-        figure = drawing((_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND))
+    with drawing((_COLUMN * len(shown) + 0.4, height + _MEMORY + _AROUND)) as figure:
         grids, memories = figure.subplots(
             2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex=True
         )
-        for program, totals, grid, memory in zip(programs, alive, grids, memories, strict=True):
+        for program, totals, grid, memory in zip(programs, alive, grids, memories, strict=False):
             _draw_grid(grid, program, _WIDE / n_slots, 72 * height / most)
             grid.set_title(program.schedule.name)
             _draw_memory(memory, totals)
-            memory.set_ylim(0, 1.2 * highest)
+            memory.set_ylim(0, 1.2 * max(map(max, alive)))
             memory.set_xlabel("slot")
             memory.tick_params(labelleft=memory is memories[0])
         align(grids, shapes)
@@ -104,23 +87,18 @@ def schedules(
         keys = _keys(shown)
         ncols = 2 if len(shown) == 1 and len(keys) > 3 else len(keys)
         figure.legend(handles=keys, loc="outside lower center", ncols=ncols)
-        return figure
+    return figure
 
 
 def _keys(shown: Sequence[Schedule]) -> list[Patch | Line2D]:
     """What colours and bars mean; a colour that only some schedules have, where one has it."""
-    named = {Action.FORWARD: "forward", Action.BACKWARD: "backward"}
+    named = {"forward": SKY, "backward": ORANGE}
     if any(schedule.splits_backward for schedule in shown):
-        named[Action.BACKWARD_WEIGHT] = "backward of weights"
-    keys: list[Patch | Line2D] = [Patch(color=_FILL[a], label=label) for a, label in named.items()]
+        named["backward of weights"] = YELLOW
+    keys: list[Patch | Line2D] = [Patch(color=fill, label=name) for name, fill in named.items()]
     if any(schedule.max_staleness for schedule in shown):
         keys.append(Line2D([], [], color=BLACK, linewidth=1.5, label="reads stale weights"))
     return keys
-
-
-def _alive(program: Program) -> list[float]:
-    """All ranks' activations in each slot, in micro-batches."""
-    return [alive / program.schedule.n_stages for alive in program.total_activations()]
 
 
 def cells(program: Program) -> Iterator[Cell]:
@@ -128,12 +106,11 @@ def cells(program: Program) -> Iterator[Cell]:
     tick, layout = program.schedule.timing.ticks_per_slot, program.schedule.layout
     delays = {step: program.schedule.delays(step) for step in program.steps}
     for rank, instructions in enumerate(program.ranks):
-        for k, i in enumerate(instructions):
+        for i in instructions:
             if i.action.computes:
                 step, m = i.step or 0, i.microbatch or 0
                 stale = delays[step][i.stage][m] > 0
-                place = i.tick / tick, row_of(layout, rank, m)
-                yield Cell(*place, i.action, i.stage, step, stale, i.label, rank, k)
+                yield Cell(i.tick / tick, row_of(layout, rank, m), stale, i)
 
 
 def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> None:
@@ -142,31 +119,32 @@ def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> Non
     boxes = [
         [(x, y - 0.45), (x + 1, y - 0.45), (x + 1, y + 0.45), (x, y + 0.45)] for x, y, *_ in shown
     ]
-    fills = [to_rgba(_FILL[cell.action], 0.4 + 0.3 * (cell.step % 3)) for cell in shown]
+    fills = [to_rgba(_FILL[i.action], 0.4 + 0.3 * ((i.step or 0) % 3)) for *_, i in shown]
     thin = min(0.6, 0.1 * width, 0.1 * height)
     axes.add_collection(
         PolyCollection(boxes, facecolors=fills, edgecolors="white", linewidths=thin)
     )
-    bars = [[(c.slot + 0.2, c.row + 0.34), (c.slot + 0.8, c.row + 0.34)] for c in shown if c.stale]
+    bars = [[(x + 0.2, y + 0.34), (x + 0.8, y + 0.34)] for x, y, stale, _ in shown if stale]
     thick = min(1.0, 0.15 * height)
     axes.add_collection(LineCollection(bars, colors=BLACK, linewidths=thick, capstyle="projecting"))
     digits = len(str(program.schedule.n_stages - 1))
     letters = min(_LETTERS, 1.3 * width / digits, 0.75 * height)
     if letters >= _SMALLEST:
-        for cell in shown:
-            axes.text(
-                cell.slot + 0.5, cell.row, str(cell.stage), ha="center", va="center",
-                fontsize=letters, color=BLACK, in_layout=False,
-            )  # fmt: skip
+        look: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": letters,
+            "in_layout": False,
+        }
+        for x, y, _, i in shown:
+            axes.text(x + 0.5, y, str(i.stage), **look)
     axes.tick_params(length=0, labelbottom=False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["left", "bottom"]].set_visible(False)
 
 
 def _draw_memory(axes: Axes, totals: Sequence[float]) -> None:
-    edges = range(len(totals) + 1)
-    axes.stairs(totals, list(edges), fill=True, color=BLUE, alpha=0.25)
-    axes.stairs(totals, list(edges), color=BLUE)
+    axes.stairs(totals, fill=True, color=BLUE, alpha=0.25)
+    axes.stairs(totals, color=BLUE)
     peak = max(totals)
     axes.hlines(peak, 0, len(totals), color=BLACK, linewidth=0.6, linestyle=":")
     axes.annotate(

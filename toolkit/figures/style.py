@@ -32,7 +32,7 @@ _STYLE: dict[Any, Any] = {
     "savefig.dpi": 220,
     "svg.hashsalt": "toolkit",
 }
-_ENDINGS = (".png", ".svg")
+_NUMBERED = 16  # rows, at most
 
 
 class Drawing(Figure):
@@ -44,11 +44,6 @@ class Drawing(Figure):
         return png.getvalue()
 
 
-def drawing(size: tuple[float, float]) -> Figure:
-    """Return an empty figure of ``size``, width and height in inches."""
-    return Drawing(figsize=size, layout="constrained")
-
-
 @contextmanager
 def style() -> Iterator[None]:
     """Apply the common style to figures made within the context."""
@@ -56,27 +51,27 @@ def style() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def drawing(size: tuple[float, float]) -> Iterator[Figure]:
+    """Yield an empty figure of ``size``, width and height in inches, in the common style."""
+    with style():
+        yield Drawing(figsize=size, layout="constrained")
+
+
 def save(figure: Figure, path: str | Path) -> list[Path]:
-    """Write a figure as PNG and as SVG.
+    """Write a figure as PNG and as SVG, and return both paths.
 
     Args:
         figure: the figure.
         path: path of the files, with or without an ending ``.png`` or ``.svg``.
-
-    Returns:
-        the paths of both files.
     """
     path = Path(path)
-    name = path.stem if path.suffix in _ENDINGS else path.name
-    paths = [path.with_name(name + ending) for ending in _ENDINGS]
+    name = path.stem if path.suffix in (".png", ".svg") else path.name
+    png, svg = path.with_name(f"{name}.png"), path.with_name(f"{name}.svg")
     with style():
-        for target in paths:
-            metadata = {"Date": None} if target.suffix == ".svg" else None
-            figure.savefig(target, bbox_inches="tight", metadata=metadata)
-    return paths
-
-
-_NUMBERED = 16  # rows, at most
+        figure.savefig(png, bbox_inches="tight")
+        figure.savefig(svg, bbox_inches="tight", metadata={"Date": None})
+    return [png, svg]
 
 
 def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
@@ -95,3 +90,8 @@ def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
             axes.tick_params(labelleft=False)
         else:
             axes.set_ylabel(name, y=1 - n / most / 2)
+
+
+def legend_right(axes: Axes) -> None:
+    """Put the legend to the right of the axes."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

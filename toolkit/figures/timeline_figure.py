@@ -22,7 +22,6 @@ from toolkit.figures.style import (
     YELLOW,
     align,
     drawing,
-    style,
 )  # fmt: skip
 from toolkit.format import RATES, SIZES, TIMES, unit_for
 
@@ -66,18 +65,16 @@ def timelines(shown: "Timeline | Sequence[Timeline]", *, memory: bool = True) ->
         raise UserError("there is no timeline to draw: give one, or several")
     n_ranks = max(timeline.n_ranks for timeline in shown)
     ratios = [max(2.0, 0.45 * n_ranks), *[1.9] * memory, 1]
-    end = max(timeline.end for timeline in shown)
-    unit, name = unit_for(end, TIMES)
+    unit, name = unit_for(max(timeline.end for timeline in shown), TIMES)
     rates = [bytes_sent_by_bin(t) * _BINS / t.end for t in shown]
     fastest = max(rate.max() for rate in rates)
     traffic_unit, traffic_name = unit_for(fastest, RATES)
-    with style():
-        height = min(8.0, 2.2 + 0.8 * memory + 0.22 * n_ranks)
-        figure = drawing((3.6 * len(shown) + 0.4, height))
+    height = min(8.0, 2.2 + 0.8 * memory + 0.22 * n_ranks)
+    with drawing((3.6 * len(shown) + 0.4, height)) as figure:
         rows = figure.subplots(
             len(ratios), len(shown), squeeze=False, height_ratios=ratios, sharex=True
         )
-        rows[-1, 0].set_xlim(0, end / unit)
+        rows[-1, 0].set_xlim(0, max(timeline.end for timeline in shown) / unit)
         for timeline, rate, ranks, traffic in zip(shown, rates, rows[0], rows[-1], strict=True):
             _draw_ranks(ranks, timeline, unit)
             ranks.set_title(timeline.name)
@@ -90,10 +87,10 @@ def timelines(shown: "Timeline | Sequence[Timeline]", *, memory: bool = True) ->
         rows[-1, 0].set_ylabel(f"sent\n({traffic_name})")
         if memory:
             _draw_memories(rows[1], shown, unit)
-        handles = _keys(shown)
-        ncols = len(handles) if len(handles) <= (6 if len(shown) > 1 else 5) else 3
-        figure.legend(handles=handles, loc="outside lower center", ncols=ncols, columnspacing=1)
-        return figure
+        keys = _keys(shown)
+        ncols = len(keys) if len(keys) <= (6 if len(shown) > 1 else 5) else 3
+        figure.legend(handles=keys, loc="outside lower center", ncols=ncols, columnspacing=1)
+    return figure
 
 
 def _keys(shown: "Sequence[Timeline]") -> list[Patch]:

@@ -1,7 +1,7 @@
 """Schedules to play with in a notebook: controls, and what each change does to the costs."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets as ui
 
 from toolkit.cost.hardware import check_hardware
-from toolkit.errors import UserError
+from toolkit.errors import UserError, check_choice
 from toolkit.figures.explorer import page
-from toolkit.figures.explorer.choice import Choice, check_sizes, choice_of
+from toolkit.figures.explorer.choice import ORDERS_FILE, OWN, Choice, check_sizes, choice_of
 from toolkit.figures.explorer.controls import (
     UNIFORM,
     Column,
@@ -19,11 +19,13 @@ from toolkit.figures.explorer.controls import (
     field,
     hardware_presets,
     in_columns,
+    lines_of,
     profiled,
     show,
 )
-from toolkit.figures.explorer.drawing import draw, frame_of
-from toolkit.figures.explorer.inspection import Analysis, analyse, find, predict
+from toolkit.figures.explorer.inspection import Analysis, analyse, predict
+from toolkit.figures.schedule_figure import schedules
+from toolkit.figures.style import save
 from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import collector_paused
 
@@ -31,8 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from toolkit.cost import Hardware, StageCost, Timeline
-    from toolkit.schedule.staleness import Delay
 
+EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
 
@@ -49,14 +51,14 @@ class Explorer(ui.VBox):
         stages: parts of the model.
         microbatches: of a training step.
         compare: another schedule of the same sizes, shown side by side.
-        delay, predict, placement, state, n_ranks, accumulate, orders: of the first schedule, as
-            in :class:`Choice`; orders also as text of several lines.
         n_steps: training steps drawn, 1 to 3.
         costs: of the stages, by :func:`toolkit.cost.profile`; uniform unless given.
         model: whose stages are profiled on demand, with ``example``, a micro-batch.
         example: see ``model``.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
+        options: of the first schedule, as in :class:`Choice`: ``delay``, ``predict``,
+            ``placement``, ``state``, ``n_ranks``, ``accumulate``, ``orders`` (lines or one text).
 
     Raises:
         UserError: an option that no control can hold, or a schedule that no controls make.
@@ -69,44 +71,24 @@ class Explorer(ui.VBox):
         microbatches: int = 4,
         *,
         compare: str | Schedule | None = None,
-        delay: "Delay | None" = None,
-        predict: bool | None = None,
-        placement: str | None = None,
-        state: str | None = None,
-        n_ranks: int | None = None,
-        accumulate: int | None = None,
-        orders: str | Sequence[str] = (),
         n_steps: int = 3,
         costs: "Sequence[StageCost] | None" = None,
         model: "nn.Module | None" = None,
         example: "Tensor | tuple[Tensor, ...] | None" = None,
         hardware: "Hardware | None" = None,
         folder: str | Path = ".",
+        **options: Any,
     ) -> None:
         if n_steps not in range(1, _MOST_STEPS + 1):
             raise UserError(f"n_steps is a whole number from 1 to {_MOST_STEPS}: got {n_steps!r}")
-        options: dict[str, Any] = {
-            "delay": delay,
-            "predict": predict,
-            "placement": placement,
-            "state": state,
-            "n_ranks": n_ranks,
-            "accumulate": accumulate,
-            "orders": tuple(orders.splitlines() if isinstance(orders, str) else orders),
-        }
         first = _chosen(schedule, stages, microbatches, options)
-        if isinstance(schedule, Schedule):
-            stages, microbatches = first.stages, first.microbatches
-        second = _chosen(compare or "dp", stages, microbatches, {})
-        if (second.stages, second.microbatches) != (stages, microbatches):
+        second = _chosen(compare or "dp", first.stages, first.microbatches, {})
+        sizes = [(choice.stages, choice.microbatches) for choice in (first, second)]
+        if sizes[0] != sizes[1]:
             raise UserError(
-                f"schedules side by side have the same sizes: got {stages} stages and"
-                f" {microbatches} micro-batches, and {second.stages} and {second.microbatches}"
+                "schedules side by side have the same stages and micro-batches: got"
+                " {} x {} and {} x {}".format(*sizes[0], *sizes[1])
             )
-        self.columns = [Column(choice) for choice in (first, second)]
-        self._analyses: list[tuple[Analysis, Timeline] | None] = [None, None]
-        self._panes, self._wrong = ["", ""], ["", ""]
-        self._quiet = False
         self._sources, self._machines = cost_sources(), hardware_presets()
         source, machine = UNIFORM, "unit"
         if costs is not None:
@@ -119,64 +101,55 @@ class Explorer(ui.VBox):
             check_hardware(hardware)
             machine = hardware.name
             self._machines[machine] = hardware
-        elif source != UNIFORM:
-            machine = self._real()
-
-        def slider(name: str, value: int, most: int) -> ui.IntSlider:
-            return field(ui.IntSlider, name, value=value, min=1, max=most, continuous_update=False)
-
-        self.stages = slider("stages", stages, max(_STAGES, stages))
-        self.microbatches = slider("micro-batches", microbatches, max(_STAGES, microbatches))
-        self.n_steps = slider("steps drawn", n_steps, _MOST_STEPS)
-        self.costs = field(
-            ui.Dropdown,
-            "stage costs",
-            "uniform: a forward and a whole backward take a slot each",
-            options=[*self._sources],
-            value=source,
-        )
-        self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines], value=machine)
-        self.compare = ui.ToggleButton(
-            value=compare is not None,
-            description="compare",
-            icon="columns",
-            layout={"width": "auto", "margin": "2px 2px 2px 100px"},
-        )
-        self.folder = field(ui.Text, "export to", value=str(folder), continuous_update=False)
-        self.buttons, self.status = [], ui.HTML()
-        for name, write in (
-            ("PNG", self.export_png),
-            ("CSV", self.export_csv),
-            ("Chrome trace", self.export_trace),
-        ):
-            tip = f"write what is shown as {name}"
-            button = ui.Button(
-                description=name, icon="download", tooltip=tip, layout={"width": "130px"}
+        self.columns = [Column(choice) for choice in (first, second)]
+        self._panes, self._quiet = ["", ""], False
+        self._good: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
+        later: dict[str, Any] = {"continuous_update": False}
+        self.stages, self.microbatches, self.n_steps = (
+            field(ui.IntSlider, name, value=value, min=1, max=max(most, value), **later)
+            for name, value, most in (
+                ("stages", first.stages, _STAGES),
+                ("micro-batches", first.microbatches, _STAGES),
+                ("steps drawn", n_steps, _MOST_STEPS),
             )
-            button.on_click(lambda _, write=write: self._export(write))
-            self.buttons.append(button)
-        sizes = (self.stages, self.microbatches, self.n_steps)
-        self.shared = (*sizes, self.costs, self.hardware, self.compare)
+        )
+        tip = "uniform: a forward and a whole backward take a slot each"
+        self.costs = field(ui.Dropdown, "stage costs", tip, options=[*self._sources], value=source)
+        self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines], value=machine)
+        look = {"width": "auto", "margin": "2px 2px 2px 100px"}
+        beside: dict[str, Any] = {"description": "compare", "icon": "columns", "layout": look}
+        self.compare = ui.ToggleButton(value=compare is not None, **beside)
+        self.folder = field(ui.Text, "export to", value=str(folder), **later)
+        self.view, self.status = ui.HTML(), ui.HTML()
+        self.buttons = [ui.Button(description=x, icon="download") for x in EXPORTS.values()]
+        for kind, button in zip(EXPORTS, self.buttons, strict=True):
+            button.on_click(lambda _, kind=kind: self._export(kind))
+        self.shared = (
+            self.stages, self.microbatches, self.n_steps, self.costs, self.hardware, self.compare,
+        )  # fmt: skip
         boxes = [column.box for column in self.columns]
         super().__init__(
             [
-                ui.HTML(page.styles()),
                 in_columns(*self.shared, least="250px"),
-                ui.HBox(boxes, layout={"width": "100%", "grid_gap": "16px"}),
-                ui.HTML(page.LEGEND),
+                ui.HBox(boxes, layout={"width": "100%", "grid_gap": "20px"}),
+                self.view,
                 in_columns(self.folder, ui.HBox(self.buttons), least="400px"),
                 self.status,
             ]
         )
         self.add_class("cdp-explorer")
-        self._listen()
-        self._refresh()
+        for column in self.columns:
+            column.schedule.observe(lambda _, column=column: self._switch(column), "value")
+        options_and_orders = [(*c.options.values(), c.orders) for c in self.columns]
+        for control in (*self.shared, *options_and_orders[0], *options_and_orders[1]):
+            control.observe(self._redraw, "value")
+        self._redraw()
 
     @property
     def choices(self) -> list[Choice]:
         """What is shown, as values."""
-        sizes = self.stages.value, self.microbatches.value
-        return [column.choice(*sizes) for column in self._shown]
+        shown = self.columns[: 1 + self.compare.value]
+        return [column.choice(self.stages.value, self.microbatches.value) for column in shown]
 
     def to_html(self) -> str:
         """A page of its own with what is shown: no script, no network, no kernel.
@@ -184,139 +157,94 @@ class Explorer(ui.VBox):
         Raises:
             UserError: the last choice is impossible.
         """
-        for sentence in self._wrong[: len(self._shown)]:
-            if sentence:
-                raise UserError(sentence)
-        return self._page()
+        self._check()
+        return page.standalone("Schedules", self.view.value)
 
-    def _page(self) -> str:
-        lines = "".join(column.lines.value for column in self._shown)
-        wrong = "".join(column.message.value for column in self._shown)
-        body = wrong + page.side_by_side(self._panes[: len(self._shown)]) + page.LEGEND + lines
-        return page.standalone("Schedules", body)
+    def _check(self) -> None:
+        if len(self._good) < len(self.choices):
+            raise UserError("nothing is exported while a schedule is impossible: change it first")
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The widget, and the page for where widgets cannot be shown."""
-        return {**super()._repr_mimebundle_(**kwargs), "text/html": self._page()}
+        shown = page.standalone("Schedules", self.view.value)
+        return {**super()._repr_mimebundle_(**kwargs), "text/html": shown}
 
-    @property
-    def _shown(self) -> list[Column]:
-        return self.columns[: 1 + self.compare.value]
+    def export(self, kind: str) -> list[Path]:
+        """Write what is shown, and return the paths.
 
-    def export_png(self) -> list[Path]:
-        """Write the figure of what is shown, as PNG and SVG; return the PNG's path."""
-        return page.write_png([analysis for analysis, _ in self._good()], self._folder)
+        Args:
+            kind: ``png``, the figure (also as SVG); ``csv``, the rank orders of each pipeline and
+                the ops of any other schedule; ``trace``, simulated timelines for ui.perfetto.dev.
 
-    def export_csv(self) -> list[Path]:
-        """Write the rank orders of each pipeline, or the ops of any other schedule."""
-        return page.write_csv([analysis for analysis, _ in self._good()], self._folder)
+        Raises:
+            UserError: a schedule is impossible, or an unknown kind.
+        """
+        check_choice("kind", kind, EXPORTS)
+        self._check()
+        folder = Path(self.folder.value or ".").expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [_file_name(analysis) for analysis, _ in self._good]
+        if kind == "png":
+            figure = schedules([a.schedule for a, _ in self._good], self.n_steps.value)
+            return [save(figure, folder / "_and_".join(names))[0]]
+        if len({*names}) < len(names):
+            names = [f"{name}_{k}" for k, name in enumerate(names, 1)]
+        paths = [folder / (n + {"csv": ".csv", "trace": ".trace.json"}[kind]) for n in names]
+        for path, (analysis, timeline) in zip(paths, self._good, strict=True):
+            if kind == "trace":
+                timeline.to_chrome_trace(path)
+            else:
+                path.write_text(_csv(analysis.schedule))
+        return paths
 
-    def export_trace(self) -> list[Path]:
-        """Write the simulated timeline of each schedule, for ui.perfetto.dev."""
-        analyses, timelines = zip(*self._good(), strict=True)
-        return page.write_traces(analyses, timelines, self._folder)
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.folder.value or ".").expanduser()
-
-    def _good(self) -> "list[tuple[Analysis, Timeline]]":
-        found = self._analyses[: len(self._shown)]
-        good = [one for one in found if one is not None]
-        if len(good) < len(found):
-            raise UserError("nothing is exported while a schedule is wrong: mend it first")
-        return good
-
-    def _export(self, write: Callable[[], list[Path]]) -> None:
-        self.status.value = '<span role="status">writing ...</span>'
+    def _export(self, kind: str) -> None:
         try:
-            said = "written: " + ", ".join(str(path.resolve()) for path in write())
-        except ValueError as error:
+            said = "written: " + ", ".join(str(path.resolve()) for path in self.export(kind))
+        except (ValueError, OSError) as error:
             said = str(error)
-        except OSError as error:
-            said = f"{error.filename or self._folder}: {error.strerror}"
         self.status.value = f'<span role="status">{escape(said)}</span>'
 
-    def _listen(self) -> None:
-        self.costs.observe(self._switch_costs, "value")
-        for control in self.shared:
-            control.observe(self._refresh, "value")
-        for k, column in enumerate(self.columns):
-            column.schedule.observe(lambda _, k=k: self._switch(k), "value")
-            for control in (*column.options.values(), column.orders):
-                control.observe(lambda _, k=k: self._redraw([k]), "value")
-            column.wanted.observe(lambda _, k=k: self._look_up(k), "value")
-
-    @contextmanager
-    def _silently(self) -> Iterator[None]:
-        """Change controls within, and redraw once afterwards."""
+    def _switch(self, column: Column) -> None:
+        """Offer another schedule's options, and redraw once afterwards."""
         self._quiet = True
-        try:
-            yield
-        finally:
-            self._quiet = False
+        column.offer(Choice(column.schedule.value))
+        self._quiet = False
+        self._redraw()
 
-    def _switch(self, k: int) -> None:
-        """Another schedule has other options."""
-        with self._silently():
-            self.columns[k].offer(Choice(self.columns[k].schedule.value))
-        self._redraw([k])
-
-    def _switch_costs(self, _: Any) -> None:
-        """Choose real hardware for a model, whose times mean nothing on the unit machine."""
-        if self.costs.value != UNIFORM and self.hardware.value == "unit":
-            with self._silently():
-                self.hardware.value = self._real()
-
-    def _real(self) -> str:
-        """The first preset of real hardware, if there is one."""
-        return next((name for name in self._machines if name != "unit"), "unit")
-
-    def _refresh(self, _: Any = None) -> None:
-        show(self.columns[1].box, self.compare.value)
-        self._redraw(range(len(self._shown)))
-
-    def _redraw(self, changed: Iterable[int]) -> None:
-        """Analyse what changed, and draw all that is right on the same scales."""
+    def _redraw(self, _: Any = None) -> None:
+        """Analyse what is shown, and draw all that is possible on the same scales."""
         if self._quiet:
             return
+        uniform = self.costs.value == UNIFORM
+        real = next((name for name in self._machines if name != "unit"), "unit")
+        if not uniform and self.hardware.value == "unit" != real:
+            self.hardware.value = real  # a model's times mean nothing on the unit machine
+            return  # the change has redrawn
+        show(self.columns[1].box, self.compare.value)
+        machine = self._machines[self.hardware.value]
+        good: dict[int, tuple[Analysis, Timeline]] = {}
+        wrong: dict[int, ValueError] = {}
+        choices = self.choices
         with collector_paused():
-            for k in changed:
-                self._analyse(k)
-            found = enumerate(self._analyses[: len(self._shown)])
-            good = {k: one for k, one in found if one is not None}
-            if not good:
-                return
-            frame = frame_of([analysis for analysis, _ in good.values()])
-            for k, (analysis, timeline) in good.items():
-                drawn = draw(analysis.choice, self.n_steps.value, frame)
-                numbers = analysis.numbers(timeline, in_slots=self.costs.value == UNIFORM)
-                self._panes[k] = page.pane(analysis.schedule, numbers, drawn)
-                self.columns[k].figure.value = self._panes[k]
-
-    def _analyse(self, k: int) -> None:
-        """Analyse the choice of column ``k``; if it is impossible, say why and fade the drawing."""
-        column, sentence, grid = self.columns[k], "", ""
-        choice = column.choice(self.stages.value, self.microbatches.value)
-        try:
-            analysis = analyse(choice, self.n_steps.value)
-            costs = self._sources[self.costs.value](analysis.schedule.n_stages)
-            timeline = predict(analysis, costs, self._machines[self.hardware.value])
-        except ValueError as error:
-            sentence, _, grid = str(error).partition("\n")
-            self._analyses[k] = None
-            column.figure.value = page.faded(self._panes[k])
-        else:
-            self._analyses[k] = analysis, timeline
-            column.say(choice)
-        self._wrong[k] = sentence
-        column.message.value = page.message(sentence, grid) if sentence else ""
-        self._look_up(k)
-
-    def _look_up(self, k: int) -> None:
-        column, good = self.columns[k], self._analyses[k]
-        wanted = column.wanted.value.strip()
-        column.found.value = page.looked_up(find(good[0].drawn, wanted)) if wanted and good else ""
+            for k, choice in enumerate(choices):
+                try:
+                    analysis = analyse(choice, self.n_steps.value)
+                    costs = self._sources[self.costs.value](analysis.schedule.n_stages)
+                    good[k] = analysis, predict(analysis, costs, machine)
+                except ValueError as error:
+                    wrong[k] = error
+            self._good = [*good.values()]
+            drawn = page.panes(self._good, in_slots=uniform) if good else []
+            for k, pane in zip(good, drawn, strict=True):
+                self._panes[k] = pane
+        self.view.value = page.side_by_side(
+            [
+                f'{page.message(wrong[k])}<div class="cdp-faded">{self._panes[k]}</div>'
+                if k in wrong
+                else self._panes[k] + page.lines(choice)
+                for k, choice in enumerate(choices)
+            ]
+        )
 
 
 def _chosen(
@@ -324,13 +252,15 @@ def _chosen(
 ) -> Choice:
     """The choice by name and options, or the one that makes a schedule."""
     if isinstance(schedule, str):
-        choice = Choice(schedule, stages, microbatches, **options)
-        choice.check()
+        orders = options.get("orders", ())
+        orders = lines_of(orders) if isinstance(orders, str) else tuple(orders)
+        choice = Choice(schedule, stages, microbatches, **{**options, "orders": orders})
+        choice.build()
         return choice
     if not isinstance(schedule, Schedule):
         raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
-    if given := [name for name, value in options.items() if value not in (None, ())]:
-        raise UserError(f"a Schedule has its own options: leave out {', '.join(given)}")
+    if options:
+        raise UserError(f"a Schedule has its own options: leave out {', '.join(options)}")
     check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     found = choice_of(schedule)
     if found is None:
@@ -339,3 +269,31 @@ def _chosen(
             " and rank orders that drain; toolkit.figures.schedules draws any"
         )
     return found
+
+
+def _file_name(analysis: Analysis) -> str:
+    schedule, name = analysis.schedule, analysis.choice.schedule
+    if name == OWN:
+        return Path(ORDERS_FILE).stem
+    return f"{name}_{schedule.n_stages}x{schedule.n_microbatches}"
+
+
+def _csv(schedule: Schedule) -> str:
+    """Rank orders of a pipeline; of any other schedule a row an op, in the order of time."""
+    import pandas as pd
+
+    with suppress(ValueError):  # not a pipeline
+        return schedule.to_csv()
+    rows = [
+        {
+            "op": str(op),
+            "kind": op.kind.name,
+            "stage": op.stage,
+            "microbatch": op.microbatch,
+            "rank": schedule.rank(op.stage, op.microbatch),
+            "slot": f"{start / schedule.timing.ticks_per_slot:g}",
+            "staleness": schedule.staleness[op.stage][op.microbatch],
+        }
+        for op, start in sorted(schedule.timing.starts.items(), key=lambda x: (x[1], x[0]))
+    ]
+    return pd.DataFrame(rows).to_csv(index=False)
