@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.schedule import Action, Buffer, Instruction
-from toolkit.schedule.traffic import received_of, traffic_of
+from toolkit.schedule.program import received_of, traffic_of
 
 COLLECTIVES = [Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST]
 

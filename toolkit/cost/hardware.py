@@ -13,7 +13,7 @@ from toolkit.errors import UserError, suggest
 from toolkit.files import conf
 from toolkit.model.analysis import Work
 from toolkit.schedule import Action
-from toolkit.schedule.traffic import rounds
+from toolkit.schedule.program import rounds
 
 
 @dataclass(frozen=True)

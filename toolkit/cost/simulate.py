@@ -42,7 +42,7 @@ from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import steady_steps
-from toolkit.schedule.traffic import traffic_of
+from toolkit.schedule.program import traffic_of
 
 
 def simulate(

@@ -2,9 +2,8 @@
 
 from toolkit.schedule import catalog
 from toolkit.schedule.instruction import Action, Buffer, Instruction, Kind, Op
-from toolkit.schedule.placement import PLACEMENTS, Assigned, Placement
+from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
-from toolkit.schedule.reduction_order import CHAINS
 from toolkit.schedule.schedule import STATES, Schedule, labels
 from toolkit.schedule.staleness import FRESHEST, RandomDelay
 from toolkit.schedule.steady import SteadyState, steady_state

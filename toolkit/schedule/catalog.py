@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 from toolkit.errors import UserError, suggest, whole
 from toolkit.schedule import pipeline_orders, timing, v_schedules
-from toolkit.schedule.reduction_order import IN_ORDER, ROTATED
+from toolkit.schedule.pipeline_orders import Orders
+from toolkit.schedule.placement import IN_ORDER, ROTATED
 from toolkit.schedule.schedule import Schedule
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, in_steps
 from toolkit.schedule.validate import check_forwards
-
-_PREDICTED = " predicted"
 
 
 def data_parallel(
@@ -36,8 +35,7 @@ def data_parallel(
         placement: ``per_microbatch`` (a rank each), ``one`` (all in flight on one device) or
             ``per_stage_and_microbatch`` (times model parallelism).
         state: ``replicated``, or ``sharded`` (ZeRO).
-        delay: 0; larger values, a list [stage], a matrix [stage][microbatch] or a
-            :class:`~toolkit.schedule.RandomDelay` study staleness apart from timing.
+        delay: as in :class:`Schedule`; other than 0 it studies staleness apart from timing.
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
@@ -46,12 +44,11 @@ def data_parallel(
         UserError: an option is invalid, or the options contradict each other.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
-    m = k * n
-    late = _late(delay, s, m)
+    late = _late(delay, s, k * n)
     rule = "" if late == " delay 0" else late
-    name = _name("DP", state, rule + _PREDICTED * bool(predict and rule), k)
+    name = _name("DP" + rule, state, predict=bool(predict and rule), accumulate=k)
     when = timing.simultaneous(s, n, k)
-    return Schedule(name, s, m, when, placement, delay, state, accumulate=k, predict=predict)
+    return Schedule(name, s, k * n, when, placement, delay, state, accumulate=k, predict=predict)
 
 
 def cyclic(
@@ -69,14 +66,11 @@ def cyclic(
 
     Args:
         n: workers; micro-batches of a step, M, unless they accumulate.
-        delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; other numbers of steps, a
-            list [stage], a matrix [stage][microbatch], or a
-            :class:`~toolkit.schedule.RandomDelay`.
+        delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; as in :class:`Schedule`.
         placement: any; ``per_stage`` makes it a pipeline.
         state: ``replicated``, or ``sharded`` (ZeRO).
         n_stages: stages of the model, ``n`` unless given.
-        chains: ``in_order``, or ``rotated``: the same bytes and updates on every rank; but sums
-            wait longer, gradients are held longer, and messages bunch where a backward ends.
+        chains: ``in_order``, or ``rotated``; see :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: as in :func:`data_parallel`.
 
@@ -87,27 +81,21 @@ def cyclic(
     Source: arXiv 2403.08837.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
-    m = k * n
-    late = _late(delay, s, m)
+    late = _late(delay, s, k * n)
     rule = {"": "-v2", " delay 1": "-v1"}.get(late, late)
     rotated = " rotated" if chains == ROTATED else ""
-    name = _name("CDP", state, rule + rotated + _PREDICTED * bool(predict), k)
+    name = _name(f"CDP{rule}{rotated}", state, predict, k)
     when = timing.cyclic(s, n, k)
-    return Schedule(name, s, m, when, placement, delay, state, chains, k, predict)
+    return Schedule(name, s, k * n, when, placement, delay, state, chains, k, predict)
 
 
 def published(
-    n: int,
-    placement: str = "per_microbatch",
-    state: str = "replicated",
-    *,
-    n_stages: int = 4,
+    n: int, placement: str = "per_microbatch", state: str = "replicated", *, n_stages: int = 4
 ) -> Schedule:
-    """CDP-v2 in the paper's published code: data parallelism with delayed weights.
+    """CDP-v2 in the paper's published code: simultaneous workers with delayed weights.
 
-    Stage j of worker w reads weights one step late where j < S - 1 - w, and fresh ones elsewhere.
-    The workers run at the same moment. With n = S the delays are those of CDP-v2. With more
-    workers, as in the code's own sizes, n = 8 and S = 4, they are less than a stagger could honour.
+    Stage j of worker w reads weights one step late where j < S - 1 - w. With n = S the delays are
+    those of CDP-v2; with more workers, as in that code (n = 8, S = 4), a stagger needs longer ones.
 
     Args:
         n: workers; micro-batches of a step, M.
@@ -135,7 +123,7 @@ def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
         UserError: a size is not a whole number, 1 or more.
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
-    return Schedule("gradient accumulation", s, m, timing.sequential(s, m), "one")
+    return Schedule(_ACCUMULATION, s, m, timing.sequential(s, m), "one")
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
@@ -154,14 +142,7 @@ def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """1F1B: one forward, one backward, with a flush at each step.
-
-    Args:
-        n_stages: stages of the model, S; each has a rank.
-        n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: a size is not a whole number, 1 or more.
+    """1F1B: one forward, one backward, with a flush at each step; arguments as :func:`gpipe`.
 
     Source: arXiv 2006.09503.
     """
@@ -182,21 +163,11 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedu
     Source: arXiv 2104.04473.
     """
     make = partial(pipeline_orders.interleaved_1f1b, n_ranks=whole(n_ranks, "n_ranks", 1))
-    return _pipeline("interleaved 1F1B", make, n_stages, n_microbatches)
+    return _pipeline(_INTERLEAVED, make, n_stages, n_microbatches)
 
 
 def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B with split backwards.
-
-    Args:
-        n_stages: stages of the model, S; each has a rank.
-        n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: a size is not a whole number, 1 or more.
-
-    Source: arXiv 2401.10241.
-    """
+    """ZB-H1: 1F1B with split backwards; arguments as :func:`gpipe`. Source: arXiv 2401.10241."""
     return _pipeline("ZB-H1", pipeline_orders.zero_bubble, n_stages, n_microbatches)
 
 
@@ -218,18 +189,12 @@ def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Schedule:
-    """V-Half: as :func:`zb_v`, with half the activations of 1F1B and half its bubble.
-
-    Arguments and errors are those of :func:`zb_v`. Source: arXiv 2405.15362.
-    """
+    """V-Half: as :func:`zb_v`, half the memory and bubble of 1F1B. Source: arXiv 2405.15362."""
     return _pipeline("V-Half", v_schedules.v_half, n_stages, n_microbatches)
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Schedule:
-    """V-Min: as :func:`zb_v`, with a third of the activations of 1F1B.
-
-    Arguments and errors are those of :func:`zb_v`. Source: arXiv 2405.15362.
-    """
+    """V-Min: as :func:`zb_v`, a third of the memory of 1F1B. Source: arXiv 2405.15362."""
     return _pipeline("V-Min", v_schedules.v_min, n_stages, n_microbatches)
 
 
@@ -251,25 +216,21 @@ def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) 
     s, m, _ = _sizes(n_stages, n_microbatches)
     if m < s:
         raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
-    name = "PipeDream-2BW" + _PREDICTED * bool(predict)
-    when = timing.pipelined(s, m)
+    name, when = _name("PipeDream-2BW", predict=predict), timing.pipelined(s, m)
     return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
 
 
 def _pipeline(
-    name: str,
-    make: Callable[[int, int], pipeline_orders.Orders],
-    n_stages: int,
-    n_microbatches: int,
+    name: str, make: Callable[[int, int], Orders], n_stages: int, n_microbatches: int
 ) -> Schedule:
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule.from_rank_orders(make(s, m), name=name)
 
 
-def _name(rule: str, state: str, detail: str = "", accumulate: int = 1) -> str:
+def _name(rule: str, state: str = "", predict: bool = False, accumulate: int = 1) -> str:
     zero = "ZeRO-" if state == "sharded" else ""
     rounds = f" accumulate {accumulate}" if accumulate > 1 else ""
-    return f"{zero}{rule}{detail}{rounds}"
+    return zero + rule + " predicted" * bool(predict) + rounds
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
@@ -323,8 +284,9 @@ class Method:
 
 
 _CDP, _2BW, _V = "arXiv 2403.08837", "arXiv 2006.09503", "arXiv 2405.15362"
-_ZERO, _ZB = "arXiv 1910.02054", "arXiv 2401.10241"
-_SHARDED = {"state": "sharded"}
+_MEGATRON, _PAIR = "arXiv 2104.04473", {"n_ranks": 2}
+_ACCUMULATION, _INTERLEAVED = "gradient accumulation", "interleaved 1F1B"
+_ZERO, _ZB, _SHARDED = "arXiv 1910.02054", "arXiv 2401.10241", {"state": "sharded"}
 
 METHODS: Mapping[str, Method] = {
     method.name: method
@@ -333,20 +295,10 @@ METHODS: Mapping[str, Method] = {
         Method("cdp_v1", "CDP-v1", cyclic, "cyclic", _CDP, {"delay": 1}),
         Method("cdp_v2", "CDP-v2", cyclic, "cyclic", _CDP),
         Method("published", "CDP-v2 as published", published, "data_parallel", _CDP),
-        Method(
-            "gradient_accumulation", "gradient accumulation", gradient_accumulation, "data_parallel"
-        ),
+        Method("gradient_accumulation", _ACCUMULATION, gradient_accumulation, "data_parallel"),
         Method("gpipe", "GPipe", gpipe, "pipeline", "arXiv 1811.06965"),
         Method("one_f_one_b", "1F1B", one_f_one_b, "pipeline", _2BW),
-        Method(
-            "interleaved_1f1b",
-            "interleaved 1F1B",
-            interleaved_1f1b,
-            "pipeline",
-            "arXiv 2104.04473",
-            {"n_ranks": 2},
-            stages_per_rank=2,
-        ),
+        Method("interleaved_1f1b", _INTERLEAVED, interleaved_1f1b, "pipeline", _MEGATRON, _PAIR, 2),
         Method("zero_bubble", "ZB-H1", zero_bubble, "pipeline", _ZB),
         Method("zb_v", "ZB-V", zb_v, "pipeline", _ZB, stages_per_rank=2),
         Method("v_half", "V-Half", v_half, "pipeline", _V, stages_per_rank=2),

@@ -54,13 +54,7 @@ def _op(word: Op | str, where: str) -> Op:
 
 
 def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | None]:
-    """Rank orders from a CSV file, or from its text.
-
-    A string is text if it has a comma or a line end, and neither ends with ``.csv`` nor names a
-    file.
-
-    Returns:
-        ``orders[rank]``; the slot in which each op is written; the period, None if absent.
+    """Rank orders, the slot of each op, and the period if given, from a CSV file or its text.
 
     Raises:
         UserError: the file cannot be read, or a cell is not an op (row and column count from 1).
@@ -92,6 +86,7 @@ def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | N
 
 
 def _content(source: str | Path) -> str:
+    """The text of a file; a string that looks like text, and names no file, is the text itself."""
     text = str(source)
     named = text.endswith(".csv") or os.path.isfile(text)
     if not (isinstance(source, Path) or named) and set(text) & {",", "\n"}:
@@ -104,13 +99,7 @@ def _content(source: str | Path) -> str:
 
 
 def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> str:
-    """One training step as CSV: a row a rank, a cell a slot.
-
-    The first op's cell carries the period if the orders alone would be timed differently.
-
-    Raises:
-        UserError: a stage runs on several ranks, a rank on none, or ops start between slots.
-    """
+    """One training step as CSV; see :meth:`Schedule.to_csv`."""
     for j in range(n_stages):
         if len(layout.ranks(j)) > 1:
             raise UserError(
@@ -134,7 +123,7 @@ def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> st
         raise UserError(
             f"the CSV format has ops of every rank: rank {orders.index([])} of {name} has none"
         )
-    if as_early_as_possible(orders) != timing:
+    if as_early_as_possible(orders) != timing:  # the orders alone would be timed differently
         first = by_time[0]
         row = rows[layout.rank(first.stage, first.microbatch)]
         row[starts[first]] = f"{first} period={timing.period}"

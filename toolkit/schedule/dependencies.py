@@ -39,9 +39,9 @@ class _Needs:
         self.rank = rank
         self.made: dict[tuple, int] = {}  # weights and boundaries
         self.freed: dict[tuple, int] = {}  # weights
-        self.uses: defaultdict[tuple, list[int]] = defaultdict(list)  # of weights
-        self.parts: defaultdict[tuple, list[int]] = defaultdict(list)  # of sums
-        self.kept: dict[tuple, list[int]] = {}  # ops of a stage on a micro-batch
+        self.uses: defaultdict[tuple, set[int]] = defaultdict(set)  # of weights
+        self.parts: defaultdict[tuple, set[int]] = defaultdict(set)  # of sums
+        self.kept: defaultdict[tuple, set[int]] = defaultdict(set)  # ops on a micro-batch
 
     def waits_for(self, position: int, i: Instruction) -> set[int]:
         if i.action.computes:
@@ -49,7 +49,7 @@ class _Needs:
         if i.action.communicates:
             return self._communicates(position, i)
         if i.action == Action.UPDATE:
-            found = set(self.parts.pop((i.stage, i.step), ()))
+            found = self.parts.pop((i.stage, i.step), set())
             if i.step is not None:  # it begins with the version before
                 found |= self._uses(position, (i.stage, i.step))
             self.made[i.stage, i.version] = position
@@ -59,27 +59,23 @@ class _Needs:
             late, before = i.predicted_from
             return self._uses(position, late) | self._uses(position, before)
         if i.buffer == Buffer.ACTIVATION:
-            return set(self.kept.pop((i.stage, i.microbatch, i.step), ()))
+            return self.kept.pop((i.stage, i.microbatch, i.step), set())
         self.freed[i.weights] = position
-        return set(self.uses.pop(i.weights, ())) | self._takes(i.weights)
+        return self.uses.pop(i.weights, set()) | self._takes(i.weights)
 
     def _computes(self, position: int, i: Instruction) -> set[int]:
         key = (i.stage, i.microbatch, i.step)
-        found = self._uses(position, i.weights)
+        found = self._uses(position, i.weights) | self.kept[key]
         if i.action == Action.FORWARD:
             found |= self._takes((Buffer.ACTIVATION, i.stage - 1, i.microbatch, i.step))
             self.made[(Buffer.ACTIVATION, *key)] = position
-            self.kept[key] = []
-        else:
-            if i.action != Action.BACKWARD_WEIGHT:
-                later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
-                found |= self._takes(later)
-                self.made[(Buffer.ACTIVATION_GRADIENT, *key)] = position
-            found |= set(self.kept.get(key, ()))
-        if key in self.kept:
-            self.kept[key].append(position)
+        elif i.action != Action.BACKWARD_WEIGHT:
+            later = (Buffer.ACTIVATION_GRADIENT, i.stage + 1, i.microbatch, i.step)
+            found |= self._takes(later)
+            self.made[(Buffer.ACTIVATION_GRADIENT, *key)] = position
+        self.kept[key].add(position)
         if i.action != Action.BACKWARD_INPUT:  # a forward adds the statistics of norms
-            self.parts[i.stage, i.step].append(position)
+            self.parts[i.stage, i.step].add(position)
         return found
 
     def _communicates(self, position: int, i: Instruction) -> set[int]:
@@ -90,9 +86,9 @@ class _Needs:
             return {self.freed[i.weights]} if i.weights in self.freed else set()
         if i.buffer == Buffer.GRADIENT:
             gives = i.action != Action.RECV
-            found = set(self.parts.pop((i.stage, i.step), ())) if gives else set()
+            found = self.parts.pop((i.stage, i.step), set()) if gives else set()
             if i.leaves(self.rank):
-                self.parts[i.stage, i.step].append(position)
+                self.parts[i.stage, i.step].add(position)
             return found
         boundary = (i.buffer, i.stage, i.microbatch, i.step)
         if i.action == Action.SEND:
@@ -101,7 +97,7 @@ class _Needs:
         return set()
 
     def _uses(self, position: int, key: tuple) -> set[int]:
-        self.uses[key].append(position)
+        self.uses[key].add(position)
         return {self.made[key]} if key in self.made else set()
 
     def _takes(self, key: tuple) -> set[int]:

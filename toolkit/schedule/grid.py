@@ -10,7 +10,6 @@ from toolkit.schedule.instruction import Op
 from toolkit.schedule.placement import Placement
 from toolkit.schedule.timing import Timing
 
-_IDLE = "."
 _ROWS, _COLUMNS = 16, 40  # shown around an op in brackets
 
 
@@ -29,28 +28,21 @@ def row_of(layout: Placement, rank: int, microbatch: int) -> int:
 def render(
     timing: Timing, layout: Placement, n_steps: int = 1, mark: tuple[Op, int] | None = None
 ) -> str:
-    """The grid of ``n_steps`` training steps.
+    """The grid of ``n_steps`` training steps (1 or more).
 
     Columns are ticks where starts fall between slots; an op then covers its further ticks with
-    ``-``. Steps that overlap differ by the primes after their ops.
-
-    Args:
-        timing: when ops start.
-        layout: on which rank.
-        n_steps: 1 or more.
-        mark: (op, step) to put in brackets; of a large grid, only its surroundings are shown.
+    ``-``. Steps that overlap differ by the primes after their ops. ``mark`` = (op, step) is put in
+    brackets; of a large grid, only its surroundings are shown.
     """
-    n_steps = whole(n_steps, "n_steps", 1)
     tick = timing.ticks_per_slot
     primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap
     cells: dict[int, dict[int, str]] = {}
     last = 0
     marked: tuple[int, int] | None = None
-    for step in range(n_steps):
+    for step in range(whole(n_steps, "n_steps", 1)):
         for op, start in timing.starts.items():
             at = start + step * timing.period
-            rank = layout.rank(op.stage, op.microbatch, step)
-            row = row_of(layout, rank, op.microbatch)
+            row = row_of(layout, layout.rank(op.stage, op.microbatch, step), op.microbatch)
             text = str(op) + "'" * (step % primes)
             if (op, step) == mark:
                 text = f"[{text}]"
@@ -61,19 +53,15 @@ def render(
                 columns.setdefault(further, "-")
             last = max(last, at + tick)
 
-    shared = layout.one_device and layout.n_microbatches > 1
     numbers: Sequence[int] = sorted(cells)
     ticks: Sequence[int] = range(last)
     if marked is not None:
         row, column = marked
         numbers = _around(numbers, numbers.index(row), _ROWS)
         ticks = _around(ticks, column, _COLUMNS)
-    labels = [f"rank 0 mb {row}" if shared else f"rank {row}" for row in numbers]
+    label = "rank 0 mb" if layout.one_device and layout.n_microbatches > 1 else "rank"
     head = ["slot", *(str(at // tick) if at % tick == 0 else "" for at in ticks)]
-    body = [
-        [label, *(cells[row].get(at, _IDLE) for at in ticks)]
-        for label, row in zip(labels, numbers, strict=True)
-    ]
+    body = [[f"{label} {row}", *(cells[row].get(at, ".") for at in ticks)] for row in numbers]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     lines = (
         " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """What an op computes.
+    """What an op computes: a forward, a whole backward, or half of one.
 
-    ``BACKWARD`` is the whole backward of a stage. A schedule may split it into
-    ``BACKWARD_INPUT`` (gradient with respect to the stage's input) and ``BACKWARD_WEIGHT``
-    (gradient with respect to its parameters).
+    The halves are the gradients with respect to the stage's input and to its parameters.
     """
 
     FORWARD = 0
@@ -74,20 +72,13 @@ _MESSAGES = (Action.SEND, Action.RECV)
 
 
 class Buffer(IntEnum):
-    """What is sent, received, reduced, predicted or freed.
+    """What is sent, received, reduced, predicted or freed."""
 
-    ``ACTIVATION`` as a message is the output of a stage's forward; freed, it is everything that
-    the stage keeps for its backward. ``ACTIVATION_GRADIENT`` is the gradient with respect to a
-    stage's input. ``GRADIENT`` is a sum over micro-batches of gradients with respect to a stage's
-    parameters. ``WEIGHTS`` is one version of a stage's parameters, and ``PREDICTION`` what a later
-    version is predicted to be.
-    """
-
-    ACTIVATION = 0
-    ACTIVATION_GRADIENT = 1
-    GRADIENT = 2
-    WEIGHTS = 3
-    PREDICTION = 4
+    ACTIVATION = 0  # a message: a stage's output; freed: all that it keeps for its backward
+    ACTIVATION_GRADIENT = 1  # with respect to a stage's input
+    GRADIENT = 2  # of a stage's parameters, summed over micro-batches
+    WEIGHTS = 3  # one version of a stage's parameters
+    PREDICTION = 4  # what a later version is predicted to be
 
     @cached_property
     def label(self) -> str:
@@ -100,13 +91,14 @@ WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
 
 
 class Instruction(NamedTuple):
-    """One entry of a rank's program.
+    """One entry of a rank's program. Fields that do not apply are None.
 
-    ``tick`` is when it starts; ``version`` is the weight version read (forward, backward, predict),
-    made (update) or meant (messages and frees of weights); ``peers`` are the receiver of a send,
-    the sender of a receive, or every rank of a collective, the root first. An op whose ``buffer``
-    is ``PREDICTION`` reads weights extrapolated from ``version`` to its ``step``. Fields that do
-    not apply are None.
+    Attributes:
+        tick: when it starts.
+        version: weights read (op, predict), made (update), or moved or freed.
+        buffer: what is moved or freed; an op with ``PREDICTION`` reads weights extrapolated from
+            ``version`` to its ``step``.
+        peers: receiver of a send, sender of a receive, or all ranks of a collective, root first.
     """
 
     tick: int
@@ -137,20 +129,22 @@ class Instruction(NamedTuple):
         return (self.stage, self.version), (self.stage, self.version - 1)
 
     def meeting(self, rank: int) -> tuple:
-        """Key that a message or a collective of ``rank`` shares with its other ends only.
-
-        Of messages with the same key, the k-th at one end meets the k-th at the other.
-        """
+        """Key of a message or collective: the k-th of a key at one end meets the k-th at others."""
         if self.action not in _MESSAGES:
             return self[1:]
         ends = (rank, *self.peers) if self.action == Action.SEND else (*self.peers, rank)
         return (*ends, *self[2:7])
 
+    @property
+    def moves_parameters(self) -> bool:
+        """Whether it is a message or a collective of weights or gradients."""
+        return self.action.communicates and self.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
+
     def gives(self, rank: int) -> bool:
         """Whether ``rank`` puts something of its own into a message or a collective."""
-        return self.action != Action.RECV and (
-            self.action != Action.BROADCAST or rank == self.peers[0]
-        )
+        if self.action == Action.BROADCAST:
+            return rank == self.peers[0]
+        return self.action != Action.RECV
 
     def leaves(self, rank: int) -> bool:
         """Whether ``rank`` gets something new from a message or a collective."""
@@ -167,7 +161,7 @@ class Instruction(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in timelines: the op, another work of a stage, the message or the collective."""
+        """Its name in timelines."""
         if self.buffer is not None and self.action in _MESSAGES:
             return self.buffer.label
         if self.action.computes:
@@ -192,11 +186,8 @@ class Instruction(NamedTuple):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Return a context without garbage collection, for code that makes no cycles.
-
-    A program of a million instructions is a million tuples, which the collector would search
-    again and again while the program grows.
-    """
+    """A context without garbage collection, for code that makes no reference cycles."""
+    # The collector would search a growing program of a million tuples again and again.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

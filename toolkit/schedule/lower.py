@@ -38,12 +38,11 @@ if TYPE_CHECKING:
 
 def _position(instruction: Instruction) -> tuple[int, int]:
     """What comes first among a rank's instructions: by tick, then by phase."""
-    action = instruction.action
-    if action == Action.SEND or action == Action.RECV:
+    if instruction.action.communicates:
         return instruction.tick, _MESSAGE_PHASE[instruction.buffer]
-    if action == Action.FREE and instruction.buffer == Buffer.PREDICTION:
+    if instruction.action == Action.FREE and instruction.buffer == Buffer.PREDICTION:
         return instruction.tick, 4
-    return instruction.tick, _PHASE[action]
+    return instruction.tick, _PHASE.get(instruction.action, 7)
 
 
 # Boundary messages, reductions, updates, hand-ons, ends of predictions, predictions, frees, ops.
@@ -53,14 +52,7 @@ _MESSAGE_PHASE: dict[Buffer | None, int] = {
     Buffer.GRADIENT: 1,
     Buffer.WEIGHTS: 3,
 }
-_PHASE = {
-    Action.ALL_REDUCE: 1,
-    Action.REDUCE: 1,
-    Action.UPDATE: 2,
-    Action.BROADCAST: 3,
-    Action.PREDICT: 5,
-    Action.FREE: 6,
-} | {action: 7 for action in Action if action.computes}
+_PHASE = {Action.UPDATE: 2, Action.PREDICT: 5, Action.FREE: 6}
 
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:

@@ -16,7 +16,6 @@ from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.staleness import Delay, in_steps
 from toolkit.schedule.timing import Timing
-from toolkit.schedule.validate import check_complete
 
 Orders = Sequence[Sequence[Op]]
 
@@ -114,17 +113,14 @@ def as_early_as_possible(
     """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
 
     Args:
-        orders: ``orders[rank]``, its ops.
+        orders: ``orders[rank]``, its ops: each op of a step once.
         delay: of the weights; it matters where no period is given.
         period: slots between the starts of training steps. A rank is not free in a slot in which
-            it is busy with another step. Unless given it is the least at which no rank is asked
-            for two training steps at once and, for a ``delay`` in steps, every weight version is
-            ready when it is read, however it is drawn.
+            it is busy with another step. None: see :meth:`Schedule.from_rank_orders`.
         not_before: slots before which an op does not start.
 
     Raises:
-        UserError: an op is missing or appears twice, ranks wait for each other, or a rank has more
-            ops than the period has slots.
+        UserError: ranks wait for each other, or have more ops than the period has slots.
     """
     for rank, order in enumerate(orders):
         if period is not None and len(order) > period:
@@ -134,8 +130,6 @@ def as_early_as_possible(
             )
     ops = {op for order in orders for op in order}
     n_stages = max(op.stage for op in ops) + 1
-    n_microbatches = max(op.microbatch for op in ops) + 1
-    check_complete(ops, n_stages, n_microbatches)
     needs = {op: [*dependencies(op, ops, n_stages)] for op in ops}
     ends: dict[Op, int] = {}
     free = [0] * len(orders)
@@ -174,16 +168,16 @@ def as_early_as_possible(
         )
     starts = {op: end - 1 for op, end in ends.items()}
     if period is None:
-        period = _period(orders, starts, n_stages, n_microbatches, delay)
+        period = _period(orders, starts, delay)
     return Timing(starts, period)
 
 
-def _period(
-    orders: Orders, starts: dict[Op, int], n_stages: int, n_microbatches: int, delay: Delay
-) -> int:
+def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
+    """The least period at which no rank has two steps at once, and late weights are ready."""
     longest = max(starts[order[-1]] + 1 - starts[order[0]] for order in orders)
     if isinstance(delay, str):
         return longest
+    n_stages, n_microbatches = (max(op[k] for op in starts) + 1 for k in (1, 2))
     least, _ = in_steps(delay, n_stages, n_microbatches)
     timing = Timing(starts, longest)
     for j in range(n_stages):

@@ -22,14 +22,24 @@ from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.timing import Timing
 
 PLACEMENTS = ("one", "per_microbatch", "per_stage", "per_stage_and_microbatch")
+IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
+"""The order in which ranks add to the sum of a stage's gradient; the last one updates.
+
+``in_order``
+    as they finish. In cyclic timing the last rank makes every update; it and the rank before it
+    send less than the others.
+``rotated``
+    as they finish, but stage j begins with the j-th rank and goes round. New weights travel round
+    the same ring, so that each rank sends to one neighbour only. If the stages are a multiple of
+    the N ranks, every rank sends 2(N-1)/N models a step and makes as many updates as any other.
+    In return sums wait for the rank that finishes last, ranks hold gradients longer, and the
+    messages of a stage bunch where its last backward ends, up to N-1 in a row.
+"""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Micro-batches take the ranks ``cycles[stage]`` in turn.
-
-    The turn continues from step to step, so a micro-batch may meet another rank in the next step
-    where the number of micro-batches is not a multiple of the cycle.
+    """Micro-batches take the ranks ``cycles[stage]`` in turn, continued from step to step.
 
     Attributes:
         name: one of :data:`PLACEMENTS`, or another name in tables.
@@ -99,6 +109,23 @@ def place(
         first = [0, *accumulate(replicas[:-1])]
     cycles = (range(at, at + n) for at, n in zip(first, replicas, strict=True))
     return Placement(name, n_microbatches, tuple(cycles))
+
+
+def share_ends(timing: Timing, layout: Placement, stage: int) -> dict[int, int]:
+    """The tick at which each rank's share of a stage's gradient is complete."""
+    ends: dict[int, int] = {}
+    for m in range(layout.n_microbatches):
+        rank = layout.rank(stage, m)
+        ends[rank] = max(ends.get(rank, 0), timing.gradient_end(stage, m))
+    return ends
+
+
+def ring_of(timing: Timing, layout: Placement, stage: int) -> tuple[int, ...]:
+    """The ranks of a rotated chain: from the first to give its gradient to the one that updates."""
+    ends = share_ends(timing, layout, stage)
+    order = sorted(ends, key=lambda rank: (ends[rank], rank))
+    turn = stage % len(order)
+    return (*order[turn:], *order[:turn])
 
 
 def _most_in_flight(timing: Timing, stage: int, n_microbatches: int) -> int:

@@ -3,28 +3,24 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
-from toolkit.schedule.traffic import NOTHING, Traffic, together, traffic_of
 from toolkit.schedule.verify import verify
 
 if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 
-_SENDING = (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
-
-
 @dataclass(frozen=True)
 class Program:
     """The instructions of every rank for ``n_steps`` training steps of ``schedule``.
 
-    Each stage's ``schedule.first_holders`` begin with the versions that are made before the
-    program and read in it. Ticks are counted from the start of ``first_step``;
-    ``schedule.timing.ticks_per_slot`` of them make a slot.
+    Each stage's ``schedule.first_holders`` begin with the older versions that are read. Ticks count
+    from the start of ``first_step``; ``schedule.timing.ticks_per_slot`` of them make a slot.
 
     Attributes:
         schedule: the schedule that was lowered.
@@ -75,12 +71,8 @@ class Program:
 
     def first_forwards(self) -> dict[int, int]:
         """The tick of the first forward of each rank that begins with the model's first stage."""
-        found = {}
-        for rank, instructions in enumerate(self.ranks):
-            first = next((i for i in instructions if i.action == Action.FORWARD), None)
-            if first is not None and first.stage == 0:
-                found[rank] = first.tick
-        return found
+        forwards = ([i for i in rank if i.action == Action.FORWARD][:1] for rank in self.ranks)
+        return {rank: i.tick for rank, found in enumerate(forwards) for i in found if not i.stage}
 
     def activations(self) -> tuple[tuple[int, ...], ...]:
         """Activations alive during each slot: ``[rank][slot]``, in stage-activations."""
@@ -88,10 +80,7 @@ class Program:
         return tuple(tuple(most_by_slot(_alive(r), self.n_slots, tick)) for r in self.ranks)
 
     def total_activations(self) -> tuple[int, ...]:
-        """The most activations that all ranks hold together during each slot: ``[slot]``.
-
-        This is less than the sum of the ranks' own peaks where those fall at different moments.
-        """
+        """The most activations that all ranks hold at one moment of each slot: ``[slot]``."""
         gained: defaultdict[int, int] = defaultdict(int)
         for instructions in self.ranks:
             before = 0
@@ -120,7 +109,7 @@ class Program:
             for rank, instructions in enumerate(self.ranks)
         )
 
-    def traffic(self, slots: range | None = None) -> tuple[tuple[Traffic, ...], ...]:
+    def traffic(self, slots: range | None = None) -> tuple[tuple["Traffic", ...], ...]:
         """Weights and gradients sent: ``[slot][rank]``.
 
         A message counts in the slot that begins when it is sent. Collectives among n ranks count
@@ -135,12 +124,67 @@ class Program:
         for rank, instructions in enumerate(self.ranks):
             sent: defaultdict[int, list[Traffic]] = defaultdict(list)
             for i in instructions:
-                moves = i.action in _SENDING and i.buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)
-                if moves and self.slot(i) in slots:
+                if i.moves_parameters and i.action != Action.RECV and self.slot(i) in slots:
                     sent[self.slot(i)].append(traffic_of(i, rank))
             for slot, found in sent.items():
                 total[slots.index(slot)][rank] = found[0] if len(found) == 1 else together(found)
         return tuple(map(tuple, total))
+
+
+class Traffic(NamedTuple):
+    """What one rank sends in one slot: parameter messages, and their size in stage-parameters."""
+
+    messages: int
+    units: Fraction
+
+
+NOTHING, _MESSAGE = Traffic(0, Fraction(0)), Traffic(1, Fraction(1))
+
+
+def together(found: Sequence[Traffic]) -> Traffic:
+    """The sum of all."""
+    return Traffic(sum(f.messages for f in found), sum((f.units for f in found), Fraction()))
+
+
+def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
+    """What all ranks together send in each slot, in stage-parameters: of ``[slot][rank]``."""
+    return tuple(sum((sent.units for sent in slot if sent.units), Fraction()) for slot in traffic)
+
+
+def rounds(action: Action, n_ranks: int) -> int:
+    """Messages of a collective that wait for each other: of a ring, or of a binomial tree."""
+    return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()
+
+
+def traffic_of(i: Instruction, rank: int) -> Traffic:
+    """What ``rank`` sends by an instruction that moves weights or gradients."""
+    if i.action == Action.SEND:
+        return _MESSAGE
+    if i.action == Action.ALL_REDUCE:
+        messages = rounds(i.action, len(i.peers))
+        return Traffic(messages, Fraction(messages, len(i.peers)))
+    if i.action == Action.BROADCAST:
+        messages = _tree_children(i.peers.index(rank), len(i.peers))
+    else:
+        messages = int(i.action == Action.REDUCE and rank != i.peers[0])
+    return Traffic(messages, Fraction(messages)) if messages else NOTHING
+
+
+def received_of(i: Instruction, rank: int) -> Traffic:
+    """What ``rank`` receives by an instruction that moves something."""
+    if i.action == Action.ALL_REDUCE:
+        return traffic_of(i, rank)
+    if i.action == Action.REDUCE:
+        messages = _tree_children(i.peers.index(rank), len(i.peers))
+    else:
+        messages = int(i.action.communicates and i.leaves(rank))
+    return Traffic(messages, Fraction(messages))
+
+
+def _tree_children(position: int, n: int) -> int:
+    """Children of ``position`` in the binomial tree over 0 .. n-1 whose root is 0."""
+    bits = range(position.bit_length(), n.bit_length())
+    return sum(position + (1 << bit) < n for bit in bits)
 
 
 def most_by_slot(
@@ -148,7 +192,7 @@ def most_by_slot(
 ) -> Iterator[int]:
     """The highest level in each slot, of a quantity that changes at ticks.
 
-    What is released exactly at a slot's start no longer counts in that slot.
+    What is released exactly at a slot's start does not count in that slot.
 
     Args:
         changes: (tick, level from then on), in order.
@@ -184,5 +228,5 @@ def _weights_gained(i: Instruction, rank: int) -> int:
     if i.action == Action.FREE:
         return -int(i.buffer != Buffer.ACTIVATION)
     if i.buffer == Buffer.WEIGHTS:
-        return int(i.action == Action.RECV or (i.action == Action.BROADCAST and rank != i.peers[0]))
+        return int(i.leaves(rank))
     return int(i.action in (Action.UPDATE, Action.PREDICT))

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.schedule import csv_format
+from toolkit.schedule import csv_format, validate
 from toolkit.schedule import grid as _grid
 from toolkit.schedule.instruction import Kind, Op
 from toolkit.schedule.lower import lower
 from toolkit.schedule.pipeline_orders import as_early_as_possible
-from toolkit.schedule.placement import Assigned, Placement, place
-from toolkit.schedule.reduction_order import CHAINS, IN_ORDER, check_rotated, ring_of
+from toolkit.schedule.placement import CHAINS, IN_ORDER, Assigned, Placement, place, ring_of
 from toolkit.schedule.staleness import (
     FRESHEST,
     Delay,
@@ -25,13 +24,6 @@ from toolkit.schedule.staleness import (
     plain,
 )
 from toolkit.schedule.timing import Timing
-from toolkit.schedule.validate import (
-    check_complete,
-    check_dependencies,
-    check_forwards,
-    check_ranks,
-    check_staleness,
-)
 
 if TYPE_CHECKING:
     from toolkit.schedule.program import Program
@@ -55,11 +47,9 @@ class Schedule:
             :class:`RandomDelay`, which draws them anew at every step.
         state: ``replicated``, or ``sharded`` (each stage's parameters, gradients and optimizer
             state have one owner).
-        chains: ``in_order``, or ``rotated``: each stage's sum begins at another rank. Every rank
-            then sends as many bytes and makes as many updates as any other; but sums wait longer,
-            gradients are held longer, and traffic is no longer even over the step. It takes
-            replicated state, a rank for each micro-batch, and a delay that leaves weights time to
-            go round. See :mod:`toolkit.schedule.reduction_order`.
+        chains: ``in_order``, or ``rotated``, which balances bytes and updates over the ranks; see
+            :data:`toolkit.schedule.placement.CHAINS`. ``rotated`` takes replicated state, a rank
+            for each micro-batch, and a delay that leaves weights time to go round.
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
             the worker sums their gradients before they travel. Worker w of M/k runs micro-batches
             w, w + M/k, w + 2M/k, ...
@@ -68,8 +58,8 @@ class Schedule:
 
                 theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness
 
-            Version 0, which no update has made, is read as it is. It takes replicated state, and a
-            version more; where delays are random, weights may also be handed on more often.
+            Version 0, which no update has made, is read as it is. It takes replicated state, and
+            holds one version more.
 
     Attributes:
         staleness: ``[stage][microbatch]``, steps by which the weights read are late; where delays
@@ -104,10 +94,10 @@ class Schedule:
         if m % k:
             raise UserError(f"accumulate divides the {m} micro-batches of a step: got {k}")
         s = whole(self.n_stages, "the number of stages", 1)
-        check_forwards(s, m)
+        validate.check_forwards(s, m)
         # Python's own numbers and tuples compare and hash; NumPy's do not.
         self._set(n_stages=s, n_microbatches=m, accumulate=k, delay=plain(self.delay))
-        check_complete(self.timing.starts, s, m)
+        validate.check_complete(self.timing.starts, s, m)
         layout = self.placement
         if not isinstance(layout, Placement):
             layout = place(layout, self.timing, s, m, self.n_workers)
@@ -115,16 +105,16 @@ class Schedule:
             raise UserError(
                 f"a placement is [stage][microbatch], here {s} of {m} each: got {layout.cycles}"
             )
-        check_dependencies(self.timing, layout, s, m)
-        check_ranks(self.timing, layout, s)
+        validate.check_dependencies(self.timing, layout, s, m)
+        validate.check_ranks(self.timing, layout, s)
         if isinstance(self.delay, str) and self.delay == FRESHEST:
             least = largest = freshest(self.timing, s, m)
         else:
             least, largest = in_steps(self.delay, s, m)
         self._set(layout=layout, least_staleness=least, staleness=largest)
-        check_staleness(self.timing, layout, least, self.delay)
+        validate.check_staleness(self.timing, layout, least, self.delay)
         if self.chains != IN_ORDER:
-            check_rotated(self.timing, layout, least, self.state, self.n_workers)
+            validate.check_rotated(self.timing, layout, least, self.state, self.n_workers)
         if not isinstance(self.predict, bool):
             raise UserError(f"predict is True or False: got {self.predict!r}")
         if self.predict and self.state != "replicated":
@@ -173,12 +163,9 @@ class Schedule:
 
     @property
     def lookahead(self) -> int:
-        """Ticks by which a message may start before its place in the program.
-
-        They are measured from the op that each of its ranks has reached. Two micro-batch lifetimes,
-        so that each kind of message has two buffers; two slots where the state is sharded, so that
-        a rank holds its share of the weights and little more.
-        """
+        """Ticks by which a message may start before its place in its ranks' programs."""
+        # Two micro-batch lifetimes: each kind of message has two buffers. If the state is sharded,
+        # two slots: a rank then holds its share of the weights and little more.
         slots = 2 if self.state == "sharded" else 4 * self.n_stages
         return slots * self.timing.ticks_per_slot
 
@@ -198,9 +185,9 @@ class Schedule:
     def owners(self) -> tuple[int, ...]:
         """The rank that updates each stage and keeps its optimizer state.
 
-        Replicated: the rank that completes the gradient, the last of its chain. Sharded among the
-        ranks of data parallelism: the stages are dealt out evenly, the last stage to the first
-        rank, which in cyclic timing is the first to read new weights.
+        Replicated: the last rank of the stage's chain of gradients. Sharded among the ranks of data
+        parallelism: the stages are dealt out evenly, the last stage to the first rank, which in
+        cyclic timing is the first to read new weights.
         """
         if self.state == "sharded" and self.layout.name == "per_microbatch":
             last = self.n_ranks - 1
@@ -274,14 +261,13 @@ class Schedule:
             state: as in :class:`Schedule`.
             predict: as in :class:`Schedule`.
             period: slots between the starts of training steps, which overlap where they are fewer
-                than a step takes; unless given, the pipeline drains: the least at which each rank
-                ends a step before it begins the next, and weights are ready.
+                than a step takes; None: the least at which each rank ends a step before it begins
+                the next, and weights are ready.
             not_before: slots before which an op does not start.
 
         Raises:
-            UserError: an op is missing, unknown or repeated; a rank has nothing to do, or more
-                ops than the period has slots; a backward is not where its forward was; ranks wait
-                for each other.
+            UserError: an op is missing, unknown, repeated or apart from its forward; a rank has
+                nothing to do, or more ops than the period has slots; ranks wait for each other.
         """
         if isinstance(orders, str):
             raise UserError(f"orders are a list with one for each rank: got the text {orders!r}")
@@ -299,9 +285,8 @@ class Schedule:
     ) -> "Schedule":
         """:meth:`from_rank_orders` from a CSV file (or its text): a row a rank, a cell a slot.
 
-        The compute format of torch.distributed.pipelining. Empty cells are passed over, unless
-        there is a period, given or in the file (``0F0 period=8``): then no op starts before the
-        slot of its cell.
+        The format is in :mod:`toolkit.schedule.csv_format`. Empty cells are passed over, unless
+        there is a period, given or in the file: then no op starts before the slot of its cell.
 
         Args:
             source: a path, or the text of a file.
@@ -322,8 +307,8 @@ class Schedule:
     def to_csv(self) -> str:
         """One training step in the compute format of torch.distributed.pipelining.
 
-        It says timing and placement, with the period where the pipeline does not drain; the
-        weights' delay, predictions and the state are arguments of :meth:`from_csv`.
+        It has timing and placement, with the period where the pipeline does not drain; the weights'
+        delay, predictions and the state are arguments of :meth:`from_csv`.
 
         Raises:
             UserError: the schedule is not a pipeline.
@@ -331,14 +316,7 @@ class Schedule:
         return csv_format.write_csv(self.name, self.timing, self.layout, self.n_stages)
 
     def grid(self, n_steps: int = 1) -> str:
-        """The schedule as text: ranks down, slots across.
-
-        Args:
-            n_steps: training steps to show, 1 or more.
-
-        Raises:
-            UserError: ``n_steps`` is not a whole number, 1 or more.
-        """
+        """``n_steps`` training steps (1 or more) as text: ranks down, slots across."""
         return _grid.render(self.timing, self.layout, n_steps)
 
     def lower(self, n_steps: int, first_step: int = 0) -> "Program":
@@ -346,8 +324,7 @@ class Schedule:
 
         Args:
             n_steps: training steps, 1 or more.
-            first_step: the first of them. Where it is not 0, ranks begin with the older weight
-                versions that it reads.
+            first_step: the first of them; ranks begin with the older versions that it reads.
 
         Raises:
             UserError: a number is out of range.
@@ -375,19 +352,12 @@ def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
                 )
     n_stages = max(op.stage for op in seen) + 1
     n_microbatches = max(op.microbatch for op in seen) + 1
-    check_complete(seen, n_stages, n_microbatches)
+    validate.check_complete(seen, n_stages, n_microbatches)
     return [[ranks[j, m] for m in range(n_microbatches)] for j in range(n_stages)]
 
 
 def labels(names: Mapping[str, str]) -> dict[str, str]:
-    """Label each schedule by its name, with its key where schedules share a name.
-
-    Args:
-        names: of schedules, by keys that set them apart, such as the rules of a comparison.
-
-    Returns:
-        The labels, by the same keys.
-    """
+    """Label schedules, given by key, by their names; a shared name is followed by the key."""
     called = list(names.values())
     return {
         key: name if called.count(name) == 1 else f"{name} ({key})" for key, name in names.items()

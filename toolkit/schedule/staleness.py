@@ -19,7 +19,8 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate
-from math import inf, prod
+from math import prod
+from sys import float_info
 from typing import Any, Protocol
 
 from toolkit.errors import UserError, check_choice, whole
@@ -43,15 +44,14 @@ class RandomDelay:
     draws the same, in any order.
 
     Args:
-        distribution: ``uniform`` from ``least`` to ``most``; or ``least`` and a number of further
-            steps that is ``geometric`` (each comes with probability 1 - ``p``) or ``poisson`` (of
-            the given ``mean``). What would be later than ``most`` is drawn again.
+        distribution: ``uniform``; or of the steps beyond ``least``: ``geometric`` (each comes with
+            probability 1 - ``p``) or ``poisson`` (of ``mean``), without those beyond ``most``.
         least: steps by which every version is late; the timing has to allow it.
         most: steps by which a version can be late; as many old versions of the weights are kept.
         p: parameter of ``geometric``, above 0 and at most 1.
-        mean: mean number of ``poisson``'s further steps, above 0, before the cut at ``most``.
-        per: ``microbatch``: one draw for each stage, micro-batch and step; ``stage``: one for
-            each stage and step, which all micro-batches share; ``step``: one for each step.
+        mean: parameter of ``poisson``, above 0.
+        per: what shares a draw: a ``microbatch`` (of a stage and step), ``stage`` (and step), or
+            ``step``.
         seed: seed of the draws.
 
     Raises:
@@ -77,19 +77,15 @@ class RandomDelay:
                 f"a random delay needs 0 <= least <= most <= {_MOST}: got"
                 f" least={self.least}, most={self.most}"
             )
-        for name, owner, largest in (("p", "geometric", 1.0), ("mean", "poisson", inf)):
+        for name, owner, largest in (("p", "geometric", 1.0), ("mean", "poisson", float_info.max)):
             value = getattr(self, name)
-            if self.distribution != owner:
-                if value is not None:
-                    raise UserError(f"{name}={value!r} is only for distribution={owner}")
-            elif (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or not 0 < value <= largest
-                or value == inf
-            ):
-                bound = f" and at most {largest:g}" if largest < inf else ""
-                raise UserError(f"{name} of a {owner} delay is above 0{bound}: got {value!r}")
+            if self.distribution != owner and value is not None:
+                raise UserError(f"{name}={value!r} is only for distribution={owner}")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if self.distribution == owner and not (number and 0 < value <= largest):
+                raise UserError(
+                    f"{name} of a {owner} delay is above 0 and at most {largest:g}: got {value!r}"
+                )
 
     def __str__(self) -> str:
         kind = "random" if self.distribution == "uniform" else self.distribution
@@ -106,31 +102,23 @@ class RandomDelay:
         further = sum(k * weight for k, weight in enumerate(self._weights))
         return float(self.least + Fraction(further, sum(self._weights)))
 
-    def _ratio(self, k: int) -> Fraction:
-        """The probability of ``least + k`` steps, divided by that of ``least + k - 1``."""
-        if self.distribution == "geometric":
-            return 1 - Fraction(float(self.p or 0))
-        return Fraction(1) if self.mean is None else Fraction(float(self.mean)) / k
-
     @cached_property
     def _weights(self) -> tuple[int, ...]:
         """In proportion to the probabilities, as numerators over one common denominator."""
-        ratios = [self._ratio(k) for k in range(1, self.most - self.least + 1)]
-        return tuple(
-            accumulate(
-                ratios,
-                lambda last, ratio: last // ratio.denominator * ratio.numerator,
-                initial=prod(ratio.denominator for ratio in ratios),
-            )
-        )
+        # The probability of least + k steps, divided by that of one step less; exact.
+        ratio = 1 - Fraction(float(self.p or 0)) if self.mean is None else Fraction(self.mean)
+        ratios = [
+            ratio if self.mean is None else ratio / k for k in range(1, self.most - self.least + 1)
+        ]
+        weights = [prod(ratio.denominator for ratio in ratios)]
+        for ratio in ratios:
+            weights.append(weights[-1] // ratio.denominator * ratio.numerator)
+        return tuple(weights)
 
     @cached_property
     def _bounds(self) -> tuple[int, ...]:
-        """Bounds on the drawn bits: below the k-th the delay is ``least + k``.
-
-        They are exact integers, so that no platform's rounding can change a draw.
-        """
-        total = sum(self._weights)
+        """Bounds on the drawn bits: below the k-th the delay is ``least + k``."""
+        total = sum(self._weights)  # integers: no platform's rounding can change a draw
         return tuple((below << _BITS) // total for below in accumulate(self._weights))
 
     def draw(self, stage: int, microbatch: int, step: int) -> int:
@@ -172,13 +160,9 @@ def plain(delay: Delay) -> Any:
 def freshest(
     timing: Timing, n_stages: int, n_microbatches: int, *, together: bool = False
 ) -> Staleness:
-    """The smallest staleness that ``timing`` honours, per stage and micro-batch.
+    """The smallest staleness that ``timing`` honours, ``[stage][microbatch]``.
 
-    Args:
-        timing: when ops start.
-        n_stages: S.
-        n_microbatches: M.
-        together: whether updates wait for the gradients of all stages.
+    ``together``: whether updates wait for the gradients of all stages.
     """
     ends = [timing.update_ready(j, n_microbatches) for j in range(n_stages)]
     rows = []
@@ -192,17 +176,12 @@ def freshest(
 def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
     """The least and the largest staleness of a delay given in steps; equal unless it is random.
 
-    Args:
-        delay: anything but ``"freshest"``, which needs a timing.
-        n_stages: S.
-        n_microbatches: M.
-
     Raises:
         UserError: it is not a delay in steps, or its size does not fit.
     """
     if isinstance(delay, RandomDelay):
         least, largest = (
-            ((int(steps),) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)
+            ((steps,) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)
         )
         return least, largest
     given = plain(delay)

@@ -6,10 +6,9 @@ from fractions import Fraction
 from math import gcd
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
-from toolkit.schedule.program import Program
+from toolkit.schedule.program import Program, Traffic, rounds, together, traffic_of, units_sent
 from toolkit.schedule.replay import replay
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.traffic import Traffic, rounds, together, traffic_of, units_sent
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,8 @@ class Footprint:
         ranks: devices.
         activations: the most that one rank holds.
         total_activations: the most that all ranks hold together.
-        parameters: the most that one rank keeps from step to step: one version of each of its
-            stages.
-        weights: the most weights that one rank holds at once, older versions and those passing
-            through included.
+        parameters: the most that one rank keeps from step to step: one version of its stages.
+        weights: the most that one rank holds at once, with older versions and those in transit.
         traffic: parameters and gradients that a rank sends in a step, on average.
         messages: of parameters and gradients that a rank sends in a step, on average.
         traffic_in_slot: the most that a rank sends in a slot.
@@ -139,14 +136,8 @@ def footprint(schedule: Schedule) -> Footprint:
     stage = Fraction(1, schedule.n_stages)
     kept = [rank for j in range(schedule.n_stages) for rank in schedule.first_holders(j)]
     traffic = program.traffic()[slots]
-    sent = together(
-        [
-            traffic_of(i, rank)
-            for rank, instructions in enumerate(program.ranks)
-            for i in instructions
-            if belongs_to(i, settled)
-        ]
-    )
+    own = ((i, rank) for rank, instructions in enumerate(program.ranks) for i in instructions)
+    sent = together([traffic_of(i, rank) for i, rank in own if belongs_to(i, settled)])
     return Footprint(
         ranks=schedule.n_ranks,
         activations=max(max(held[slots]) for held in program.activations()) * stage,
@@ -175,12 +166,12 @@ def _rounds(program: Program) -> int:
         if i.tick != now:
             now = i.tick
             depth.clear()
-        if i.buffer not in (Buffer.GRADIENT, Buffer.WEIGHTS):
+        if not i.moves_parameters:
             continue
         at = (rank, i.stage)
         if i.action == Action.RECV:
             depth[at] = max(depth[at], depth[i.peers[0], i.stage] + 1)
-        elif i.action != Action.SEND and i.action != Action.FREE and rank == i.peers[0]:
+        elif i.action != Action.SEND and rank == i.peers[0]:
             before = max(depth[peer, i.stage] for peer in i.peers)
             reached = before + rounds(i.action, len(i.peers))
             depth.update({(peer, i.stage): reached for peer in i.peers})

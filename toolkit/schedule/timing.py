@@ -33,17 +33,13 @@ from toolkit.schedule.instruction import Kind, Op
 class Timing:
     """Start of every op of one training step, and the distance between steps, in ticks.
 
-    A slot (the time that one stage's forward, or one stage's backward, takes) is
-    ``ticks_per_slot`` ticks, chosen so that every start is a whole number.
-
     Args:
         starts: tick at which each op starts, from the start of the step.
         period: ticks between the starts of consecutive training steps.
-        ticks_per_slot: ticks of a slot.
+        ticks_per_slot: ticks of a slot, the time that one stage's forward or backward takes.
 
     Raises:
-        UserError: a start is not a whole number, 0 or more, of an :class:`Op`; or the period or the
-            ticks of a slot are not whole numbers, 1 or more.
+        UserError: a start is not a whole number of an :class:`Op`, or a number is out of range.
     """
 
     starts: Mapping[Op, int]

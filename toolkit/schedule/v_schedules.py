@@ -40,22 +40,14 @@ _INTERVAL = 6  # slots of a micro-batch: two stages, a forward and two halves of
 
 @dataclass(frozen=True)
 class _Block:
-    """When each rank runs a micro-batch, without the backwards of the weights.
+    """When each rank runs a micro-batch, without the backwards of the weights."""
 
-    Args:
-        down: slots from a rank to the next.
-        up: slots from a rank to the one before.
-        turns: slots from F to f on the last rank, from f to b on the first, from b to B on the
-            last.
-        bound: stage-activations that a rank holds at most.
-        ahead: whether a rank that would wait runs the next F before its time, within the bound. In
-            V-Min, whose bound is tight, that would delay what comes after.
-    """
-
-    down: int
-    up: int
-    turns: tuple[int, int, int]
-    bound: int
+    down: int  # slots from a rank to the next
+    up: int  # slots from a rank to the one before
+    turns: tuple[int, int, int]  # slots: F to f on the last rank, f to b on the first, b to B
+    bound: int  # stage-activations that a rank holds at most
+    # Whether a rank that would wait runs the next F before its time, within the bound. In V-Min,
+    # whose bound is tight, that would delay what comes after.
     ahead: bool
 
     def order(self, rank: int, n_ranks: int, n_microbatches: int) -> list[Op]:
@@ -80,32 +72,20 @@ class _Block:
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Orders:
-    """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on.
-
-    Raises:
-        UserError: ``n_stages`` is odd.
-    """
+    """The activations of 1F1B's first rank on every rank; no bubble from 2p-1 micro-batches on."""
     p = _n_ranks(n_stages)
     return _squeeze(_Block(4, 2, (3, 1, 3), 2 * p, ahead=True), p, n_microbatches)
 
 
 def v_half(n_stages: int, n_microbatches: int) -> Orders:
-    """About half the activations of 1F1B's first rank, and half of its bubble.
-
-    Raises:
-        UserError: ``n_stages`` is odd.
-    """
+    """About half the activations of 1F1B's first rank, and half of its bubble."""
     p = _n_ranks(n_stages)
     turn = 1 if p % 2 else 4  # 1 would put ops of a rank into the same slot of six
     return _squeeze(_Block(2, 1, (1, turn, 2), 2 * ((p + 2) // 2), ahead=True), p, n_microbatches)
 
 
 def v_min(n_stages: int, n_microbatches: int) -> Orders:
-    """About a third of the activations of 1F1B's first rank, and two thirds of its bubble.
-
-    Raises:
-        UserError: ``n_stages`` is odd.
-    """
+    """About a third of the activations of 1F1B's first rank, and two thirds of its bubble."""
     p = _n_ranks(n_stages)
     turn = 1 if p % 3 else 3  # 1 would put ops of a rank into the same slot of six
     return _squeeze(_Block(1, 1, (1, turn, 1), 2 * ((p + 4) // 3), ahead=False), p, n_microbatches)

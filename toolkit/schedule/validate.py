@@ -6,7 +6,7 @@ from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.instruction import Kind, Op
-from toolkit.schedule.placement import Assigned, Placement
+from toolkit.schedule.placement import IN_ORDER, ROTATED, Assigned, Placement, share_ends
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, Staleness, freshest
 from toolkit.schedule.timing import Timing
 
@@ -77,13 +77,10 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
     busy: dict[int, list[tuple[int, Op]]] = {}
     laps: dict[int, int] = {}
     turns = [layout.turns(stage) for stage in range(n_stages)]
-    in_turn = [
-        n > 1 and _first_come_first_served(timing, stage, layout.n_microbatches)
-        for stage, n in enumerate(turns)
-    ]
+    for stage, n in enumerate(turns):
+        if n > 1 and _first_come_first_served(timing, stage, layout.n_microbatches):
+            turns[stage] = 0  # a rank is free again when its turn comes
     for op, start in timing.starts.items():
-        if in_turn[op.stage]:
-            continue  # a rank is free again when its turn comes
         lap = turns[op.stage] * period
         for step in range(turns[op.stage]):
             rank = layout.rank(op.stage, op.microbatch, step)
@@ -130,4 +127,39 @@ def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, del
                     f"stage {j} on micro-batch {m} cannot read weights {asked} steps late: the"
                     f" timing makes them available {least} step{'s' * (least > 1)} late;"
                     f" {remedy}\n" + grid.render(timing, layout, mark=(Op(Kind.FORWARD, j, m), 0))
+                )
+
+
+def check_rotated(
+    timing: Timing, layout: Placement, staleness: Staleness, state: str, n_workers: int
+) -> None:
+    """Raise UserError if the schedule cannot honour rotated chains."""
+    takes, instead = f'chains="{ROTATED}" takes', f'use chains="{IN_ORDER}"'
+    if state != "replicated":
+        raise UserError(f'{takes} state="replicated": got state={state!r}; {instead}')
+    stages, microbatches = range(len(staleness)), range(layout.n_microbatches)
+    rows = {tuple(layout.rank(j, m) for m in microbatches) for j in stages}
+    fixed = len(rows) == 1 and all(layout.turns(j) == 1 for j in stages)
+    if not fixed or len(set(*rows)) != n_workers:
+        raise UserError(
+            f"{takes} a rank for each micro-batch, the same at every stage: got placement"
+            f' {layout.name!r}; choose placement="per_microbatch", or {instead}'
+        )
+    for j, row in enumerate(staleness):
+        ends = share_ends(timing, layout, j)
+        if len(set(ends.values())) == 1 < len(ends):
+            raise UserError(
+                f"{takes} micro-batches that end one after another: at stage {j} all {len(ends)}"
+                f" end at once, and their gradients meet in an all-reduce; {instead}"
+            )
+        made = timing.update_ready(j, layout.n_microbatches)
+        for m, delay in enumerate(row):
+            op = Op(Kind.FORWARD, j, m)
+            # New weights need time to go round before a rank reads them.
+            if timing.starts[op] + (delay + 1) * timing.period <= made:
+                raise UserError(
+                    f"{takes} a delay that leaves new weights time to go round the ranks: stage"
+                    f" {j} on micro-batch {m} reads them as they are made, {delay} steps late; ask"
+                    f" for delay={delay + 1} there, or {instead}\n"
+                    + grid.render(timing, layout, mark=(op, 0))
                 )

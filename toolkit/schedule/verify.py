@@ -3,7 +3,6 @@
 Linear in the number of instructions.
 """
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from toolkit.schedule.program import Program
     from toolkit.schedule.schedule import Schedule
 
-_Do = Callable[[int, Instruction], None]
 _Key = tuple[int, int | None, int | None]  # stage, micro-batch, step
 
 
@@ -62,27 +60,22 @@ def verify(program: "Program") -> None:
     check.end()
 
 
-def _error(program: "Program", rank: int, instruction: Instruction, why: str) -> UserError:
-    where = f"rank {rank}, slot {program.slot(instruction)}, {instruction}"
-    return _marked(f"{where}: {why}", program.schedule, _op(program, instruction))
+def _error(program: "Program", rank: int, i: Instruction, why: str) -> UserError:
+    """The error at an instruction, with the op that it is or belongs to marked in the grid."""
+    mark = None
+    if i.step is not None:
+        forward = i.buffer == Buffer.ACTIVATION and i.action != Action.FREE
+        m = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
+        op = Op(Kind.FORWARD if forward else Kind.BACKWARD, i.stage, m)
+        mark = i.op if i.action.computes else op, max(0, i.step - program.first_step)
+    where = f"rank {rank}, slot {program.slot(i)}, {i}"
+    return _marked(f"{where}: {why}", program.schedule, mark)
 
 
 def _marked(why: str, schedule: "Schedule", mark: tuple[Op, int] | None = None) -> UserError:
     """The error, with the grid of ``schedule`` and ``mark`` = (op, step) in brackets."""
     steps = mark[1] + 1 if mark else 1
     return UserError(f"{why}\n{grid.render(schedule.timing, schedule.layout, steps, mark=mark)}")
-
-
-def _op(program: "Program", i: Instruction) -> tuple[Op, int] | None:
-    """The op that the instruction is, or belongs to, for the mark in the grid."""
-    if i.step is None:
-        return None
-    step = max(0, i.step - program.first_step)
-    if i.action.computes:
-        return i.op, step
-    forward = i.buffer == Buffer.ACTIVATION and i.action != Action.FREE
-    microbatch = program.schedule.n_microbatches - 1 if i.microbatch is None else i.microbatch
-    return Op(Kind.FORWARD if forward else Kind.BACKWARD, i.stage, microbatch), step
 
 
 class _Check:
@@ -95,17 +88,6 @@ class _Check:
         self.slot = self.schedule.timing.ticks_per_slot
         # (rank, weights) -> the tick after which they ought to be freed
         self.last_use: dict[tuple[int, WeightsKey], int] = {}
-        self.moves: Mapping[Buffer | None, _Do] = {
-            Buffer.ACTIVATION: self._boundary,
-            Buffer.ACTIVATION_GRADIENT: self._boundary,
-            Buffer.GRADIENT: self._gradient,
-            Buffer.WEIGHTS: self._weights,
-        }
-        self.does: Mapping[Action, _Do] = {a: self._compute for a in Action if a.computes} | {
-            Action.UPDATE: self._update,
-            Action.PREDICT: self._predict,
-            Action.FREE: self._free,
-        }
         self.every = (1 << self.schedule.n_microbatches) - 1
         for j in range(self.schedule.n_stages):
             given = self.schedule.versions(j, program.first_step)
@@ -113,7 +95,36 @@ class _Check:
                 self.ranks[rank].weights |= {(j, version) for version in given}
 
     def step(self, rank: int, i: Instruction) -> None:
-        (self.moves[i.buffer] if i.action.communicates else self.does[i.action])(rank, i)
+        here = self.ranks[rank]
+        if i.action.computes:
+            self._compute(rank, i)
+        elif i.action == Action.UPDATE:
+            self._update(rank, i)
+        elif i.action == Action.PREDICT:
+            if i.version is None or not self.schedule.predicts(i.version, i.step or 0):
+                raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
+            for weights in i.predicted_from:
+                self._reads(rank, weights, i.tick)
+            self._gains(rank, i)
+        elif i.action == Action.FREE:
+            held: set = here.activations if i.buffer == Buffer.ACTIVATION else here.weights
+            key = (i.stage, i.microbatch, i.step) if held is here.activations else i.weights
+            if key not in held:
+                raise _RefusedError("there is nothing to free: never held here, or freed before")
+            held.remove(key)
+        elif i.buffer == Buffer.GRADIENT:
+            self._gradient(rank, i)
+        elif i.buffer == Buffer.WEIGHTS:
+            if i.leaves(rank):
+                self._gains(rank, i)
+            else:
+                self._reads(rank, i.weights, i.tick)
+        else:
+            boundary = (i.buffer or Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
+            if i.action == Action.SEND:
+                _take(here.boundaries, boundary)
+            else:
+                here.boundaries.add(boundary)
 
     def _compute(self, rank: int, i: Instruction) -> None:
         here = self.ranks[rank]
@@ -149,12 +160,16 @@ class _Check:
         if i.action == Action.BACKWARD_INPUT:
             here.halves.add(key)
         else:
-            self._merge(here, (i.stage, i.step), 1 << (i.microbatch or 0))
+            _merge(here, (i.stage, i.step), 1 << (i.microbatch or 0))
 
-    def _merge(self, here: _Rank, key: tuple[int, int | None], microbatches: int) -> None:
-        if here.sums.get(key, 0) & microbatches:
-            raise _RefusedError("a micro-batch's gradient is counted twice")
-        here.sums[key] = here.sums.get(key, 0) | microbatches
+    def _update(self, rank: int, i: Instruction) -> None:
+        if i.step is None or i.version != i.step + 1:
+            raise _RefusedError(f"the update of step {i.step} makes the version after it")
+        if missing := self.every & ~self.ranks[rank].sums.pop((i.stage, i.step), 0):
+            lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
+            raise _RefusedError(f"the gradient lacks micro-batches {lacking}")
+        self._reads(rank, (i.stage, i.step), i.tick)
+        self.ranks[rank].weights.add((i.stage, i.version))
 
     def _reads(self, rank: int, weights: WeightsKey, until: int) -> None:
         if weights not in self.ranks[rank].weights:
@@ -164,40 +179,12 @@ class _Check:
         key = (rank, weights)
         self.last_use[key] = max(self.last_use.get(key, 0), until)
 
-    def _update(self, rank: int, i: Instruction) -> None:
-        here, version = self.ranks[rank], i.step
-        if i.step is None or i.version != i.step + 1:
-            raise _RefusedError(f"the update of step {i.step} makes the version after it")
-        missing = self.every & ~here.sums.pop((i.stage, i.step), 0)
-        if missing:
-            lacking = [m for m in range(self.schedule.n_microbatches) if missing >> m & 1]
-            raise _RefusedError(f"the gradient lacks micro-batches {lacking}")
-        self._reads(rank, (i.stage, version), i.tick)
-        here.weights.add((i.stage, i.version))
-
-    def _predict(self, rank: int, i: Instruction) -> None:
-        if i.version is None or not self.schedule.predicts(i.version, i.step or 0):
-            raise _RefusedError(f"the schedule predicts nothing from version {i.version}")
-        for weights in i.predicted_from:
-            self._reads(rank, weights, i.tick)
-        self._gains(rank, i)
-
     def _gains(self, rank: int, i: Instruction) -> None:
         held = self.ranks[rank].weights
         if i.weights in held:
             what = "prediction" if i.buffer == Buffer.PREDICTION else "version"
             raise _RefusedError(f"the rank holds that {what} already")
         held.add(i.weights)
-
-    def _free(self, rank: int, i: Instruction) -> None:
-        here = self.ranks[rank]
-        held: set = here.activations
-        key: tuple = (i.stage, i.microbatch, i.step)
-        if i.buffer != Buffer.ACTIVATION:
-            held, key = here.weights, i.weights
-        if key not in held:
-            raise _RefusedError("there is nothing to free: never held here, or freed before")
-        held.remove(key)
 
     def _gradient(self, rank: int, i: Instruction) -> None:
         here, key = self.ranks[rank], (i.stage, i.step)
@@ -206,30 +193,16 @@ class _Check:
                 raise _RefusedError("there is no sum to hand on")
             self.in_flight = here.sums.pop(key)
         elif i.action == Action.RECV:
-            self._merge(here, key, self.in_flight)
+            _merge(here, key, self.in_flight)
         elif rank == i.peers[0]:
             for peer in i.peers:
                 if key not in self.ranks[peer].sums:
                     raise _RefusedError(f"rank {peer} has no sum to give")
             for peer in i.peers[1:]:
-                self._merge(here, key, self.ranks[peer].sums.pop(key))
+                _merge(here, key, self.ranks[peer].sums.pop(key))
             if i.action == Action.ALL_REDUCE:
                 for peer in i.peers[1:]:
                     self.ranks[peer].sums[key] = here.sums[key]
-
-    def _weights(self, rank: int, i: Instruction) -> None:
-        if i.action == Action.SEND or (i.action == Action.BROADCAST and rank == i.peers[0]):
-            self._reads(rank, i.weights, i.tick)
-        else:
-            self._gains(rank, i)
-
-    def _boundary(self, rank: int, i: Instruction) -> None:
-        here = self.ranks[rank]
-        key = (i.buffer or Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
-        if i.action == Action.SEND:
-            _take(here.boundaries, key)
-        else:
-            here.boundaries.add(key)
 
     def end(self) -> None:
         """Check that every op ran and only the newest weights remain."""
@@ -239,11 +212,11 @@ class _Check:
                 if (op.stage, op.microbatch, step) not in self.done[Action(op.kind)]:
                     why = f"at the end: {op} of step {step} is never done"
                     raise _marked(why, schedule, (op, step - steps.start))
+        newest = {(j, steps.stop) for j in range(schedule.n_stages)}
         for j, owner in enumerate(schedule.owners):
             if (j, steps.stop) not in self.ranks[owner].weights:
                 lost = f"rank {owner} has lost the newest version, {steps.stop}, of stage {j}"
                 raise _marked(f"at the end: {lost}", schedule)
-        newest = {(j, steps.stop) for j in range(schedule.n_stages)}
         for rank, here in enumerate(self.ranks):
             for stage, microbatch, of_step in here.activations:
                 begin = ((of_step or 0) - steps.start) * schedule.timing.period
@@ -260,6 +233,12 @@ class _Check:
 
     def _never_freed(self, rank: int, tick: int, *what: Any) -> None:
         raise _error(self.program, rank, Instruction(tick, Action.FREE, *what), "it is missing")
+
+
+def _merge(here: _Rank, key: tuple[int, int | None], microbatches: int) -> None:
+    if here.sums.get(key, 0) & microbatches:
+        raise _RefusedError("a micro-batch's gradient is counted twice")
+    here.sums[key] = here.sums.get(key, 0) | microbatches
 
 
 def _take(boundaries: set, key: tuple[Buffer, int, int | None, int | None]) -> None:

@@ -19,7 +19,7 @@ from toolkit.schedule import (
 )
 from toolkit.schedule.dependencies import needs
 from toolkit.schedule.steady import steps_to_time
-from toolkit.schedule.traffic import units_sent
+from toolkit.schedule.program import units_sent
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline

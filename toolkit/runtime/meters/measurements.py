@@ -9,8 +9,7 @@ from toolkit.cost.timeline import Timeline
 from toolkit.runtime.meters.meter import Record
 from toolkit.runtime.meters.recorder import timeline_of
 from toolkit.schedule import Action, Buffer, Schedule
-from toolkit.schedule.program import most_by_slot
-from toolkit.schedule.traffic import received_of, traffic_of
+from toolkit.schedule.program import most_by_slot, received_of, traffic_of
 
 
 class Sent(NamedTuple):

@@ -16,7 +16,7 @@ from toolkit.runtime.process_group.worker import report
 from toolkit.schedule import Buffer, Program
 from toolkit.schedule.paper_table import RULES, SETTINGS
 from toolkit.schedule.steady import belongs_to, footprint, settled_steps, steady_slots
-from toolkit.schedule.traffic import traffic_of
+from toolkit.schedule.program import traffic_of
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 

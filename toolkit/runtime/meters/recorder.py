@@ -17,7 +17,7 @@ from toolkit.cost.timeline import (
 )
 from toolkit.runtime.meters.meter import Event, Record
 from toolkit.schedule import Action, Schedule
-from toolkit.schedule.traffic import traffic_of
+from toolkit.schedule.program import traffic_of
 
 _MESSAGES = (Action.SEND, Action.RECV)
 
