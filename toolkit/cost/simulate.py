@@ -40,9 +40,9 @@ from toolkit.cost.timeline import (
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.instruction import collector_paused
+from toolkit.schedule.program import traffic_of
 from toolkit.schedule.replay import replay
 from toolkit.schedule.steady import steady_steps
-from toolkit.schedule.program import traffic_of
 
 
 def simulate(

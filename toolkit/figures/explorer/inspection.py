@@ -18,8 +18,8 @@ from toolkit.schedule import (
     steady_state,
 )
 from toolkit.schedule.dependencies import needs
-from toolkit.schedule.steady import steps_to_time
 from toolkit.schedule.program import units_sent
+from toolkit.schedule.steady import steps_to_time
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline

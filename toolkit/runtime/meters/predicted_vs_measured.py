@@ -15,8 +15,8 @@ from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.worker import report
 from toolkit.schedule import Buffer, Program
 from toolkit.schedule.paper_table import RULES, SETTINGS
-from toolkit.schedule.steady import belongs_to, footprint, settled_steps, steady_slots
 from toolkit.schedule.program import traffic_of
+from toolkit.schedule.steady import belongs_to, footprint, settled_steps, steady_slots
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 
