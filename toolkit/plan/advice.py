@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import isfinite, isnan
 from shlex import quote
 
-from toolkit.format import size
-from toolkit.plan.findings import Findings, RuleFindings, TrainingFindings
+from toolkit.format import plus_minus, size
+from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
 
 WORTH = 0.05  # least share of a training step that justifies stale weights
@@ -52,7 +52,7 @@ class Advice:
         return "\n".join([*lines, "Next command:", self.command])
 
 
-def advise(found: Findings) -> Advice:
+def advise(found: Pilot) -> Advice:
     """Derive the advice from ``found``.
 
     Accuracy decides first: CDP-v2 is refused if it diverges or loses accuracy. Then it has to gain
@@ -70,13 +70,13 @@ def advise(found: Findings) -> Advice:
     return Advice(choice, tuple(reasons), watch, back, _command(found, choice))
 
 
-def _decide(found: Findings) -> tuple[str, list[str]]:
+def _decide(found: Pilot) -> tuple[str, list[str]]:
+    trained = found.training
     if found.n_stages < 2:
         return STAY, [
             "the model cannot be cut into two stages, so there is nothing to stagger: write it as"
             " a sequence of modules, or keep each parameter in one of them"
         ]
-    trained = found.training
     if trained and "DP" in trained.diverged:
         return UNDECIDED, [
             f"DP diverged within {trained.n_steps} training steps: lower the learning rate and run"
@@ -87,26 +87,18 @@ def _decide(found: Findings) -> tuple[str, list[str]]:
     if trained and "CDP-v2" in trained.diverged:
         lost = f"CDP-v2 diverged within {trained.n_steps} training steps, and DP did not"
     elif trained and trained.learned and trained.difference.interval[1] < 0:
-        lost = (
-            f"accuracy: CDP-v2 is {_points(trained)} from DP, a loss by its interval, after"
-            f" {trained.n_steps} training steps"
-        )
+        lost = f"accuracy: {_difference(trained)}, a loss by its interval"
     if lost:
-        fits = found.fits(found.of("DP"))
         smaller = "DP does not fit: checkpoint=all keeps almost no activations, but takes longer"
-        return STAY, [lost, *gains, *others, *([] if fits else [smaller])]
+        return STAY, [lost, *gains, *others, *[smaller][: not found.fits(found.of("DP"))]]
     if not gains:
         return STAY, ["CDP-v2 would gain nothing that counts", *others, _accuracy(found)]
-    sure = (
-        trained
-        and trained.learned
-        and not trained.blind
-        and trained.difference.interval[0] >= -TOLERANCE
-    )
+    shown = trained and trained.learned and not trained.blind
+    sure = shown and trained.difference.interval[0] >= -TOLERANCE  # type: ignore[union-attr]
     return ADOPT if sure else TRY, [*gains, *others, _accuracy(found)]
 
 
-def _gains(found: Findings) -> tuple[list[str], list[str]]:
+def _gains(found: Pilot) -> tuple[list[str], list[str]]:
     """What CDP-v2 gains on the user's machines, and the remarks where it gains nothing."""
     gains, others = [], []
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
@@ -142,28 +134,33 @@ def _gains(found: Findings) -> tuple[list[str], list[str]]:
     return gains, others
 
 
-def _accuracy(found: Findings) -> str:
+def _accuracy(found: Pilot) -> str:
     trained = found.training
     if trained is None:
         return f"accuracy: not measured, since {found.untrained}"
-    after = f"after {trained.n_steps} training steps"
     if not trained.learned:
-        dp = trained.accuracy["DP"]
+        dp = sum(trained.accuracy["DP"]) / len(trained.accuracy["DP"])
         return (
-            f"accuracy: unknown; {after} DP has {sum(dp) / len(dp):.1%} of the {trained.tested}"
-            f" right and chance {trained.chance:.1%}, as on random {trained.tested} or after too"
-            " few steps"
+            f"accuracy: unknown; after {trained.n_steps} training steps DP has {dp:.1%} of the"
+            f" {trained.tested} right and chance {trained.chance:.1%}, as on random"
+            f" {trained.tested} or after too few steps"
         )
     if trained.blind:
-        return f"accuracy: unknown; {after} {trained.blind}"
+        return f"accuracy: unknown; after {trained.n_steps} training steps {trained.blind}"
     lowest = trained.difference.interval[0]
     excluded = f"a loss of up to {max(0.0, -lowest):.1f} points is not excluded"
     if isnan(lowest):
         excluded = "one run proves nothing"
-    return f"accuracy: CDP-v2 is {_points(trained)} from DP {after}; {excluded}"
+    return f"accuracy: {_difference(trained)}; {excluded}"
 
 
-def _watch(found: Findings) -> tuple[str, ...]:
+def _difference(trained: TrainingFindings) -> str:
+    estimate = trained.difference
+    points = plus_minus(estimate.mean, estimate.half_width, "+", decimals=1)
+    return f"CDP-v2 is {points} points from DP after {trained.n_steps} training steps"
+
+
+def _watch(found: Pilot) -> tuple[str, ...]:
     trained, cosine, ratio = found.training, "not measured here", "not measured here"
     if trained and trained.learned:
         cosine, ratio = f"{trained.cosine:.2f} here", f"{trained.loss_ratio:.2f} here"
@@ -177,7 +174,7 @@ def _watch(found: Findings) -> tuple[str, ...]:
     )
 
 
-def _roll_back(found: Findings, choice: str) -> tuple[str, ...]:
+def _roll_back(found: Pilot, choice: str) -> tuple[str, ...]:
     bound = f"if the loss is not finite, or {_guard_factor(found):g} times that of the first steps"
     guard = f"guard=rollback returns to the last checkpoint and continues with DP {bound}"
     if found.placement == "per_stage":
@@ -195,7 +192,7 @@ def _roll_back(found: Findings, choice: str) -> tuple[str, ...]:
     )
 
 
-def _guard_factor(found: Findings) -> float:
+def _guard_factor(found: Pilot) -> float:
     """Twice the highest loss ratio of a healthy run, at least 2; 10 where none was seen."""
     trained = found.training
     if trained is None or not trained.learned or not isfinite(trained.highest):
@@ -203,7 +200,7 @@ def _guard_factor(found: Findings) -> float:
     return max(2.0, round(2 * trained.highest, 1))
 
 
-def _command(found: Findings, choice: str) -> str:
+def _command(found: Pilot, choice: str) -> str:
     """Command that trains by the advice, or compares where accuracy is not known yet."""
     data = "data=MY_DATA"
     if found.samples == "sequences" and found.n_classes == BYTES:
@@ -213,46 +210,31 @@ def _command(found: Findings, choice: str) -> str:
         data += f" data.vocabulary={found.n_classes}"
     elif found.shape[0] == 3:
         data = f"data=image_folder data.root=MY_IMAGES data.image_size={found.shape[-1]}"
-    options = [
-        f"model.target={found.model or 'MY_PACKAGE.MY_MODEL'}",
-        data,
-        f"workers={found.n_workers} stages={found.n_stages} batch={found.batch}",
-    ]
+    options = f"model.target={found.model or 'MY_PACKAGE.MY_MODEL'} {data}"
+    options += f" workers={found.n_workers} stages={found.n_stages} batch={found.batch}"
     if found.partition != "flops":
-        options.append(f"partition={found.partition}")
-    alone = found.placement == "one"
+        options += f" partition={found.partition}"
+    alone, pipeline = found.placement == "one", found.placement == "per_stage"
     if choice == TRY:
-        options.append(quote("~rules.cdp_v1") + " seeds=5 ema=0.999")
-        options.append(
-            # DP in as little memory, and CDP slot by slot
-            "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"
-            " runtime.order=scheduled"
-            if alone
-            else "diagnostics=20"
-        )
-        return " ".join(["python experiments/compare.py", *options])
-    adopt, pipeline = choice == ADOPT, found.placement == "per_stage"
-    start = "python experiments/train.py"
-    if not alone and (adopt or not pipeline):
+        # On one device DP runs in as little memory, and CDP slot by slot
+        more = "diagnostics=20"
+        if alone:
+            more = "schedule@rules.dp=gradient_accumulation rules.cdp_v2.placement=one"
+            more += " runtime.order=scheduled"
+        without = quote("~rules.cdp_v1")
+        return f"python experiments/compare.py {options} {without} seeds=5 ema=0.999 {more}"
+    start, rule = "python experiments/train.py", "schedule=dp"
+    if choice == ADOPT:
+        rule = f"schedule=cdp_v2 guard={'stop' if pipeline else 'rollback'}"
+        rule += f" guard_factor={_guard_factor(found):g} ema=0.999"
+        rule += f" schedule.placement={found.placement}" if alone or pipeline else ""
+        rule += " runtime.order=scheduled" if alone else ""
+    if not alone and (choice == ADOPT or not pipeline):
         n_ranks = found.n_stages if pipeline else found.n_workers
         start = f"torchrun --nproc-per-node {n_ranks} experiments/train.py runtime=distributed"
-    rule = ["schedule=cdp_v2" if adopt else "schedule=dp"]
-    if adopt and (alone or pipeline):
-        rule.append(f"schedule.placement={found.placement}")
-    if adopt and alone:
-        rule.append("runtime.order=scheduled")
-    if adopt:
-        guard = "stop" if pipeline else "rollback"
-        rule.append(f"guard={guard} guard_factor={_guard_factor(found):g} ema=0.999")
-    return " ".join([start, *rule, *options])
+    return f"{start} {rule} {options}"
 
 
-def _points(trained: TrainingFindings) -> str:
-    estimate = trained.difference
-    width = "" if isnan(estimate.half_width) else f" ± {estimate.half_width:.1f}"
-    return f"{estimate.mean:+z.1f}{width} points"
-
-
-def _need(found: Findings, rule: RuleFindings) -> str:
+def _need(found: Pilot, rule: RuleFindings) -> str:
     peak, memory = found.tightest(rule)
     return f"{size(peak)} of {size(memory)}"

@@ -1,14 +1,26 @@
-"""What a pilot measured and predicted."""
+"""What a pilot measured and predicted, and how it is shown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from html import escape
 from math import inf, isfinite
+from statistics import mean
+from typing import TYPE_CHECKING
 
 from toolkit.cost import Costs, Hardware, simulate
 from toolkit.cost.hardware import check_hardware
+from toolkit.errors import check_choice
+from toolkit.format import duration, size
 from toolkit.results import Estimate
 from toolkit.schedule import Schedule
+from toolkit.schedule.paper_table import schedule_of
 from toolkit.schedule.steady import steps_to_time
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from toolkit.plan.advice import Advice
 
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
 
@@ -148,27 +160,24 @@ class TrainingFindings:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What a pilot measured and predicted, for all rules.
+class Pilot:
+    """What a pilot measured and predicted, and the advice.
 
     Attributes:
         n_workers: micro-batches of a training step.
         n_stages: stages of the model; 1 if it cannot be cut.
         batch: samples of a micro-batch.
-        placement: of the workers on the user's machines: ``per_microbatch``, ``per_stage`` or
-            ``one``.
+        placement: of the workers: ``per_microbatch``, ``per_stage`` or ``one``.
         device: name of the device that was measured.
         hardware: the user's machines.
-        compute: source of the predicted seconds of computing: ``measured`` on ``device``, or the
-            ``roofline`` of ``hardware``.
+        compute: source of the predicted seconds: ``measured`` on ``device``, or ``roofline``.
         rules: DP, CDP-v1 and CDP-v2; empty if the model cannot be cut.
         training: a short training; None if there was none.
         untrained: why there was none.
         model: ``package.module.function`` that makes the model; empty if it has no such name.
         shape: of a sample: ``(channels, height, width)`` of an image, ``(tokens,)`` of a sequence.
         samples: ``images`` or ``sequences``.
-        partition: what the stages have equal shares of: ``flops``, or ``activations`` if the
-            workers share a device.
+        partition: what the stages have equal shares of: ``flops`` or ``activations``.
         n_classes: classes of an image, or size of the vocabulary.
         slack: least and largest factor on the seconds of computing in predictions.
         seconds: that the pilot took.
@@ -200,18 +209,144 @@ class Findings:
         """Return the findings of ``rule``: DP, CDP-v1 or CDP-v2."""
         return next(found for found in self.rules if found.rule == rule)
 
-    def fits(self, found: RuleFindings) -> bool:
-        """Whether every device has the memory that the prediction needs."""
-        peak, memory = self.tightest(found)
-        return peak <= memory
-
     def tightest(self, found: RuleFindings) -> tuple[float, float]:
         """Bytes needed and bytes available on the device that the rule fills most."""
         peaks = enumerate(found.predicted.memories)
         pairs = ((peak, self.hardware.memory_of(rank)) for rank, peak in peaks)
         return max(pairs, key=lambda pair: (pair[0] / pair[1], pair[0]))
 
+    def fits(self, found: RuleFindings) -> bool:
+        """Whether every device has the memory that the prediction needs."""
+        peak, memory = self.tightest(found)
+        return peak <= memory
+
     @property
     def limited(self) -> bool:
         """Whether the memory of the devices is known."""
         return any(isfinite(self.tightest(found)[1]) for found in self.rules)
+
+    @cached_property
+    def advice(self) -> "Advice":
+        """What follows from the findings."""
+        from toolkit.plan.advice import advise
+
+        return advise(self)
+
+    @property
+    def recommendation(self) -> str:
+        """The advice as text."""
+        return self.advice.text()
+
+    def elsewhere(self, hardware: Hardware | None = None, placement: str | None = None) -> "Pilot":
+        """Predict other machines, or another placement, from the same measurements.
+
+        Args:
+            hardware: machines; the same unless given.
+            placement: ``per_microbatch``, ``per_stage`` or ``one``; the same unless given.
+
+        Raises:
+            UserError: an unknown placement, or not a Hardware.
+        """
+        hardware, placement = hardware or self.hardware, placement or self.placement
+        check_choice("placement", placement, PLACEMENTS)
+        schedules = [
+            schedule_of(found.rule, self.n_workers, placement, n_stages=self.n_stages)
+            for found in self.rules
+        ]
+        predictions = predict(schedules, self.costs, hardware, self.optimizer_bytes, self.slack)
+        pairs = zip(self.rules, predictions, strict=True)
+        rules = tuple(replace(rule, predicted=prediction) for rule, prediction in pairs)
+        return replace(self, hardware=hardware, placement=placement, rules=rules)
+
+    def rows(self) -> list[dict[str, str]]:
+        """One row for each rule, formatted; without what is not known of any."""
+        accuracy = self.training.accuracy if self.training else {}
+        rows: list[dict[str, str | None]] = [
+            {
+                "rule": found.rule,
+                "activations of all workers (measured)": size(found.activations),
+                "CUDA peak (measured)": size(found.cuda_peak) if found.cuda_peak else None,
+                "step in one process (measured)": " ".join(duration(found.seconds)),
+                "by that of DP": _range(found.ratio),
+                "step on your machines (predicted)": " ".join(duration(found.predicted.seconds)),
+                "by that of DP, predicted": _range(found.predicted.ratio),
+                "share of messages, predicted": f"{found.waiting:.0%}",
+                "fullest device (predicted)": size(self.tightest(found)[0]),
+                "fits": ("yes" if self.fits(found) else "no") if self.limited else None,
+                "accuracy (measured)": f"{mean(accuracy[found.rule]):.1%}"
+                if found.rule in accuracy
+                else None,
+            }
+            for found in self.rules
+        ]
+        known = {name for row in rows for name, cell in row.items() if cell is not None}
+        return [{name: cell or "-" for name, cell in row.items() if name in known} for row in rows]
+
+    def frame(self) -> "pd.DataFrame":
+        """One row for each quantity, one column for each rule."""
+        import pandas as pd
+
+        return (
+            pd.DataFrame(self.rows(), columns=None if self.rules else ["rule"]).set_index("rule").T
+        )
+
+    def table(self) -> str:
+        """The findings as aligned text."""
+        return self.frame().to_string() if self.rules else "the model cannot be cut into stages"
+
+    def origin(self) -> list[str]:
+        """What was measured where, what was predicted from what, and with what certainty."""
+        if not self.rules:
+            return []
+        bounds = [self.hardware.memory_of(k) for k in range(len(self.rules[0].predicted.memories))]
+        room = " to ".join(
+            "not limited" if x == inf else size(x) for x in sorted({min(bounds), max(bounds)})
+        )
+        source = "measured here" if self.compute == "measured" else "of its roofline"
+        lines = [
+            f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
+            f" {self.samples} of shape {list(self.shape)}, {self.n_stages} stages, in"
+            f" {self.seconds:.0f} s.",
+            f"Predicted for {self.hardware.name}: {self.hardware.link_bandwidth * 8e-9:g} Gbit/s"
+            f" links, {f'{room} a device' if self.limited else 'memory not given'}; computing takes"
+            f" the time {source}. Simulated, not run there: disturbances of a real machine are not"
+            " included.",
+            "Ranges of measured ratios are quartiles over rounds; those of predicted ratios are for"
+            f" computing that takes {self.slack[0]:.2f} to {self.slack[1]:.2f} of that time.",
+        ]
+        if self.training is None:
+            return [*lines, f"Accuracy was not measured: {self.untrained}."]
+        trained = self.training
+        return [
+            *lines,
+            f"Accuracy: of {trained.n_tested} {trained.tested} after {trained.n_steps} training"
+            f" steps, {len(trained.seeds)} seeds; the interval is that of the seeds, and at least"
+            f" that of so few {trained.tested}. So short a training shows large losses, no small"
+            " ones, and nothing about the end of a long one.",
+        ]
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.table(), *self.origin(), self.recommendation])
+
+    def _repr_html_(self) -> str:
+        def listed(title: str, lines: Sequence[str]) -> str:
+            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            return f"{title}<ul>{items}</ul>" if lines else ""
+
+        advice = self.advice
+        return "\n".join(
+            [
+                listed(f"<h3>{escape(advice.verdict)}</h3>", advice.reasons),
+                self.frame().to_html() if self.rules else "",
+                listed("", self.origin()),
+                listed("<b>Watch</b>", advice.watch),
+                listed("<b>Roll back</b>", advice.roll_back),
+                "<b>Next command</b>",
+                f'<pre style="white-space:pre-wrap">{escape(advice.command)}</pre>',
+            ]
+        )
+
+
+def _range(ratio: tuple[float, float, float]) -> str:
+    least, middle, most = ratio
+    return f"{middle:.2f} ({least:.2f} to {most:.2f})"

@@ -139,8 +139,7 @@ def _cast(batches: Iterable[Batch], dtype: torch.dtype) -> Iterator[Batch]:
 
 def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
     """Images as one tensor of floats or bytes, and their classes if there are any."""
-    labels: Any = None
-    pixels = images
+    pixels, labels = images, None
     if not isinstance(images, Tensor):
         try:
             if len(images) == 2 and all(isinstance(x, Tensor) for x in images):
@@ -151,16 +150,15 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
                 pixels, labels = default_collate([images[k] for k in sorted(chosen)])
         except (TypeError, ValueError, RuntimeError, KeyError):
             pixels = None
+    got = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else "no tensors"
     floats_or_bytes = isinstance(pixels, Tensor) and (
         pixels.is_floating_point() or pixels.dtype == torch.uint8
     )
     if not floats_or_bytes or pixels.dim() < 2 or not isinstance(labels, Tensor | None):
         raise UserError(
-            "images are floats or bytes [n, channels, height, width], such images with their"
-            " classes [n], a data set of (image as a tensor of one size, class), or a set of"
-            f" toolkit.training.data: got a {type(images).__name__}"
-            + (f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else "")
-            + f"; {_TEXT}"
+            "images are floats or bytes [n, channels, height, width], with their classes [n] or"
+            " without, a data set of such (image, class), or a set of toolkit.training.data: got a"
+            f" {type(images).__name__} of {got}; {_TEXT}"
         )
     return pixels, labels
 
@@ -327,23 +325,17 @@ def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
     return _Run(losses[0], tenths, cosines, diverged, accuracy)
 
 
-def settle_norms(model: nn.Module, batches: Iterator[Batch]) -> None:
+def settle_norms(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Set the batch norms' running statistics to those of ``batches`` under the present weights.
 
     After a few training steps they are still those of the beginning. Norms that stay in evaluation
-    mode while the model trains keep theirs.
+    mode while the model trains keep theirs, unlike those of torch.optim.swa_utils.update_bn.
     """
-    if not model.training:
-        model.train()
-    norms = [
-        module
-        for module in model.modules()
-        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
-    ]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # the mean over all batches
-    if norms:
-        with torch.no_grad():
-            for inputs, _ in batches:
-                model(inputs)
+    model.train()
+    for norm in model.modules():
+        if isinstance(norm, _BatchNorm) and norm.training and norm.track_running_stats:
+            norm.reset_running_stats()
+            norm.momentum = None  # the mean over all batches
+    with torch.no_grad():
+        for inputs, _ in batches:
+            model(inputs)

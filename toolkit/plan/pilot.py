@@ -2,13 +2,11 @@
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from html import escape
-from math import inf
-from statistics import mean, median, quantiles
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +14,15 @@ from torch import Tensor, nn
 from toolkit.cost import Hardware, StageCost, profile
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice, whole
-from toolkit.format import TIMES, digits, size, unit_for
 from toolkit.model import Stages, partition
 from toolkit.plan import measure
-from toolkit.plan.advice import Advice, advise
-from toolkit.plan.findings import PLACEMENTS, Findings, RuleFindings, predict
+from toolkit.plan.findings import PLACEMENTS, Pilot, RuleFindings, predict
 from toolkit.results import describe
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import RULES, schedule_of
 from toolkit.training.loop import cross_entropy
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 COMPUTE = ("measured", "roofline")
 ETHERNET = Hardware(
@@ -43,148 +36,6 @@ _STEPS = 300  # most training steps of a short training
 _LEAST = 10  # fewest
 _ROUNDS = 7
 _ROOFLINE = 0.8, 1.5  # times the roofline that computing may take
-
-
-@dataclass(frozen=True)
-class Pilot(Findings):
-    """The findings and the resulting advice. Attributes: see :class:`Findings`."""
-
-    @cached_property
-    def advice(self) -> Advice:
-        """What follows from the findings."""
-        return advise(self)
-
-    @property
-    def recommendation(self) -> str:
-        """The advice as text."""
-        return self.advice.text()
-
-    def elsewhere(self, hardware: Hardware | None = None, placement: str | None = None) -> "Pilot":
-        """Predict other machines, or another placement, from the same measurements.
-
-        Args:
-            hardware: machines; the same unless given.
-            placement: ``per_microbatch``, ``per_stage`` or ``one``; the same unless given.
-
-        Raises:
-            UserError: an unknown placement, or not a Hardware.
-        """
-        hardware, placement = hardware or self.hardware, placement or self.placement
-        check_choice("placement", placement, PLACEMENTS)
-        schedules = [
-            schedule_of(found.rule, self.n_workers, placement, n_stages=self.n_stages)
-            for found in self.rules
-        ]
-        predictions = predict(schedules, self.costs, hardware, self.optimizer_bytes, self.slack)
-        rules = tuple(
-            replace(rule, predicted=prediction)
-            for rule, prediction in zip(self.rules, predictions, strict=True)
-        )
-        return replace(self, hardware=hardware, placement=placement, rules=rules)
-
-    def rows(self) -> list[dict[str, str]]:
-        """One row for each rule, formatted."""
-        rows = []
-        for found in self.rules:
-            cuda, accuracy = found.cuda_peak, {}
-            if self.training:
-                shares = self.training.accuracy.get(found.rule)
-                accuracy = {"accuracy (measured)": f"{mean(shares):.1%}" if shares else "-"}
-            rows.append(
-                {
-                    "rule": found.rule,
-                    "activations of all workers (measured)": _size(found.activations),
-                }
-                | ({} if cuda is None else {"CUDA peak (measured)": _size(cuda)})
-                | {
-                    "step in one process (measured)": _time(found.seconds),
-                    "by that of DP": _range(found.ratio),
-                    "step on your machines (predicted)": _time(found.predicted.seconds),
-                    "by that of DP, predicted": _range(found.predicted.ratio),
-                    "share of messages, predicted": f"{found.waiting:.0%}",
-                    "fullest device (predicted)": _size(self.tightest(found)[0]),
-                }
-                | ({"fits": "yes" if self.fits(found) else "no"} if self.limited else {})
-                | accuracy
-            )
-        return rows
-
-    def frame(self) -> "pd.DataFrame":
-        """One row for each quantity, one column for each rule."""
-        import pandas as pd
-
-        return (
-            pd.DataFrame(self.rows(), columns=None if self.rules else ["rule"]).set_index("rule").T
-        )
-
-    def table(self) -> str:
-        """The findings as aligned text."""
-        return self.frame().to_string() if self.rules else "the model cannot be cut into stages"
-
-    def origin(self) -> list[str]:
-        """What was measured where, what was predicted from what, and with what certainty."""
-        if not self.rules:
-            return []
-        measured = self.compute == "measured"
-        n_devices = len(self.rules[0].predicted.memories)
-        memories = {self.hardware.memory_of(rank) for rank in range(n_devices)}
-        room = " to ".join(map(_size, sorted({min(memories), max(memories)})))
-        lines = [
-            f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
-            f" {self.samples} of shape {list(self.shape)}, {self.n_stages} stages, in"
-            f" {self.seconds:.0f} s.",
-            f"Predicted for {self.hardware.name}: {self.hardware.link_bandwidth * 8e-9:g} Gbit/s"
-            f" links, {f'{room} a device' if self.limited else 'memory not given'}; computing takes"
-            f" the time {'measured here' if measured else 'of its roofline'}. Simulated, not run"
-            " there: disturbances of a real machine are not included.",
-            "Ranges of measured ratios are quartiles over rounds; those of predicted ratios are for"
-            f" computing that takes {self.slack[0]:.2f} to {self.slack[1]:.2f} of that time.",
-        ]
-        if self.training is None:
-            return [*lines, f"Accuracy was not measured: {self.untrained}."]
-        trained = self.training
-        return [
-            *lines,
-            f"Accuracy: of {trained.n_tested} {trained.tested} after {trained.n_steps} training"
-            f" steps, {len(trained.seeds)} seeds; the interval is that of the seeds, and at least"
-            f" that of so few {trained.tested}. So short a training shows large losses, no small"
-            " ones, and nothing about the end of a long one.",
-        ]
-
-    def __str__(self) -> str:
-        return "\n\n".join([self.table(), *self.origin(), self.recommendation])
-
-    def _repr_html_(self) -> str:
-        def listed(title: str, lines: Sequence[str]) -> str:
-            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-            return f"{title}<ul>{items}</ul>" if lines else ""
-
-        advice = self.advice
-        return "\n".join(
-            [
-                listed(f"<h3>{escape(advice.verdict)}</h3>", advice.reasons),
-                self.frame().to_html() if self.rules else "",
-                listed("", self.origin()),
-                listed("<b>Watch</b>", advice.watch),
-                listed("<b>Roll back</b>", advice.roll_back),
-                "<b>Next command</b>",
-                f'<pre style="white-space:pre-wrap">{escape(advice.command)}</pre>',
-            ]
-        )
-
-
-def _range(ratio: tuple[float, float, float]) -> str:
-    least, middle, most = ratio
-    return f"{middle:.2f} ({least:.2f} to {most:.2f})"
-
-
-def _size(n_bytes: float) -> str:
-    return "not limited" if n_bytes == inf else size(n_bytes)
-
-
-def _time(seconds: float) -> str:
-    unit, name = unit_for(seconds, TIMES[:2])
-    return f"{seconds:.2f} s" if name == "s" else f"{digits(seconds / unit)} ms"
 
 
 def pilot(
@@ -298,11 +149,14 @@ def pilot(
         runtimes = {rule: runtime(0, schedule) for rule, schedule in here.items()}
         seconds = measure.step_times(runtimes, example, _ROUNDS, budget / 5, on_progress)
         on_progress("predicting", 0.0)
-        slack = _ROOFLINE
+        slack, costed, micro = _ROOFLINE, runtimes["DP"].stages, example[0][:batch]
         if compute == "measured":
             low, middle, high = quantiles(seconds["DP"], n=4)
             slack = low / middle, high / middle
-        costs = _costs(runtimes["DP"].stages, example[0][:batch], compute, equal)
+        else:
+            micro = micro.to("meta")
+            costed = partition(copy.deepcopy(costed.model).to("meta"), n_stages, micro, equal)
+        costs: tuple[StageCost, ...] = profile(costed, micro)
         state = tuple(_optimizer_bytes(runtimes["DP"]))
         schedules = [schedule_of(rule, n_workers, placement, n_stages=n_stages) for rule in RULES]
         predictions = predict(schedules, costs, found.hardware, state, slack)
@@ -324,13 +178,12 @@ def pilot(
             slowest = max(rule.seconds for rule in rules)
             n_steps = int(0.8 * left / (2 * seeds * slowest)) - measure.NORM_BATCHES // 2
             n_steps = min(_STEPS, n_steps) if n_steps >= _LEAST else 0
-        untrained = ""
-        if not data.labelled:
-            untrained = "the images came without classes"
-        elif not data.n_tested:
-            untrained = f"none of the {data.samples} is left to test on: give more"
-        elif not n_steps:
-            untrained = "steps=0" if steps == 0 else f"budget={budget:g} s is too short"
+        reasons = {
+            "the images came without classes": not data.labelled,
+            f"none of the {data.samples} is left to test on: give more": not data.n_tested,
+            "steps=0" if steps == 0 else f"budget={budget:g} s is too short": not n_steps,
+        }
+        untrained = next((reason for reason, holds in reasons.items() if holds), "")
         training = None
         if not untrained:
             pair = here["DP"], here["CDP-v2"]
@@ -345,13 +198,6 @@ def pilot(
         untrained=untrained,
         seconds=time.perf_counter() - start,
     )
-
-
-def _costs(stages: Stages, micro: Tensor, compute: str, by: str) -> tuple[StageCost, ...]:
-    if compute == "measured":
-        return profile(stages, micro)
-    meta = micro.to("meta")
-    return profile(partition(copy.deepcopy(stages.model).to("meta"), len(stages), meta, by), meta)
 
 
 def _optimizer_bytes(runtime: SingleProcess) -> list[int]:
