@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.cost import port as ports
-from toolkit.cost.port import Port, reserve
+from toolkit.cost import hardware as ports
+from toolkit.cost.hardware import Port, reserve
 
 
 def taken(*stretches):

@@ -11,7 +11,7 @@ from tests.thorough import more
 from toolkit.cost import profile, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.model import build, partition
-from toolkit.model.workspace_memory import Live
+from toolkit.model.analysis import Live
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.step_options import PLAIN
 from toolkit.schedule import catalog

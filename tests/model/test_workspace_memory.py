@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from toolkit.model import partition
-from toolkit.model.workspace_memory import Live, working_bytes
+from toolkit.model.analysis import Live, working_bytes
 
 FLOAT = 4
 GPU = torch.device("meta")

@@ -16,13 +16,11 @@ from toolkit.schedule.program import rounds
 def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], Hardware]:
     """Return costs with each stage's median seconds, and hardware with the median message time.
 
+    Messages take that time whatever their size; the memory bandwidth is that of the updates.
+
     Args:
         timeline: measured.
         costs: of the stages that ran.
-
-    Returns:
-        costs with seconds; hardware whose messages take the median time whatever their size,
-        with the memory bandwidth of the measured updates.
     """
     seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for span in timeline.spans:
@@ -43,7 +41,8 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
     messages = []
     for met in meetings.values():
         for span in met:  # a collective is several messages that wait for each other
-            n = 1 if span.peer is not None else rounds(_COLLECTIVES[span.name], len(met))
+            action = Action[span.name.upper().replace("-", "_")] if span.peer is None else None
+            n = rounds(action, len(met)) if action else 1
             messages.append((span.end - span.start) / max(1, n))
     updates = [
         (s.end - s.start) / costs[s.stage].update_bytes()
@@ -78,6 +77,3 @@ def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> 
     kinds = {change.kind for change in timeline.changes}
     changes = [change for change in prediction.changes if change.kind in kinds]
     return replace(prediction, name=f"{prediction.name}, predicted", changes=changes)
-
-
-_COLLECTIVES = {action.label: action for action in Action if action.communicates}

@@ -1,5 +1,6 @@
 """Machines: the few numbers that predict compute, memory traffic and messages."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -61,10 +62,7 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
-        """Return a machine of ``conf/hardware``.
-
-        Args:
-            name: file name without its ending, for example ``a100_nvlink``.
+        """Return a machine of ``conf/hardware``, for example ``a100_nvlink``.
 
         Raises:
             UserError: the name is unknown, or the repository's ``conf`` is missing.
@@ -100,10 +98,11 @@ class Hardware:
         return rounds(Action.BROADCAST, n_ranks) * self.message(n_bytes)
 
 
-def check_hardware(hardware: Hardware) -> None:
-    """Raise UserError if ``hardware`` is not a Hardware, for example a preset's name."""
+def check_hardware(hardware: Hardware | None) -> Hardware:
+    """Return ``hardware``; raise UserError if it is something else, such as a preset's name."""
     if not isinstance(hardware, Hardware):
         raise UserError(f"hardware is a Hardware, such as Hardware.preset(name): got {hardware!r}")
+    return hardware
 
 
 def presets() -> dict[str, Hardware]:
@@ -127,3 +126,52 @@ def _read(path: Path) -> Hardware:
 
 UNIT = Hardware("unit", flops=1.0, memory_bandwidth=inf, link_bandwidth=inf)
 """Messages take no time and a unit of arithmetic takes one second."""
+
+
+_KEPT = 256  # busy intervals remembered; time before them counts as busy
+
+
+class Port:
+    """One direction of a rank's link, which carries one message at a time."""
+
+    def __init__(self) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        self._since = 0.0
+
+    def free_from(self, time: float, seconds: float) -> float:
+        """Return the earliest time, ``time`` or later, with ``seconds`` free."""
+        time = max(time, self._since)
+        if not self._ends or time >= self._ends[-1]:
+            return time
+        for k in range(bisect_right(self._ends, time), len(self._ends)):
+            if time + seconds <= self._starts[k]:
+                return time
+            time = max(time, self._ends[k])
+        return time
+
+    def take(self, start: float, end: float) -> None:
+        """Mark ``start`` to ``end`` as busy; it must be free."""
+        at = bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._ends.insert(at, end)
+        if len(self._ends) > 2 * _KEPT:
+            self._since = self._ends[_KEPT - 1]
+            del self._starts[:_KEPT], self._ends[:_KEPT]
+
+
+def reserve(ports: list[Port], ready: float, seconds: float) -> float:
+    """Take the earliest interval from ``ready`` on that is free on all ports; return its start.
+
+    Messages of 0 seconds need no port.
+    """
+    if seconds == 0:
+        return ready
+    start, before = ready, None
+    while start != before:
+        before = start
+        for port in ports:
+            start = port.free_from(start, seconds)
+    for port in ports:
+        port.take(start, start + seconds)
+    return start

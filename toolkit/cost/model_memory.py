@@ -103,20 +103,17 @@ def memory_curve(
     inputs = example if isinstance(example, tuple) else (example,)
     traced = trace(model, len(inputs))
     with refused(model, inputs):
-        costs = [*node_costs(traced, inputs, precision=precision).items()]
+        costs = node_costs(traced, inputs, precision=precision)
     if axis == "measured":
         if inputs[0].device.type == "meta":
             raise UserError("axis=measured runs the model: give an example on a real device")
         with refused(model, inputs), kept_generators(inputs):
             seconds = _measured(traced, inputs, precision)
-        times = [seconds[name] for name, _ in costs]
+        forward, backward = zip(*(seconds[name] for name in costs), strict=True)
     else:
-        times = [
-            (_duration(node.forward, axis, hardware), _duration(node.backward, axis, hardware))
-            for _, node in costs
-        ]
-    forward, backward = zip(*times, strict=True)
-    kept = np.cumsum([node.activations for _, node in costs])
+        forward = tuple(_duration(node.forward, axis, hardware) for node in costs.values())
+        backward = tuple(_duration(node.backward, axis, hardware) for node in costs.values())
+    kept = np.cumsum([node.activations for node in costs.values()])
     durations = [*forward, *reversed(backward)]
     if not any(durations) or not (curve := _curve(durations, [*kept, *reversed(kept)])).peak:
         raise UserError(
@@ -135,13 +132,7 @@ def _curve(durations: Sequence[float], levels: Sequence[float]) -> MemoryCurve:
 def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
     if axis in ("flops", "bytes"):
         return float(getattr(work, axis))
-    if hardware is None:
-        raise UserError(
-            'axis="roofline" needs hardware, for example Hardware.preset("a100_nvlink"); or choose'
-            ' axis="flops"'
-        )
-    check_hardware(hardware)
-    return hardware.roofline(work)
+    return check_hardware(hardware).roofline(work)
 
 
 def _measured(
@@ -149,13 +140,13 @@ def _measured(
 ) -> dict[str, tuple[float, float]]:
     """Return each node's median forward and backward seconds on the device of ``inputs``."""
     runs = []
-    for counted in [False] + [True] * repeats:
+    for _ in range(1 + repeats):
         stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device, precision)
         stopwatch.run(*inputs)
-        if counted:
-            runs.append(stopwatch.seconds)
+        runs.append(stopwatch.seconds)
+    counted = runs[1:]  # the first run warms up
     return {
-        name: (median(run[name][0] for run in runs), median(run[name][1] for run in runs))
+        name: (median(run[name][0] for run in counted), median(run[name][1] for run in counted))
         for name in runs[0]
     }
 
@@ -165,8 +156,7 @@ class _Stopwatch(fx.Interpreter):
 
     def __init__(self, traced: fx.GraphModule, device: torch.device, precision: str) -> None:
         super().__init__(traced, garbage_collect_values=True)
-        self.device = device
-        self.precision = precision
+        self.device, self.precision = device, precision
         self.seconds: dict[str, tuple[float, float]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -175,10 +165,9 @@ class _Stopwatch(fx.Interpreter):
         begin = synchronized_time(self.device)
         with autocast(self.precision, self.device):
             output = getattr(self, n.op)(n.target, args, kwargs)
-        middle = synchronized_time(self.device)
-        trained = [x for x in tensors_in(output) if x.grad_fn]
-        if trained:
+        middle = end = synchronized_time(self.device)
+        if trained := [x for x in tensors_in(output) if x.grad_fn]:
             torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        end = synchronized_time(self.device) if trained else middle
+            end = synchronized_time(self.device)
         self.seconds[n.name] = (middle - begin, end - middle)
         return output

@@ -63,7 +63,13 @@ def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], d
     left_out: dict[str, str] = {}
     for label, method in METHODS.items():
         try:
-            made[label] = _pipeline(method, p, m)
+            if method.kind == "pipeline":
+                ranks = {"n_ranks": p} if "n_ranks" in method.options else {}
+                made[label] = method(p * method.stages_per_rank, m, **ranks)
+            elif m % p:
+                left_out[label] = f"CDP takes as many micro-batches a rank: got {m} for {p} ranks"
+            else:
+                made[label] = method(p, placement="per_stage", accumulate=m // p)
         except UserError as error:
             left_out[label] = str(error)
     return made, left_out
@@ -85,17 +91,6 @@ def assess(method: str, schedule: Schedule) -> Pipeline:
         staleness_mean=schedule.mean_staleness,
         staleness_max=schedule.max_staleness,
     )
-
-
-def _pipeline(method: catalog.Method, p: int, m: int) -> Schedule:
-    """A method on ``p`` ranks with ``m`` micro-batches."""
-    if method.kind == "pipeline":
-        ranks = {"n_ranks": p} if "n_ranks" in method.options else {}
-        return method(p * method.stages_per_rank, m, **ranks)
-    if m % p:
-        why = "CDP gives each rank the same number of micro-batches"
-        raise UserError(f"{why}: got {m} for {p} ranks")
-    return method(p, placement="per_stage", accumulate=m // p)
 
 
 METHODS: dict[str, catalog.Method] = {

@@ -19,8 +19,7 @@ Cost: one event per instruction, in replay order: linear in the number of instru
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-from toolkit.cost.hardware import Hardware, check_hardware
-from toolkit.cost.port import Port, reserve
+from toolkit.cost.hardware import Hardware, Port, check_hardware, reserve
 from toolkit.cost.stage_costs import Costs
 from toolkit.cost.timeline import (
     ACTIVATIONS,
@@ -81,16 +80,12 @@ def _check(
     n, n_ranks = program.schedule.n_stages, len(program.ranks)
     if len(costs) != n:
         raise UserError(f"costs need one entry for each of the {n} stages: got {len(costs)}")
-    if len(optimizer_bytes) not in (0, n):
-        raise UserError(
-            f"optimizer_bytes has an entry for each of {n} stages, or none: got"
-            f" {len(optimizer_bytes)}"
-        )
+    if (given := len(optimizer_bytes)) not in (0, n):
+        raise UserError(f"optimizer_bytes has an entry for each of {n} stages or none: got {given}")
     for name in ("speeds", "memories"):
-        if 0 < len(given := getattr(hardware, name)) < n_ranks:
+        if 0 < (given := len(getattr(hardware, name))) < n_ranks:
             raise UserError(
-                f"hardware.{name} has an entry for each of {n_ranks} ranks, or none: got"
-                f" {len(given)}"
+                f"hardware.{name} has an entry for each of {n_ranks} ranks, or none: got {given}"
             )
 
 
@@ -98,11 +93,7 @@ class _Simulation:
     """Clocks of all ranks, and when and where each buffer is ready."""
 
     def __init__(
-        self,
-        program: Program,
-        costs: Costs,
-        hardware: Hardware,
-        optimizer_bytes: Sequence[float],
+        self, program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
     ) -> None:
         self.program, self.costs, self.hardware = program, costs, hardware
         states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
@@ -160,22 +151,16 @@ class _Simulation:
         busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
         for op in timing.starts:
             rank = self.program.schedule.rank(op.stage, op.microbatch)
-            busy[rank] += self.seconds[op.stage][Action(op.kind)] / self.hardware.speed(rank)
+            busy[rank] += self.seconds[op.stage][op.kind] / self.hardware.speed(rank)
         for rank, tick in self.program.first_forwards().items():
             self.computed[rank] = tick / timing.period * max(busy)
 
-    def _seconds(self, stage: int) -> dict[Action, float]:
+    def _seconds(self, stage: int) -> list[float]:
+        """Seconds of each kind of op."""
         forward, backward = self.costs[stage].seconds(self.hardware)
-        halves = (backward / 2, backward / 2)
         if self.costs[stage].recomputes:
-            backward += forward
-            halves = (backward, 0.0)
-        return {
-            Action.FORWARD: forward,
-            Action.BACKWARD: backward,
-            Action.BACKWARD_INPUT: halves[0],
-            Action.BACKWARD_WEIGHT: halves[1],
-        }
+            return [forward, forward + backward, forward + backward, 0.0]
+        return [forward, backward, backward / 2, backward / 2]
 
     def _compute(self, rank: int, i: Instruction) -> None:
         stage, action = i.stage, i.action

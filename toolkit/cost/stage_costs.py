@@ -14,11 +14,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.model.analysis import Work, differentiable, node_costs
+from toolkit.model.analysis import Work, differentiable, node_costs, working_bytes
 from toolkit.model.partition import check_stages, checkpointed
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
-from toolkit.model.workspace_memory import working_bytes
 
 
 @dataclass(frozen=True)
@@ -28,23 +27,19 @@ class StageCost:
     Attributes:
         flops: floating-point operations of the forward, by torch's counter.
         backward_flops: floating-point operations of the backward.
-        activation_bytes: saved for the backward; shared storage counts once, parameters and stage
-            inputs do not count.
+        activation_bytes: saved for the backward, without parameters and stage inputs.
         input_bytes: tensors that the stage receives and keeps until its backward.
         output_bytes: tensors that the stage sends on.
         parameter_bytes: trainable parameters.
-        statistics_bytes: running statistics of batch norms; each micro-batch in flight keeps
-            them, and they travel with the gradients.
-        extra_input_bytes: inputs that the previous stage does not keep already: all that they
-            cost if both stages share a rank.
+        statistics_bytes: statistics of batch norms, kept by each micro-batch, sent with gradients.
+        extra_input_bytes: inputs that the previous stage does not keep already.
         integer_input_bytes: integer inputs, which have no gradient to send back.
         forward_seconds: measured seconds of the forward; None: use the hardware's roofline.
         backward_seconds: measured seconds of the backward; None if ``forward_seconds`` is.
         kernels: work of each operation's forward, in order.
         backward_kernels: work of each operation's backward, in forward order.
         forward_working_bytes: peak workspace of a forward besides what it keeps.
-        backward_working_bytes: peak workspace of a backward, including the gradients it takes and
-            makes.
+        backward_working_bytes: peak workspace of a backward, with the gradients it takes and makes.
         recomputes: whether a backward runs the forward again instead of keeping activations.
     """
 
@@ -126,22 +121,9 @@ Values = tuple[Tensor, ...]
 
 
 def unit_costs(n_stages: int, backward: float = 1.0) -> tuple[StageCost, ...]:
-    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte.
-
-    Args:
-        n_stages: stages of the model.
-        backward: seconds of a backward.
-    """
-    stage = StageCost(
-        flops=1.0,
-        backward_flops=backward,
-        activation_bytes=1.0,
-        input_bytes=1.0,
-        output_bytes=1.0,
-        parameter_bytes=1.0,
-        forward_seconds=1.0,
-        backward_seconds=backward,
-    )
+    """Return costs with forwards of 1 s, backwards of ``backward`` s and buffers of 1 byte."""
+    flops, buffers = (1.0, backward), (1.0, 1.0, 1.0, 1.0)
+    stage = StageCost(*flops, *buffers, forward_seconds=1.0, backward_seconds=backward)
     return (stage,) * n_stages
 
 
@@ -160,8 +142,7 @@ def profile(
 ) -> tuple[StageCost, ...]:
     """Return the costs of ``stages`` on a micro-batch like ``example``.
 
-    Activations are those of autograd; private workspaces of libraries (oneDNN's LSTM on a CPU) are
-    not counted. Random generators keep their state.
+    Private workspaces of libraries (oneDNN's LSTM) are not counted. Generators keep their state.
 
     Args:
         stages: a partitioned model.
@@ -177,8 +158,19 @@ def profile(
     check_stages(stages)
     check_precision(precision)
     inputs = example if isinstance(example, tuple) else (example,)
+    costs: list[StageCost] = []
+    values, device, extra = inputs, inputs[0].device, 0
+    shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
     with refused(stages.model, inputs), kept_generators(inputs):
-        return _profile(stages, inputs, repeats, precision)
+        for stage in stages:
+            cost, outputs, extra_of_next = _analyse(stage, shapes, device, precision)
+            cost, extra = replace(cost, extra_input_bytes=extra), extra_of_next
+            if device.type != "meta":
+                forward, backward, values = _measure(stage, values, repeats, precision)
+                cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
+            costs.append(cost)
+            shapes = _received(outputs)
+    return tuple(costs)
 
 
 def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCost, ...]:
@@ -202,21 +194,6 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
         )
         for stage, cost in enumerate(costs)
     )
-
-
-def _profile(stages: Stages, inputs: Values, repeats: int, precision: str) -> tuple[StageCost, ...]:
-    costs: list[StageCost] = []
-    values, device, extra = inputs, inputs[0].device, 0
-    shapes = tuple(torch.empty_like(x, device="meta") for x in inputs)
-    for stage in stages:
-        cost, outputs, extra_of_next = _analyse(stage, shapes, device, precision)
-        cost, extra = replace(cost, extra_input_bytes=extra), extra_of_next
-        if device.type != "meta":
-            forward, backward, values = _measure(stage, values, repeats, precision)
-            cost = replace(cost, forward_seconds=forward, backward_seconds=backward)
-        costs.append(cost)
-        shapes = _received(outputs)
-    return tuple(costs)
 
 
 def _analyse(

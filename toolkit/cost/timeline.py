@@ -5,20 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from toolkit.schedule import Kind
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import pandas as pd
 
-COMPUTE, UPDATE, SEND, RECEIVE = "compute", "update", "send", "receive"
-LANES = (COMPUTE, UPDATE, SEND, RECEIVE)
-COMPUTED = (*(kind.letter for kind in Kind), "p")  # op letters, and p for weight prediction
+COMPUTE, UPDATE, SEND, RECEIVE = LANES = ("compute", "update", "send", "receive")
 ACTIVATIONS, WEIGHTS, GRADIENTS = "activations", "weights", "gradients"
 INPUTS, OPTIMIZER, WORKING = "stage inputs", "optimizer", "working"
 KINDS = (OPTIMIZER, WEIGHTS, GRADIENTS, INPUTS, ACTIVATIONS, WORKING)
-
 
 _MOMENT = 1e-12  # relative rounding of equal sums of seconds
 
@@ -45,7 +40,7 @@ class Span(NamedTuple):
 
     @property
     def computed(self) -> str:
-        """The entry of ``COMPUTED`` that a compute span's name contains."""
+        """The letter of a compute span's op: F, B, I or W; p for a weight prediction."""
         return self.name.lstrip("0123456789")[:1]
 
 
@@ -111,11 +106,8 @@ class Timeline:
     def _timed(self) -> tuple[float, float, range]:
         """Return begin and end in seconds of the steps that rates use, and those steps."""
         ends = self.step_ends
-        if self.steady:
-            return ends[self.steady[0] - 1], ends[self.steady[-1]], self.steady
-        if len(ends) > 1:
-            return ends[0], ends[-1], range(1, len(ends))
-        return 0.0, ends[0], range(1)
+        steps = self.steady or range(1, len(ends)) or range(1)
+        return ends[steps[0] - 1] if steps[0] else 0.0, ends[steps[-1]], steps
 
     def _steps_from_0(self) -> Callable[[Span], int]:
         """Return a function from a span to its step counted from 0; -1 without a step."""
@@ -131,9 +123,7 @@ class Timeline:
             kind: one of ``KINDS``; None: the sum of all kinds.
         """
         of_ranks = self.changes if rank is None else self._changes_of[rank]
-        changes = sorted(
-            (change.time, change.bytes) for change in of_ranks if kind in (None, change.kind)
-        )
+        changes = sorted((c.time, c.bytes) for c in of_ranks if kind in (None, c.kind))
         curve: list[tuple[float, float]] = []
         held = begun = 0.0
         for when, change in changes:  # simultaneous changes count together
@@ -166,25 +156,25 @@ class Timeline:
                 held[change.kind] += change.bytes
         return held
 
-    def bytes_sent(self) -> tuple[float, ...]:
-        """Return the bytes that each rank sent, collectives included."""
-        return self._sent(lambda span: True)
+    def bytes_sent(self, steps: range | None = None) -> tuple[float, ...]:
+        """Return the bytes that each rank sent, collectives included.
+
+        Args:
+            steps: those of these training steps, counted from the timeline's first; None: all.
+        """
+        of, sent = self._steps_from_0(), [0.0] * self.n_ranks
+        for span in self.spans:
+            if span.lane == SEND and (steps is None or of(span) in steps):
+                sent[span.rank] += span.bytes
+        return tuple(sent)
 
     def bytes_a_step(self) -> tuple[float, ...]:
         """Return the bytes that each rank sends per steady-state step, whenever it sends them.
 
         If no step is known to be steady, return the mean over all steps.
         """
-        steps = self._steps_from_0()
-        sent = self._sent(lambda span: not self.steady or steps(span) in self.steady)
-        return tuple(n_bytes / len(self.steady or self.step_ends) for n_bytes in sent)
-
-    def _sent(self, counts: Callable[[Span], bool]) -> tuple[float, ...]:
-        sent = [0.0] * self.n_ranks
-        for span in self.spans:
-            if span.lane == SEND and counts(span):
-                sent[span.rank] += span.bytes
-        return tuple(sent)
+        n_steps = len(self.steady or self.step_ends)
+        return tuple(n_bytes / n_steps for n_bytes in self.bytes_sent(self.steady or None))
 
     def to_frame(self) -> "pd.DataFrame":
         """Return the spans as a pandas DataFrame, one row each."""
@@ -201,12 +191,12 @@ class Timeline:
         lanes = (*LANES, "slots")
         events: list[dict] = []
 
-        def add(phase: str, name: str, rank: int, args: dict | None = None, **more: object) -> None:
-            events.append({"ph": phase, "name": name, "pid": rank, **more, "args": args or {}})
+        def add(phase: str, name: str, rank: int, args: dict, **more: object) -> None:
+            events.append({"ph": phase, "name": name, "pid": rank, **more, "args": args})
 
-        def bar(name: str, rank: int, lane: str, start: float, end: float, **more: Any) -> None:
-            when: dict[str, Any] = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-            add("X", name, rank, tid=lanes.index(lane), **when, **more)
+        def bar(name: str, rank: int, lane: str, start: float, end: float, **args: object) -> None:
+            when = {"ts": start * 1e6, "dur": (end - start) * 1e6}
+            add("X", name, rank, args, tid=lanes.index(lane), cat=lane, **when)
 
         for rank, slots in enumerate(self._slots()):
             add("M", "process_name", rank, {"name": f"rank {rank}"}, tid=0)
@@ -219,7 +209,7 @@ class Timeline:
         named = ("stage", "microbatch", "step", "bytes", "peer", "slot")
         for span in self.spans:
             args = {key: value for key in named if (value := getattr(span, key)) is not None}
-            bar(span.name, span.rank, span.lane, span.start, span.end, args=args, cat=span.lane)
+            bar(span.name, span.rank, span.lane, span.start, span.end, **args)
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _slots(self) -> list[dict[int, tuple[float, float]]]:
@@ -227,7 +217,6 @@ class Timeline:
         found: list[dict[int, tuple[float, float]]] = [{} for _ in range(self.n_ranks)]
         for span in self.spans:
             if span.lane == COMPUTE and span.slot is not None:
-                times = found[span.rank]
-                start, end = times.get(span.slot, (span.start, span.end))
-                times[span.slot] = min(start, span.start), max(end, span.end)
+                start, end = found[span.rank].get(span.slot, (span.start, span.end))
+                found[span.rank][span.slot] = min(start, span.start), max(end, span.end)
         return found

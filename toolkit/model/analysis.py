@@ -4,6 +4,7 @@ Nothing is computed and no activation is allocated, so a laptop can analyse larg
 """
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -24,17 +26,11 @@ from toolkit.model.trace import in_training
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic and memory traffic of one or more kernels.
+    """Arithmetic and memory traffic of one or more kernels."""
 
-    Attributes:
-        flops: floating-point operations by torch's counter; grouped convolutions by ours.
-        bytes: read and written in device memory, each kernel on its own.
-        in_16_bits: whether any operand has 16 bits.
-    """
-
-    flops: int
-    bytes: int
-    in_16_bits: bool = False
+    flops: int  # floating-point operations by torch's counter; grouped convolutions by ours
+    bytes: int  # read and written in device memory, each kernel on its own
+    in_16_bits: bool = False  # whether any operand has 16 bits
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,7 @@ class NodeCost:
         forward: work of its forward.
         backward: work of its backward.
         parameters: elements of parameters that no earlier node uses.
-        activations: bytes saved for the backward that no earlier node saves, without parameters and
-            model inputs.
+        activations: bytes that it is first to save for the backward; no parameters, model inputs.
         changes: nodes whose results, or views of them, it overwrites in place.
         state: buffers and parameters that it changes, without batch norms' running statistics.
         draws: whether it draws at random.
@@ -115,16 +110,12 @@ def outputs(traced: fx.GraphModule, example: tuple[Tensor, ...]) -> dict[str, An
 
 
 def cut_off(values: Any, *, changed: bool) -> tuple[Any, list[Tensor]]:
-    """Detach ``values`` from their graph, and return the new leaves too.
+    """Detach a tree of tensors from their graph, and return the new leaves too.
 
-    A tensor that occurs twice stays one object, since self-attention checks identity.
-
-    Args:
-        values: any tree of tensors.
-        changed: whether an in-place change may follow, which autograd forbids on leaves.
+    ``changed``: whether an in-place change may follow, which autograd forbids on leaves.
     """
     leaves: list[Tensor] = []
-    cut: dict[int, Tensor] = {}
+    cut: dict[int, Tensor] = {}  # a tensor that occurs twice stays one: self-attention checks that
 
     def begin(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad:
@@ -151,13 +142,7 @@ def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter
 
 
 class AsTrained(fx.Interpreter):
-    """Run meta tensors through a traced module as the training device would.
-
-    Args:
-        module: traced, on the meta device.
-        device: device whose attention and autocast apply. Meta: a GPU.
-        precision: one of :data:`toolkit.model.precision.PRECISIONS`.
-    """
+    """Run meta tensors through a traced module as the training device would (meta: a GPU)."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, precision: str, **options: Any
@@ -185,11 +170,7 @@ class _Recorder(AsTrained):
     """Run each node alone, forward and backward, on inputs detached from earlier nodes."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        inputs: tuple[Tensor, ...],
-        device: torch.device,
-        precision: str,
+        self, module: nn.Module, inputs: tuple[Tensor, ...], device: torch.device, precision: str
     ) -> None:
         super().__init__(module, device, precision, garbage_collect_values=False)
         self.costs: dict[str, NodeCost] = {}
@@ -307,7 +288,7 @@ class _Traffic(TorchDispatchMode):
         drops = attention.draws(func, args)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.draws |= seeded if drops is None else drops
-        touched = [x for x in tree_leaves((args, kwargs, output)) if isinstance(x, Tensor)]
+        touched = tensors_in((args, kwargs, output))
         self.bytes += sum(x.nbytes for x in touched)
         self.in_16_bits |= any(x.dtype in attention.HALVES for x in touched)
         return output
@@ -333,3 +314,50 @@ def _storage(tensor: Tensor) -> int:
 def differentiable(tensor: Tensor) -> bool:
     """Whether autograd can differentiate such a tensor."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+class Live(TorchDispatchMode):
+    """Count the bytes of living tensors made inside the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most = 0  # now; and the peak since the caller last set it
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        known = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+        for tensor in tensors_in(output):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._sizes and storage._cdata not in known:
+                self._sizes[storage._cdata] = storage.nbytes()
+                self.bytes += storage.nbytes()
+                weakref.finalize(storage, self._forget, storage._cdata)
+        self.most = max(self.most, self.bytes)
+        return output
+
+    def _forget(self, storage: int) -> None:
+        self.bytes -= self._sizes.pop(storage)
+
+
+def working_bytes(
+    stage: fx.GraphModule, inputs: tuple[Tensor, ...], device: torch.device, precision: str
+) -> tuple[int, int]:
+    """Return the peak bytes of a stage's forward and backward besides what is kept between them.
+
+    Temporary results and gradients count. Arguments are as in :func:`node_costs`.
+    """
+    run = AsTrained(meta_copy(stage), device, precision)
+    with Live() as live:
+        with run.computing():
+            outputs = run.run(*inputs)
+        of_forward = live.most
+        trained = [x for x in outputs if x.requires_grad]
+        edges = [get_gradient_edge(x) for x in trained]
+        shapes = [(x.shape, x.dtype) for x in trained]
+        del run, outputs, trained  # each reference would keep the outputs alive
+        kept = live.bytes
+        live.most = kept
+        gradients = [torch.empty(s, dtype=t, device="meta") for s, t in shapes]
+        torch.autograd.backward(edges, gradients)
+        return of_forward - kept, live.most - kept

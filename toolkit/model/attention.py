@@ -4,10 +4,11 @@ The meta device decomposes attention into matrix products, and so would save one
 tokens, which no fused kernel does.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,14 +28,9 @@ def fused(device: torch.device) -> Callable[..., Tensor]:
     return partial(_attention, device.type == "cpu")
 
 
-@contextmanager
-def within_modules(attention: Callable[..., Tensor]) -> Iterator[None]:
-    """Make torch's own modules call ``attention``."""
-    F.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = PLAIN
+def within_modules(attention: Callable[..., Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which torch's own modules call ``attention``."""
+    return patch.object(F, "scaled_dot_product_attention", attention)
 
 
 def draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:

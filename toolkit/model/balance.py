@@ -14,9 +14,6 @@ def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list
         loads: ``[k]`` non-negative integers between possible cuts.
         across: ``[k - 1]`` bytes that cross each possible cut.
         n_stages: 1 to k.
-
-    Returns:
-        ``[n_stages - 1]`` numbers of loads before each cut.
     """
     before = [0, *accumulate(loads)]
     limit = _smallest_limit(before, n_stages)

@@ -22,7 +22,7 @@ def gpt(
 ) -> nn.Module:
     """Return a decoder that predicts each token from those before it.
 
-    GPT-2 (Radford et al., 2019) in sizes and initial weights, but the token embedding and the
+    GPT-2 (Radford et al., 2019) in sizes and initial weights; but the token embedding and the
     output have separate weights, since no cut may separate two uses of one parameter. It maps
     tokens ``[b, length]`` to scores of the next tokens ``[b, length, vocabulary]``.
 

@@ -11,24 +11,15 @@ from toolkit.metric import ACCURACY, LOSS
 
 @dataclass(frozen=True)
 class Images:
-    """Images ``[b, channels, height, width]`` in pixels, each of one class.
-
-    Attributes:
-        samples: plural name of the samples.
-        answers: plural name of the answers.
-        n_classes: number of answers.
-        metric: the metric by which a model is judged.
-        usual_argument: name that other models use for the number of classes.
-    """
+    """Images ``[b, channels, height, width]`` in pixels, each of one class."""
 
     channels: int
     height: int
     width: int
     n_classes: int
-    samples = "images"
-    answers = "classes"
-    metric = ACCURACY
-    usual_argument = "num_classes"
+    samples = "images"  # plural name
+    metric = ACCURACY  # by which a model is judged
+    usual_argument = "num_classes"  # name that other models use for the number of classes
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -50,15 +41,11 @@ class Images:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of ``length`` tokens from ``vocabulary``, each with its next token.
-
-    Attributes are those of :class:`Images`.
-    """
+    """Sequences of ``length`` tokens from ``vocabulary``, each with its next token."""
 
     length: int
     vocabulary: int
     samples = "sequences"
-    answers = "tokens"
     metric = LOSS
     usual_argument = "vocabulary"
 

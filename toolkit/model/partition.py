@@ -19,23 +19,18 @@ from toolkit.errors import UserError, first_line, whole
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
 from toolkit.model.balance import balanced
 from toolkit.model.check_traceable import check_traceable
-from toolkit.model.trace import changing, refused, shapes_of, subgraph, trace
+from toolkit.model.trace import changing, evaluated, refused, shapes_of, subgraph, trace
 
 MEASURES = ("flops", "parameters", "activations")
+Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One tensor that travels from a stage to the next.
+    """One tensor that travels from a stage to the next."""
 
-    Attributes:
-        name: name of the node in the traced graph.
-        shape: its shape in the example, ``[b, ...]``.
-        dtype: its type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the node in the traced graph
+    shape: tuple[int, ...]  # in the example, [b, ...]
     dtype: torch.dtype
 
 
@@ -107,7 +102,7 @@ def partition(
         raise UserError(f"example must be a tensor or a tuple of tensors: got {example!r}")
     n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
-    check_traceable(model, traced)
+    check_traceable(model, traced, evaluated(traced))
     costs = _costs(model, traced, inputs)
     crossing = _Crossings(traced, costs, _batched(model, traced, inputs, costs))
     nodes = crossing.nodes
@@ -121,8 +116,7 @@ def partition(
     else:
         loads = [0] * len(nodes)
         cuts = _named_cuts(n_stages, list(by), crossing)
-    edges = [0, *cuts, len(nodes)]
-    spans = list(pairwise(edges))
+    spans = list(pairwise([0, *cuts, len(nodes)]))
     return Stages(
         model=model,
         modules=tuple(crossing.stage(*span) for span in spans),
@@ -132,9 +126,7 @@ def partition(
     )
 
 
-def _costs(
-    model: nn.Module, traced: fx.GraphModule, inputs: tuple[torch.Tensor, ...]
-) -> dict[str, NodeCost]:
+def _costs(model: nn.Module, traced: fx.GraphModule, inputs: Inputs) -> dict[str, NodeCost]:
     name = type(model).__name__
     if not inputs[0].dim() or any(x.shape[:1] != inputs[0].shape[:1] for x in inputs):
         raise UserError(
@@ -155,10 +147,7 @@ def _costs(
 
 
 def _batched(
-    model: nn.Module,
-    traced: fx.GraphModule,
-    inputs: tuple[torch.Tensor, ...],
-    costs: dict[str, NodeCost],
+    model: nn.Module, traced: fx.GraphModule, inputs: Inputs, costs: dict[str, NodeCost]
 ) -> set[str]:
     """Return the nodes whose first dimension grows by one row if the inputs' does."""
     name, n = type(model).__name__, inputs[0].shape[0]
@@ -174,8 +163,8 @@ def _batched(
             f" {first_line(error)}"
         ) from error
     sizes = {
-        k: [x.shape[0] for x in pair if isinstance(x, torch.Tensor) and x.dim()]
-        for k, pair in ((k, (cost.output, others[k])) for k, cost in costs.items())
+        k: [x.shape[0] for x in (cost.output, others[k]) if isinstance(x, torch.Tensor) and x.dim()]
+        for k, cost in costs.items()
     }
     answers = sizes[output.name]
     if len(answers) < 2 or answers[0] * (n + 1) != answers[1] * n or answers[0] % n:
@@ -297,7 +286,11 @@ def _named_cuts(n_stages: int, names: list[str], crossing: _Crossings) -> list[i
         )
     cuts = []
     for name in names:
-        inside = [k for k, node in enumerate(crossing.nodes) if _belongs(node, name)]
+        inside = [
+            k
+            for k, node in enumerate(crossing.nodes)
+            if any(f"{path}.".startswith(f"{name}.") for path in _paths(node))
+        ]
         if not inside:
             paths = dict.fromkeys(path for node in crossing.nodes for path in _paths(node) if path)
             near = "".join(f"did you mean {path}? " for path in get_close_matches(name, paths, 1))
@@ -312,10 +305,6 @@ def _named_cuts(n_stages: int, names: list[str], crossing: _Crossings) -> list[i
     if cuts != sorted(set(cuts)):
         raise UserError(f"{names} must be in the order in which the model runs them")
     return cuts
-
-
-def _belongs(node: fx.Node, name: str) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for path in _paths(node))
 
 
 def _paths(node: fx.Node) -> list[str]:
@@ -334,11 +323,7 @@ def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
 
 
 def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[int]:
-    """Return the stages that ``checkpoint`` names.
-
-    Args:
-        checkpoint: ``none``, ``all`` or a list of stages.
-        n_stages: number of stages.
+    """Return the stages that ``checkpoint``, ``none``, ``all`` or a list, names.
 
     Raises:
         UserError: ``checkpoint`` is something else.

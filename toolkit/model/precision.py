@@ -8,7 +8,8 @@ the installed torch registers with autocast compute in 32 bits.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,9 +21,6 @@ from toolkit.errors import check_choice
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 _CONVOLUTIONS = {
     *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
@@ -67,16 +65,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 
 
 def meta_autocast(dtype: torch.dtype | None, *, on_cpu: bool) -> AbstractContextManager[object]:
-    """Return a context in which operations on meta tensors cast as under autocast.
-
-    Args:
-        dtype: a 16-bit type; None: no casts.
-        on_cpu: follow the CPU's rules; else a GPU's.
-    """
+    """Return a context in which operations on meta tensors cast to a 16-bit type, as autocast."""
     return nullcontext() if dtype is None else _within_functions(_Autocast(dtype, on_cpu))
 
 
-def casting(function: Callable[_P, _R], dtype: torch.dtype | None) -> Callable[_P, _R]:
+def casting(function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
     """Return ``function`` with its arguments cast to ``dtype``, if given."""
     return function if dtype is None else partial(_called, function, partial(_to, dtype))
 
@@ -139,12 +132,6 @@ def _is_cast(value: Any) -> bool:
 def _within_functions(mode: TorchFunctionMode) -> Iterator[None]:
     """Let ``mode`` see the operations inside torch's Python functions."""
     names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    before = {name: getattr(F, name) for name in names}
-    try:
-        for name in names:
-            setattr(F, name, lambda *values: False)
-        with mode:
-            yield
-    finally:
-        for name, function in before.items():
-            setattr(F, name, function)
+    unseen: dict[str, Any] = dict.fromkeys(names, lambda *values: False)
+    with patch.multiple(F, **unseen), mode:
+        yield

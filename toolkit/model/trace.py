@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,11 +13,9 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from toolkit.errors import UserError, first_line
-from toolkit.model.custom_norms import own_norms
+from toolkit.model.check_traceable import own_norms
 
-_EVALUATED = "evaluated"  # graph.meta: modules that stay in evaluation mode
-_DRAWS = "draws"  # graph.meta: whether it draws at random
-_MIXES = "mixes"  # graph.meta: whether it mixes the samples of a batch
+_EVALUATED, _DRAWS, _MIXES = "evaluated", "draws", "mixes"  # keys of a stage's ``meta``
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -58,11 +57,7 @@ def subgraph(
 ) -> fx.GraphModule:
     """Return some operations of ``traced`` as a module that shares its parameters and buffers.
 
-    Args:
-        traced: the whole model.
-        graph: the operations.
-        draws: whether any of them draws at random.
-        mixes: whether any mixes micro-batches that run as one batch.
+    ``draws``: whether any draws at random; ``mixes``: whether any mixes the samples of a batch.
     """
     found = fx.GraphModule(traced, graph, class_name="Stage")
     found.meta |= {_EVALUATED: traced.meta[_EVALUATED], _DRAWS: draws, _MIXES: mixes}
@@ -255,17 +250,11 @@ def _generators() -> list[object]:
     return [tensors, random.getstate(), kind, np.asarray(numbers).tobytes(), rest]
 
 
-@contextmanager
-def _seeing_autocast() -> Iterator[None]:
+def _seeing_autocast() -> AbstractContextManager[object]:
     def refuse(region: torch.autocast) -> None:
         raise _UntraceableError(
             "sets torch.autocast in its forward, which its graph would lose: move that part into a"
             " function marked by torch.fx.wrap"
         )
 
-    enter = torch.autocast.__enter__
-    torch.autocast.__enter__ = refuse  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    return patch.object(torch.autocast, "__enter__", refuse)

@@ -1,6 +1,5 @@
 """Image classifiers for a data set's image size: torchvision's, and CIFAR's small ResNets."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -31,8 +30,7 @@ def build(
         n_classes: width of the output.
         image_size: height and width of the images, in pixels.
         in_channels: channels of the images.
-        width: channels of a ResNet's first layers, which scales all others; None: 64, or 16 in the
-            small ones.
+        width: channels of a ResNet's first layers; scales all others. None: 64, small ones 16.
 
     Raises:
         UserError: unknown name, or images or a width that the model cannot take.
@@ -90,22 +88,19 @@ def _cifar_resnet(
 ) -> nn.Module:
     """6n+2 layers: three groups of n blocks, of ``width`` (16), 2x and 4x channels."""
     first = 16 if width is None else width
-    widths = (first, 2 * first, 4 * first)
-    layers: OrderedDict[str, nn.Module] = OrderedDict(
-        conv1=nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False),
-        bn1=nn.BatchNorm2d(widths[0]),
-        relu=nn.ReLU(inplace=True),
-    )
+    model = nn.Sequential()
+    model.add_module("conv1", nn.Conv2d(in_channels, first, 3, padding=1, bias=False))
+    model.add_module("bn1", nn.BatchNorm2d(first))
+    model.add_module("relu", nn.ReLU(inplace=True))
     narrower = first
-    for group, wider in enumerate(widths):
+    for group, wider in enumerate((first, 2 * first, 4 * first)):
         for block in range(blocks):
             stride = 2 if group and not block else 1
-            layers[f"layer{group + 1}_{block}"] = _block(narrower, wider, stride)
+            model.add_module(f"layer{group + 1}_{block}", _block(narrower, wider, stride))
             narrower = wider
-    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
-    layers["flatten"] = nn.Flatten()
-    layers["fc"] = nn.Linear(narrower, n_classes)
-    model = nn.Sequential(layers)
+    model.add_module("avgpool", nn.AdaptiveAvgPool2d(1))
+    model.add_module("flatten", nn.Flatten())
+    model.add_module("fc", nn.Linear(narrower, n_classes))
     _initialise(model)
     return model
 
@@ -113,12 +108,10 @@ def _cifar_resnet(
 def _block(narrower: int, wider: int, stride: int) -> nn.Module:
     from torchvision.models.resnet import BasicBlock
 
-    downsample = None
-    if stride != 1 or narrower != wider:
-        downsample = nn.Sequential(
-            nn.Conv2d(narrower, wider, 1, stride, bias=False), nn.BatchNorm2d(wider)
-        )
-    return BasicBlock(narrower, wider, stride, downsample)
+    if stride == 1 and narrower == wider:
+        return BasicBlock(narrower, wider)
+    shortcut = nn.Conv2d(narrower, wider, 1, stride, bias=False)
+    return BasicBlock(narrower, wider, stride, nn.Sequential(shortcut, nn.BatchNorm2d(wider)))
 
 
 def _vit(n_classes: int, image_size: int, in_channels: int, width: int | None) -> nn.Module:
