@@ -63,12 +63,7 @@ def count(n: int, thing: str) -> str:
 
 
 def table(rows: Sequence[Row], form: str = "simple") -> str:
-    """Return rows as aligned text, with their keys as headings.
-
-    Args:
-        rows: at least one.
-        form: ``simple``, or ``github`` for Markdown.
-    """
+    """Return rows, at least one, as aligned text or, by ``github``, as Markdown."""
     cells = [[f"{x:g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
     columns = zip_longest(*cells, fillvalue="")
     return tabulate(
@@ -88,14 +83,7 @@ def _is_number(cell: object) -> bool:
 
 
 def plus_minus(value: float | None, width: float | None, sign: str = "", decimals: int = 2) -> str:
-    """Return ``value ± width``; the value alone without a width, a dash without a value.
-
-    Args:
-        value: the mean, or None.
-        width: half of its interval, or None.
-        sign: ``+`` for a difference.
-        decimals: digits after the point.
-    """
+    """Return ``value ± width``, the value alone without a width, or a dash without a value."""
     if value is None or isnan(value):
         return "-"
     known = width and not isnan(width)
@@ -113,16 +101,13 @@ def metric_cells(row: Row, by: Metric, first: str) -> Cells:
 
 def staleness_cells(row: Row) -> Cells:
     """Return the mean and largest staleness of a schedule."""
-    late = f"{row['staleness_mean']:.2f} ({row['staleness_max']})"
-    return {"mean staleness (largest)": late}
+    return {"mean staleness (largest)": f"{row['staleness_mean']:.2f} ({row['staleness_max']})"}
 
 
 def peak_cells(row: Row) -> Cells:
     """Return the peaks of activations and traffic, over all workers together."""
-    return {
-        "peak activations": f"{row['peak_activations']:g}",
-        "largest traffic in a slot": f"{row['traffic_max']:g}",
-    }
+    peak, traffic = f"{row['peak_activations']:g}", f"{row['traffic_max']:g}"
+    return {"peak activations": peak, "largest traffic in a slot": traffic}
 
 
 def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
@@ -133,16 +118,26 @@ def reduction_cells(by_workers: Mapping[int, float], largest: float) -> Cells:
 
 def counted_cells(row: Row) -> Cells:
     """Return a footprint counted from programs."""
-    return _footprint(row) | {
+    return measured_cells(row, "") | {
         "kept": f"{_fraction(row['parameters'])} P",
         "in a slot": f"{_fraction(row['traffic_in_slot'])} P",
         "rounds": _fraction(row["rounds"]),
     }
 
 
-def measured_cells(row: Row) -> Cells:
-    """Return a footprint measured on processes."""
-    return _footprint(row, "_measured")
+def measured_cells(row: Row, how: str = "_measured") -> Cells:
+    """Return a footprint measured on processes, or otherwise determined."""
+    names = ("ranks", "activations", "total_activations", "weights", "traffic", "messages")
+    value = {name: _fraction(row[name + how]) for name in names}
+    return {
+        "setting": row["setting"],
+        "rule": row["rule"],
+        "ranks": value["ranks"],
+        "activations (all)": f"{value['activations']} ({value['total_activations']}) A",
+        "weights": f"{value['weights']} P",
+        "sent": f"{value['traffic']} P",
+        "messages": value["messages"],
+    }
 
 
 def agreement(row: Row, how: str) -> str:
@@ -179,21 +174,6 @@ def rank_cells(row: Row) -> Cells:
         "sent (MB)": _megabytes(row["bytes_sent"]),
         "messages received": row["messages_received"],
         "received (MB)": _megabytes(row["bytes_received"]),
-    }
-
-
-def _footprint(row: Row, how: str = "") -> Cells:
-    def value(name: str) -> str:
-        return _fraction(row[name + how])
-
-    return {
-        "setting": row["setting"],
-        "rule": row["rule"],
-        "ranks": value("ranks"),
-        "activations (all)": f"{value('activations')} ({value('total_activations')}) A",
-        "weights": f"{value('weights')} P",
-        "sent": f"{value('traffic')} P",
-        "messages": value("messages"),
     }
 
 

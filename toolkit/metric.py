@@ -30,22 +30,10 @@ class Metric:
 
 
 ACCURACY = Metric(
-    "top1",
-    "accuracy",
-    "%",
-    "points",
-    decimals=2,
-    lower_is_better=False,
-    factor=100,
+    "top1", "accuracy", "%", "points", decimals=2, lower_is_better=False, factor=100,
     columns=("accuracy", "accuracy_sd", "difference", "difference_95"),
-)
+)  # fmt: skip
 LOSS = Metric(
-    "test_loss",
-    "loss",
-    "nats",
-    "nats",
-    decimals=3,
-    lower_is_better=True,
-    factor=1,
+    "test_loss", "loss", "nats", "nats", decimals=3, lower_is_better=True, factor=1,
     columns=("loss", "loss_sd", "loss_difference", "loss_difference_95"),
-)
+)  # fmt: skip

@@ -1,6 +1,5 @@
 """Live progress in a notebook's cell."""
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ _FORMAT = "{desc} {percentage:3.0f}% {bar} {elapsed}{postfix}"
 
 
 class Live:
-    """Progress bars that a cell shows while it runs; outside notebooks nothing is shown.
+    """Progress bars that a cell shows while it runs; without a terminal or a notebook, nothing.
 
     A user's mistake or a failed rank within ends the cell with one sentence instead of a traceback.
 
@@ -44,12 +43,7 @@ class Live:
             error._render_traceback_ = lambda: [line]  # type: ignore[union-attr]
 
     def say(self, what: str, share: float) -> None:
-        """Show an activity and its progress.
-
-        Args:
-            what: name of the activity.
-            share: completed share of it, from 0 to 1.
-        """
+        """Show an activity and its completed share, from 0 to 1."""
         if not self.bars:
             self._add(self._title, total=1.0)
         (bar,) = self.bars
@@ -68,23 +62,16 @@ class Live:
             self._add(f"{self._title}, rank {len(self.bars)}", total=self._total)
         bar = self.bars[rank]
         if isinstance(value, Mapping):
-            bar.total = value["n_steps"]
-            metrics = {k: v for k, v in value.items() if k not in ("step", "n_steps")}
+            metrics = dict(value)
+            step, bar.total = metrics.pop("step"), metrics.pop("n_steps")
             bar.set_postfix(metrics, refresh=False)
-            bar.update(value["step"] - bar.n)
+            bar.update(step - bar.n)
         else:
             bar.set_postfix_str(str(value), refresh=False)
             bar.update()
 
     def _add(self, title: str, total: float) -> None:
-        hidden = not in_notebook()
-        self.bars.append(tqdm(desc=title, total=total, bar_format=_FORMAT, disable=hidden))
-
-
-def in_notebook() -> bool:
-    """Whether this runs in a notebook's kernel."""
-    loaded = sys.modules.get("IPython")
-    return loaded is not None and hasattr(loaded.get_ipython(), "kernel")
+        self.bars.append(tqdm(desc=title, total=total, bar_format=_FORMAT, disable=None))
 
 
 def watched(
@@ -113,9 +100,7 @@ def watched(
 
 
 def train_on_ranks(config: Any) -> "Measurements | None":
-    """Train on this rank, and report every step.
-
-    A report has ``step`` and ``n_steps`` of the run, and the loss of the rank's micro-batches.
+    """Train on this rank, and report every step: its number, the loss and the learning rate.
 
     Args:
         config: options, as ``settings("train", ...)`` gives them.
@@ -130,7 +115,7 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     job = build_run(config)
     done = 0
 
-    def tell(step: Step) -> None:
+    def report_step(step: Step) -> None:
         nonlocal done
         done += 1
         found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * job.options.epochs}
@@ -138,7 +123,7 @@ def train_on_ranks(config: Any) -> "Measurements | None":
             found["loss"] = float(step.result.loss)
         report(found | {"lr": step.learning_rate})
 
-    job.run(on_step=tell)
+    job.run(on_step=report_step)
     return job.measurements()
 
 

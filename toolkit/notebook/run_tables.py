@@ -1,4 +1,9 @@
-"""Tables of own and kept runs, and of what was counted and measured."""
+"""Tables of own and kept runs, and of what was counted and measured.
+
+``epochs`` are tables of one row an epoch, as :func:`train_rules` or
+:func:`toolkit.results.collect.learning_curves` give them; ``measure`` is the test metric,
+``LOSS`` for language models.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -6,13 +11,14 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from toolkit.errors import UserError
 from toolkit.format import counted_cells, metric_cells, rank_cells, reduction_cells, staleness_cells
 from toolkit.metric import ACCURACY, Metric
+from toolkit.schedule import labels
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from toolkit.cost import MemoryCurve
     from toolkit.runtime.meters.measurements import Measurements
     from toolkit.runtime.meters.predicted_vs_measured import MeasuredRow
@@ -25,7 +31,7 @@ def train_rules(
     config: Any,
     seeds: Iterable[int] | None = None,
     on_epoch: Any = lambda what, share: None,
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """Train under each rule with each seed: a row an epoch, accuracies in per cent.
 
     Schedules with equal names are labelled by their rules. After a loss diverges, the remaining
@@ -37,14 +43,11 @@ def train_rules(
         on_epoch: called with the name of the current run and the completed share of all runs.
 
     Raises:
-        ValueError: the options are those of another experiment, or there are no seeds.
+        UserError: the options are those of another experiment, or there are no seeds.
     """
-    import pandas as pd
-
     from toolkit.cli.build import build_run, build_schedule, load_samples, rule_config
     from toolkit.results.comparison_folder import seeds_of
     from toolkit.results.record import per_cent
-    from toolkit.schedule import labels
 
     if "rules" not in config:
         raise UserError('rules are those of compare: give settings("compare", ...)')
@@ -65,114 +68,87 @@ def train_rules(
     return pd.DataFrame(rows)
 
 
-def by_epoch(epochs: "pd.DataFrame", measure: Metric = ACCURACY, last: bool = False) -> Curves:
+def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     """The test metric after each epoch: by rule, one list a run, as figures take them.
 
     Accuracies are shares, losses are in nats. Unfinished runs are left out; a run whose loss
     diverged is NaN from there on.
 
-    Args:
-        epochs: one row an epoch, as :func:`train_rules` or ``learning_curves`` gives them.
-        measure: the metric; ``LOSS`` for language models.
-        last: return only the last epoch of each run.
-
     Raises:
         UserError: several runs of a rule have the same seed, or the table lacks the metric.
     """
     return {
-        rule: [
-            [value / measure.factor for value in (run[-1:] if last else run)]
-            for run in by_seed.values()
-        ]
+        rule: [[value / measure.factor for value in run] for run in by_seed.values()]
         for rule, by_seed in _values(epochs, measure).items()
     }
 
 
-def own_curves(kept: "pd.DataFrame", own: "pd.DataFrame", measure: Metric = ACCURACY) -> Curves:
+def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     """Kept and own runs of the rules that both have, over as many epochs as all of them have.
-
-    Args:
-        kept: one row an epoch.
-        own: likewise.
-        measure: the metric; ``LOSS`` for language models.
 
     Raises:
         UserError: no rule is in both, or several runs of a rule have the same seed.
     """
     theirs, mine = by_epoch(kept, measure), by_epoch(own, measure)
-    shared = [rule for rule in theirs if rule in mine]
-    if not shared:
+    curves = {f"{rule}, kept": runs for rule, runs in theirs.items() if rule in mine}
+    curves |= {f"{rule}, own": runs for rule, runs in mine.items() if rule in theirs}
+    if not curves:
         raise UserError(
-            f"kept and own runs share no rule: got {_listed(theirs)} and {_listed(mine)}"
+            f"kept and own runs share no rule: got {', '.join(theirs)} and {', '.join(mine)}"
         )
-    curves = {f"{rule}, kept": theirs[rule] for rule in shared}
-    curves |= {f"{rule}, own": mine[rule] for rule in shared}
     n_epochs = min(len(run) for runs in curves.values() for run in runs)
     return {label: [run[:n_epochs] for run in runs] for label, runs in curves.items()}
 
 
 def differences(
-    epochs: "pd.DataFrame", baseline: str = "DP", measure: Metric = ACCURACY
-) -> "pd.DataFrame":
-    """The metric after the last epoch, and its difference from ``baseline``, paired by seed.
+    epochs: pd.DataFrame, baseline: str = "DP", measure: Metric = ACCURACY
+) -> pd.DataFrame:
+    """The metric after the last epoch, and its difference from rule ``baseline``, paired by seed.
 
     Differences are in points or, of losses, in nats, with Student's 95 % interval. Unfinished and
     diverged runs are left out.
-
-    Args:
-        epochs: one row an epoch, as :func:`train_rules` or ``learning_curves`` gives them.
-        baseline: name of a rule.
-        measure: the metric; ``LOSS`` for language models.
 
     Raises:
         UserError: there are no runs of the baseline, a rule shares no seed with it, several runs
             of a rule have the same seed, or runs differ in their number of epochs.
     """
-    import pandas as pd
-
     from toolkit.results import over_seeds
 
     found = _values(epochs, measure)
     if baseline not in found:
-        raise UserError(f"no run of {baseline!r} has finished: got runs of {_listed(found)}")
+        raise UserError(
+            f"no run of {baseline!r} has finished: got runs of {', '.join(found) or 'none'}"
+        )
     lengths = sorted({len(run) for runs in found.values() for run in runs.values()})
     if len(lengths) > 1:
         raise UserError(
-            f"runs have {_listed(lengths)} epochs: keep those that all have, by"
+            f"runs have {', '.join(map(str, lengths))} epochs: keep those that all have, by"
             f' epochs[epochs["epoch"] < {lengths[0]}]'
         )
-    base = {seed: run[-1] for seed, run in found[baseline].items()}
+    ends = {rule: {seed: run[-1] for seed, run in runs.items()} for rule, runs in found.items()}
     rows = {}
-    for rule, by_seed in found.items():
-        last = {seed: run[-1] for seed, run in by_seed.items()}
-        mine = {seed: value for seed, value in last.items() if seed in base} or last
-        summary = over_seeds(mine, base, measure)
+    for rule, last in ends.items():
+        mine = {seed: value for seed, value in last.items() if seed in ends[baseline]} or last
+        summary = over_seeds(mine, ends[baseline], measure)
         *_, difference, width = summary.values()
         rows[rule] = {
             "runs": sum(not isnan(value) for value in mine.values()),
             **metric_cells(summary, measure, baseline),
-            "says": _says(difference - width, difference + width) if rule != baseline else "",
+            "says": "" if rule == baseline else _says(difference - width, difference + width),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame":
-    """The table of a comparison of delays.
+def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
+    """The table of a comparison of delays, kept in an output folder of experiments/compare.py.
 
     Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
     delayed and fresh gradients, the smallest of all stages.
 
-    Args:
-        folder: output folder of experiments/compare.py.
-        measure: the metric; ``LOSS`` for language models.
-
     Raises:
         UserError: ``folder`` has no result of a comparison with this metric.
     """
-    import pandas as pd
-
     from toolkit.results.record import DamagedError, read_result
-    from toolkit.schedule import labels
 
     try:
         result = read_result(Path(folder))
@@ -185,7 +161,6 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame
             " output folder of experiments/compare.py, such as that of study=delays"
         )
     called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
-    baseline = called[result["metrics"][0]["rule"]]
     rows = {}
     for row in result["metrics"]:
         looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
@@ -193,12 +168,12 @@ def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> "pd.DataFrame
         rows[called[row["rule"]]] = {
             **staleness_cells(row),
             "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            **metric_cells(row, measure, baseline),
+            **metric_cells(row, measure, next(iter(called.values()))),
         }
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def _values(epochs: "pd.DataFrame", measure: Metric) -> dict[str, dict[int, list[float]]]:
+def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[float]]]:
     """By rule and seed, the metric after each epoch of the runs that finished or diverged."""
     if measure.key not in epochs:
         raise UserError(f"these runs have no test {measure.name}: their table lacks {measure.key}")
@@ -207,12 +182,17 @@ def _values(epochs: "pd.DataFrame", measure: Metric) -> dict[str, dict[int, list
         lost = epochs.get("train_loss", epochs["epoch"]).isna()
         diverged = lost.groupby([epochs[name] for name in run], dropna=False).transform("any")
         epochs = epochs[(epochs["state"] == "finished") | diverged]
-    if {"folder", "rule"} <= {*epochs}:
-        epochs = epochs.assign(schedule=_labelled(epochs))
+    if {"folder", "rule"} <= {*epochs}:  # rules of a folder whose schedules share a name
+        called = {
+            folder: labels(dict(zip(rows["rule"], rows["schedule"], strict=True)))
+            for folder, rows in epochs.groupby("folder")
+        }
+        pairs = zip(epochs["folder"], epochs["rule"], strict=True)
+        epochs = epochs.assign(schedule=[called[folder][rule] for folder, rule in pairs])
     found: dict[str, dict[int, list[float]]] = {}
     for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
         if run["epoch"].duplicated().any():
-            where = _listed(run.get("folder", run["schedule"]).unique())
+            where = ", ".join(run.get("folder", run["schedule"]).unique())
             raise UserError(
                 f"several runs of {rule} have seed {seed}, in {where}: keep one of them, as by"
                 ' epochs[epochs["folder"] == FOLDER], or by an option'
@@ -220,22 +200,6 @@ def _values(epochs: "pd.DataFrame", measure: Metric) -> dict[str, dict[int, list
         values = run.sort_values("epoch")[measure.key].tolist()
         found.setdefault(str(rule), {})[int(seed)] = values
     return found
-
-
-def _labelled(epochs: "pd.DataFrame") -> list[str]:
-    """The schedule of each row, with its rule where schedules of a folder share a name."""
-    from toolkit.schedule import labels
-
-    called = {
-        (folder, rule): label
-        for folder, rows in epochs.groupby("folder")
-        for rule, label in labels(dict(zip(rows["rule"], rows["schedule"], strict=True))).items()
-    }
-    return [called[key] for key in zip(epochs["folder"], epochs["rule"], strict=True)]
-
-
-def _listed(names: Iterable[object]) -> str:
-    return ", ".join(map(str, names)) or "none"
 
 
 def _says(low: float, high: float) -> str:
@@ -247,7 +211,7 @@ def _says(low: float, high: float) -> str:
     return "higher" if low > 0 else "no difference shown"
 
 
-def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> "pd.DataFrame":
+def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> pd.DataFrame:
     """How far the peak of staggered workers is below that of simultaneous ones, by curve.
 
     The last column is the largest reduction, 1 - mean/peak, which no number of workers exceeds.
@@ -256,8 +220,6 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
         curves: memory of one micro-batch, by name.
         workers: numbers of workers.
     """
-    import pandas as pd
-
     rows = {
         name: reduction_cells({n: curve.reduction(n) for n in workers}, curve.largest_reduction)
         for name, curve in curves.items()
@@ -267,7 +229,7 @@ def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) ->
 
 def counted_and_measured(
     rows: "Sequence[Row]", measured: "Sequence[MeasuredRow]" = ()
-) -> "pd.DataFrame":
+) -> pd.DataFrame:
     """The paper's settings counted from programs, and whether processes measured the same.
 
     A: activations of one micro-batch over the whole model. P: the model's parameters.
@@ -279,30 +241,20 @@ def counted_and_measured(
     Raises:
         UserError: measured and counted schedules differ.
     """
-    import pandas as pd
-
     ran = [row.measurements.schedule for row in measured]
     if measured and ran != [row.schedule for row in rows]:
         raise UserError("measured and counted schedules differ: take the same n in compare(n)")
-    found = []
-    for k, row in enumerate(rows):
-        counted = asdict(row.counted)
-        found.append(counted_cells({"setting": row.setting, "rule": row.rule} | counted))
-        if measured:
-            differences = measured[k].differences
-            found[-1]["measured"] = ", ".join(differences) + " differ" if differences else "equal"
-    return pd.DataFrame(found).set_index(["setting", "rule"])
+    cells = [
+        counted_cells({"setting": row.setting, "rule": row.rule} | asdict(row.counted))
+        for row in rows
+    ]
+    found = pd.DataFrame(cells).set_index(["setting", "rule"])
+    if measured:
+        names = [", ".join(row.differences) for row in measured]
+        found["measured"] = [f"{differing} differ" if differing else "equal" for differing in names]
+    return found
 
 
-def by_rank(found: "Measurements") -> "pd.DataFrame":
-    """Peak memory of each rank, and what it sent and received in the recorded steps.
-
-    Args:
-        found: measurements of a distributed run.
-
-    Returns:
-        one row per rank.
-    """
-    import pandas as pd
-
+def by_rank(found: "Measurements") -> pd.DataFrame:
+    """Peak memory of each rank, and what it sent and received in the recorded steps."""
     return pd.DataFrame([rank_cells(row) for row in found.by_rank()]).set_index("rank")
