@@ -16,7 +16,7 @@ from toolkit.cli import build, settings
 from toolkit.results import comparison, comparison_folder
 from toolkit.results.comparison_folder import RuleRun, keep_options, keep_runs
 from toolkit.results.runs import read_runs
-from toolkit.training import DivergedError, Epoch, loop, training_run
+from toolkit.training import DivergedError, Epoch, loop
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -117,14 +117,15 @@ def test_resumes_after_the_finished_runs_with_one_more_seed(tmp_path):
 def test_continues_after_a_run_that_diverges(tmp_path, monkeypatch):
     """Late weights diverge with seed 1, after an epoch; the run is not repeated."""
 
-    def fit(runtime, samples, *, epochs, seed, **options):
-        lost = seed == 1 and runtime.schedule.max_staleness
-        found = loop.fit(runtime, samples, epochs=1 if lost else epochs, seed=seed, **options)
-        if lost:
-            raise DivergedError("the training loss is nan", found)
+    whole = loop.fit
+
+    def fit(run, *arguments):
+        found = whole(run, *arguments)
+        if run.options.seed == 1 and run.schedule.max_staleness:
+            raise DivergedError("the training loss is nan", found[:1])
         return found
 
-    monkeypatch.setattr(training_run, "fit", fit)
+    monkeypatch.setattr(loop, "fit", fit)
     options = (*TINY, "~rules.cdp_v2", "epochs=3", "seeds=3")
     found = complete("compare", tmp_path, *options)
     (note,) = found["notes"]

@@ -169,10 +169,8 @@ def test_removes_what_a_killed_run_left_half_written(checkpoints, tmp_path):
 def test_without_a_whole_checkpoint(tmp_path):
     with pytest.raises(UserError, match=f"{tmp_path}.*resume="):
         Checkpoints(tmp_path).load(Saved())
-    assert not Checkpoints(tmp_path).any(Saved())
     (tmp_path / "step_000000001.ckpt").write_bytes(b"something else" * 9)
     (tmp_path / "step_000000002.ckpt").mkdir()
-    assert Checkpoints(tmp_path).any(Saved())
     with pytest.raises(UserError, match=f"{tmp_path} .*2.ckpt .*1.ckpt "):
         Checkpoints(tmp_path).load(Saved())
 

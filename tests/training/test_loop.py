@@ -1,7 +1,7 @@
 """The loop and evaluation, on models whose answers are known."""
 
 from dataclasses import replace
-from math import exp, isnan, log, nan
+from math import exp, inf, isnan, log, nan
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from toolkit.model import Images, Sequences, build, partition
 from toolkit.options import TrainingOptions
 from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.schedule import catalog
-from toolkit.training import evaluate, loop
+from toolkit.training import DivergedError, evaluate, loop
 from toolkit.training.data import synthetic
 from toolkit.training.loop import (
     Epoch,
@@ -179,6 +179,19 @@ def test_divergence_says_what_to_do(images):
         FloatingPointError, match=r"of epoch 0 is .*, after step 8: lower optimizer\.lr"
     ):
         run(images, lr=1e30)
+
+
+@pytest.mark.parametrize("guard", ["off", "stop", "rollback"])
+@pytest.mark.parametrize("loss", [9.5, 10.5, nan, inf])
+def test_a_loss_far_above_the_first_is_a_divergence(guard, loss):
+    run = SimpleNamespace(options=TrainingOptions(guard=guard, guard_factor=10))
+    position = Position(first_loss=1.0, steps_done=7)
+    loop._check(run, 1e9, position, "test")
+    if guard == "off" or loss == 9.5:
+        loop._check(run, loss, position, "training")
+    else:
+        with pytest.raises(DivergedError, match=r"training loss of epoch 0 is .*, after step 7:"):
+            loop._check(run, loss, position, "training")
 
 
 def test_weights_that_only_the_test_finds_lost(images, monkeypatch):

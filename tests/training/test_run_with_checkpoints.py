@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from itertools import product
 from pathlib import Path
@@ -23,9 +24,8 @@ from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.schedule import catalog
 from toolkit.training import DivergedError, StoppedError, loop, run_with_checkpoints
-from toolkit.training.checkpoint_callback import CheckpointCallback
 from toolkit.training.loop import Evaluation, Position
-from toolkit.training.run_with_checkpoints import without_delay
+from toolkit.training.run_with_checkpoints import Signals, changed_options, without_delay
 from toolkit.training.training_run import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
@@ -188,6 +188,28 @@ def test_other_options_are_told_where_the_training_depends_on_them(tmp_path):
     assert not {"save", "threads"} & {*re.findall(r"(\w+)[.\w]*=", note)}
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "free", "changed"),
+    [
+        (
+            {"a": 1, "d": 3},
+            {"a": 1, "b": {"c": 2}, "n": None},
+            (),
+            "b.c=2 (was None), d=None (was 3)",
+        ),
+        (
+            {},
+            dict.fromkeys("pqrst", 1),
+            (),
+            "p=1 (was None), q=1 (was None), r=1 (was None), s=1 (was None), and 1 more",
+        ),
+        ({"ab": 1, "a": {"b": 1}}, {"ab": 2, "a": {"b": 3}}, ["a"], "ab=2 (was 1)"),
+    ],
+)
+def test_changed_options(before, now, free, changed):
+    assert changed_options(before, now, free) == changed
+
+
 def test_a_run_that_has_ended_is_not_made_another(tmp_path):
     """Options that nothing is trained with any more would only change what it says it was."""
     run_with_checkpoints(built("epochs=1"), tmp_path)
@@ -215,7 +237,7 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
         run_with_checkpoints(built(), tmp_path)
     with pytest.raises(StoppedError, match="SIGINT"):  # they are one, as when torchrun hands it on
         run_with_checkpoints(built(), tmp_path, resume=True, on_step=twice)
-    monkeypatch.setattr("toolkit.training.checkpoint_callback.ECHO", 0.0)
+    monkeypatch.setattr(sys.modules[Signals.__module__], "ECHO", 0.0)
     with pytest.raises(KeyboardInterrupt):
         run_with_checkpoints(built(), tmp_path, resume=True, on_step=twice)
 
@@ -226,8 +248,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     outcome = run_with_checkpoints(built(), tmp_path)
     assert len(outcome.epochs) == 3
     (note,) = outcome.notes
-    assert note.startswith("not written: the checkpoint of step 8: ")
-    assert "; and 1 more; " in note
+    assert note.startswith("not written (3 in all): the checkpoint of step 8: ")
     assert capsys.readouterr().err.count("training continues") == 1
 
 
@@ -494,15 +515,15 @@ def test_what_diverges_before_its_first_checkpoint_begins_anew(tmp_path, monkeyp
 
 
 def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypatch):
-    check, planted = CheckpointCallback.check, []
+    check, planted = loop._check, []
 
-    def once(callback, loss, position, which="training"):
+    def once(run, loss, position, which):
         if position.steps_done == 16 and which == "training" and not planted:
             planted.append(position)
             raise DivergedError("planted")
-        check(callback, loss, position, which)
+        check(run, loss, position, which)
 
-    monkeypatch.setattr(CheckpointCallback, "check", once)
+    monkeypatch.setattr(loop, "_check", once)
     options = "schedule=cdp_v1", "guard=rollback"
     stopped(tmp_path, 20, *options)  # of which 8 were in vain
     outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)

@@ -320,7 +320,7 @@ def _run(runtime: SingleProcess, data: Data, n_steps: int, seed: int) -> _Run:
     if not diverged:
         model = runtime.module()
         settle_norms(model, islice(data.train(seed), NORM_BATCHES))
-        accuracy = evaluate(model, data.test()).top1  # type: ignore[arg-type]
+        accuracy = evaluate(model, data.test()).top1
     cosines = [mean(of_stage) for of_stage in zip(*looks, strict=True)]
     return _Run(losses[0], tenths, cosines, diverged, accuracy)
 

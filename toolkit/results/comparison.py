@@ -20,8 +20,7 @@ from toolkit.results.comparison_folder import (
 from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted
 from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run_with_checkpoints
-from toolkit.training.checkpoint_callback import Signals
-from toolkit.training.run_with_checkpoints import rollback_schedule
+from toolkit.training.run_with_checkpoints import Signals, rollback_schedule
 
 Build = Callable[[str, int], TrainingRun]
 """Builds the run of a rule with a seed."""

@@ -39,10 +39,7 @@ class DamagedCheckpointError(UserError):
 
 
 def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
-    """Write ``state``, of tensors and plain values; after an OSError ``path`` is unchanged.
-
-    ``plain``: as torch.save writes it, without format and checksum.
-    """
+    """Write tensors and plain values; after an OSError ``path`` stays. ``plain``: no head."""
     buffer = io.BytesIO()  # torch.save to a file would raise other errors than OSError
     torch.save(state, buffer)
     payload = buffer.getvalue()
@@ -54,12 +51,7 @@ def write(path: Path, state: Mapping[str, Any], *, plain: bool = False) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the state that was written to ``path``, its tensors on the CPU.
-
-    Raises:
-        DamagedCheckpointError: the file is not as it was written.
-        OSError: the file cannot be read.
-    """
+    """Return what was written to ``path``, on the CPU; DamagedCheckpointError if it has changed."""
     content = path.read_bytes()
     head = len(_MAGIC)
     digest, payload = content[head : head + 65], memoryview(content)[head + 65 :]
@@ -80,8 +72,7 @@ def read(path: Path) -> dict[str, Any]:
 def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> None:
     """Write every rank's part of a state: ``runtime``, its ``Runtime.part()``, and its own values.
 
-    Every rank calls this function. If one cannot write, every rank raises OSError, and what was at
-    ``path`` stays.
+    Every rank calls it. If one cannot write, all raise OSError, and what was at ``path`` stays.
     """
     rank, size = (world.rank, world.size) if world else (0, 1)
     temporary = path.with_name(f".{path.name}.part")
@@ -107,8 +98,8 @@ def write_sharded(path: Path, part: Mapping[str, Any], world: World | None) -> N
 def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[str, Any]:
     """Return the state whose parts are in ``path``, on the CPU, however many ranks wrote it.
 
-    Every rank calls this function. Tensors of stages outside ``own`` become meta tensors, so no
-    rank holds the whole. If one rank finds a file damaged or unreadable, every rank raises.
+    Every rank calls it. Tensors of stages outside ``own`` become meta tensors, so no rank holds the
+    whole. If one rank finds a file damaged or unreadable, all raise.
     """
     with _raise_on_every_rank(world):
         try:
@@ -119,8 +110,7 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
                         stages[j] = tree_map_only(Tensor, lambda x: x.to("meta"), stages[j])
                 parts.append(part)
             runtime = joined(part.pop("runtime") for part in parts)
-            whole: dict[str, Any] = _joined_rows(reduce(merged, parts, {}) | {"runtime": runtime})
-            return whole
+            return _joined_rows(reduce(merged, parts, {}) | {"runtime": runtime})
         except (LookupError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
 
@@ -153,7 +143,7 @@ def _rows(rank: int) -> Any:
 
 
 def _joined_rows(tree: Any) -> Any:
-    """Return `tree` with the rows of all ranks in one tensor."""
+    """Return ``tree`` with the rows of all ranks in one tensor."""
     if isinstance(tree, dict):
         if tree.keys() == {_ROWS}:
             return torch.cat([rows for _, rows in sorted(tree[_ROWS].items())])
@@ -165,7 +155,7 @@ def _joined_rows(tree: Any) -> Any:
 
 @contextmanager
 def _raise_on_every_rank(world: World | None) -> Iterator[None]:
-    """Raise on every rank the error of one of them, so that no other waits for it."""
+    """Raise the error of one rank on every rank, so that no other waits for it."""
     mine = None
     try:
         yield
@@ -185,9 +175,8 @@ def from_rank_0(runtime: Runtime, value: Any) -> Any:
 class Checkpoints:
     """The checkpoints of one run: the latest, and the best, to which ``best.ckpt`` links.
 
-    Each is a file, which rank 0 writes and reads; or, if ``sharded``, a folder, which all ranks
-    write and read. Both kinds are found and read, whichever is written. Every rank calls the
-    methods that take its runtime.
+    Each is a file of rank 0; or, if ``sharded``, a folder of all ranks' files. Both kinds are read,
+    whichever is written. Every rank calls the methods that take its runtime.
 
     Args:
         folder: folder of the checkpoints; if any is sharded, one that all ranks see.
@@ -202,10 +191,9 @@ class Checkpoints:
     def save(
         self, runtime: Runtime, rest: Mapping[str, Any], step: int, *, best: bool = False
     ) -> None:
-        """Save the state of ``runtime`` after ``step`` training steps, and remove the oldest.
+        """Save the state of ``runtime`` and plain values after ``step`` steps; remove the oldest.
 
-        If the checkpoint cannot be written, rank 0 at least raises OSError, and the earlier ones
-        stay. ``rest`` holds tensors and plain values.
+        If it cannot be written, rank 0 at least raises OSError, and the earlier ones stay.
         """
         path = self.folder / f"step_{step:09d}.ckpt"
         leads = runtime.rank == 0
@@ -233,19 +221,10 @@ class Checkpoints:
         found = self.folder.glob("step_*.ckpt")
         return sorted(path for path in found if _NAME.fullmatch(path.name))
 
-    def any(self, runtime: Runtime) -> bool:
-        """Return whether rank 0 finds a checkpoint."""
-        return bool(from_rank_0(runtime, self.paths()))
-
     def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
         """Return the latest whole checkpoint, and a sentence on each later one that is damaged.
 
-        Args:
-            runtime: runtime that will load the state.
-            skip: number of the latest to pass over; the oldest is never passed over.
-
-        Raises:
-            UserError: there is no whole checkpoint.
+        The ``skip`` latest are passed over, but never the oldest. Without one: UserError.
         """
         damaged: list[str] = []
         paths = self.paths()
@@ -256,8 +235,7 @@ class Checkpoints:
                     return read_sharded(path, runtime.own, runtime.world), damaged
                 with _raise_on_every_rank(runtime.world):
                     state = read(path) if runtime.rank == 0 else None
-                whole: dict[str, Any] = from_rank_0(runtime, state)
-                return whole, damaged
+                return from_rank_0(runtime, state), damaged
             except (DamagedCheckpointError, OSError) as error:
                 damaged.append(str(error))
         reasons = f" that is whole ({'; '.join(damaged)})" if damaged else ""

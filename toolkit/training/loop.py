@@ -1,9 +1,9 @@
 """The training loop, and evaluation."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite, nan, prod
+from math import inf, isfinite, nan, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,23 +16,12 @@ from toolkit.model import InputSpec
 from toolkit.runtime.base import Runtime
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.step_options import PLAIN, StepOptions
-from toolkit.training.data import Batches
+from toolkit.training.data import Batch
 
 if TYPE_CHECKING:
     from toolkit.training.training_run import TrainingRun
 
 _SCORES = 2**25  # at most, for a batch of the test: 128 MiB in 32 bits
-
-
-def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    """Cross-entropy over all answers, in nats.
-
-    Args:
-        outputs: scores ``[..., n_classes]`` of an image, or of each place of a sequence.
-        targets: the right classes ``[...]``.
-        options: options of torch's ``cross_entropy``.
-    """
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), **options)
 
 
 @dataclass(frozen=True)
@@ -108,8 +97,7 @@ class Position:
         epoch: number of the current epoch.
         step: training steps of this epoch so far.
         steps_done: training steps of the run so far.
-        loss: sum of the losses of this epoch's micro-batches so far.
-        n_losses: number of these losses.
+        loss, n_losses: sum and number of the losses of this epoch's micro-batches so far.
         first_loss: mean loss of the run's first step.
         learning_rate: learning rate of the epoch's first update.
         history: the epochs before.
@@ -144,32 +132,14 @@ class DivergedError(UserError, FloatingPointError):
 
 
 class LoopCallback:
-    """Pauses of the loop, at which all updates are applied. Every rank calls its methods.
-
-    This one pauses at the end of an epoch only, and stops a run whose loss is not finite.
-    """
+    """Pauses of the loop, at which all updates are applied: here, the ends of epochs only."""
 
     def steps(self, position: Position, n_steps: int) -> int:
         """Return the steps until the next pause, of the ``n_steps`` that the epoch has left."""
         return n_steps
 
-    def check(self, loss: float, position: Position, which: str = "training") -> None:
-        """Raise DivergedError if the loss since the last pause, or of the test, is not finite."""
-        if not isfinite(loss):
-            raise diverged(loss, position, which)
-
     def end(self, position: Position) -> None:
-        """Act at a pause whose loss has passed :meth:`check`."""
-
-
-def diverged(loss: float, position: Position, which: str) -> DivergedError:
-    """Return the error of a run whose ``loss`` is not finite, or too large."""
-    first = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
-    return DivergedError(
-        f"the {which} loss of epoch {position.epoch} is {loss:.4g}{first}, after step"
-        f" {position.steps_done}",
-        position.history,
-    )
+        """Act at a pause, at which the loss has not diverged. Every rank calls it."""
 
 
 def fit(
@@ -202,7 +172,7 @@ def fit(
                 rate = run.rate(position.steps_done + k)
                 on_step(Step(position.step + k + 1, len(batches), result, rate, batch_size))
                 del result  # its memory is free before the next step
-            callback.check(_add_losses(position, losses, runtime), position)
+            _check(run, _add_losses(position, losses, runtime), position, "training")
             if position.step < len(batches):
                 callback.end(position)
         seconds = time.perf_counter() - start
@@ -210,7 +180,7 @@ def fit(
         share = samples.test(n_at_once, run.device, runtime.rank, runtime.n_ranks)
         model, step_options = runtime.module(), run.step_options
         test = evaluate(model, share, runtime.total, options=step_options)
-        callback.check(test.loss, position, "test")
+        _check(run, test.loss, position, "test")
         ema = None
         if averages := runtime.averages():
             ema = evaluate(model, share, runtime.total, averages, step_options)
@@ -246,9 +216,18 @@ def _add_losses(position: Position, losses: list[Tensor], runtime: Runtime) -> f
     return float(loss / n)
 
 
-def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
-    """Return the batch size of the test: at least 256, unless the scores take too much memory."""
-    return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
+def _check(run: "TrainingRun", loss: float, position: Position, which: str) -> None:
+    """Raise DivergedError if ``loss`` is not finite or too large, and the guard is on."""
+    options = run.options
+    limit = options.guard_factor * position.first_loss if which == "training" else inf
+    if options.guard == "off" or (isfinite(loss) and not loss > limit):
+        return
+    first = f" and was {position.first_loss:.4g} at first" if isfinite(loss) else ""
+    raise DivergedError(
+        f"the {which} loss of epoch {position.epoch} is {loss:.4g}{first}, after step"
+        f" {position.steps_done}",
+        position.history,
+    )
 
 
 def is_best(history: Sequence[Epoch], by: Metric) -> bool:
@@ -258,10 +237,23 @@ def is_best(history: Sequence[Epoch], by: Metric) -> bool:
     return values[-1] == best(filter(isfinite, values), default=None)
 
 
+def cross_entropy(outputs: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Cross-entropy, in nats, of scores ``[..., n_classes]`` and right classes ``[...]``.
+
+    ``options`` are those of torch's ``cross_entropy``.
+    """
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), **options)
+
+
+def evaluated_at_once(form: InputSpec, batch_size: int) -> int:
+    """Return the batch size of the test: at least 256, unless the scores take too much memory."""
+    return max(1, min(max(batch_size, 256), _SCORES // prod(form.output(1))))
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    batches: Batches,
+    batches: Iterable[Batch],
     total: Callable[[Tensor], Tensor] = lambda values: values,
     weights: Mapping[str, Tensor] | None = None,
     options: StepOptions = PLAIN,

@@ -4,8 +4,13 @@ All warm up linearly, and scale linearly with the batch if ``reference_batch`` i
 al., arXiv 1706.02677).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, inf, pi
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.errors import UserError
 
@@ -79,3 +84,28 @@ class Cosine(Constant):
         span = epochs - self.warmup_epochs
         done = min(1.0, max(0.0, epoch - self.warmup_epochs) / span) if span > 0 else 0.0
         return self.final + (1 - self.final) * 0.5 * (1 + cos(pi * done))
+
+
+class Rates(LambdaLR):
+    """A LambdaLR that keeps this run's optimizer options when a checkpoint is loaded.
+
+    torch's ``load_state_dict`` would restore those of the checkpoint.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        groups = optimizer.param_groups
+        self._own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        super().__init__(optimizer, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state, without this run's own options."""
+        return {name: value for name, value in super().state_dict().items() if name != "_own"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the update of ``state_dict``; load the optimizer's state first."""
+        bases, groups = self.base_lrs, self.optimizer.param_groups
+        super().load_state_dict(state_dict)
+        self.base_lrs = bases
+        for group, own, base, factor in zip(groups, self._own, bases, self.lr_lambdas, strict=True):
+            group |= own | {"initial_lr": base, "lr": base * factor(self.last_epoch)}
+        self._last_lr = [group["lr"] for group in groups]

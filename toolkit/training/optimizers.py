@@ -24,36 +24,18 @@ _AS_ADAMW = 0.2  # usual root mean square of AdamW's updates, given to those of 
 
 
 def lars(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:
-    """LARS of You et al., arXiv 1708.03888, as timm implements it.
-
-    Args:
-        params: parameters to update.
-        options: options of ``timm.optim.Lars``.
-
-    Raises:
-        UserError: timm is not installed.
-    """
+    """LARS of You et al., arXiv 1708.03888, with the options of ``timm.optim.Lars``."""
     return _timm("Lars")(params, **options)
 
 
 def lamb(
-    params: Iterable[nn.Parameter],
-    betas: Iterable[float] = (0.9, 0.999),
-    max_grad_norm: float | None = None,
-    **options: Any,
+    params: Iterable[nn.Parameter], max_grad_norm: float | None = None, **options: Any
 ) -> Optimizer:
-    """LAMB of You et al., arXiv 1904.00962, as timm implements it; by default without clipping.
+    """LAMB of You et al., arXiv 1904.00962, with the options of ``timm.optim.Lamb``.
 
-    Args:
-        params: parameters to update.
-        betas: decay of the averages of the gradient and of its square.
-        max_grad_norm: largest norm of all gradients together; None: no clipping.
-        options: other options of ``timm.optim.Lamb``.
-
-    Raises:
-        UserError: timm is not installed.
+    By default it does not clip gradients.
     """
-    return _timm("Lamb")(params, betas=tuple(betas), max_grad_norm=max_grad_norm, **options)
+    return _timm("Lamb")(params, max_grad_norm=max_grad_norm, **options)
 
 
 def _timm(name: str) -> Callable[..., Optimizer]:
@@ -101,10 +83,8 @@ class Muon(AdamW):
     A matrix moves along its gradient's running average, whose singular values Newton-Schulz steps
     bring near 1. The update is as large as AdamW's usually are (arXiv 2502.16982), so one rate and
     one weight decay serve all parameters. A convolution's weight is a matrix of its first dimension
-    by all others.
-
-    It computes in the parameters' precision, and in at least 32 bits, where Muon often runs in 16:
-    runtimes that sum gradients in another order have to agree.
+    by all others. torch.optim.Muon computes in 16 bits; here it is at least 32, so that runtimes
+    that sum gradients in another order agree.
 
     Args:
         params: groups of parameters.
@@ -170,12 +150,7 @@ class Muon(AdamW):
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
-    """Return ``matrix`` with singular values from 0.7 to 1.2, except the smallest; zeros stay.
-
-    Args:
-        matrix: shape ``[rows, columns]``.
-        steps: number of Newton-Schulz steps.
-    """
+    """Return ``matrix`` with singular values from 0.7 to 1.2, except the smallest; zeros stay."""
     a, b, c = _COEFFICIENTS
     x = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     tall = x.shape[0] > x.shape[1]

@@ -48,22 +48,18 @@ def check_profile(n_steps: int) -> None:
 
 
 class Profile:
-    """A context in which some training steps are traced.
+    """A context in which ``n_steps`` training steps are traced, after :data:`WARM_UP` others.
 
     Args:
-        n_steps: number of steps to trace, after :data:`WARM_UP` others; 0: none.
+        n_steps: number of steps to trace; 0: none.
         path: file of the trace, in Chrome's JSON format.
         here: whether to trace this process.
-
-    Raises:
-        UserError: ``n_steps`` is negative.
     """
 
     def __init__(self, n_steps: int, path: Path, here: bool = True) -> None:
         check_profile(n_steps)
-        self.path = path
+        self.path, self.written = path, False
         self._profiler: profiler.profile | None = None
-        self.written = False
         if n_steps and here:
             cuda = [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profiler = profiler.profile(

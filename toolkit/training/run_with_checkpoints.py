@@ -1,22 +1,88 @@
-"""A run that can be stopped, resumed and rolled back."""
+"""A run that can be stopped, resumed and rolled back.
+
+The training loop pauses every few seconds. At a pause all ranks exchange the signals they received,
+save a checkpoint if one is due, and stop if a signal asks for it.
+"""
 
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from toolkit.errors import UserError, first_line
+import torch
+from torch.utils._pytree import tree_map_only
+
+from toolkit.errors import UserError
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE, differing, flat, without
+from toolkit.runtime.process_group.watch import ECHO
 from toolkit.schedule import Schedule, timing
-from toolkit.training.checkpoint import Checkpoints, from_rank_0
-from toolkit.training.checkpoint_callback import CheckpointCallback, Signals, full_record
-from toolkit.training.loop import DivergedError, Epoch, Position, Step
+from toolkit.training.checkpoint import Checkpoints, from_rank_0, write
+from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step, is_best
 from toolkit.training.training_run import TrainingRun
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PAUSE = 5.0  # seconds between two pauses
+_FIRST_STEPS = 8  # before the first pause; measured steps are not cut up
 _ROLLBACKS = 3
 _MOST_SHOWN = 4  # options that differ
 _FREE = INDIFFERENT | {"epochs"}  # a run may continue for longer than was planned
+
+
+class StoppedError(Exception):
+    """A signal ended the run, after a checkpoint if the run saves any.
+
+    Args:
+        number: the signal.
+        saved: whether a checkpoint was written.
+    """
+
+    def __init__(self, number: int, *, saved: bool) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.saved = saved
+
+
+@dataclass
+class Signals:
+    """SIGTERM, SIGINT and SIGHUP, remembered until the run can pause; a second ends it at once.
+
+    Attributes:
+        number: the signal that this process received; 0: none.
+        agreed: the signal that all ranks know of; 0: none.
+        at: time of the signal, in seconds.
+    """
+
+    number: int = 0
+    agreed: int = 0
+    at: float = 0.0
+
+    @contextmanager
+    def heard(self) -> Iterator["Signals"]:
+        """Handle the signals, except SIGHUP under nohup; without effect outside the main thread."""
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        try:
+            before = {n: signal.signal(n, self._hear) for n in _SIGNALS if n not in ignored}
+        except ValueError:
+            before = {}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self.number:
+            self.number, self.at = number, now
+        elif now - self.at >= ECHO:
+            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -74,7 +140,7 @@ def run_with_checkpoints(
         notes.append(text)
         on_note(text)
 
-    saved = checkpoints.any(run.runtime)
+    saved = bool(from_rank_0(run.runtime, checkpoints.paths()))
     if resume is False and saved:
         raise UserError(
             f"{folder} has the checkpoints of a run: give another folder, or resume=True"
@@ -84,12 +150,10 @@ def run_with_checkpoints(
     if resume or (resume is None and saved):
         run, position, rolled_back = _resumed(run, checkpoints, note)
     resumed_at = position.steps_done if position else 0
-    n_rollbacks, most = 0, _ROLLBACKS if delayed else 1  # or the same would come again
+    most = _ROLLBACKS if delayed else 1  # or the same would come again
     with (signals or Signals()).heard() as signals:
-        while True:
-            callback = CheckpointCallback(
-                run, checkpoints, signals, weights=weights, rolled_back=rolled_back
-            )
+        for n_rollbacks in count():
+            callback = CheckpointCallback(run, checkpoints, signals, weights, rolled_back)
             if safe is not None and position is None:
                 callback.save(Position())
             try:
@@ -106,19 +170,122 @@ def run_with_checkpoints(
                 run, rolled_back = run.again(safe), True
                 # A checkpoint further back with every rollback.
                 position = _load(run, checkpoints, _read(run, checkpoints, n_rollbacks, note))
-                n_rollbacks += 1
                 note(
                     f"{error.reason}: rolled back to epoch {position.epoch}, step {position.step},"
                     f" and continued{' without delay' * delayed}"
                 )
+    raise AssertionError("a run ends, or raises")
+
+
+class CheckpointCallback(LoopCallback):
+    """Saves checkpoints and stops at signals, at the pauses of the loop."""
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        checkpoints: Checkpoints,
+        signals: Signals,
+        weights: bool = True,
+        rolled_back: bool = False,
+    ) -> None:
+        self.run, self.runtime, self.checkpoints = run, run.runtime, checkpoints
+        self.signals, self.weights, self.rolled_back = signals, weights, rolled_back
+        # A rollback needs a checkpoint.
+        self.saves = run.options.guard == "rollback" or not run.options.save.never
+        self.record = full_record(run)
+        self.unwritten: list[str] = []
+        self.n_steps = max(_FIRST_STEPS, getattr(run.runtime, "record", 0))
+        self._saved_at = self._begun = time.monotonic()
+
+    def steps(self, position: Position, n_steps: int) -> int:
+        """Return the steps until the next pause, which is where a checkpoint is due if any is."""
+        self._begun = time.monotonic()
+        every = self.run.options.save.steps
+        return min(self.n_steps, every - position.steps_done % every) if every else self.n_steps
+
+    def end(self, position: Position) -> None:
+        """Exchange received signals with all ranks, save if due, and set the steps to the next.
+
+        Raises:
+            StoppedError: a rank received a signal before the last epoch ended.
+        """
+        now = time.monotonic()
+        mine = [0.0, 0.0, *(float(self.signals.number == number) for number in _SIGNALS)]
+        if self.runtime.rank == 0:
+            mine[:2] = [now - self._saved_at, now - self._begun]
+        # Ranks decide alike: by rank 0's clock, and by the signals of any of them.
+        total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
+        since, trained, *counts = total
+        heard = [number for number, n_ranks in zip(_SIGNALS, counts, strict=True) if n_ranks]
+        due = self._is_due(position, since) or self._is_best(position) or bool(heard)
+        written = due and self.saves and self.save(position)
+        if heard:
+            self.signals.agreed = heard[0]
+            if position.epoch < self.run.options.epochs:
+                raise StoppedError(heard[0], saved=written)
+        if trained < _PAUSE / 2:
+            self.n_steps *= 2
+        elif trained > _PAUSE and self.n_steps > 1:
+            self.n_steps //= 2
+
+    def save(self, position: Position) -> bool:
+        """Write a checkpoint; return False, and let the run continue, if it cannot be written."""
+        self._saved_at = time.monotonic()
+        # As text: what a damaged checkpoint holds here is then read whole, or not at all.
+        progress = {"position": asdict(position), "rolled_back": self.rolled_back}
+        rest = {"run": json.dumps(progress | {"options": self.record})}
+        best, step = self._is_best(position), position.steps_done
+        try:
+            self.checkpoints.save(self.runtime, rest, step, best=best)
+        except OSError as error:
+            self._not_written(f"the checkpoint of step {step}", error)
+            return False
+        return True
+
+    def write_model(self) -> None:
+        """Write the final weights, for any program that has the model."""
+        if not (self.saves and self.weights):
+            return
+        model = self.runtime.module()  # a collective call
+        path = self.checkpoints.folder.parent / "model.pt"
+        if self.runtime.rank == 0:
+            try:
+                state = tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict())
+                write(path, state, plain=True)
+            except OSError as error:
+                self._not_written(f"the weights, {path}", error)
+
+    def notes(self) -> list[str]:
+        """Return a sentence on what could not be written, if anything."""
+        if not self.unwritten:
+            return []
+        shown = dict.fromkeys([self.unwritten[0], self.unwritten[-1]])
+        return [f"not written ({len(self.unwritten)} in all): {'; '.join(shown)}"]
+
+    def _not_written(self, what: str, error: OSError) -> None:
+        text = f"{what}: {error.filename or self.checkpoints.folder}: {error.strerror}"
+        if self.runtime.rank == 0 and not self.unwritten:
+            print(f"warning: not written: {text}; training continues", file=sys.stderr)
+        self.unwritten.append(text)
+
+    def _is_due(self, position: Position, seconds: float) -> bool:
+        """Return whether to save at ``position``, ``seconds`` after the last checkpoint."""
+        save = self.run.options.save
+        return (
+            (save.steps is not None and position.steps_done % save.steps == 0)
+            or (save.epochs is not None and not position.step and not position.epoch % save.epochs)
+            or (save.minutes is not None and seconds >= 60 * save.minutes)
+        )
+
+    def _is_best(self, position: Position) -> bool:
+        """Return whether an epoch has just ended whose weights are to be kept as the best."""
+        if not self.weights or position.step or not position.history:
+            return False
+        return is_best(position.history, self.run.samples.form.metric)
 
 
 def rollback_schedule(run: TrainingRun) -> Schedule | None:
-    """Return the schedule by which ``run`` continues after a rollback; None without one.
-
-    Raises:
-        UserError: ``guard=rollback``, and there is no such schedule that the runtime can run.
-    """
+    """Return the schedule by which ``run`` continues after a rollback; None without that guard."""
     if run.options.guard != "rollback":
         return None
     found = without_delay(run.schedule)
@@ -131,39 +298,33 @@ def rollback_schedule(run: TrainingRun) -> Schedule | None:
 
 
 def without_delay(schedule: Schedule) -> Schedule:
-    """Return data parallelism on the same stages, micro-batches and ranks.
-
-    Raises:
-        UserError: there is no such schedule.
-    """
+    """Return data parallelism on the same stages, micro-batches and ranks; else UserError."""
     if schedule.max_staleness == 0:
         return schedule
     simultaneous = timing.simultaneous(schedule.n_stages, schedule.n_workers, schedule.accumulate)
     try:
         found = replace(schedule, name="DP", timing=simultaneous, delay=0, chains="in_order")
-        reason = f"it takes {found.n_ranks} ranks" if found.n_ranks != schedule.n_ranks else ""
-    except ValueError as error:
-        reason = first_line(error)
-    if reason:
+    except ValueError:
+        found = schedule
+    if found.n_ranks != schedule.n_ranks or found.max_staleness:
         raise UserError(
-            f"guard=rollback replaces {schedule.name} by data parallelism, which is impossible"
-            f" here ({reason}): use guard=stop, or placement=per_microbatch"
+            f"guard=rollback replaces {schedule.name} by data parallelism, which is impossible on"
+            f" its {schedule.n_ranks} ranks: use guard=stop, or placement=per_microbatch"
         )
     return found
 
 
-def changed_options(before: object, now: Mapping[str, Any], free: Collection[str] = _FREE) -> str:
-    """Describe differing options that change the trajectory; empty if no option does.
+def full_record(run: TrainingRun) -> Mapping[str, Any]:
+    """Return the options of ``run``, and a digest of the rank orders that it reads from a file."""
+    file = (run.record.get("schedule") or {}).get("file")
+    digest = sha256(Path(file).read_bytes()).hexdigest()[:12] if file else None
+    return {**run.record, "orders": digest}
 
-    An option that one side lacks is None there.
 
-    Args:
-        before: recorded options; anything but a mapping is unknown, and nothing is reported.
-        now: options of the run.
-        free: options, or groups of them, that may differ.
-    """
-    if not isinstance(before, Mapping):
-        return ""
+def changed_options(
+    before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str] = _FREE
+) -> str:
+    """Describe the options that differ, except ``free`` ones; a missing option counts as None."""
     old, new = (without(flat(options), free) for options in (before, now))
     known = dict.fromkeys(sorted(old.keys() | new.keys()))
     names = differing([known | old, known | new])
@@ -175,11 +336,7 @@ def changed_options(before: object, now: Mapping[str, Any], free: Collection[str
 def _resumed(
     run: TrainingRun, checkpoints: Checkpoints, note: Callable[[str], None]
 ) -> tuple[TrainingRun, Position, bool]:
-    """Load the latest checkpoint; build the run without delay if it had been rolled back.
-
-    Returns:
-        the run, its position, and whether it had been rolled back.
-    """
+    """Load the latest checkpoint; return the run, its position, and whether it was rolled back."""
     state = _read(run, checkpoints, 0, note)
     if rolled_back := state["run"]["rolled_back"]:
         run = run.again(without_delay(run.schedule))
@@ -216,13 +373,10 @@ def _read(
 
 
 def _rates_differ(run: TrainingRun, planned: Any) -> bool:
-    """Return whether ``planned`` epochs give the epochs of both runs other learning rates.
-
-    Half a cosine over all epochs does; steps every so many epochs do not.
-    """
-    epochs = run.options.epochs
+    """Return whether the rates of the first epochs, as under a cosine, depend on their number."""
     if not isinstance(planned, int):
         return False
+    epochs = run.options.epochs
     quarters = range(4 * min(planned, epochs))
     return any(run.lr.factor(k, 4, planned, 1) != run.lr.factor(k, 4, epochs, 1) for k in quarters)
 

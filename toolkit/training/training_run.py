@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from toolkit.errors import UserError, first_line
 from toolkit.model import partition
@@ -25,17 +23,10 @@ from toolkit.runtime.process_group.join import join
 from toolkit.runtime.step_options import StepOptions, allow_tf32
 from toolkit.runtime.updater import MakeOptimizer, takes_names
 from toolkit.schedule import Schedule
+from toolkit.training import loop
 from toolkit.training.data import SampleSet
-from toolkit.training.loop import (
-    DivergedError,
-    Epoch,
-    LoopCallback,
-    Position,
-    Step,
-    cross_entropy,
-    fit,
-)
-from toolkit.training.lr import Constant
+from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step
+from toolkit.training.lr import Constant, Rates
 
 
 @dataclass(frozen=True)
@@ -92,10 +83,10 @@ class TrainingRun:
             metrics of each epoch, those before ``position`` included.
 
         Raises:
-            DivergedError: the loss is not finite.
+            DivergedError: the loss has diverged, and ``options.guard`` is not off.
             UserError: epochs had another number of steps before ``position``.
         """
-        return fit(self, position or Position(), callback or LoopCallback(), on_epoch, on_step)
+        return loop.fit(self, position or Position(), callback or LoopCallback(), on_epoch, on_step)
 
     def run_to_end(self) -> list[Epoch]:
         """Train as :meth:`run` does; if the loss diverges, the remaining epochs are NaN."""
@@ -118,43 +109,6 @@ class TrainingRun:
     def measurements(self) -> Measurements | None:
         """What all ranks have measured, if anything. Every rank calls it."""
         return self.runtime.measurements() if self.runtime.measures else None
-
-
-class Rates(LambdaLR):
-    """A LambdaLR that keeps this run's optimizer options after a checkpoint is loaded.
-
-    torch's ``load_state_dict`` would restore the saved ones.
-
-    Args:
-        optimizer: the optimizer, with the run's own options.
-        factor: factor on its learning rates, by training step.
-        options: names of the options to keep, besides the learning rate.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, factor: Callable[[int], float], options: Collection[str] = ()
-    ) -> None:
-        self._own = [
-            {name: group[name] for name in options if name in group}
-            for group in optimizer.param_groups
-        ]
-        super().__init__(optimizer, factor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state, without this run's own options."""
-        return {name: value for name, value in super().state_dict().items() if name != "_own"}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the update of ``state_dict``; load the optimizer's state first."""
-        bases = self.base_lrs
-        super().load_state_dict(state_dict)
-        self.base_lrs = bases
-        factors = [factor(self.last_epoch) for factor in self.lr_lambdas]
-        self._last_lr = [base * factor for base, factor in zip(bases, factors, strict=True)]
-        groups = zip(self.optimizer.param_groups, self._own, bases, self._last_lr, strict=True)
-        for group, own, base, rate in groups:
-            group |= own
-            group["initial_lr"], group["lr"] = base, rate
 
 
 def prepare(
@@ -197,10 +151,10 @@ def prepare(
     gc.collect()  # torch.fx ties models of earlier runs to themselves, GPU memory and all
     torch.manual_seed(options.seed)
     build_model = partial(deepcopy, model) if isinstance(model, nn.Module) else model
-    module = build_model().to(device)
     form = samples.form
-    stages = partition(module, schedule.n_stages, form.example(options.batch), options.partition)
-    if stages.output.shape != (expected := form.output(options.batch)):
+    example, expected = form.example(options.batch), form.output(options.batch)
+    stages = partition(build_model().to(device), schedule.n_stages, example, options.partition)
+    if stages.output.shape != expected:
         raise UserError(
             f"the model's output has shape {list(stages.output.shape)}; expected {list(expected)}"
             f" for {options.batch} {form.samples}: set its size, as by"
@@ -208,17 +162,17 @@ def prepare(
         )
     batch_size = options.batch * schedule.n_microbatches
     batches = samples.train(batch_size, options.seed, 0, device)
-    for what, found, method, example in (
+    for what, found, method, such in (
         ("data: train()", batches, "between", "data.Datasets makes of two of torch's Datasets"),
         ("lr:", lr, "factor", "lr.Constant"),
     ):
         if not hasattr(found, method):
             raise UserError(
                 f"{what} got a {type(found).__name__}; expected an object with {method}(), such as"
-                f" toolkit.training.{example}"
+                f" toolkit.training.{such}"
             )
     steps_per_epoch = len(batches)
-    group = _check_optimizer(optimizer)
+    optimizer_rate = _check_optimizer(optimizer)
 
     def factor(step: int) -> float:
         found: float = lr.factor(step, steps_per_epoch, options.epochs, batch_size)
@@ -236,15 +190,15 @@ def prepare(
             stages,
             schedule,
             optimizer=optimizer,
-            loss=partial(cross_entropy, label_smoothing=options.label_smoothing),
-            lr_scheduler=lambda made: Rates(made, factor, [*group]),
+            loss=partial(loop.cross_entropy, label_smoothing=options.label_smoothing),
+            lr_scheduler=partial(Rates, factor=factor),
             seed=options.seed,
             options=step,
             **({"world": world} if world else {}),
             **({"diagnostics": options.diagnostics} if options.diagnostics else {}),
         ),
         device=device,
-        rate=lambda step: group["lr"] * factor(step),
+        rate=lambda step: optimizer_rate * factor(step),
         build_model=build_model,
         lr=lr,
         record=asdict(options) if record is None else record,
@@ -278,17 +232,17 @@ def join_ranks(
     return None
 
 
-def _check_optimizer(make: MakeOptimizer) -> dict[str, Any]:
-    """Return the options of an optimizer of one number, which is built to check them."""
+def _check_optimizer(make: MakeOptimizer) -> float:
+    """Return the learning rate of an optimizer of one number, which is built to check it."""
     try:
         parameter = nn.Parameter(torch.zeros(1))
         made = make([("weight", parameter)] if takes_names(make) else [parameter])
     except (TypeError, ValueError, IndexError) as error:
         raise UserError(f"optimizer cannot be made: {first_line(error)}") from error
-    group = {name: value for name, value in made.param_groups[0].items() if name != "params"}
-    if not (isinstance(group["lr"], int | float) and isfinite(group["lr"])):
-        raise UserError(f"optimizer.lr is a number: got {group['lr']!r}")
-    return group
+    rate = made.param_groups[0]["lr"]
+    if not (isinstance(rate, int | float) and isfinite(rate)):
+        raise UserError(f"optimizer.lr is a number: got {rate!r}")
+    return rate
 
 
 def pick_device(name: str) -> torch.device:

@@ -110,11 +110,7 @@ def check_root(name: str, root: str | None, expected: str) -> Path:
 
 
 def open_split(train: Path, test: Path) -> list[Any]:
-    """Return the training and the test images as torchvision's ImageFolders, of the same classes.
-
-    Raises:
-        UserError: a folder cannot be read, has a class without images, or their classes differ.
-    """
+    """Return the training and the test images, as ImageFolders of the same classes."""
     from torchvision.datasets import ImageFolder
 
     found = []
@@ -135,13 +131,10 @@ def open_split(train: Path, test: Path) -> list[Any]:
 def read_image(images: Any, index: int, skip: bool) -> tuple[Any, int, list[str]]:
     """Read an image; if it is damaged, and ``skip``, the next readable image of its class.
 
-    The choice depends on the files alone, not on the process or the rest of the batch.
+    Which one depends on the files alone, not on the process or the rest of the batch.
 
     Returns:
         The PIL image, its number, and the paths of the damaged images before it.
-
-    Raises:
-        UserError: the image is damaged; or, if ``skip``, every image of its class is.
     """
     label = images.targets[index]
     first, end = bisect_left(images.targets, label), bisect_right(images.targets, label)
@@ -180,8 +173,9 @@ def report_damaged(damaged: list[str], paths: Iterable[str], *, warn: bool = Tru
 def n_workers(asked: int | None) -> int:
     """Return the number asked for, at most one a core; None: this rank's share of the cores."""
     # macOS lacks sched_getaffinity.
-    affinity = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
-    cores = len(affinity(0))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if asked is None:
         return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return min(asked, cores)

@@ -241,15 +241,7 @@ def balanced_subset(n: int | None, labels: Tensor, option: str) -> Tensor:
     """Return numbers of ``n`` images, ascending: a fixed random choice, of all classes alike.
 
     The numbers of images of two classes differ by at most one, as long as each has images left.
-    A larger subset holds the smaller ones.
-
-    Args:
-        n: number of images; None: all.
-        labels: the classes of all images.
-        option: the option that sets ``n``, for the error.
-
-    Raises:
-        UserError: ``n`` is below 1, or above the number of images.
+    A larger subset holds the smaller ones. ``option`` names the option that sets ``n``.
     """
     if n is None:
         return torch.arange(len(labels))
