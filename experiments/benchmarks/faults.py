@@ -97,7 +97,7 @@ class Rank(NamedTuple):
     @property
     def place(self) -> str:
         """Where it is, or was at its end."""
-        return str(self.status.read().position)
+        return self.status.read().position
 
 
 def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float) -> list[Rank]:
@@ -112,7 +112,7 @@ def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float)
             if not ranks and _listens(port):
                 store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
                 ranks = _known_ranks(PrefixStore("watch", store), n_ranks)
-            steps = [rank.status.read().position.step for rank in ranks]
+            steps = [rank.status.read().step for rank in ranks]
             if ranks and all(now is not None and now >= step for now in steps):
                 return ranks
             time.sleep(_LOOK)

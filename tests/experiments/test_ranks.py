@@ -130,7 +130,7 @@ def test_other_ranks_print_nothing(rank, monkeypatch):
 @pytest.mark.parametrize(("number", "printed"), [("0", "error: a mistake\n"), ("1", "")])
 def test_ranks_that_have_met_end_together(rank, monkeypatch, capsys, number, printed):
     given_up = []
-    world = SimpleNamespace(watch=SimpleNamespace(give_up=given_up.append))
+    world = SimpleNamespace(watch=SimpleNamespace(fail=given_up.append))
     monkeypatch.setenv("RANK", number)
     monkeypatch.setattr("toolkit.runtime.process_group.join.joined", lambda: world)
     exit_with_error("a mistake")

@@ -214,7 +214,7 @@ def watched(loss, waits):
     """``loss``, which has ``waits`` tell for whom the watch thinks that it waits."""
 
     def told(outputs, targets):
-        waits.add(join().watch.position.peers)
+        waits.add(join().watch.record.peers)
         return loss(outputs, targets)
 
     return told

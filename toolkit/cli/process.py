@@ -37,7 +37,7 @@ def scratch_options() -> list[str]:
 def exit_with_error(message: str) -> None:
     """Print a user's mistake once for all ranks; ranks that have met end here, together."""
     if (world := _world()) is not None:
-        world.watch.give_up(message)
+        world.watch.fail(message)
     if is_rank_zero():
         print(f"error: {message}", file=sys.stderr)
 

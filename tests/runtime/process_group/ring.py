@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from toolkit.runtime.process_group import heartbeat
 from toolkit.runtime.process_group import join as world
+from toolkit.runtime.process_group import shared_status
 from toolkit.schedule import Action, Instruction
 
 STEP = 300
@@ -71,7 +71,7 @@ deadline = time.monotonic() + 120
 while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
     time.sleep(0.02)
 if os.environ.get("MACHINES"):  # as if each rank had its own
-    heartbeat.machine = lambda: os.environ["RANK"]
+    shared_status.machine = lambda: os.environ["RANK"]
 here = world.join(device="cpu", timeout=timeout)
 here.watch.on_failure = lambda message: say(f"told {here.rank} {message}")
 token, left, right = torch.zeros(1), (here.rank - 1) % here.size, (here.rank + 1) % here.size

@@ -157,7 +157,7 @@ def test_what_cannot_be_launched_is_named(error, match, arguments, options):
     ("fail", "match"),
     [
         (lambda watch: os.kill(os.getpid(), signal.SIGKILL), r"^rank 1 .* rank 0 waited for it"),
-        (lambda watch: watch.give_up("batch=7 cannot be divided"), "batch=7"),
+        (lambda watch: watch.fail("batch=7 cannot be divided"), "batch=7"),
     ],
 )
 def test_the_watch_names_the_reason(fail, match):

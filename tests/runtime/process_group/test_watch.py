@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.thorough import more, thorough
-from toolkit.runtime.process_group.diagnosis import Position, RankStatus, Record
+from toolkit.runtime.process_group.diagnosis import RankStatus, Record
 from toolkit.runtime.process_group.shared_status import Process, SharedStatus
 from toolkit.runtime.process_group.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
 from toolkit.schedule import Action, Buffer, Instruction
@@ -164,32 +164,32 @@ def test_all_ranks_may_end_in_the_normal_way(tmp_path):
 
 @pytest.mark.parametrize("what", [RECEIVE, "a sum over all ranks"])
 @pytest.mark.parametrize("step", [None, 0, 7])
-def test_a_position_is_read_as_it_was_written(what, step):
-    shared = SharedStatus.make()
-    shared.write(Record(Position("a text that is longer than all others: " + 3000 * "x", 3)))
-    shared.write(Record(Position(what, step, (1, 2)), 0.5, RankStatus.DONE, "an error", 7, "b"))
-    found = Position(str(what), step, (1, 2)), 0.5, RankStatus.DONE, "an error", 7, "b"
-    assert shared.read() == found
+def test_a_record_is_read_as_it_was_written(what, step):
+    shared = SharedStatus()
+    shared.write(Record("a text that is longer than all others: " + 3000 * "x", 3))
+    written = Record(what, step, (1, 2), 0.5, 2.5, RankStatus.DONE, "an error", "b")
+    shared.write(written)
+    assert shared.read() == written._replace(what=str(what))
 
 
-def test_a_position_outlives_its_process():
+def test_a_record_outlives_its_process():
     code = (
-        "import sys; from toolkit.runtime.process_group.shared_status import SharedStatus;"
-        "from toolkit.runtime.process_group.diagnosis import *; word = SharedStatus.make();"
-        "word.write(Record(Position('BACKWARD', 3))); print(word.fd, flush=True); sys.stdin.read()"
+        "import sys; from toolkit.runtime.process_group.shared_status import *;"
+        "shared = SharedStatus(); shared.write(Record('BACKWARD', 3));"
+        "print(shared.fd, flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
-    word = SharedStatus.of(child.pid, int(child.stdout.readline()))
+    shared = SharedStatus.of(child.pid, int(child.stdout.readline()))
     process = Process(child.pid)
     assert not process.gone
     child.kill()
     child.communicate()
     assert process.gone
-    assert word is not None
-    assert word.read().position == ("BACKWARD", 3, ())
+    assert shared is not None
+    assert shared.read() == Record("BACKWARD", 3)
 
 
 def test_a_number_that_another_process_has_now_is_not_the_process():
@@ -206,8 +206,8 @@ def test_a_wait_keeps_the_step_and_ends():
     here = watch()
     here.at(RECEIVE, 7, (0,))
     with here.waiting("a sum", [0, 1]):
-        assert here.position == ("a sum", 7, (0, 1))
-    assert here.position.peers == ()
+        assert here.record[:3] == ("a sum", 7, (0, 1))
+    assert here.record.peers == ()
 
 
 def test_an_error_of_the_backend_is_told_where_nobody_watches():
@@ -237,7 +237,7 @@ def fail(*arguments):
 module.{what} = fail
 here = watch()
 here.start()
-here.give_up("no reason")
+here.fail("no reason")
 """
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -1,40 +1,41 @@
-"""A rank's record, in memory that outlives it and that the other ranks of its machine read."""
+"""The ranks' records: on one machine in shared memory, between machines in the store."""
 
 import contextlib
 import fcntl
+import json
 import mmap
 import os
 import signal
+import threading
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
-from toolkit.runtime.process_group.diagnosis import Position, Record
+import torch.distributed as dist
 
+from toolkit.runtime.process_group.diagnosis import RankStatus, Record
+
+BEAT = 0.5  # most seconds between two records of a rank
 _SLOT = 1 << 16  # bytes; only the pages that are written take memory
 
 
 class Process:
-    """A process of this machine. Its start time distinguishes it from a later one of its number.
-
-    Args:
-        pid: its number.
-        started: its start time; read from the running process unless given.
-    """
+    """A process of this machine. Its start time distinguishes it from a later one of its number."""
 
     def __init__(self, pid: int, started: str | None = None) -> None:
         self.pid = pid
-        self.started = _stat(pid)[1] if started is None else started
+        self.started = self._stat()[1] if started is None else started
 
     @property
     def gone(self) -> bool:
         """Whether the process has ended."""
-        state, started = _stat(self.pid)
+        state, started = self._stat()
         return state in ("", "Z", "X") or started != self.started
 
     @property
     def stopped(self) -> bool:
         """Whether the process is stopped, as by SIGSTOP."""
-        return _stat(self.pid)[0] in ("T", "t")
+        return self._stat()[0] in ("T", "t")
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""
@@ -42,29 +43,36 @@ class Process:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
 
+    def _stat(self) -> tuple[str, str]:
+        """Return the state and start time; empty if there is no such process."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return "", ""
+        return fields[0], fields[19]
+
 
 class SharedStatus:
-    """A rank's record in shared memory. Each instruction writes it, so that must be quick."""
+    """A rank's record in memory that outlives it and that the ranks of its machine read.
 
-    def __init__(self, fd: int) -> None:
+    Each instruction writes it, so that must be quick. Only Linux shares it.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        if own := fd is None:
+            fd = os.memfd_create("watch") if hasattr(os, "memfd_create") else -1
+            if fd >= 0:
+                os.ftruncate(fd, 1 + 2 * _SLOT)
         self.fd = fd
         self._memory = mmap.mmap(fd, 1 + 2 * _SLOT)
         if fd >= 0:
             weakref.finalize(self, os.close, fd)
-
-    @classmethod
-    def make(cls) -> "SharedStatus":
-        """Make that of this process. Only Linux shares it."""
-        fd = os.memfd_create("watch") if hasattr(os, "memfd_create") else -1
-        if fd >= 0:
-            os.ftruncate(fd, 1 + 2 * _SLOT)
-        made = cls(fd)
-        made.write(Record(Position("start")))
-        return made
+        if own:
+            self.write(Record())
 
     @classmethod
     def of(cls, pid: int, fd: int) -> "SharedStatus | None":
-        """Open that of another process; None if it is not readable."""
+        """Open another process's; None if it is not readable."""
         try:
             return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR))
         except (OSError, ValueError):
@@ -93,18 +101,74 @@ class SharedStatus:
         return True
 
 
+class Peers:
+    """The other ranks: ``local`` ones' processes and memory, ``remote`` ones' latest records.
+
+    All ranks construct it at the same time. A store hangs if its host does, so a thread of its own
+    publishes this rank's record and, while ``listening``, reads those of other machines.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, own: SharedStatus, timeout: float
+    ) -> None:
+        self.store = dist.PrefixStore("watch", store.clone())
+        self.listening = False
+        self.local: dict[int, tuple[Process, SharedStatus]] = {}
+        self.remote: dict[int, Record] = {}
+        self._rank, self._own = rank, own
+        process, here = Process(os.getpid()), machine()
+        entry = [here, process.pid, process.started, own.fd]
+        self.store.set(f"beat/{rank}", own.read().encode())  # before the process can be found
+        self.store.set(f"process/{rank}", json.dumps(entry))
+        keys = [f"process/{r}" for r in range(size)]
+        with contextlib.suppress(RuntimeError):  # the watch will name a rank that does not come
+            self.store.wait(keys, timedelta(seconds=timeout))
+        for other in (r for r in range(size) if r != rank):
+            self.remote[other] = Record(host="another machine")
+            if self.store.check([keys[other]]):
+                where, pid, started, fd = json.loads(self.store.get(keys[other]))
+                shared = SharedStatus.of(pid, fd) if where == here else None
+                if shared is not None:
+                    self.local[other] = Process(pid, started), shared
+                    del self.remote[other]
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._exchange, name="heartbeat", daemon=True)
+        if self.remote:
+            self._thread.start()
+
+    def see(self) -> dict[int, Record]:
+        """Return the latest record of each other rank."""
+        seen = dict(self.remote)
+        for rank, (process, shared) in self.local.items():
+            gone, stopped = process.gone, process.stopped  # before its last record is read
+            record = shared.read()._replace(host="")
+            if record.status == RankStatus.RUNNING and (gone or stopped):
+                record = record._replace(status=RankStatus.DEAD if gone else RankStatus.STOPPED)
+            seen[rank] = record
+        return seen
+
+    def stop(self, seconds: float) -> None:
+        """Publish the last record; wait for that at most ``seconds``."""
+        self._stopping.set()
+        if self.remote:
+            self._thread.join(seconds)
+
+    def _exchange(self) -> None:
+        with contextlib.suppress(RuntimeError):  # without a store, other machines fall silent
+            known = [rank for rank in self.remote if self.store.check([f"beat/{rank}"])]
+            last = False
+            while not last:
+                last = self._stopping.is_set()
+                self.store.set(f"beat/{self._rank}", self._own.read().encode())
+                if self.listening and known:
+                    beats = self.store.multi_get([f"beat/{rank}" for rank in known])
+                    self.remote.update(zip(known, map(Record.decode, beats), strict=True))
+                self._stopping.wait(BEAT)
+
+
 def machine() -> str:
     """Return a name that only processes share that have the same clock and process numbers."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     return os.uname().nodename
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """Return the state and start time of a process; empty if there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]

@@ -21,15 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from toolkit.runtime.process_group.diagnosis import (
-    Diagnosis,
-    Position,
-    RankStatus,
-    Record,
-    diagnose,
-)
-from toolkit.runtime.process_group.heartbeat import BEAT, Heartbeat
-from toolkit.runtime.process_group.shared_status import SharedStatus
+from toolkit.runtime.process_group.diagnosis import Diagnosis, RankStatus, Record, diagnose
+from toolkit.runtime.process_group.shared_status import BEAT, Peers, SharedStatus
 
 EXIT_FAILED = 70
 """Exit status of a rank that leaves because the job has failed."""
@@ -73,51 +66,40 @@ def is_backend_error(error: BaseException) -> bool:
 
 
 class Watch:
-    """The position of this rank, and a thread that watches over it and the others.
-
-    Args:
-        store: store that all ranks share.
-        rank: rank of this process.
-        size: number of ranks.
-        timeout: seconds after which a rank that does not answer ends the job.
+    """This rank's record, and a thread that watches over it and the others.
 
     Attributes:
-        position: where the main thread is.
+        record: where the main thread is.
+        timeout: seconds after which a rank that does not answer ends the job.
         on_failure: function that the watch's thread calls with the reason, as far as this rank
             knows it, before the process ends. It has 0.3 s.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self.position = Position("start")
         self.on_failure: Callable[[str], None] = lambda message: None
-        self._shared, self._writing = SharedStatus.make(), threading.Lock()
-        self._record = Record(self.position, host=socket.gethostname())
-        self._seen, self._since, self._now = self.position, 0.0, 0.0
+        self.record = Record(host=socket.gethostname())
+        self._shared, self._writing = SharedStatus(), threading.Lock()
         self._beat = min(BEAT, timeout / 8)
+        self._clock = 0.0  # seconds for which the watch has run
+        self._well_at = 0.0  # when the backend had no error yet
         self._reason: Diagnosis | None = None
-        self._watching, self._old_pipe = False, -1
+        self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
+        self._first_at: dict[tuple[int, object], float] = {}  # of a signal left to its handler
+        self._changed: dict[int, tuple[float, float]] = {}  # a rank's last clock, and when seen
+        self._watching = False
 
     def at(self, what: object, step: int | None = None, peers: Iterable[int] = ()) -> None:
-        """Note that the main thread is at ``what`` from now on.
-
-        Args:
-            what: instruction, or words.
-            step: training step; the previous one unless given.
-            peers: ranks that this one waits for.
-        """
-        if step is None:
-            step = self.position.step
-        self.position = Position(what, step, tuple(peers))
-        self._write()
+        """Note that the main thread is at ``what``; at the previous step unless given."""
+        step = self.record.step if step is None else step
+        # The clock stands since the last look: a beat later, so that no time-out is too short.
+        since = self._clock + self._beat
+        self._write(what=what, step=step, peers=tuple(peers), since=since)
 
     def _write(self, **changes: Any) -> None:
         with self._writing:  # the main thread and the watch's write
-            position = self.position
-            # The main thread may have moved since the watch looked.
-            seconds = self._now - self._since if position is self._seen else 0.0
-            self._record = self._record._replace(position=position, seconds=seconds, **changes)
-            self._shared.write(self._record)
+            self.record = self.record._replace(now=self._clock, **changes)
+            self._shared.write(self.record)
 
     @contextlib.contextmanager
     def waiting(self, what: object, peers: Iterable[int]) -> Iterator[None]:
@@ -134,51 +116,36 @@ class Watch:
             yield
         except Exception as error:
             ours = isinstance(error, JobFailedError)
-            if self.position.peers and is_backend_error(error) and not ours:
+            if self.record.peers and is_backend_error(error) and not ours:
                 self.fail(error)
             raise
 
-    def fail(self, error: BaseException) -> NoReturn:
-        """End the job, because this rank cannot continue. Does not return.
+    def fail(self, cause: BaseException | str) -> NoReturn:
+        """End the job: by an error of the backend, or with a message. Does not return.
 
         Raises:
             JobFailedError: the watch is not running.
         """
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        reason = re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", reason)  # gloo's
+        message = str(cause)
+        if isinstance(cause, BaseException):
+            message = (message.strip() or type(cause).__name__).splitlines()[0]
+            message = re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", message)  # gloo
         if not self._watching:
-            raise JobFailedError(f"rank {self.rank} cannot continue, {self.position}: {reason}")
-        self._error = reason
-        self._await_end()
-
-    def give_up(self, message: str) -> NoReturn:
-        """End the job with ``message``, such as a user's mistake. Does not return.
-
-        Raises:
-            JobFailedError: the watch is not running.
-        """
-        if not self._watching:
-            raise JobFailedError(message)
-        self._reason = Diagnosis(None, message)
-        self._await_end()
-
-    def _await_end(self) -> NoReturn:
+            raise JobFailedError(f"rank {self.rank}, {self.record.position}: {message}")
+        if isinstance(cause, BaseException):
+            self._write(error=message)
+        else:
+            self._reason = Diagnosis(None, message)
         self._wake()
         while True:  # the watch's thread finds the reason, and ends the process
             time.sleep(60)
 
     def start(self) -> None:
         """Start to watch. In the main thread, also take over SIGTERM."""
-        self._seen, self._error = self.position, ""
-        self._since = self._now  # seconds for which the watch has run
-        self._well_at = self._now  # when the backend had no error yet
-        self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
-        self._changed: dict[int, tuple[int, float]] = {}  # of each rank: last beat, and when
-        self._write(status=RankStatus.RUNNING, error="")
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._read_end, False)
-        os.set_blocking(self._write_end, False)
-        self._others = Heartbeat(self.store, self.rank, self.size, self._shared, self.timeout)
+        self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._peers = Peers(self.store, self.rank, self.size, self._shared, self.timeout)
         self._watching = True
         self._take_signals()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -191,19 +158,19 @@ class Watch:
 
     def _at_exit(self) -> None:
         # After an exception this rank's part is unfinished.
-        self._close(self._record.status if hasattr(sys, "last_value") else RankStatus.DONE)
+        self._close(self.record.status if hasattr(sys, "last_value") else RankStatus.DONE)
 
-    def _close(self, status: RankStatus) -> None:
+    def _close(self, status: int) -> None:
         if not self._watching:
             return
         self._watching = False
         self._wake()
         self._thread.join()
         self._write(status=status)
-        self._give_signals_back(self._old_pipe)
-        self._others.stop(_LINGER)
-        os.close(self._read_end)
-        os.close(self._write_end)
+        self._give_signals_back()
+        self._peers.stop(_LINGER)
+        for end in self._pipe:
+            os.close(end)
         atexit.unregister(self._at_exit)
 
     # While the main thread is blocked in C++, no Python handler runs, but a signal's number reaches
@@ -212,46 +179,34 @@ class Watch:
 
     def _take_signals(self) -> None:
         global _signalled
-        self._left: dict[tuple[int, object], float] = {}  # signal and its handler: when it came
         self._ends = {signal.SIGINT}
         if threading.current_thread() is not threading.main_thread():
             return
-        self._old_pipe = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._old_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # An existing handler stays: submitit's makes Slurm's first SIGTERM harmless.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _leave_to_watch)
             self._ends.add(signal.SIGTERM)
         _signalled = self
 
-    def _give_signals_back(self, pipe: int) -> None:
+    def _give_signals_back(self) -> None:
         global _signalled
         if _signalled is self:
-            signal.set_wakeup_fd(pipe)
+            signal.set_wakeup_fd(self._old_pipe)
             if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _signalled = None
-
-    def _wake(self) -> None:
-        os.write(self._write_end, b"\0")
-
-    def _sleep(self, seconds: float) -> None:
-        """Sleep until something happens; note a signal that asks this rank to end."""
-        before = time.monotonic()
-        ready, _, _ = select.select([self._read_end], [], [], seconds)
-        # Bounded, so that a job that is stopped as a whole and continued blames nobody.
-        self._now += min(time.monotonic() - before, 2 * self._beat)
-        for number in filter(None, os.read(self._read_end, 512) if ready else b""):
-            if self._obeys(number):
-                self._signal, self._signal_at = number, self._now
-                self._write(status=RankStatus.TERMINATED)
 
     def _obeys(self, number: int) -> bool:
         """Return whether a signal asks this rank to end: a handler of the user has the first."""
         handler = signal.getsignal(number)
         if handler in (signal.default_int_handler, _leave_to_watch):
             return True
-        first_at = self._left.setdefault((number, handler), self._now)
-        return number in self._ends and self._now - first_at >= ECHO
+        first_at = self._first_at.setdefault((number, handler), self._clock)
+        return number in self._ends and self._clock - first_at >= ECHO
+
+    def _wake(self) -> None:
+        os.write(self._pipe[1], b"\0")
 
     # The watch's thread.
 
@@ -265,49 +220,57 @@ class Watch:
             self._leave(EXIT_FAILED)
 
     def _look(self) -> None:
-        if self.position is not self._seen:
-            self._seen, self._since = self.position, self._now
-        error = self._error
-        self._write(error=error, beat=self._record.beat + 1)
-        stands = self._record.seconds > 2 * self._beat
+        self._write()
         if self._reason is not None:
             self._end(self._reason)
-        if not error:
-            self._well_at = self._now
-        self._others.listening = bool(error or self._signal or stands)
-        if self._others.listening:
+        if not self.record.error:
+            self._well_at = self._clock
+        hurry = bool(self.record.error or self._signal)
+        self._peers.listening = hurry or self.record.seconds > 2 * self._beat
+        if self._peers.listening:
             self._judge()
         else:
             self._changed.clear()
-        if self._signal and self._now - self._signal_at >= _GRACE:
+        if self._signal and self._clock - self._signal_at >= _GRACE:
             self._obey()
-        self._sleep(_HURRY if error or self._signal else self._beat)
+        self._sleep(_HURRY if hurry else self._beat)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until something happens; note a signal that asks this rank to end."""
+        before = time.monotonic()
+        ready, _, _ = select.select(self._pipe[:1], [], [], seconds)
+        # Bounded, so that a job that is stopped as a whole and continued blames nobody.
+        self._clock += min(time.monotonic() - before, 2 * self._beat)
+        for number in filter(None, os.read(self._pipe[0], 512) if ready else b""):
+            if self._obeys(number):
+                self._signal, self._signal_at = number, self._clock
+                self._write(status=RankStatus.TERMINATED)
 
     def _judge(self) -> None:
         """End the job if what the ranks show is a reason."""
-        ranks = self._others.see()
+        ranks = self._peers.see()
         if (message := _failure(ranks)) is not None:
             self._leave_failed(message)
         for rank, seen in ranks.items():
-            if seen.beat != self._changed.get(rank, (-1, 0.0))[0]:
-                self._changed[rank] = seen.beat, self._now
-            silent = self._now - self._changed[rank][1]
+            if seen.now != self._changed.get(rank, (None, 0.0))[0]:
+                self._changed[rank] = seen.now, self._clock
+            silent = self._clock - self._changed[rank][1]
             # This rank stood for a while before it listened.
             if seen.status == RankStatus.RUNNING and silent >= self.timeout - 3 * self._beat:
                 ranks[rank] = seen._replace(status=RankStatus.SILENT)
             if self._signal and seen.status == RankStatus.TERMINATED:  # like this rank
                 ranks[rank] = seen._replace(status=RankStatus.RUNNING)
-        ranks[self.rank] = self._record._replace(host="")
-        patience = max(0.0, min(self.timeout, _PATIENCE) - (self._now - self._well_at))
+        ranks[self.rank] = self.record._replace(host="")
+        patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
         found = diagnose(ranks, self.rank, self.timeout, patience)
         if found is not None:
             self._end(found)
 
     def _obey(self) -> None:
         """Do as the signal says: no failure of another rank explains it."""
-        if self._signal == signal.SIGTERM or self.position.peers:
+        if self._signal == signal.SIGTERM or self.record.peers:
             self._leave(128 + self._signal)
-        if self._now - self._signal_at > 1:  # until then the main thread has its KeyboardInterrupt
+        if self._clock - self._signal_at > 1:  # by now the main thread has its KeyboardInterrupt
             self._signal = 0
             self._write(status=RankStatus.RUNNING)
 
@@ -315,31 +278,31 @@ class Watch:
         """Announce the diagnosis, unless another rank does, and leave."""
         if not self._is_elected():
             end = time.monotonic() + _LINGER
-            while (message := _failure(self._others.see())) is None and time.monotonic() < end:
+            while (message := _failure(self._peers.see())) is None and time.monotonic() < end:
                 time.sleep(_HURRY)
             self._leave_failed(message or found.message)
         with contextlib.suppress(Exception):  # standard error may be closed
             announce(found.message)
-        if found.blamed in self._others.local:
-            process, shared = self._others.local[found.blamed]
+        if found.blamed in self._peers.local:
+            process, shared = self._peers.local[found.blamed]
             if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
                 process.kill()
         self._leave_failed(found.message)
 
     def _is_elected(self) -> bool:
         """Return whether this rank announces: the first to lock a common memory, then a key."""
-        lowest = min(self._others.local, default=self.rank)
-        shared = self._others.local[lowest][1] if lowest < self.rank else self._shared
+        lowest = min(self._peers.local, default=self.rank)
+        shared = self._peers.local[lowest][1] if lowest < self.rank else self._shared
         if not shared.lock():
             return False
-        store, remote = self._others.store, self._others.remote
+        store, remote = self._peers.store, self._peers.remote
         return not remote or _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
 
     def _leave_failed(self, message: str) -> NoReturn:
         """Report the failure, show it to the other ranks, and leave."""
         _within(_GRACE, lambda: self.on_failure(message))
         self._write(status=RankStatus.FAILED, error=message)
-        if self._others.remote:
+        if self._peers.remote:
             time.sleep(3 * self._beat)  # this process may hold the store that they still read
         self._leave(EXIT_FAILED)
 
@@ -365,9 +328,8 @@ _signalled: Watch | None = None
 def _forget_signals() -> None:
     """Detach a process forked from a rank: a signal to it is not one to the rank."""
     if (watch := _signalled) is not None:
-        watch._watching = False
-        watch._give_signals_back(-1)
-        atexit.unregister(watch._at_exit)
+        watch._watching, watch._old_pipe = False, -1
+        watch._give_signals_back()
 
 
 os.register_at_fork(after_in_child=_forget_signals)
