@@ -84,12 +84,10 @@ class WeightStore:
                     held[j, version] = received
         for send, transfer in sent:
             self._await(send, step, transfer)
-        self.world.watch.at("between instructions")
         return held
 
     def _await(self, i: Instruction, step: int, transfer: Transfer) -> None:
-        self.world.watch.at(i, step, i.peers)
-        with self.world.watch.failing():
+        with self.world.watch.waiting(i, i.peers, step):
             transfer.wait()
 
     def collect(self) -> None:

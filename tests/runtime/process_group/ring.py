@@ -80,10 +80,10 @@ for step in range(STEP + 3):
     here.watch.at(backward, step)
     if here.rank == faulty and step == STEP:
         fail()
-    with here.watch.failing():
-        for is_send in (True, False) if here.rank == 0 else (False, True):
-            action, peer = (Action.SEND, right) if is_send else (Action.RECV, left)
-            here.watch.at(Instruction(0, action, here.rank, 0, step, peers=(peer,)), step, (peer,))
+    for is_send in (True, False) if here.rank == 0 else (False, True):
+        action, peer = (Action.SEND, right) if is_send else (Action.RECV, left)
+        i = Instruction(0, action, here.rank, 0, step, peers=(peer,))
+        with here.watch.waiting(i, (peer,)):
             dist.send(token, peer) if is_send else dist.recv(token, peer)
 world.leave()
 say(f"finished with {threading.active_count()} thread")

@@ -15,7 +15,7 @@ from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.runtime.process_group import join as world
-from toolkit.runtime.process_group.group import Place, World
+from toolkit.runtime.process_group.group import World
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def gpus(monkeypatch):
 def told(gpus, seen, local_rank):
     """What a rank tells the others of its GPU, of those that its process sees."""
     gpus[:] = seen
-    return world._gpu(world._device("auto", Place(local_rank, 4, local_rank)))
+    return world._gpu(world._device("auto", local_rank))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with ThreadPoolExecutor() as pool:
-        meeting = [pool.submit(world._meet, Place(r, 2, r), 20.0, f"gpu {r}") for r in range(2)]
+        meeting = [pool.submit(world._meet, r, 2, 20.0, f"gpu {r}") for r in range(2)]
     for met in meeting:
         assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
 
@@ -179,7 +179,7 @@ def test_first_messages_do_not_wait_for_each_other(monkeypatch, meetings):
 
     def work(rank):
         meetings.here.rank = rank
-        here = World(Place(rank, 3, rank), torch.device("cpu"), "nccl", watch, HashStore())
+        here = World(rank, 3, torch.device("cpu"), "nccl", watch, HashStore())
         here.make_groups(GROUPS[:1], PAIRS[:1])
         here.make_groups(GROUPS, PAIRS)
         here.make_groups(GROUPS, PAIRS)

@@ -219,8 +219,7 @@ def test_an_error_of_the_backend_is_told_where_nobody_watches():
 
 def test_an_error_where_no_rank_is_waited_for_is_the_users():
     here = watch()
-    here.at("FORWARD")
-    with pytest.raises(RuntimeError, match=r"^shapes$"), here.failing():
+    with pytest.raises(RuntimeError, match=r"^shapes$"), here.waiting("FORWARD", []):
         raise RuntimeError("shapes")
     with pytest.raises(torch.OutOfMemoryError), here.waiting("the gradients of all ranks", [1]):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

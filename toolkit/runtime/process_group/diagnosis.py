@@ -28,7 +28,7 @@ class Record(NamedTuple):
     now: float = 0.0  # its clock when it wrote this
     status: int = RankStatus.RUNNING
     error: str = ""  # of the backend where it waited; the diagnosis if it has failed
-    host: str = ""  # its machine; empty if that is the reader's own
+    host: str = ""  # its machine, if that is not the reader's own
 
     def encode(self) -> str:
         """Return the record as JSON."""
@@ -47,13 +47,11 @@ class Record(NamedTuple):
 
     @property
     def position(self) -> str:
-        """Step and instruction."""
-        return str(self.what) if self.step is None else f"in step {self.step} at {self.what}"
-
-    @property
-    def place(self) -> str:
-        """The position; for another machine, where it was last seen."""
-        return f"{'last seen ' if self.host else ''}{self.position}"
+        """Step and instruction; on another machine, where it was last seen."""
+        seen = "last seen " if self.host else ""
+        return seen + (
+            f"{self.what}" if self.step is None else f"in step {self.step} at {self.what}"
+        )
 
 
 class Diagnosis(NamedTuple):
@@ -92,20 +90,20 @@ def diagnose(
         for rank in among if enough else ():
             if ranks[rank].status == status:
                 waiter = next((r for r in queue if rank in ranks[r].peers), me)
-                waits = " waited for it" if rank in ranks[waiter].peers else " was"
+                waits = "waited for it" if rank in ranks[waiter].peers else "was"
                 on = f" (on {ranks[rank].host})" if ranks[rank].host else ""
-                what = f"rank {rank}{on} {how}, {ranks[rank].place}"
-                return Diagnosis(rank, f"{what}; rank {waiter}{waits} {ranks[waiter].place}")
+                what = f"rank {rank}{on} {how}, {ranks[rank].position}"
+                return Diagnosis(rank, f"{what}; rank {waiter} {waits} {ranks[waiter].position}")
     if not lost:
         return None
     peers = [r for r in mine.peers if r != me and r in ranks]
     ends = [r for r in peers if ranks[r].error and me in ranks[r].peers] or peers
     if not ends:
-        return Diagnosis(me, f"rank {me} cannot continue, {mine.place}: {mine.error}")
+        return Diagnosis(me, f"rank {me} cannot continue, {mine.position}: {mine.error}")
     whom = "rank " if len(ends) == 1 else "one of ranks "
-    places = "".join(f"; rank {r} was {ranks[r].place}" for r in ends)
+    places = "".join(f"; rank {r} was {ranks[r].position}" for r in ends)
     return Diagnosis(
         None,
         f"the connection between rank {me} and {whom}{', '.join(map(str, ends))} is lost:"
-        f" rank {me} was {mine.place}{places} ({mine.error})",
+        f" rank {me} was {mine.position}{places} ({mine.error})",
     )

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
 
@@ -21,15 +21,7 @@ Group = tuple[str, tuple[int, ...]]
 """What a process group is for, and its ranks, ascending."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """This process's number among all ranks, and among those of its machine."""
-
-    rank: int
-    size: int
-    local_rank: int
-
-
+@dataclass(eq=False)
 class World:
     """The ranks of a job, seen from one of them.
 
@@ -39,28 +31,23 @@ class World:
         device: where this rank computes.
         backend: ``nccl`` or ``gloo``.
         watch: the failure watch; every wait for others is within ``watch.waiting``.
+        store: store that all ranks share.
         group: process group; None for that of all processes.
         objects: process group of Python objects: one of gloo, so that they take no GPU memory.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        device: torch.device,
-        backend: str,
-        watch: Watch,
-        store: dist.Store,
-        group: dist.ProcessGroup | None = None,
-        name: str = "world",
-        objects: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.place, self.rank, self.size = place, place.rank, place.size
-        self.device, self.backend, self.watch, self.store = device, backend, watch, store
-        self.group = group
-        self.objects = group if objects is None else objects
-        self._groups: dict[Group, dist.ProcessGroup] = {}
-        self._channels: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._name, self._n_names = name, 0
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    watch: Watch
+    store: dist.Store
+    group: dist.ProcessGroup | None = None
+    objects: dist.ProcessGroup | None = None
+    _name: str = "world"
+    _n_names: int = field(default=0, init=False)
+    _groups: dict[Group, dist.ProcessGroup] = field(default_factory=dict, init=False)
+    _channels: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict, init=False)
 
     @property
     def message_device(self) -> torch.device:
@@ -168,13 +155,13 @@ class World:
         Raises:
             UserError: the message of the first rank whose check raised a ValueError.
         """
-        fault = None
+        fault = ""
         try:
             check()
         except ValueError as error:
             fault = str(error)
-        if first := next((found for found in self.gather(fault) if found is not None), None):
-            raise UserError(first)
+        if faults := list(filter(None, self.gather(fault))):
+            raise UserError(faults[0])
 
     def part(self, n_ranks: int) -> "World | None":
         """Return a world of the first ``n_ranks`` ranks; None on others. Every rank calls it."""
@@ -183,9 +170,8 @@ class World:
         name, group = self.next_name(), self._new_group(range(n_ranks))
         if self.rank >= n_ranks:
             return None
-        place = Place(self.rank, n_ranks, self.place.local_rank)
-        # No gloo group: in torch 2.11 ranks outside of it split NCCL's group, and hang.
-        return World(place, self.device, self.backend, self.watch, self.store, group, name)
+        # No gloo group of objects: in torch 2.11 ranks outside it split NCCL's group, and hang.
+        return replace(self, size=n_ranks, group=group, objects=group, _name=name)
 
     def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         if self.group is not None:

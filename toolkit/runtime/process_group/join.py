@@ -7,15 +7,14 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import UserError, check_choice, first_line
 from toolkit.runtime.process_group import watch as watching
-from toolkit.runtime.process_group.group import Place, World, backend_timeout
+from toolkit.runtime.process_group.group import World, backend_timeout
 from toolkit.runtime.process_group.watch import Watch
 from toolkit.runtime.streams import enter_device
 
@@ -59,10 +58,10 @@ def join(
     check_choice("backend", backend, BACKENDS)
     if not timeout > 0:
         raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
-    place = _place(n_ranks)
-    if n_ranks is not None and place.size != n_ranks:
+    rank, size, local_rank = _place(n_ranks)
+    if n_ranks is not None and size != n_ranks:
         raise UserError(
-            f"the schedule has {n_ranks} ranks and {place.size} were started: {command(n_ranks)}"
+            f"the schedule has {n_ranks} ranks and {size} were started: {_command(n_ranks)}"
         )
     if _joined is not None:
         return _joined
@@ -73,26 +72,26 @@ def join(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         # Loading a kernel at its first use waits for such a receive, too.
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    on = _device(device, place)
+    on = _device(device, local_rank)
     enter_device(on)
-    store = _meet(place, timeout, _gpu(on))
-    backend = _backend(backend, [store.get(f"came/{rank}").decode() for rank in range(place.size)])
-    watch = Watch(store, place.rank, place.size, timeout)
+    store = _meet(rank, size, timeout, _gpu(on))
+    backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
+    watch = Watch(store, rank, size, timeout)
     watch.start()
     objects = None
-    with watch.waiting("connections to all ranks", range(place.size)):
+    with watch.waiting("connections to all ranks", range(size)):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
-            rank=place.rank,
-            world_size=place.size,
+            rank=rank,
+            world_size=size,
             timeout=backend_timeout(timeout),
             device_id=on if backend == "nccl" else None,
         )
         if backend == "nccl":
             made = dist.new_group(backend="gloo", timeout=backend_timeout(timeout))
             objects = cast(dist.ProcessGroup, made)
-    _joined = World(place, on, backend, watch, store, objects=objects)
+    _joined = World(rank, size, on, backend, watch, store, objects=objects)
     return _joined
 
 
@@ -110,28 +109,28 @@ def leave() -> None:
         _joined = None
 
 
-def command(n_ranks: int) -> str:
+def _command(n_ranks: int) -> str:
     """Return the command that starts this program on ``n_ranks`` ranks of one machine."""
     if _SUBMITIT in os.environ:
         return f"make hydra.launcher.nodes times hydra.launcher.tasks_per_node {n_ranks}"
     script, *arguments = sys.argv
     if not script.endswith(".py"):
         return f"toolkit.runtime.launch(function, {n_ranks})"
-    path = Path(script).resolve()
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"torchrun --nproc-per-node {n_ranks} {shlex.join([str(shown), *arguments])}"
+    return (
+        f"torchrun --nproc-per-node {n_ranks} {shlex.join([os.path.relpath(script), *arguments])}"
+    )
 
 
-def _place(n_ranks: int | None) -> Place:
+def _place(n_ranks: int | None) -> tuple[int, int, int]:
+    """Return this process's number, the number of ranks, and its number on its machine."""
     if "RANK" not in os.environ and _SUBMITIT in os.environ:
         from submitit.helpers import TorchDistributedEnvironment
 
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-    missing = [name for name in _VARIABLES if name not in os.environ]
-    if missing:
+    if missing := [name for name in _VARIABLES if name not in os.environ]:
         raise UserError(
             f"this process was not started as a rank ({', '.join(missing)} not set):"
-            f" {command(n_ranks or 2)}"
+            f" {_command(n_ranks or 2)}"
         )
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -140,17 +139,17 @@ def _place(n_ranks: int | None) -> Place:
         raise UserError(f"torchrun's variables are whole numbers: {error}") from error
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
-    return Place(rank, size, local_rank)
+    return rank, size, local_rank
 
 
-def _device(name: str, place: Place) -> torch.device:
+def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if name not in ("auto", "cuda"):
         raise UserError(f"device={name}: a rank takes the GPU of its turn, so auto, cuda or cpu")
     if not torch.cuda.is_available():
         raise UserError("device=cuda cannot be used: there is no GPU; try device=auto")
-    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def _choose_interface(name: str | None) -> None:
@@ -174,23 +173,22 @@ def _gpu(device: torch.device) -> str:
 def _backend(name: str, gpus: Sequence[str]) -> str:
     """Return the backend of ranks with these ``gpus``."""
     n_gpus = len({*gpus} - {""})
-    own = n_gpus == len(gpus)
-    if name == "nccl" and not own:
+    if name == "nccl" and n_gpus < len(gpus):
         time.sleep(1)  # all have seen the store before rank 0 leaves
         raise UserError(
             f"backend=nccl takes a GPU a rank, and {len(gpus)} ranks have {n_gpus}: use"
             " backend=gloo, or fewer ranks a machine"
         )
-    return ("nccl" if own else "gloo") if name == "auto" else name
+    return ("nccl" if n_gpus == len(gpus) else "gloo") if name == "auto" else name
 
 
-def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
+def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
     """Return the store that all ranks share, once all have written their GPU to it."""
     # Like torch.distributed's env://, which does not name the ranks that are missing.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     end = time.monotonic() + timeout
     where = f"{host}:{port} within {timeout:g} s"
-    hosts = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         if not hosts:
             _await_port(host, port, end)
@@ -199,33 +197,27 @@ def _meet(place: Place, timeout: float, gpu: str) -> dist.Store:
             host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=hosts
         )
     except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
-        reason = str(error).splitlines()[0]
         watching.announce(
-            f"rank {place.rank} cannot meet the others at {where}: {reason}; is rank 0 running, and"
-            " the port open?"
+            f"rank {rank} cannot meet the others at {where}: {first_line(error)}; is rank 0"
+            " running, and the port open?"
         )
         raise SystemExit(watching.EXIT_FAILED) from error
     if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         store = dist.PrefixStore(f"attempt_{attempt}", store)  # ignore earlier attempts' keys
-    store.set(f"came/{place.rank}", gpu)
-    came = [f"came/{rank}" for rank in range(place.size)]
+    store.set(f"came/{rank}", gpu)
+    came = [f"came/{r}" for r in range(size)]
     while not store.check(came):
-        late = [r for r in range(place.size) if not store.check(came[r : r + 1])]
+        late = [str(r) for r in range(size) if not store.check(came[r : r + 1])]
         if late and time.monotonic() > end:  # the last may have come since the check above
-            _miss(store, late, where)
+            if store.add("missing", 1) == 1:
+                watching.announce(
+                    f"rank {', '.join(late)} has not come to {where}: look at its log, or start"
+                    " all ranks at the same time"
+                )
+            time.sleep(1)  # all have seen the store and the announcement before a rank leaves
+            raise SystemExit(watching.EXIT_FAILED)
         time.sleep(0.05)
     return store
-
-
-def _miss(store: dist.Store, ranks: Sequence[int], where: str) -> NoReturn:
-    """End this rank because other ``ranks`` have not come; one rank says so."""
-    if store.add("missing", 1) == 1:
-        watching.announce(
-            f"rank {', '.join(map(str, ranks))} has not come to {where}: look at its log, or start"
-            " all ranks at the same time"
-        )
-    time.sleep(1)  # the announcement is out before a rank leaves, and all have seen the store
-    raise SystemExit(watching.EXIT_FAILED)
 
 
 def _await_port(host: str, port: int, end: float) -> None:

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import signal
+import socket
 import threading
 import weakref
 from datetime import timedelta
@@ -22,20 +23,20 @@ _SLOT = 1 << 16  # bytes; only the pages that are written take memory
 class Process:
     """A process of this machine. Its start time distinguishes it from a later one of its number."""
 
-    def __init__(self, pid: int, started: str | None = None) -> None:
+    def __init__(self, pid: int, started: str = "") -> None:
         self.pid = pid
-        self.started = self._stat()[1] if started is None else started
+        self.started = started or self._stat()[1]
+
+    @property
+    def state(self) -> str:
+        """Its letter in proc(5), such as T if it is stopped; empty if it has ended."""
+        state, started = self._stat()
+        return "" if state in ("Z", "X") or started != self.started else state
 
     @property
     def gone(self) -> bool:
         """Whether the process has ended."""
-        state, started = self._stat()
-        return state in ("", "Z", "X") or started != self.started
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the process is stopped, as by SIGSTOP."""
-        return self._stat()[0] in ("T", "t")
+        return not self.state
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""
@@ -44,7 +45,6 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
     def _stat(self) -> tuple[str, str]:
-        """Return the state and start time; empty if there is no such process."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -94,11 +94,10 @@ class SharedStatus:
 
     def lock(self) -> bool:
         """Return whether this process is the first to lock the memory, for good."""
-        try:
+        with contextlib.suppress(OSError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
 
 class Peers:
@@ -116,21 +115,19 @@ class Peers:
         self.local: dict[int, tuple[Process, SharedStatus]] = {}
         self.remote: dict[int, Record] = {}
         self._rank, self._own = rank, own
+        self._publish()  # before the process can be found
         process, here = Process(os.getpid()), machine()
         entry = [here, process.pid, process.started, own.fd]
-        self.store.set(f"beat/{rank}", own.read().encode())  # before the process can be found
         self.store.set(f"process/{rank}", json.dumps(entry))
         keys = [f"process/{r}" for r in range(size)]
-        with contextlib.suppress(RuntimeError):  # the watch will name a rank that does not come
-            self.store.wait(keys, timedelta(seconds=timeout))
+        self.store.wait(keys, timedelta(seconds=timeout))
         for other in (r for r in range(size) if r != rank):
-            self.remote[other] = Record(host="another machine")
-            if self.store.check([keys[other]]):
-                where, pid, started, fd = json.loads(self.store.get(keys[other]))
-                shared = SharedStatus.of(pid, fd) if where == here else None
-                if shared is not None:
-                    self.local[other] = Process(pid, started), shared
-                    del self.remote[other]
+            where, pid, started, fd = json.loads(self.store.get(keys[other]))
+            shared = SharedStatus.of(pid, fd) if where == here else None
+            if shared is None:
+                self.remote[other] = Record(host="another machine")
+            else:
+                self.local[other] = Process(pid, started), shared
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._exchange, name="heartbeat", daemon=True)
         if self.remote:
@@ -140,10 +137,10 @@ class Peers:
         """Return the latest record of each other rank."""
         seen = dict(self.remote)
         for rank, (process, shared) in self.local.items():
-            gone, stopped = process.gone, process.stopped  # before its last record is read
-            record = shared.read()._replace(host="")
-            if record.status == RankStatus.RUNNING and (gone or stopped):
-                record = record._replace(status=RankStatus.DEAD if gone else RankStatus.STOPPED)
+            state = process.state  # before its last record is read
+            record = shared.read()
+            if record.status == RankStatus.RUNNING and state in ("", "T", "t"):
+                record = record._replace(status=RankStatus.STOPPED if state else RankStatus.DEAD)
             seen[rank] = record
         return seen
 
@@ -153,16 +150,19 @@ class Peers:
         if self.remote:
             self._thread.join(seconds)
 
+    def _publish(self) -> None:
+        record = self._own.read()._replace(host=socket.gethostname())
+        self.store.set(f"beat/{self._rank}", record.encode())
+
     def _exchange(self) -> None:
         with contextlib.suppress(RuntimeError):  # without a store, other machines fall silent
-            known = [rank for rank in self.remote if self.store.check([f"beat/{rank}"])]
             last = False
             while not last:
                 last = self._stopping.is_set()
-                self.store.set(f"beat/{self._rank}", self._own.read().encode())
-                if self.listening and known:
-                    beats = self.store.multi_get([f"beat/{rank}" for rank in known])
-                    self.remote.update(zip(known, map(Record.decode, beats), strict=True))
+                self._publish()
+                if self.listening:
+                    beats = self.store.multi_get([f"beat/{rank}" for rank in self.remote])
+                    self.remote = dict(zip(self.remote, map(Record.decode, beats), strict=True))
                 self._stopping.wait(BEAT)
 
 

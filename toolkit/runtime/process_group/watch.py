@@ -10,17 +10,18 @@ import os
 import re
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from toolkit.errors import first_line
 from toolkit.runtime.process_group.diagnosis import Diagnosis, RankStatus, Record, diagnose
 from toolkit.runtime.process_group.shared_status import BEAT, Peers, SharedStatus
 
@@ -35,6 +36,9 @@ _HURRY = 0.05  # seconds between looks once something is wrong
 _GRACE = 0.3  # seconds in which a failure is looked for that explains a signal
 _PATIENCE = 5.0  # most seconds in which a failure is looked for that explains a lost connection
 _LINGER = 2.0  # most seconds that a rank waits for another one at the end
+
+_BACKEND_WORDS = re.compile("gloo|nccl|connection|socket", re.IGNORECASE)
+_GLOO_CLUTTER = re.compile(r"^\[\S+:\d+\] | This is typically caused by .*")
 
 _T = TypeVar("_T")
 
@@ -51,8 +55,6 @@ def _print(message: str) -> None:
 
 announce: Callable[[str], None] = _print
 """Reports to the user why the job fails. One rank calls it, once."""
-
-_BACKEND_WORDS = re.compile("gloo|nccl|connection|socket", re.IGNORECASE)
 
 
 def is_backend_error(error: BaseException) -> bool:
@@ -78,12 +80,12 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.on_failure: Callable[[str], None] = lambda message: None
-        self.record = Record(host=socket.gethostname())
+        self.record = Record()
         self._shared, self._writing = SharedStatus(), threading.Lock()
         self._beat = min(BEAT, timeout / 8)
         self._clock = 0.0  # seconds for which the watch has run
         self._well_at = 0.0  # when the backend had no error yet
-        self._reason: Diagnosis | None = None
+        self._reason = ""  # for which the main thread ends the job
         self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
         self._first_at: dict[tuple[int, object], float] = {}  # of a signal left to its handler
         self._changed: dict[int, tuple[float, float]] = {}  # a rank's last clock, and when seen
@@ -102,16 +104,11 @@ class Watch:
             self._shared.write(self.record)
 
     @contextlib.contextmanager
-    def waiting(self, what: object, peers: Iterable[int]) -> Iterator[None]:
+    def waiting(
+        self, what: object, peers: Iterable[int], step: int | None = None
+    ) -> Iterator[None]:
         """Wait for ``peers`` within; an error of the backend within ends the job."""
-        self.at(what, None, peers)
-        with self.failing():
-            yield
-        self.at("between instructions")
-
-    @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """End the job on an error of the backend at a position with peers."""
+        self.at(what, step, peers)
         try:
             yield
         except Exception as error:
@@ -119,6 +116,7 @@ class Watch:
             if self.record.peers and is_backend_error(error) and not ours:
                 self.fail(error)
             raise
+        self.at("between instructions")
 
     def fail(self, cause: BaseException | str) -> NoReturn:
         """End the job: by an error of the backend, or with a message. Does not return.
@@ -126,16 +124,13 @@ class Watch:
         Raises:
             JobFailedError: the watch is not running.
         """
-        message = str(cause)
-        if isinstance(cause, BaseException):
-            message = (message.strip() or type(cause).__name__).splitlines()[0]
-            message = re.sub(r"^\[\S+:\d+\] | This is typically caused by .*", "", message)  # gloo
+        message = cause if isinstance(cause, str) else _GLOO_CLUTTER.sub("", first_line(cause))
         if not self._watching:
             raise JobFailedError(f"rank {self.rank}, {self.record.position}: {message}")
-        if isinstance(cause, BaseException):
-            self._write(error=message)
+        if isinstance(cause, str):
+            self._reason = message
         else:
-            self._reason = Diagnosis(None, message)
+            self._write(error=message)
         self._wake()
         while True:  # the watch's thread finds the reason, and ends the process
             time.sleep(60)
@@ -150,28 +145,22 @@ class Watch:
         self._take_signals()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
-        atexit.register(self._at_exit)
+        atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Stop to watch: this rank has done its part, and leaves."""
-        self._close(RankStatus.DONE)
-
-    def _at_exit(self) -> None:
-        # After an exception this rank's part is unfinished.
-        self._close(self.record.status if hasattr(sys, "last_value") else RankStatus.DONE)
-
-    def _close(self, status: int) -> None:
+        """Stop to watch: this rank leaves. After an uncaught exception its part is unfinished."""
         if not self._watching:
             return
         self._watching = False
         self._wake()
         self._thread.join()
-        self._write(status=status)
+        if not hasattr(sys, "last_value"):
+            self._write(status=RankStatus.DONE)
         self._give_signals_back()
         self._peers.stop(_LINGER)
         for end in self._pipe:
             os.close(end)
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.stop)
 
     # While the main thread is blocked in C++, no Python handler runs, but a signal's number reaches
     # the pipe at once. A user's handler, such as a training's that saves itself, has the first
@@ -217,12 +206,12 @@ class Watch:
         except BaseException:  # without its watch this rank might wait for ever
             with contextlib.suppress(Exception):
                 traceback.print_exc()
-            self._leave(EXIT_FAILED)
+            _leave(EXIT_FAILED)
 
     def _look(self) -> None:
         self._write()
-        if self._reason is not None:
-            self._end(self._reason)
+        if self._reason:
+            self._end(Diagnosis(None, self._reason))
         if not self.record.error:
             self._well_at = self._clock
         hurry = bool(self.record.error or self._signal)
@@ -246,10 +235,18 @@ class Watch:
                 self._signal, self._signal_at = number, self._clock
                 self._write(status=RankStatus.TERMINATED)
 
+    def _obey(self) -> None:
+        """Do as the signal says: no failure of another rank explains it."""
+        if self._signal == signal.SIGTERM or self.record.peers:
+            _leave(128 + self._signal)
+        if self._clock - self._signal_at > 1:  # by now the main thread has its KeyboardInterrupt
+            self._signal = 0
+            self._write(status=RankStatus.RUNNING)
+
     def _judge(self) -> None:
         """End the job if what the ranks show is a reason."""
         ranks = self._peers.see()
-        if (message := _failure(ranks)) is not None:
+        if message := _failure(ranks):
             self._leave_failed(message)
         for rank, seen in ranks.items():
             if seen.now != self._changed.get(rank, (None, 0.0))[0]:
@@ -260,25 +257,16 @@ class Watch:
                 ranks[rank] = seen._replace(status=RankStatus.SILENT)
             if self._signal and seen.status == RankStatus.TERMINATED:  # like this rank
                 ranks[rank] = seen._replace(status=RankStatus.RUNNING)
-        ranks[self.rank] = self.record._replace(host="")
+        ranks[self.rank] = self.record
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
-        found = diagnose(ranks, self.rank, self.timeout, patience)
-        if found is not None:
+        if found := diagnose(ranks, self.rank, self.timeout, patience):
             self._end(found)
-
-    def _obey(self) -> None:
-        """Do as the signal says: no failure of another rank explains it."""
-        if self._signal == signal.SIGTERM or self.record.peers:
-            self._leave(128 + self._signal)
-        if self._clock - self._signal_at > 1:  # by now the main thread has its KeyboardInterrupt
-            self._signal = 0
-            self._write(status=RankStatus.RUNNING)
 
     def _end(self, found: Diagnosis) -> NoReturn:
         """Announce the diagnosis, unless another rank does, and leave."""
         if not self._is_elected():
             end = time.monotonic() + _LINGER
-            while (message := _failure(self._peers.see())) is None and time.monotonic() < end:
+            while not (message := _failure(self._peers.see())) and time.monotonic() < end:
                 time.sleep(_HURRY)
             self._leave_failed(message or found.message)
         with contextlib.suppress(Exception):  # standard error may be closed
@@ -304,22 +292,30 @@ class Watch:
         self._write(status=RankStatus.FAILED, error=message)
         if self._peers.remote:
             time.sleep(3 * self._beat)  # this process may hold the store that they still read
-        self._leave(EXIT_FAILED)
+        _leave(EXIT_FAILED)
 
-    def _leave(self, status: int) -> NoReturn:
-        """End this process at once: a backend's threads may hang in a clean end."""
-        for stream in (sys.stdout, sys.stderr):
-            _within(_GRACE, stream.flush)  # the main thread may hold its lock
-        os._exit(status)
+
+def _leave(status: int) -> NoReturn:
+    """End this process at once: a backend's threads may hang in a clean end."""
+    for stream in (sys.stdout, sys.stderr):
+        _within(_GRACE, stream.flush)  # the main thread may hold its lock
+    os._exit(status)
+
+
+def _within(seconds: float, call: Callable[[], _T]) -> _T | None:
+    """Return what ``call`` returns; None if it fails or takes longer than ``seconds``."""
+    with contextlib.suppress(Exception):
+        return ThreadPoolExecutor(1).submit(call).result(seconds)
+    return None
+
+
+def _failure(ranks: Mapping[int, Record]) -> str:
+    """Return the diagnosis with which a rank left; empty if none has."""
+    return next((r.error for r in ranks.values() if r.status == RankStatus.FAILED), "")
 
 
 def _leave_to_watch(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM: the watch's thread acts on it."""
-
-
-def _failure(ranks: Mapping[int, Record]) -> str | None:
-    """Return the diagnosis with which a rank left, or None."""
-    return next((r.error for r in ranks.values() if r.status == RankStatus.FAILED), None)
 
 
 _signalled: Watch | None = None
@@ -333,17 +329,3 @@ def _forget_signals() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_signals)
-
-
-def _within(seconds: float, call: Callable[[], _T]) -> _T | None:
-    """Return what ``call`` returns; None if it fails or takes longer than ``seconds``."""
-    results = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            results.append(call())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None
