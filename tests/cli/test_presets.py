@@ -75,23 +75,6 @@ def test_every_benchmark_composes(bench):
     assert composed("bench", f"bench={bench}").bench._target_.startswith("benchmarks.")
 
 
-def test_every_schema_is_offered():
-    """A schema without a file in conf/ cannot be chosen."""
-    offered = {
-        entry.removeprefix("/schema/").split("@")[0]
-        for path in CONF.rglob("*.yaml")
-        for entry in OmegaConf.load(path).get("defaults", [])
-        if isinstance(entry, str) and "schema/" in entry
-    }
-    known = {
-        f"{group}/{name}"
-        for group, schemas in schema.SCHEMAS.items()
-        for name in schemas
-        if group not in ("experiment", "tracking")  # which no choice of a group makes
-    }
-    assert known <= offered
-
-
 IMAGENET = {
     "batch": 32,
     "epochs": 90,

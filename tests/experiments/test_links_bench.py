@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.experiments.command import EXPERIMENTS, assert_figures, rows, run
 from tests.thorough import thorough
-from toolkit.cli import bench_schema
+from toolkit.cli import settings
 from toolkit.errors import UserError
 
 _LACKS = sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("tc"))
@@ -187,7 +187,7 @@ def test_bars_need_two_workers_and_both_methods(bench):
     ],
 )
 def test_refuses(bench, changes, value):
-    config = OmegaConf.merge(OmegaConf.structured(bench_schema.LinksBench), changes)
+    config = OmegaConf.merge(settings("bench", "bench=links").bench, changes)
     with pytest.raises(UserError, match=value):
         bench.links.check(config, torch.device("cpu"))
     with pytest.raises(UserError, match="got cuda; give device=cpu"):

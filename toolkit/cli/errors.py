@@ -163,14 +163,14 @@ def _within(option: str, experiment: str) -> str:
     """How to set what ``option`` holds."""
     if option == "rules":
         return ": +schedule@rules.NAME=... adds a rule, ~rules.NAME leaves one out"
-    known = dict.fromkeys(schema.options(experiment))
+    known = dict.fromkeys(schema.option_names(experiment))
     inner = [name for name in known if name.startswith(f"{option}.")]
     return f", {', '.join(inner)}" if inner else f": +{option}.NAME=... sets one"
 
 
 def _no_option(key: str, experiment: str, conf: Path, arguments: list[str]) -> str:
     rule = ".".join(key.split(".")[:2]) if key.startswith("rules.") else "rules.NAME"
-    known = [option.replace("rules.NAME", rule) for option in schema.options(experiment)]
+    known = [option.replace("rules.NAME", rule) for option in schema.option_names(experiment)]
     group, _, name = key.rpartition(".")
     missing = f"there is no option {key}: "
     if group and key in known and group.startswith("rules."):

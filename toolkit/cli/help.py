@@ -21,7 +21,7 @@ def help_text(name: str, conf: Path, arguments: Sequence[str]) -> str:
     overrides = [a for k, a in enumerate(arguments) if not a.startswith("-") and k - 1 not in flags]
     with initialize_config_dir(version_base="1.3", config_dir=str(conf)):
         config = compose(name, [*overrides, f"hydra.searchpath={found}"])
-    described = schema.descriptions(name)
+    described = schema.helps(schema.schemas()["experiment"][name])
     lines = [
         f"python experiments/{name}.py [OPTION=VALUE ...]    set options",
         f"python experiments/{name}.py -m OPTION=A,B ...     one run for each combination",
@@ -57,7 +57,7 @@ def folders(conf: Path, arguments: Sequence[str]) -> list[Path]:
 def choices(found: Sequence[Path], group: str) -> list[str]:
     """What a group offers in some folders, nested choices with their folder."""
     files = [
-        (path, folder / group) for folder in found for path in (folder / group).rglob("*.yaml")
+        (path, folder / group) for folder in found for path in (folder / group).rglob("[!_]*.yaml")
     ]
     return sorted({str(path.relative_to(folder))[: -len(".yaml")] for path, folder in files})
 

@@ -21,7 +21,7 @@ def settings(experiment: str, *options: str) -> DictConfig:
         ValueError: there is no such experiment or option, or no configuration.
     """
     folder = conf()
-    if experiment not in (known := schema.experiments()):
+    if experiment not in (known := [*schema.schemas()["experiment"]]):
         raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, known)}")
     schema.register()
     try:
