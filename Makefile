@@ -3,17 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test thorough notebooks lint format clean
+.PHONY: demo test notebooks lint format clean
 
 demo: $(READY)  ## compare DP, CDP-v1 and CDP-v2 on handwritten digits
 	$(BIN)/python experiments/compare.py experiment=digits
 
-test: $(READY)  ## the whole test suite
+test: $(READY)  ## the whole test suite; with THOROUGH=1, more sizes, ranks and examples
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
-
-thorough: $(READY)  ## more sizes, ranks and examples of the tests that have them
-	THOROUGH=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-	  $$(grep -rlE "tests.(thorough|schedule.strategies) import" tests --include "test_*.py")
 
 notebooks: $(READY)  ## run every notebook from top to bottom, and look at them in a browser
 	NOTEBOOKS=1 BROWSER=1 $(BIN)/python -m pytest tests/notebooks --durations 8

@@ -5,7 +5,7 @@ import os
 import pytest
 
 THOROUGH = bool(os.environ.get("THOROUGH"))
-thorough = pytest.mark.skipif(not THOROUGH, reason="takes long: make thorough")
+thorough = pytest.mark.skipif(not THOROUGH, reason="takes long: THOROUGH=1 make test")
 
 
 def more(usual, thorough):
