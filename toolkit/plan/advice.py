@@ -23,21 +23,13 @@ _VERDICTS = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """What to do."""
 
-    Attributes:
-        choice: ``DP``, ``CDP-v2``, ``CDP-v2 on trial`` or ``undecided``.
-        reasons: sentences with their numbers.
-        watch: what to look at in later runs.
-        roll_back: when to return to DP.
-        command: command line of the next run.
-    """
-
-    choice: str
-    reasons: tuple[str, ...]
-    watch: tuple[str, ...]
-    roll_back: tuple[str, ...]
-    command: str
+    choice: str  # DP, CDP-v2, CDP-v2 on trial, or undecided
+    reasons: tuple[str, ...]  # sentences with their numbers
+    watch: tuple[str, ...]  # what to look at in later runs
+    roll_back: tuple[str, ...]  # when to return to DP
+    command: str  # command line of the next run
 
     @property
     def verdict(self) -> str:
@@ -101,13 +93,12 @@ def _decide(found: Pilot) -> tuple[str, list[str]]:
 def _gains(found: Pilot) -> tuple[list[str], list[str]]:
     """What CDP-v2 gains on the user's machines, and the remarks where it gains nothing."""
     gains, others = [], []
-    dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
+    dp, v2 = found.of("DP"), found.of("CDP-v2")
     fullest = f"DP needs {_need(found, dp)} on the fullest device, and CDP-v2 {_need(found, v2)}"
     if found.fits(dp):
+        why = "DP fits as well" if found.limited else "give Hardware(memory=...) to judge it"
         if found.placement == "per_microbatch":
             why = "but none on a device of its own: it counts with placement='one' or 'per_stage'"
-        else:
-            why = "DP fits as well" if found.limited else "give Hardware(memory=...) to judge it"
         share = 1 - v2.activations / dp.activations
         others.append(f"memory: all workers together keep {share:.0%} less with CDP-v2; {why}")
     elif found.fits(v2):
@@ -124,13 +115,14 @@ def _gains(found: Pilot) -> tuple[list[str], list[str]]:
             f"{speed}. Compare other remedies for slow links: runtime.compression=bf16, and an"
             " all-reduce that is a step late (runtime=delayed_allreduce)"
         )
-    else:
-        others.append(f"{speed}; a gain counts if it is surely more than {WORTH:.0%}")
-        if v1.predicted.ratio[2] < 1 - WORTH:
-            others.append(
-                f"CDP-v1 would take {v1.predicted.ratio[1]:.2f} of DP's time, with every weight a"
-                " step late; its accuracy was not measured"
-            )
+        return gains, others
+    others.append(f"{speed}; a gain counts if it is surely more than {WORTH:.0%}")
+    _, middle, most = found.of("CDP-v1").predicted.ratio
+    if most < 1 - WORTH:
+        others.append(
+            f"CDP-v1 would take {middle:.2f} of DP's time, with every weight a step late; its"
+            " accuracy was not measured"
+        )
     return gains, others
 
 

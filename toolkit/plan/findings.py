@@ -27,19 +27,12 @@ PLACEMENTS = ("per_microbatch", "per_stage", "one")
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step under one rule.
+    """A training step under one rule."""
 
-    Attributes:
-        seconds: from step to step.
-        ratio: least, middle and largest ratio of that to DP's, over the slack of computing.
-        without_links: seconds if messages took no time.
-        memories: peak bytes of each device.
-    """
-
-    seconds: float
-    ratio: tuple[float, float, float]
-    without_links: float
-    memories: tuple[float, ...]
+    seconds: float  # from step to step
+    ratio: tuple[float, float, float]  # to DP's: least, middle and largest, over the slack
+    without_links: float  # seconds if messages took no time
+    memories: tuple[float, ...]  # peak bytes of each device
 
 
 def predict(
@@ -85,24 +78,14 @@ def predict(
 
 @dataclass(frozen=True)
 class RuleFindings:
-    """One rule on the user's model.
+    """One rule on the user's model; all but ``predicted`` is measured."""
 
-    Attributes:
-        rule: DP, CDP-v1 or CDP-v2.
-        activations: measured: peak bytes that autograd kept, all workers together.
-        seconds: measured: median time of a training step, all micro-batches in one process.
-        ratio: measured: quartiles of the ratio of that time to DP's, the median in the middle.
-        predicted: on the user's machines.
-        cuda_peak: measured: peak bytes that CUDA allocated above those held between training
-            steps, all workers on one GPU; None on the CPU.
-    """
-
-    rule: str
-    activations: int
-    seconds: float
-    ratio: tuple[float, float, float]
-    predicted: Prediction
-    cuda_peak: int | None = None
+    rule: str  # DP, CDP-v1 or CDP-v2
+    activations: int  # peak bytes that autograd kept, all workers together
+    seconds: float  # median time of a training step, all micro-batches in one process
+    ratio: tuple[float, float, float]  # of that time to DP's: quartiles
+    predicted: Prediction  # on the user's machines
+    cuda_peak: int | None = None  # bytes above those held between steps; None on the CPU
 
     @property
     def waiting(self) -> float:
@@ -114,35 +97,22 @@ class RuleFindings:
 class TrainingFindings:
     """DP and CDP-v2 trained from the same weights on the same batches.
 
-    Attributes:
-        n_steps: training steps of a run.
-        seeds: one for each run of a rule.
-        n_tested: images, or tokens, in the test.
-        accuracy: by rule and run, the share of them that is right at the end.
-        difference: CDP-v2 minus DP in points, paired by seed, with a 95 % interval at least as
-            wide as the binomial one of ``n_tested`` answers.
-        loss_ratio: CDP-v2's training loss by that of DP at the end, the mean over seeds.
-        highest: largest mean loss over a tenth of a run, by the loss of its first step.
-        chance: accuracy of always naming the most frequent class.
-        learned: whether DP became surely better than that.
-        diverged: rules whose loss did not stay finite, or near that of the first step, in a run.
-        cosine: between gradients at stale and at fresh weights under CDP-v2, the mean over a run,
-            in the stage where it is smallest.
-        tested: what ``n_tested`` counts, ``images`` or ``tokens``.
+    The interval of ``difference``, CDP-v2 minus DP in points, is paired by seed and covers 95 %; it
+    is at least as wide as the binomial one of ``n_tested`` answers.
     """
 
-    n_steps: int
-    seeds: tuple[int, ...]
-    n_tested: int
-    accuracy: Mapping[str, tuple[float, ...]]
+    n_steps: int  # training steps of a run
+    seeds: tuple[int, ...]  # one for each run of a rule
+    n_tested: int  # images, or tokens, in the test
+    accuracy: Mapping[str, tuple[float, ...]]  # by rule and run, a share
     difference: Estimate
-    loss_ratio: float
-    highest: float
-    chance: float
-    learned: bool
-    diverged: tuple[str, ...]
-    cosine: float
-    tested: str = "images"
+    loss_ratio: float  # CDP-v2's training loss by that of DP at the end, the mean over seeds
+    highest: float  # largest mean loss over a tenth of a run, by the loss of its first step
+    chance: float  # accuracy of always naming the most frequent class
+    learned: bool  # whether DP became surely better than that
+    diverged: tuple[str, ...]  # rules whose loss exploded in a run
+    cosine: float  # of CDP-v2's stale and fresh gradients, mean over a run, smallest of all stages
+    tested: str = "images"  # what n_tested counts; or tokens
 
     @property
     def blind(self) -> str:
@@ -161,49 +131,27 @@ class TrainingFindings:
 
 @dataclass(frozen=True)
 class Pilot:
-    """What a pilot measured and predicted, and the advice.
+    """What a pilot measured and predicted, and the advice."""
 
-    Attributes:
-        n_workers: micro-batches of a training step.
-        n_stages: stages of the model; 1 if it cannot be cut.
-        batch: samples of a micro-batch.
-        placement: of the workers: ``per_microbatch``, ``per_stage`` or ``one``.
-        device: name of the device that was measured.
-        hardware: the user's machines.
-        compute: source of the predicted seconds: ``measured`` on ``device``, or ``roofline``.
-        rules: DP, CDP-v1 and CDP-v2; empty if the model cannot be cut.
-        training: a short training; None if there was none.
-        untrained: why there was none.
-        model: ``package.module.function`` that makes the model; empty if it has no such name.
-        shape: of a sample: ``(channels, height, width)`` of an image, ``(tokens,)`` of a sequence.
-        samples: ``images`` or ``sequences``.
-        partition: what the stages have equal shares of: ``flops`` or ``activations``.
-        n_classes: classes of an image, or size of the vocabulary.
-        slack: least and largest factor on the seconds of computing in predictions.
-        seconds: that the pilot took.
-        costs: of the stages.
-        optimizer_bytes: bytes of the optimizer's state, by stage.
-    """
-
-    n_workers: int
-    n_stages: int
-    batch: int
-    placement: str
-    device: str
-    hardware: Hardware
-    compute: str
-    rules: tuple[RuleFindings, ...]
-    training: TrainingFindings | None = None
-    untrained: str = ""
-    model: str = ""
-    shape: tuple[int, ...] = (3, 224, 224)
-    samples: str = "images"
-    partition: str = "flops"
-    n_classes: int = 0
-    slack: tuple[float, float] = (1.0, 1.0)
-    seconds: float = 0.0
-    costs: Costs = field(default=(), repr=False)
-    optimizer_bytes: Sequence[int] = field(default=(), repr=False)
+    n_workers: int  # micro-batches of a training step
+    n_stages: int  # 1 if the model cannot be cut
+    batch: int  # samples of a micro-batch
+    placement: str  # of the workers: per_microbatch, per_stage or one
+    device: str  # that was measured
+    hardware: Hardware  # the user's machines
+    compute: str  # source of the predicted seconds: measured on the device, or roofline
+    rules: tuple[RuleFindings, ...]  # DP, CDP-v1 and CDP-v2; empty if the model cannot be cut
+    training: TrainingFindings | None = None  # a short training
+    untrained: str = ""  # why there was none
+    model: str = ""  # package.module.function that makes the model, if it has such a name
+    shape: tuple[int, ...] = (3, 224, 224)  # of an image; (tokens,) of a sequence
+    samples: str = "images"  # or sequences
+    partition: str = "flops"  # of which the stages have equal shares; or activations
+    n_classes: int = 0  # or size of the vocabulary
+    slack: tuple[float, float] = (1.0, 1.0)  # on the seconds of computing: least and largest factor
+    seconds: float = 0.0  # that the pilot took
+    costs: Costs = field(default=(), repr=False)  # of the stages
+    optimizer_bytes: Sequence[int] = field(default=(), repr=False)  # by stage
 
     def of(self, rule: str) -> RuleFindings:
         """Return the findings of ``rule``: DP, CDP-v1 or CDP-v2."""

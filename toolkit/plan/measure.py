@@ -43,23 +43,14 @@ _SURE = 3.0  # standard errors above chance from which on DP has learned
 
 @dataclass(frozen=True)
 class Data:
-    """Batches for training and for the test.
+    """Batches for training and for the test."""
 
-    Attributes:
-        epoch: the batches of one epoch, by seed and epoch; all of the same size.
-        test: batches of samples that are not trained on.
-        labelled: whether the classes are the user's.
-        n_tested: number of test samples.
-        n_classes: number of classes.
-        samples: ``images`` or ``sequences``.
-    """
-
-    epoch: Callable[[int, int], Iterable[Batch]]
-    test: Callable[[], Iterable[Batch]]
-    labelled: bool
+    epoch: Callable[[int, int], Iterable[Batch]]  # by seed and epoch; all batches of one size
+    test: Callable[[], Iterable[Batch]]  # of samples that are not trained on
+    labelled: bool  # whether the classes are the user's
     n_tested: int
     n_classes: int
-    samples: str = "images"
+    samples: str = "images"  # or sequences
 
     def train(self, seed: int) -> Iterator[Batch]:
         """Endless batches, epoch after epoch."""
@@ -296,11 +287,11 @@ def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> 
 
 
 class _Run(NamedTuple):
-    """A training: first loss, mean loss of each tenth, mean cosine of each stage."""
+    """A training."""
 
-    first: float
-    tenths: list[float]
-    cosines: list[float]
+    first: float  # loss
+    tenths: list[float]  # mean loss of each
+    cosines: list[float]  # mean of each stage
     diverged: bool
     accuracy: float  # 0 if the training diverged
 

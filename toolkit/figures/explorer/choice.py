@@ -42,31 +42,18 @@ def _factory(schedule: str) -> Any:
 
 @dataclass(frozen=True)
 class Choice:
-    """A schedule by name and options; None stands for the schedule's default.
+    """A schedule by name and options; None stands for the schedule's default."""
 
-    Args:
-        schedule: a choice of conf/schedule, or ``"your own"``.
-        stages: parts of the model, 1 to 32; ignored with orders of your own.
-        microbatches: of a training step, or of one round where workers accumulate; 1 to 32.
-        delay: steps by which weights are late, also as a list or a matrix, or ``"freshest"``.
-        predict: whether late weights are extrapolated to the step that reads them.
-        placement: the rank of each op.
-        state: ``replicated`` or ``sharded``.
-        n_ranks: of interleaved 1F1B.
-        accumulate: micro-batches that each worker runs one after another in a step.
-        orders: your own: one line a rank, such as ``"0F0 0F1 0B0 0B1"``.
-    """
-
-    schedule: str = "cdp_v2"
-    stages: int = 4
-    microbatches: int = 4
-    delay: Delay | None = None
-    predict: bool | None = None
-    placement: str | None = None
-    state: str | None = None
-    n_ranks: int | None = None
-    accumulate: int | None = None
-    orders: tuple[str, ...] = ()
+    schedule: str = "cdp_v2"  # a choice of conf/schedule, or "your own"
+    stages: int = 4  # parts of the model, 1 to 32; ignored with orders of your own
+    microbatches: int = 4  # of a training step, or of one round where workers accumulate
+    delay: Delay | None = None  # steps by which weights are late; a list, a matrix or "freshest"
+    predict: bool | None = None  # extrapolate late weights to the step that reads them
+    placement: str | None = None  # the rank of each op
+    state: str | None = None  # replicated or sharded
+    n_ranks: int | None = None  # of interleaved 1F1B
+    accumulate: int | None = None  # micro-batches of a worker, one after another in a step
+    orders: tuple[str, ...] = ()  # your own: one line a rank, such as "0F0 0F1 0B0 0B1"
 
     def __post_init__(self) -> None:
         if self.delay is not None:
