@@ -43,8 +43,7 @@ def test_nothing_is_cut_off(shown):
     assert {axes.get_xlim() for column in found for axes in column} == {(0, longest)}
 
 
-@pytest.mark.parametrize("memory", [True, False])
-def test_every_colour_is_named(memory):
+def test_every_colour_is_named():
     whole = ["forward", "backward", "update", "send", "receive"]
     split = [*whole[:2], "backward of weights", *whole[2:]]
     predicted = [*whole[:2], "prediction", *whole[2:]]
@@ -52,7 +51,7 @@ def test_every_colour_is_named(memory):
     late = simulate(catalog.cyclic(2, 1, predict=True).lower(4), unit_costs(2), slow)
     zero_bubble = timeline(catalog.zero_bubble(2, 2))
     for shown, names in ((DP, whole), (zero_bubble, split), (late, predicted)):
-        (legend,) = timelines(shown, memory=memory).legends
+        (legend,) = timelines(shown).legends
         assert [text.get_text() for text in legend.get_texts()] == names
 
 
@@ -79,10 +78,3 @@ def test_nothing_sent_is_an_empty_panel():
     ((_, _, traffic),) = rows(timelines([ALONE]), 1)
     assert traffic.get_ylim()[0] == 0
     assert not bytes_sent_by_bin(ALONE).any()
-
-
-def test_without_memory_there_are_ranks_and_traffic():
-    ranks, traffic = timelines(DP, memory=False).axes
-    assert (ranks.get_ylim(), ranks.get_ylabel()) == ((3.5, -0.5), "rank")
-    assert traffic.get_ylim()[0] == 0
-    assert traffic.dataLim.y1 < traffic.get_ylim()[1] < 1.2 * traffic.dataLim.y1

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from math import nan
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -18,7 +17,6 @@ from toolkit.notebook import (
     RESULTS,
     Live,
     by_epoch,
-    by_rank,
     counted_and_measured,
     delay_study,
     differences,
@@ -103,7 +101,7 @@ def test_two_runs_of_one_seed_are_not_mixed():
     assert by_epoch(swept[swept["optimizer.lr"] == 0.3]) == {"DP": [[0.1, 0.2]]}
 
 
-def test_rules_of_a_comparison_that_share_a_name_are_told_apart():
+def test_rules_of_a_comparison_that_share_a_name_get_labels():
     late = [table(("CDP delay 2", 0, [10 * k]), folder="a", rule=f"late_{k}") for k in (1, 2)]
     rest = (
         table(("DP", 0, [30]), folder="a", rule="dp"),
@@ -142,8 +140,8 @@ def test_runs_that_have_diverged_do_not_count():
     assert list(found["paired difference from DP"]) == ["+0.00", "-9.00", "-"]
 
 
-def test_runs_that_have_diverged_are_told_however_they_were_kept():
-    """Of those that have not finished only they; also where all of a rule's have."""
+def test_diverged_runs_count_as_such_whatever_their_state():
+    """Other unfinished runs are left out, also where all of a rule's have diverged."""
     lost = table(("DP", 0, [80]), ("X", 0, [nan]), ("Y", 0, [70])).assign(train_loss=1.0)
     lost["state"] = ["finished", "failed", "unfinished"]
     lost.loc[lost["schedule"] == "X", "train_loss"] = nan
@@ -197,12 +195,11 @@ def test_delays_of_the_kept_study():
     assert found.loc["DP delay 4", "paired difference from DP"].startswith("-")
 
 
-def test_rules_of_a_study_that_share_a_name_are_told_apart(tmp_path):
+def test_rules_of_a_study_that_share_a_name_get_labels(tmp_path):
     result = json.loads((RESULTS / "delays" / "result.json").read_text())
     result["metrics"][2]["schedule"] = result["metrics"][1]["schedule"]
     (tmp_path / "result.json").write_text(json.dumps(result))
     found = delay_study(tmp_path)
-    assert len(found) == len(result["metrics"])
     assert list(found.index)[1:3] == ["CDP-v1 (cdp_v1)", "CDP-v1 (cdp_v2)"]
 
 
@@ -242,35 +239,18 @@ def test_own_runs_beside_kept_ones():
     assert [len(runs) for runs in by_epoch(kept).values()] == [5, 5, 5]
 
 
-def test_the_counted_table():
+def test_counted_and_measured():
     rows = compare(2)
     found = counted_and_measured(rows)
     assert len(found) == len(rows) == 15
     assert found.loc[("multi-device", "DP"), "sent"] == "1 P"
-    assert found.loc[("one device", "CDP-v1"), "activations (all)"] == "3/2 (3/2) A"
     assert "measured" not in found
-
-
-def measured(rows):
-    """As if rows had run, each as it was counted."""
-    return [
+    ran = [  # as if rows had run, each as it was counted
         MeasuredRow(row.setting, row.rule, {}, {}, Measurements(row.schedule, ())) for row in rows
     ]
-
-
-def test_what_was_measured_stands_beside_its_own_count():
-    assert set(counted_and_measured(compare(2), measured(compare(2)))["measured"]) == {"equal"}
+    assert set(counted_and_measured(rows, ran)["measured"]) == {"equal"}
     with pytest.raises(UserError, match=r"schedules differ.*compare\(n\)"):
-        counted_and_measured(compare(3), measured(compare(2)))
-
-
-def test_ranks_by_their_number():
-    row = {
-        "rank": 1, "peak_activations": 4_863_232, "peak_weights": 1000, "device_peak": None,
-        "messages_sent": 12, "bytes_sent": 1_889_136.0, "messages_received": 9, "bytes_received": 0,
-    }  # fmt: skip
-    found = by_rank(SimpleNamespace(by_rank=lambda: [row]))
-    assert found.loc[1, "sent (MB)"] == "1.889"
+        counted_and_measured(compare(3), ran)
 
 
 def test_bars_follow_reports(monkeypatch):

@@ -1,113 +1,173 @@
 """The explorer in JupyterLab, by mouse and keyboard: BROWSER=1 python -m pytest tests/notebooks
 
-Screenshots go to the folder SCREENSHOTS, if there is one.
+The server uses a free port and its own home folder. Screenshots go to the folder SCREENSHOTS, if
+there is one.
 """
 
+import json
 import os
 import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
-from tests.notebooks import browser
+from tests.ports import free_port
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-WAIT = 30_000
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+MISSING = [name for name in ("playwright", "jupyterlab") if find_spec(name) is None]
+TOKEN = "toolkit"
+START, WAIT = 60, 30_000  # seconds, milliseconds
 OPS = "n => document.querySelector('.cdp-grid').querySelectorAll('title').length SIGN n"
+READY = """() => {
+    const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
+    return session?.isReady && session.session?.kernel?.status === "idle";
+}"""
+SETTINGS = {  # no questions, no news, nothing from the network
+    "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "docmanager-extension/plugin": {"autosave": False},
+    "notebook-extension/tracker": {"windowingMode": "none"},
+}
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif("BROWSER" not in os.environ, reason="BROWSER=1 runs it"),
-    pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "nothing is missing"),
+    pytest.mark.skipif(bool(MISSING) or CHROMIUM is None, reason=f"no Chromium, or no {MISSING}"),
 ]
 
 
-class Explorer:
-    """The explorer on a page, as a reader meets it."""
+@contextmanager
+def lab(folder, home):
+    """A JupyterLab server on ``folder``; its address."""
+    for name, values in SETTINGS.items():
+        path = home / ".jupyter/lab/user-settings/@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    port = free_port()
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root"]
+    command += [f"--ServerApp.port={port}", f"--IdentityProvider.token={TOKEN}"]
+    command += [f"--ServerApp.root_dir={folder}", "--ServerApp.port_retries=0"]
+    command += ["--LabApp.expose_app_in_browser=True"]
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("JUPYTER", "IPYTHON", "XDG"))}
+    with (home / "lab.log").open("w") as log:
+        environment = own | {"HOME": str(home)}
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            address, end = f"http://127.0.0.1:{port}", time.monotonic() + START
+            while not answers(f"{address}/api?token={TOKEN}"):
+                assert time.monotonic() < end, (home / "lab.log").read_text()[-2000:]
+                assert server.poll() is None, (home / "lab.log").read_text()[-2000:]
+                time.sleep(0.2)
+            yield address
+        finally:
+            server.terminate()
+            server.wait(20)
 
-    def __init__(self, page):
-        self.page = page
-        self.grids = page.locator(".cdp-explorer .cdp-grid")
 
-    def handle(self, name):
-        slider = self.page.locator(".cdp-explorer .widget-slider").filter(has_text=name)
-        return slider.locator(".noUi-handle").first
+def answers(url):
+    try:
+        urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
-    def titles(self):
-        return [grid.get_attribute("aria-label") for grid in self.grids.all()]
 
-    def ops(self, k=0):
-        return self.grids.nth(k).locator("title").count()
+@contextmanager
+def page(address, notebook, pictures):
+    """A page of ``notebook``, and the console's errors; if all fails, a picture of it."""
+    from playwright.sync_api import sync_playwright
 
-    def number(self, name):
-        row = self.page.locator(".cdp-numbers").first.get_by_role("row").filter(has_text=name)
-        return row.locator(".cdp-number").inner_text()
-
-    def wait_for_ops(self, n):
-        self.page.wait_for_function(OPS.replace("SIGN", "==="), arg=n, timeout=WAIT)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        shown, errors = browser.new_page(viewport={"width": 1280, "height": 900}), []
+        shown.on("pageerror", lambda error: errors.append(str(error)))
+        shown.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        try:
+            shown.goto(f"{address}/lab/tree/{notebook}?token={TOKEN}")
+            shown.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+            yield shown, errors
+        finally:
+            shown.screenshot(path=pictures / "last.png")
+            browser.close()
 
 
 def test_the_explorer_in_jupyterlab(tmp_path):
     pictures = Path(os.environ.get("SCREENSHOTS") or tmp_path / "screenshots")
-    pictures.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "home").mkdir()
-    (tmp_path / "notebooks").mkdir()
+    for folder in (pictures, tmp_path / "home", tmp_path / "notebooks"):
+        folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(NOTEBOOKS / "1_schedules.ipynb", tmp_path / "notebooks")
     with (
-        browser.lab(tmp_path / "notebooks", tmp_path / "home") as address,
-        browser.page(address, "1_schedules.ipynb", pictures) as (page, errors),
+        lab(tmp_path / "notebooks", tmp_path / "home") as address,
+        page(address, "1_schedules.ipynb", pictures) as (shown, errors),
     ):
-        browser.run_all(page)
-        page.wait_for_selector(".cdp-explorer .cdp-grid", timeout=WAIT)
-        page.locator(".cdp-explorer").scroll_into_view_if_needed()
-        explorer = Explorer(page)
-        assert explorer.titles() == [
+        shown.wait_for_function(READY, timeout=60_000)
+        shown.get_by_role("menuitem", name="Run", exact=True).click()
+        shown.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        shown.wait_for_selector(".cdp-explorer .cdp-grid", timeout=WAIT)
+        shown.locator(".cdp-explorer").scroll_into_view_if_needed()
+        grids = shown.locator(".cdp-explorer .cdp-grid")
+
+        def handle(name):
+            slider = shown.locator(".cdp-explorer .widget-slider").filter(has_text=name)
+            return slider.locator(".noUi-handle").first
+
+        def number(name):
+            row = shown.locator(".cdp-numbers").first.get_by_role("row").filter(has_text=name)
+            return row.locator(".cdp-number").inner_text()
+
+        assert [grid.get_attribute("aria-label") for grid in grids.all()] == [
             "CDP-v2: ops of 3 training steps",
             "DP: ops of 3 training steps",
         ]
-        assert (explorer.ops(), explorer.number("peak activations")) == (96, "2.5")
+        assert (grids.first.locator("title").count(), number("peak activations")) == (96, "2.5")
 
-        _drag(page, explorer.handle("stages"), 120)
-        page.wait_for_function(OPS.replace("SIGN", ">"), arg=96, timeout=WAIT)
+        assert len({grid.bounding_box()["y"] for grid in grids.all()}) == 1  # side by side
 
-        schedule = page.locator(".cdp-column").first.get_by_label("schedule", exact=True)
-        _choose(page, schedule, "ArrowDown", 3)
-        page.wait_for_selector('.cdp-grid[aria-label^="GPipe"]', timeout=WAIT)
-        assert explorer.number("largest staleness") == "0"
-        _choose(page, schedule, "ArrowUp", 3)
-        page.wait_for_selector('.cdp-grid[aria-label^="CDP-v2"]', timeout=WAIT)
+        drag(shown, handle("stages"), 120)
+        shown.wait_for_function(OPS.replace("SIGN", ">"), arg=96, timeout=WAIT)
 
-        for name in ("stages", "micro-batches"):
-            explorer.handle(name).press("Home")
-            explorer.handle(name).press("ArrowRight")
-        explorer.wait_for_ops(3 * 2 * 2 * 2)
-        page.screenshot(path=pictures / "explorer_2.png")
-        for name in ("stages", "micro-batches"):
-            explorer.handle(name).press("End")
-        explorer.wait_for_ops(3 * 2 * 16 * 16)
-        page.screenshot(path=pictures / "explorer_16.png")
+        schedule = shown.locator(".cdp-column").first.get_by_label("schedule", exact=True)
+        choose(shown, schedule, "ArrowDown", 3)
+        shown.wait_for_selector('.cdp-grid[aria-label^="GPipe"]', timeout=WAIT)
+        assert number("largest staleness") == "0"
+        choose(shown, schedule, "ArrowUp", 3)
+        shown.wait_for_selector('.cdp-grid[aria-label^="CDP-v2"]', timeout=WAIT)
 
-        page.locator(".cdp-column").first.get_by_label("delay", exact=True).select_option("0")
-        page.wait_for_selector('.cdp-wrong[role="alert"]', timeout=WAIT)
-        assert "cannot read weights 0 steps late" in page.locator(".cdp-wrong p").inner_text()
-        assert page.locator(".cdp-faded .cdp-grid").count() == 1
-        page.screenshot(path=pictures / "explorer_wrong.png")
-        assert "Traceback" not in page.locator(".jp-NotebookPanel").inner_text()
+        for size, keys in ((2, ("Home", "ArrowRight")), (16, ("End",))):
+            for name in ("stages", "micro-batches"):
+                for key in keys:
+                    handle(name).press(key)
+            n_ops = 3 * 2 * size * size
+            shown.wait_for_function(OPS.replace("SIGN", "==="), arg=n_ops, timeout=WAIT)
+            shown.screenshot(path=pictures / f"explorer_{size}.png")
+
+        shown.locator(".cdp-column").first.get_by_label("delay", exact=True).select_option("0")
+        shown.wait_for_selector('.cdp-wrong[role="alert"]', timeout=WAIT)
+        assert "cannot read weights 0 steps late" in shown.locator(".cdp-wrong p").inner_text()
+        assert shown.locator(".cdp-faded .cdp-grid").count() == 1
+        shown.screenshot(path=pictures / "explorer_wrong.png")
+        assert "Traceback" not in shown.locator(".jp-NotebookPanel").inner_text()
         assert not [error for error in errors if "cdp-" in error or "widget" in error.lower()]
 
 
-def _drag(page, handle, pixels):
+def drag(shown, handle, pixels):
     box = handle.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
-    page.mouse.move(x, y)
-    page.mouse.down()
-    page.mouse.move(x + pixels, y, steps=8)
-    page.mouse.up()
+    shown.mouse.move(x, y)
+    shown.mouse.down()
+    shown.mouse.move(x + pixels, y, steps=8)
+    shown.mouse.up()
 
 
-def _choose(page, dropdown, key, times):
+def choose(shown, dropdown, key, times):
     """By keyboard; while a list is closed, up and down are JupyterLab's own."""
     dropdown.focus()
     for pressed in ("Space", *[key] * times, "Enter"):
-        page.keyboard.press(pressed)
-        page.wait_for_timeout(100)
+        shown.keyboard.press(pressed)
+        shown.wait_for_timeout(100)

@@ -46,7 +46,7 @@ _PLACES = {  # of a lane in its rank's row: lower end and height
 _LANES = {"update": GREEN, "send": PURPLE, "receive": VERMILION}
 
 
-def timelines(shown: "Timeline | Sequence[Timeline]", *, memory: bool = True) -> Figure:
+def timelines(shown: "Timeline | Sequence[Timeline]") -> Figure:
     """One column a timeline: its ranks, their memory and their traffic, over time.
 
     A rank has a row: computing on top, below it updates, and what its port sends and receives.
@@ -55,7 +55,6 @@ def timelines(shown: "Timeline | Sequence[Timeline]", *, memory: bool = True) ->
 
     Args:
         shown: timelines, from left to right.
-        memory: whether to draw the memory.
 
     Raises:
         UserError: there is no timeline.
@@ -64,29 +63,26 @@ def timelines(shown: "Timeline | Sequence[Timeline]", *, memory: bool = True) ->
     if not shown:
         raise UserError("there is no timeline to draw: give one, or several")
     n_ranks = max(timeline.n_ranks for timeline in shown)
-    ratios = [max(2.0, 0.45 * n_ranks), *[1.9] * memory, 1]
-    unit, name = unit_for(max(timeline.end for timeline in shown), TIMES)
+    end = max(timeline.end for timeline in shown)
+    unit, name = unit_for(end, TIMES)
     rates = [bytes_sent_by_bin(t) * _BINS / t.end for t in shown]
     fastest = max(rate.max() for rate in rates)
     traffic_unit, traffic_name = unit_for(fastest, RATES)
-    height = min(8.0, 2.2 + 0.8 * memory + 0.22 * n_ranks)
-    with drawing((3.6 * len(shown) + 0.4, height)) as figure:
-        rows = figure.subplots(
-            len(ratios), len(shown), squeeze=False, height_ratios=ratios, sharex=True
-        )
-        rows[-1, 0].set_xlim(0, max(timeline.end for timeline in shown) / unit)
-        for timeline, rate, ranks, traffic in zip(shown, rates, rows[0], rows[-1], strict=True):
+    with drawing((3.6 * len(shown) + 0.4, min(8.0, 3.0 + 0.22 * n_ranks))) as figure:
+        ratios = (max(2.0, 0.45 * n_ranks), 1.9, 1)
+        rows = figure.subplots(3, len(shown), squeeze=False, height_ratios=ratios, sharex=True)
+        rows[2, 0].set_xlim(0, end / unit)
+        for timeline, rate, ranks, traffic in zip(shown, rates, rows[0], rows[2], strict=True):
             _draw_ranks(ranks, timeline, unit)
             ranks.set_title(timeline.name)
             edges = np.linspace(0, timeline.end / unit, _BINS + 1)
             traffic.stairs(rate / traffic_unit, edges, fill=True, color=PURPLE, alpha=0.8)
             traffic.set_ylim(0, 1.1 * fastest / traffic_unit or None)
             traffic.set_xlabel(f"time ({name})")
-            traffic.tick_params(labelleft=traffic is rows[-1, 0])
+            traffic.tick_params(labelleft=traffic is rows[2, 0])
         align(rows[0], [("rank", timeline.n_ranks) for timeline in shown])
-        rows[-1, 0].set_ylabel(f"sent\n({traffic_name})")
-        if memory:
-            _draw_memories(rows[1], shown, unit)
+        rows[2, 0].set_ylabel(f"sent\n({traffic_name})")
+        _draw_memories(rows[1], shown, unit)
         keys = _keys(shown)
         ncols = len(keys) if len(keys) <= (6 if len(shown) > 1 else 5) else 3
         figure.legend(handles=keys, loc="outside lower center", ncols=ncols, columnspacing=1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as ui
 
@@ -12,9 +12,6 @@ from toolkit.cost.hardware import presets
 from toolkit.errors import UserError
 from toolkit.figures.explorer.choice import LARGEST, OWN, SCHEDULES, Choice, options_of
 from toolkit.schedule import FRESHEST, PLACEMENTS, STATES
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
 
 UNIFORM = "uniform"
 _EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
@@ -108,25 +105,12 @@ def cost_sources() -> dict[str, Costs]:
     return {UNIFORM: unit_costs, **models}
 
 
-def profiled(model: "nn.Module", example: "Tensor | tuple[Tensor, ...] | None") -> Costs:
-    """Costs of ``model``, cut and profiled at first use; a UserError if it cannot be."""
-    from toolkit.model import partition
-
-    @cache
-    def costs(n_stages: int) -> Sequence[StageCost]:
-        if example is None:
-            raise UserError("a model is profiled on an example: give a micro-batch, example=...")
-        return profile(partition(model, n_stages, example), example)
-
-    return costs
-
-
 @cache
 def _preset(name: str, n_stages: int) -> Sequence[StageCost]:
     """Costs of a model by name, made on the meta device."""
     import torch
 
-    from toolkit.model import Images, InputSpec, Sequences, build, gpt
+    from toolkit.model import Images, InputSpec, Sequences, build, gpt, partition
 
     form: InputSpec
     with torch.device("meta"):
@@ -135,4 +119,5 @@ def _preset(name: str, n_stages: int) -> Sequence[StageCost]:
             model = gpt(**form.arguments, layers=12, width=768, heads=12)
         else:
             form, model = Images(3, 224, 224, 1000), build(name)
-    return profiled(model, form.example(_SAMPLES, "meta"))(n_stages)
+    example = form.example(_SAMPLES, "meta")
+    return profile(partition(model, n_stages, example), example)

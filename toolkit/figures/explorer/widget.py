@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets as ui
 
+from toolkit.cost import Hardware, StageCost, Timeline
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice
 from toolkit.figures.explorer import page
@@ -15,12 +16,12 @@ from toolkit.figures.explorer.choice import ORDERS_FILE, OWN, Choice, check_size
 from toolkit.figures.explorer.controls import (
     UNIFORM,
     Column,
+    Costs,
     cost_sources,
     field,
     hardware_presets,
     in_columns,
     lines_of,
-    profiled,
     show,
 )
 from toolkit.figures.explorer.inspection import Analysis, analyse, predict
@@ -28,11 +29,6 @@ from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
 from toolkit.schedule import Schedule
 from toolkit.schedule.instruction import collector_paused
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from toolkit.cost import Hardware, StageCost, Timeline
 
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
@@ -52,9 +48,8 @@ class Explorer(ui.VBox):
         microbatches: of a training step.
         compare: another schedule of the same sizes, shown side by side.
         n_steps: training steps drawn, 1 to 3.
-        costs: of the stages, by :func:`toolkit.cost.profile`; uniform unless given.
-        model: whose stages are profiled on demand, with ``example``, a micro-batch.
-        example: see ``model``.
+        costs: of the stages, by :func:`toolkit.cost.profile`, or a function from the number of
+            stages to their costs; uniform unless given.
         hardware: what is simulated; the presets of conf/hardware can be chosen, too.
         folder: where exports are written.
         options: of the first schedule, as in :class:`Choice`: ``delay``, ``predict``,
@@ -72,10 +67,8 @@ class Explorer(ui.VBox):
         *,
         compare: str | Schedule | None = None,
         n_steps: int = 3,
-        costs: "Sequence[StageCost] | None" = None,
-        model: "nn.Module | None" = None,
-        example: "Tensor | tuple[Tensor, ...] | None" = None,
-        hardware: "Hardware | None" = None,
+        costs: Costs | Sequence[StageCost] | None = None,
+        hardware: Hardware | None = None,
         folder: str | Path = ".",
         **options: Any,
     ) -> None:
@@ -93,10 +86,8 @@ class Explorer(ui.VBox):
         source, machine = UNIFORM, "unit"
         if costs is not None:
             source = "given"
-            self._sources[source] = lambda n_stages: costs  # simulation refuses another number
-        if model is not None:
-            source = type(model).__name__
-            self._sources[source] = profiled(model, example)
+            # The simulation refuses costs of another number of stages.
+            self._sources[source] = costs if callable(costs) else lambda n_stages: costs
         if hardware is not None:
             check_hardware(hardware)
             machine = hardware.name
