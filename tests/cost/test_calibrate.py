@@ -56,15 +56,6 @@ def test_medians_of_each_stage():
     assert second == replace(SECOND, forward_seconds=8, backward_seconds=6)
 
 
-def test_a_split_backward_is_the_sum_of_both_halves():
-    spans = [compute("10F0", 1)]
-    spans += [compute(f"10I{m}", seconds) for m, seconds in enumerate((2, 3, 4))]
-    spans += [compute(f"10W{m}", seconds) for m, seconds in enumerate((10, 20, 60))]
-    spans += [compute(f"{j}{kind}0", 1) for j in range(10) for kind in "FB"]
-    *_, cost = calibrate(timeline(*spans), unit_costs(11))[0]
-    assert cost.seconds(UNIT) == (1, 3 + 20)
-
-
 def test_links_take_the_median_whatever_the_size():
     spans = [compute("0F0", 1), compute("0B0", 1)]
     spans += [link("send", 1.0), link("receive", 2.0), link("send", 9.0)]

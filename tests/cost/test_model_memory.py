@@ -83,16 +83,6 @@ def test_the_backward_mirrors_the_forward(axis):
     assert np.all(np.diff(curve.levels[: peak + 1]) >= 0)
 
 
-@given(curves(), st.data())
-def test_at_is_periodic(curve, data):
-    k = data.draw(st.integers(0, len(curve.levels) - 1))
-    period = curve.edges[-1]
-    lap = data.draw(st.integers(-3, 3))
-    begin, middle = curve.edges[k], (curve.edges[k] + curve.edges[k + 1]) / 2
-    found = curve.at(np.array([begin, middle]) + lap * period)
-    assert found.tolist() == [curve.levels[k]] * 2
-
-
 @given(curves(), st.integers(1, 7))
 @settings(deadline=None)
 def test_the_total_of_shifted_workers_by_brute_force(curve, n):

@@ -129,15 +129,6 @@ def test_ranks_compute_while_they_send():
     assert sorted(sent) == [(2, 4.5), (4.5, 7), (10, 13.5), (13.5, 17)]
 
 
-def test_messages_to_one_rank_come_one_after_the_other():
-    orders = ["0F0 0B0", "0F1 0B1", "1F0 1F1 1B0 1B1"]
-    timeline = simulate(Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW)
-    sent = when(timeline, "send")
-    assert (sent["0 activation"], sent["1 activation"]) == ((2, 4.5), (4.5, 7))
-    computed = when(timeline)
-    assert (computed["2 1F0"], computed["2 1F1"]) == ((4.5, 5.5), (7, 8))
-
-
 def test_ports_send_and_receive_at_once():
     orders = ["0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"]
     timeline = simulate(Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW)
@@ -236,14 +227,6 @@ def test_ranks_of_different_speeds():
         "1 1B0": (3.75, 7.75),
         "0 0B0": (7.75, 9.75),
     }
-
-
-@pytest.mark.parametrize("delay", [1, "freshest"])
-def test_workers_of_cyclic_data_parallelism_keep_their_stagger(delay):
-    timeline = simulate(catalog.cyclic(3, delay).lower(4), unit_costs(3), UNIT)
-    for rank in range(3):
-        starts = [s.start for s in timeline.spans if s.rank == rank and s.name == f"0F{rank}"]
-        assert starts == [2 * rank + 6 * step for step in range(4)]
 
 
 def test_slow_weights_stay_until_they_are_sent():
@@ -433,25 +416,6 @@ def test_bytes_sent_are_those_of_the_program(schedule):
     assert timeline.bytes_sent() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "schedule", [catalog.gpipe(4, 6), catalog.cyclic(4, placement="per_stage")]
-)
-def test_boundaries_travel_between_neighbours(schedule):
-    """Outputs forth and gradients of inputs back, once a micro-batch."""
-    timeline = simulate(
-        schedule.lower(2), [replace(FIRST, output_bytes=4.0, input_bytes=6.0)] * 4, SLOW
-    )
-    n = 2 * schedule.n_microbatches
-    sent = Counter()
-    for span in timeline.spans:
-        if span.lane == "send":
-            sent[span.rank, span.peer] += span.bytes
-    assert sent == {
-        **{(j, j + 1): 4.0 * n for j in range(3)},
-        **{(j + 1, j): 6.0 * n for j in range(3)},
-    }
-
-
 def test_stages_keep_their_inputs_until_the_backward():
     """All of them from their arrival; on one rank what no stage before keeps, from the forward."""
     second = replace(SECOND, extra_input_bytes=1.0)
@@ -538,7 +502,8 @@ def costs(draw, n_stages):
 @given(programs(), machines(), st.data())
 @quick
 def test_any_program_on_any_machine(program, hardware, data):
-    """Ops wait for what they need, memory is never negative, and what is left is as new."""
+    """Ops and updates wait for what they need and for each other; memory is never negative; and
+    what is left is as new."""
     schedule = program.schedule
     stages = data.draw(costs(schedule.n_stages))
     timeline = simulate(program, stages, hardware)
@@ -548,7 +513,27 @@ def test_any_program_on_any_machine(program, hardware, data):
             assert span.start >= ops[f"{span.stage - 1}F{span.microbatch}", step].end
         elif "B" in name:
             assert span.start >= ops[f"{span.stage}F{span.microbatch}", step].end
-    for rank in range(schedule.n_ranks):
+    for rank, instructions in enumerate(program.ranks):
+        own = [span for span in timeline.spans if span.rank == rank]
+        computed, updates = ([s for s in own if s.lane == lane] for lane in ("compute", "update"))
+        for spans in (computed, updates):
+            assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert [s[5:8] for s in computed if not s.name.startswith("predict")] == [
+            (i.stage, i.microbatch, i.step) for i in instructions if i.action.computes
+        ]
+        for update in updates:
+            seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth
+            assert update.end - update.start == pytest.approx(seconds / hardware.speed(rank))
+            assert all(
+                span.end <= update.start
+                for span in own
+                if (span.stage, span.step) == (update.stage, update.step)
+                and (
+                    (span.lane == "compute" and span.computed in "BW")
+                    or (span.name == "gradient" and span.lane == "receive")
+                    or span.name in ("all-reduce", "reduce")
+                )
+            )
         for kind in ("activations", "weights", "gradients"):
             curve = timeline.memory(rank, kind)
             assert all(n_bytes >= 0 for _, n_bytes in curve)
@@ -559,19 +544,6 @@ def test_any_program_on_any_machine(program, hardware, data):
             )
             assert held(timeline, rank, kind, inf) == (left if kind == "weights" else 0)
     assert len(timeline.step_ends) == program.n_steps
-
-
-@given(programs(), machines())
-@quick
-def test_a_rank_computes_in_the_order_of_its_program(program, hardware):
-    hardware = replace(hardware, memory_bandwidth=2.0)
-    timeline = simulate(program, unit_costs(program.schedule.n_stages), hardware)
-    for rank, instructions in enumerate(program.ranks):
-        expected = [(i.stage, i.microbatch, i.step) for i in instructions if i.action.computes]
-        own = [s for s in timeline.spans if (s.rank, s.lane) == (rank, "compute")]
-        ops = [(s.stage, s.microbatch, s.step) for s in own if not s.name.startswith("predict")]
-        assert ops == expected
-        assert all(a.end <= b.start for a, b in pairwise(own))
 
 
 PROGRAM = catalog.gpipe(3, 2).lower(1)
@@ -592,26 +564,3 @@ def test_rejects_what_does_not_match_the_program(arguments, value):
     with pytest.raises(UserError, match=value):
         simulate(*arguments)
     simulate(PROGRAM, unit_costs(3), replace(UNIT, speeds=(1.0,) * 4))  # more ranks than needed
-
-
-@given(programs(), machines(), st.data())
-@quick
-def test_updates_wait_for_the_gradients_and_for_each_other(program, hardware, data):
-    hardware = replace(hardware, memory_bandwidth=data.draw(st.sampled_from([0.5, 3.0])))
-    stages = data.draw(costs(program.schedule.n_stages))
-    timeline = simulate(program, stages, hardware)
-    for rank in range(program.schedule.n_ranks):
-        own = [span for span in timeline.spans if span.rank == rank]
-        updates = [span for span in own if span.lane == "update"]
-        assert all(a.end <= b.start for a, b in pairwise(updates))
-        for update in updates:
-            seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth
-            assert update.end - update.start == pytest.approx(seconds / hardware.speed(rank))
-            for span in own:
-                computed = span.lane == "compute" and span.name[1:2] in ("B", "W")
-                came = span.name == "gradient" and span.lane == "receive"
-                met = span.name in ("all-reduce", "reduce")
-                if (span.stage, span.step) == (update.stage, update.step) and (
-                    computed or came or met
-                ):
-                    assert span.end <= update.start

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.schedule.strategies import quick
 from toolkit.errors import UserError
-from toolkit.model import gpt, partition
+from toolkit.model import gpt
 
 SIZES = {"vocabulary": 11, "length": 7, "layers": 3, "width": 12, "heads": 3}
 TOKENS = torch.randint(11, (4, 7), generator=torch.Generator().manual_seed(0))
@@ -90,15 +90,6 @@ def test_initial_weights_are_those_of_gpt_2():
             assert float(weight.detach().std()) == pytest.approx(
                 0.02 / (4 if inner else 1), rel=0.08
             ), name
-
-
-@pytest.mark.parametrize("n_stages", [2, 5])
-def test_stages_compute_what_the_whole_does(n_stages):
-    model = made()
-    values = (TOKENS,)
-    for stage in partition(model, n_stages, TOKENS):
-        values = stage(*values)
-    assert torch.equal(values[0], model(TOKENS))
 
 
 def test_dropout_is_of_training():

@@ -90,20 +90,6 @@ def test_stages_of_the_zoo_compute_what_the_whole_computes(whole, n_stages):
     assert_same_names(model, stages)
 
 
-@pytest.mark.parametrize("by", MEASURES)
-@pytest.mark.parametrize("name", more(["resnet18"], ["resnet18", "resnet50", "vit_b_16"]))
-def test_every_measure_balances_the_zoo(name, by):
-    with torch.device("meta"):
-        model, example = build(name, 10, 32), torch.empty(2, 3, 32, 32)
-    few, many = (partition(model, n, example, by) for n in (3, 8))
-    assert sum(few.loads) == sum(many.loads)
-    assert sum(few.loads) / 3 <= max(few.loads) < sum(few.loads)
-    assert sum(many.loads) / 8 <= max(many.loads) < max(few.loads)
-    assert_same_names(model, many)
-    if by == "parameters":
-        assert many.loads == tuple(sum(p.numel() for p in s.parameters()) for s in many)
-
-
 def test_a_large_micro_batch_is_counted_without_computing():
     with torch.device("meta"):
         model = build("vit_b_16")
@@ -161,7 +147,7 @@ class Chain(nn.Module):
         return past[-1]
 
 
-@given(skips=st.lists(st.integers(0, 5), min_size=2, max_size=6), n_stages=st.integers(1, 5))
+@given(skips=st.lists(st.integers(0, 6), min_size=2, max_size=7), n_stages=st.integers(1, 5))
 @settings(max_examples=more(25, 40), deadline=None)
 def test_random_residuals_travel(skips, n_stages):
     torch.manual_seed(0)
@@ -170,26 +156,6 @@ def test_random_residuals_travel(skips, n_stages):
 
 
 # What crosses a cut
-
-
-class LongSkip(nn.Module):
-    def __init__(self, width=6, depth=6):
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.middle = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
-        self.last = nn.Linear(width, 2)
-
-    def forward(self, x):
-        start = self.first(x)
-        return self.last(self.middle(start) + start + x)
-
-
-@pytest.mark.parametrize("n_stages", [4, 8])
-def test_a_residual_travels_over_many_cuts(n_stages):
-    stages = partition(LongSkip(), n_stages, torch.empty(3, 6))
-    names = [[b.name for b in boundary] for boundary in stages.boundaries]
-    assert names[0] == ["x"]
-    assert all({"x", "first"} <= set(crossing) for crossing in names[1:-1])
 
 
 def test_boundaries_tell_names_shapes_and_types():
@@ -270,7 +236,6 @@ class Tied(nn.Module):
 
 
 ROWS = torch.randn(3, 4, dtype=torch.float64)
-LONG = torch.randn(3, 6, dtype=torch.float64)
 TOKENS = torch.randn(7, 4, 4, dtype=torch.float64)
 WHICH = torch.tensor([0, 4, 1])
 
@@ -278,7 +243,6 @@ WHICH = torch.tensor([0, 4, 1])
 @pytest.mark.parametrize(
     ("make", "inputs", "n_stages"),
     [
-        *(pytest.param(LongSkip, (LONG,), n, id=f"residual {n}") for n in (2, 4, 8)),
         *(pytest.param(Sizes, (TOKENS[:b],), n, id=f"size arithmetic of {b}, {n}")
           for b in (3, 7) for n in (2, 3)),
         pytest.param(TwoInputs, (ROWS, WHICH), 2, id="two inputs"),

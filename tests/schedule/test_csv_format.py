@@ -113,21 +113,6 @@ def test_torch_reads_it(schedule):
     assert found == {j: schedule.rank(j, 0) for j in range(schedule.n_stages)}
 
 
-def test_a_row_a_rank_and_a_cell_a_slot():
-    assert catalog.one_f_one_b(2, 2).to_csv() == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
-
-
-def test_text_and_ops_may_be_mixed():
-    orders = ["0F0  0B0", ["1F0", Op(Kind.BACKWARD, 1, 0)]]
-    starts = Schedule.from_rank_orders(orders).timing.starts
-    assert sorted(starts, key=starts.__getitem__) == [
-        Op(Kind.FORWARD, 0, 0),
-        Op(Kind.FORWARD, 1, 0),
-        Op(Kind.BACKWARD, 1, 0),
-        Op(Kind.BACKWARD, 0, 0),
-    ]
-
-
 @pytest.mark.parametrize("name", ["a,b.csv", "a,b"])
 def test_a_file_may_have_a_comma_in_its_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -51,21 +51,6 @@ ONE_DEVICE = """
     rank 0 mb 1 .   .   0F1 1F1 2F1 2B1 1B1 0B1 .   .
     rank 0 mb 2 .   .   .   .   0F2 1F2 2F2 2B2 1B2 0B2
 """
-ACCUMULATION = """
-    slot        0   1   2   3   4   5   6   7   8   9   10  11
-    rank 0 mb 0 0F0 1F0 1B0 0B0 .   .   .   .   .   .   .   .
-    rank 0 mb 1 .   .   .   .   0F1 1F1 1B1 0B1 .   .   .   .
-    rank 0 mb 2 .   .   .   .   .   .   .   .   0F2 1F2 1B2 0B2
-"""
-
-
-TIMES_MODEL_PARALLEL_SIMULTANEOUS = """
-    slot   0   1   2   3
-    rank 0 0F0 .   .   0B0
-    rank 1 0F1 .   .   0B1
-    rank 2 .   1F0 1B0 .
-    rank 3 .   1F1 1B1 .
-"""
 
 
 @pytest.mark.parametrize(
@@ -76,18 +61,11 @@ TIMES_MODEL_PARALLEL_SIMULTANEOUS = """
         pytest.param(catalog.cyclic(3, n_stages=4), 1, FOUR_BY_THREE, id="4x3"),
         pytest.param(catalog.cyclic(3, placement="per_stage"), 2, PIPELINE, id="per_stage"),
         pytest.param(catalog.cyclic(3, placement="one"), 1, ONE_DEVICE, id="one"),
-        pytest.param(catalog.gradient_accumulation(2, 3), 1, ACCUMULATION, id="accumulation"),
         pytest.param(
             catalog.cyclic(3, placement="per_stage_and_microbatch"),
             2,
             TIMES_MODEL_PARALLEL,
             id="per_stage_and_microbatch-cyclic",
-        ),
-        pytest.param(
-            catalog.data_parallel(2, "per_stage_and_microbatch"),
-            1,
-            TIMES_MODEL_PARALLEL_SIMULTANEOUS,
-            id="per_stage_and_microbatch-simultaneous",
         ),
     ],
 )

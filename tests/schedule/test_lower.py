@@ -12,7 +12,6 @@ from toolkit.schedule import (
     Action,
     Buffer,
     Instruction,
-    Program,
     Schedule,
     Timing,
     catalog,
@@ -170,12 +169,6 @@ def test_refuses_what_is_no_number_of_steps(n_steps, first_step):
     name, least, value = ("n_steps", 1, n_steps) if n_steps != 1 else ("first_step", 0, first_step)
     with pytest.raises(UserError, match=f"^{name}.* {least} or more.*{value!r}"):
         catalog.cyclic(3).lower(n_steps, first_step)
-
-
-def test_a_program_of_nothing_is_refused():
-    empty = Program(catalog.cyclic(2), 1, ((), ()))
-    with pytest.raises(UserError, match=r"at the end: .* is never done"):
-        empty.verify()
 
 
 def test_shown_without_its_instructions():

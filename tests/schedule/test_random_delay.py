@@ -171,12 +171,6 @@ def test_rotated_chains_take_a_delay_whose_least_leaves_time():
         Schedule("own", 1, 2, when, "per_microbatch", fresh, chains="rotated")
 
 
-def test_the_most_says_which_versions_are_kept():
-    schedule = catalog.data_parallel(2, delay=RandomDelay(most=3))
-    assert schedule.max_staleness == 3
-    assert [schedule.oldest_version(0, step) for step in range(6)] == [0, 0, 0, 0, 1, 2]
-
-
 @pytest.mark.parametrize(
     "options", [{"distribution": "geometric", "p": 0.3}, {"distribution": "poisson", "mean": 3.3}]
 )

@@ -13,7 +13,18 @@ from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
 from tests.thorough import more
-from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, Timing, catalog, steady_state
+from toolkit.schedule import (
+    Action,
+    Buffer,
+    Instruction,
+    Kind,
+    Op,
+    Schedule,
+    Timing,
+    catalog,
+    steady_state,
+)
+from toolkit.schedule.program import received_of, traffic_of
 from toolkit.schedule.steady import (
     Footprint,
     footprint,
@@ -230,10 +241,8 @@ HALF, THIRD = Fraction(1, 2), Fraction(1, 3)
         (catalog.data_parallel(2), Footprint(2, 1, 2, 1, 1 + HALF, 1, 4, HALF, 2)),
         # Each stage: one sum to the owner, one version back. Two versions of a stage are alive.
         (catalog.cyclic(2), Footprint(2, 1, 1 + HALF, 1, 1 + HALF, 1, 2, HALF, 1)),
-        (catalog.data_parallel(2, "one"), Footprint(1, 2, 2, 1, 1 + HALF, 0, 0, 0, 0)),
         # One stage a rank, and a second version of it while it is remade.
         (catalog.gpipe(2, 2), Footprint(2, 1, 2, HALF, 1, 0, 0, 0, 0)),
-        (catalog.one_f_one_b(2, 2), Footprint(2, 1, 1 + HALF, HALF, 1, 0, 0, 0, 0)),
         # 1F1B of 3 stages and many micro-batches: 3 + 2 + 1 stage-activations.
         (catalog.one_f_one_b(3, 9), Footprint(3, 1, 2, THIRD, 2 * THIRD, 0, 0, 0, 0)),
         # Every stage lives where it is owned.
@@ -252,3 +261,31 @@ def test_messages_that_wait_for_each_other_are_counted_in_a_row():
     """Ranks 0 to 2 end together and rank 3 later: the sum goes from hand to hand at once."""
     orders = ["0F0 0B0", "0F1 0B1", "0F2 0B2", "0F3 0F4 0B3 0B4"]
     assert footprint(Schedule.from_rank_orders(orders)).rounds == 3
+
+
+# What collectives send and receive, rank by rank
+
+
+def collective(action, peers):
+    return Instruction(0, action, 0, buffer=Buffer.GRADIENT, peers=peers)
+
+
+@pytest.mark.parametrize("n", range(2, 18))
+@pytest.mark.parametrize("action", [Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST])
+def test_what_is_sent_is_received(action, n):
+    i = collective(action, tuple(range(n)))
+    sent, received = ([of(i, rank) for rank in range(n)] for of in (traffic_of, received_of))
+    for total in (sent, received):
+        messages = 2 * (n - 1) * n if action == Action.ALL_REDUCE else n - 1
+        assert sum(found.messages for found in total) == messages
+    assert sum(found.units for found in sent) == sum(found.units for found in received)
+
+
+def test_the_root_of_a_tree():
+    """Of four it sends to two, the second of which sends on; and the other way round."""
+    ranks = (2, 0, 1, 3)
+    broadcast, reduction = (collective(a, ranks) for a in (Action.BROADCAST, Action.REDUCE))
+    assert [traffic_of(broadcast, rank).messages for rank in ranks] == [2, 1, 0, 0]
+    assert [received_of(broadcast, rank).messages for rank in ranks] == [0, 1, 1, 1]
+    assert [traffic_of(reduction, rank).messages for rank in ranks] == [0, 1, 1, 1]
+    assert [received_of(reduction, rank).messages for rank in ranks] == [2, 1, 0, 0]

@@ -1,4 +1,4 @@
-"""Numbers and delays as NumPy has them, and schedules as keys."""
+"""Timings, numbers and delays as NumPy has them, and schedules as keys."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from hypothesis import given
 
 from tests.schedule.strategies import quick, schedules
 from toolkit.errors import UserError, whole
-from toolkit.schedule import RandomDelay, Schedule, catalog
+from toolkit.schedule import Kind, Op, RandomDelay, Schedule, catalog, timing
 
 FOUR, TWO, ONE = np.int64(4), np.uint8(2), np.int16(1)
 
@@ -108,3 +108,23 @@ def test_more_than_can_be_made_is_refused(make):
 def test_what_is_no_size(value):
     with pytest.raises(UserError, match="the size is a whole number, 1 or more: got"):
         whole(value, "the size", 1)
+
+
+@pytest.mark.parametrize(("s", "m", "ticks"), [(3, 3, 1), (4, 3, 3), (3, 4, 2), (2, 6, 3)])
+def test_the_tick_is_as_coarse_as_can_be(s, m, ticks):
+    assert timing.cyclic(s, m).ticks_per_slot == ticks
+
+
+@pytest.mark.parametrize(
+    ("starts", "period", "message"),
+    [
+        ({Op(Kind.FORWARD, 0, 0): -2}, 4, "0F0.*-2"),
+        ({Op(Kind.FORWARD, 0, 0): 0.5}, 4, r"0F0.*0\.5"),
+        ({(Kind.FORWARD, 0, 0): 0}, 4, r"maps ops.* got \("),
+        ({Op(Kind.FORWARD, 0, 0): 0}, 4.0, "period of a timing, in ticks, is a whole number"),
+        ({Op(Kind.FORWARD, 0, 0): 0}, 0, "period of a timing, in ticks, is a whole number, 1 or"),
+    ],
+)
+def test_what_is_no_timing(starts, period, message):
+    with pytest.raises(UserError, match=message):
+        timing.Timing(starts, period)
