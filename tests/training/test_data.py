@@ -9,10 +9,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchvision.datasets import CIFAR10
 
+from tests.training.test_run_with_checkpoints import assert_identical, configured, weights
+from toolkit.cli import build_run
 from toolkit.errors import UserError
+from toolkit.model import Images
+from toolkit.training import run_with_checkpoints
 from toolkit.training.data import (
+    Datasets,
+    InMemory,
+    Labelled,
+    batches,
     cifar10,
     digits,
     image_folder,
@@ -45,102 +55,180 @@ def write_ten(folder):
     return folder
 
 
-@pytest.fixture
-def folders(tmp_path):
-    write_images(tmp_path / "train", CLASSES, n=4, size=(20, 24))
-    write_images(tmp_path / "val", CLASSES, n=2, size=(20, 24), seed=1)
-    return tmp_path
+def write_folders(folder):
+    write_images(folder / "train", CLASSES, n=4, size=(20, 24))
+    write_images(folder / "val", CLASSES, n=2, size=(20, 24), seed=1)
+    return folder
 
 
-@pytest.fixture
-def cifar_folders(tmp_path):
-    return write_ten(tmp_path)
+def write_text(folder):
+    (folder / "some.txt").write_bytes(bytes(k * k % 251 for k in range(300)))
+    return folder
 
 
-def epoch_of(images, seed=0, epoch=0, batch_size=4):
-    batches = [*images.train(batch_size, seed, epoch, CPU)]
-    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+def write_tokens(folder):
+    for name, n in (("train", 250), ("val", 70)):
+        (np.arange(n) ** 2 % 37).astype(np.uint16).tofile(folder / f"{name}.bin")
+    return folder
+
+
+def epoch_of(samples, seed=0, epoch=0, batch_size=4):
+    found = zip(*samples.train(batch_size, seed, epoch, CPU), strict=True)
+    return tuple(map(torch.cat, found))
+
+
+class Noisy(Dataset):
+    """Its samples are varied by torch's generator."""
+
+    def __init__(self, n):
+        self.images = torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, number):
+        return self.images[number] + 0.1 * torch.randn(3, 8, 8), number % 10
 
 
 SETS = {
     "digits": lambda root: digits(),
     "synthetic": lambda root: synthetic(n_train=24, n_test=8, image_size=8),
-    "cifar10": lambda root: cifar10(str(root / "cifar")),
-    "image_folder": lambda root: image_folder(str(root / "folder"), 16, num_workers=0),
-    "text": lambda root: text(str(root / "some.txt"), length=8),
-    "tokens": lambda root: token_files(str(root), length=8, vocabulary=40),
+    "cifar10": lambda root: cifar10(str(write_ten(root))),
+    "image_folder": lambda root: image_folder(str(write_folders(root)), 16, num_workers=0),
+    "text": lambda root: text(str(write_text(root) / "some.txt"), length=8),
+    "tokens": lambda root: token_files(str(write_tokens(root)), length=8, vocabulary=40),
+    "datasets": lambda root: Datasets(Noisy(20), Noisy(6), 10),
 }
 
 
 @pytest.fixture(scope="module", params=SETS)
-def images(request, tmp_path_factory):
+def samples(request, tmp_path_factory):
     """Every set; to add one here is to buy the tests below."""
-    root = tmp_path_factory.mktemp(request.param)
-    if request.param == "cifar10":
-        write_images(root / "cifar/train", TEN)
-        write_images(root / "cifar/test", TEN, n=1)
-    if request.param == "image_folder":
-        write_images(root / "folder/train", CLASSES, n=4, size=(20, 24))
-        write_images(root / "folder/val", CLASSES)
-    if request.param == "text":
-        (root / "some.txt").write_bytes(bytes(k * k % 251 for k in range(300)))
-    if request.param == "tokens":
-        for name, n in (("train", 250), ("val", 70)):
-            (np.arange(n) ** 2 % 37).astype(np.uint16).tofile(root / f"{name}.bin")
-    return SETS[request.param](root)
+    return SETS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def test_equal_seeds_and_epochs_give_equal_batches(images):
-    """Whatever torch's generator is at."""
+def test_batches_follow_from_seed_and_epoch(samples):
+    """And not from torch's generator, which stays as it is."""
     torch.manual_seed(0)
-    x, y = epoch_of(images, seed=3, epoch=2)
+    x, y = epoch_of(samples, seed=3, epoch=2)
     torch.manual_seed(1)
-    again, labels = epoch_of(images, seed=3, epoch=2)
-    assert torch.equal(x, again)
-    assert torch.equal(y, labels)
-
-
-@pytest.mark.parametrize("other", [(1, 0), (0, 1), (1, 1)])
-def test_other_seeds_and_epochs_give_another_order(images, other):
-    x, y = epoch_of(images)
-    changed, labels = epoch_of(images, *other)
-    assert not torch.equal(x, changed)
-    assert not torch.equal(y, labels)
-    assert not torch.equal(changed, epoch_of(images, *other[::-1])[0]) or other == (1, 1)
-
-
-def test_an_epoch_can_be_read_again(images):
-    batches = images.train(4, 0, 0, CPU)
-    for (x, y), (again, labels) in zip(batches, batches, strict=True):
+    before = torch.get_rng_state()
+    for again, labels in (epoch_of(samples, seed=3, epoch=2) for _ in range(2)):
         assert torch.equal(x, again)
         assert torch.equal(y, labels)
+    assert torch.equal(torch.get_rng_state(), before)
+    for seed, epoch in ((1, 2), (3, 1), (2, 3)):
+        other, labels = epoch_of(samples, seed, epoch)
+        assert not torch.equal(x, other)
+        assert not torch.equal(y, labels)
 
 
-def test_batches_fit_what_the_set_says(images):
-    like = images.form.example(1)
-    for batches in (images.train(5, 0, 0, CPU), images.test(5, CPU)):
-        found = [*batches]
-        assert len(found) == len(batches)
-        assert {x.shape[1:] for x, _ in found} == {like.shape[1:]}
-        assert {x.dtype for x, _ in found} == {like.dtype}
-        labels = torch.cat([y for _, y in found])
+def test_an_epoch_is_read_again_and_from_any_place(samples):
+    epoch = samples.train(4, 0, 0, CPU)
+    whole = [*epoch]
+    for first, found in ((0, [*epoch]), (2, [*epoch.between(2, len(whole))])):
+        for batch, other in zip(found, whole[first:], strict=True):
+            assert all(map(torch.equal, batch, other))
+
+
+def test_batches_fit_what_the_set_says(samples):
+    like = samples.form.example(1)
+    for found in (samples.train(5, 0, 0, CPU), samples.test(5, CPU)):
+        pairs = [*found]
+        assert len(pairs) == len(found)
+        assert {x.shape[1:] for x, _ in pairs} == {like.shape[1:]}
+        assert {x.dtype for x, _ in pairs} == {like.dtype}
+        labels = torch.cat([y for _, y in pairs])
         assert labels.dtype == torch.int64
-        assert (*labels.shape, images.form.n_classes) == images.form.output(len(labels))
-        assert 0 <= labels.min() <= labels.max() < images.form.n_classes
+        assert (*labels.shape, samples.form.n_classes) == samples.form.output(len(labels))
+        assert 0 <= labels.min() <= labels.max() < samples.form.n_classes
 
 
-def test_training_drops_the_last_and_testing_keeps_it(images):
-    n = sum(len(y) for _, y in images.train(1, 0, 0, CPU))
+def test_training_drops_the_last_and_testing_keeps_it(samples):
+    n = sum(len(y) for _, y in samples.train(1, 0, 0, CPU))
     with pytest.raises(UserError, match=f"{n + 1} .* {n}"):
-        images.train(n + 1, 0, 0, CPU)
-    n_test = sum(len(y) for _, y in images.test(1, CPU))
-    train = [len(y) for _, y in images.train(n - 1, 0, 0, CPU)]
-    test = [len(y) for _, y in images.test(n_test - 1, CPU)]
-    assert train == [n - 1]
-    assert test == [n_test - 1, 1]
+        samples.train(n + 1, 0, 0, CPU)
+    n_test = sum(len(y) for _, y in samples.test(1, CPU))
+    assert [len(y) for _, y in samples.train(n - 1, 0, 0, CPU)] == [n - 1]
+    assert [len(y) for _, y in samples.test(n_test - 1, CPU)] == [n_test - 1, 1]
 
 
-# The sets themselves
+# In memory: each image as a loop over images would have it
+
+MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
+
+
+def labelled(n, size=8):
+    generator = torch.Generator().manual_seed(n)
+    pixels = torch.randint(256, (n, 3, size, size), dtype=torch.uint8, generator=generator)
+    return Labelled(pixels, torch.arange(n) % 4)
+
+
+def held(**augmentation):
+    return InMemory(labelled(24), labelled(13), 4, MEAN, STD, **augmentation)
+
+
+def one_by_one(padding, flip, seed, epoch, batch_size):
+    """Padded with the mean colour, cropped, mirrored: image by image, drawn batch by batch."""
+    images, labels = labelled(24).images, labelled(24).labels
+    mean, std = (torch.tensor(c).view(3, 1, 1) for c in (MEAN, STD))
+    generator = torch.Generator().manual_seed(hash((seed, epoch)))
+    for chosen in torch.randperm(24, generator=generator).split(batch_size):
+        n = len(chosen)
+        x = (images[chosen].float() / 255 - mean) / std
+        if padding:
+            top, left = torch.randint(2 * padding + 1, (2, n, 1), generator=generator)
+            corners = zip(F.pad(x, (padding,) * 4), top, left, strict=True)
+            x = torch.stack([image[:, t : t + 8, s : s + 8] for image, t, s in corners])
+        if flip:
+            mirrored = torch.rand(n, 1, 1, 1, generator=generator) < 0.5
+            x = torch.where(mirrored, x.flip(3), x)
+        yield x, labels[chosen]
+
+
+@pytest.mark.parametrize("padding", [0, 1, 3])
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_augmentation_to_the_bit(padding, flip, epoch):
+    found = held(crop_padding=padding, flip=flip).train(8, 3, epoch, CPU)
+    for batch, expected in zip(found, one_by_one(padding, flip, 3, epoch, 8), strict=True):
+        assert all(map(torch.equal, batch, expected))
+        assert batch[0].is_contiguous()
+
+
+def test_a_device_gets_its_copy_once():
+    images, meta = held(), torch.device("meta")
+    for device in (meta, CPU, meta):
+        assert {x.device for batch in images.test(4, device) for x in batch} == {device}
+    assert {*images._test.copies} == {meta, CPU}
+
+
+def test_bytes_are_normalised_without_being_changed():
+    pixels = torch.tensor([0, 51, 255], dtype=torch.uint8).view(3, 1, 1, 1)
+    found = batches.normalise(pixels, (0.2,), (0.4,))
+    torch.testing.assert_close(found.flatten(), torch.tensor([-0.5, 0.0, 2.0]))
+    assert pixels.flatten().tolist() == [0, 51, 255]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("n_parts", [1, 4])
+def test_a_gpu_gets_the_same_images_and_is_never_waited_for(n_parts):
+    images = held(crop_padding=2, flip=True)
+    cuda = torch.device("cuda")
+    wanted = [0] if n_parts == 1 else [1, 3]
+    list(images.train(8, 0, 0, cuda))  # moves the set
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [*images.train(8, 0, 0, cuda).parts(n_parts, lambda k: wanted)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = images.train(8, 0, 0, CPU).parts(n_parts, lambda k: wanted)
+    for batch, other in zip(found, expected, strict=True):
+        assert {x.device.type for x in batch} == {"cuda"}
+        torch.testing.assert_close(batch[0].cpu(), other[0], rtol=1e-6, atol=1e-6)
+        assert torch.equal(batch[1].cpu(), other[1])
 
 
 def test_digits():
@@ -154,10 +242,17 @@ def test_digits():
     assert 35 <= counts.min() <= counts.max() <= 37
 
 
+# CIFAR-10
+
+
+@pytest.fixture
+def cifar_folders(tmp_path):
+    return write_ten(tmp_path)
+
+
 def test_cifar10_in_class_folders(cifar_folders):
     images = cifar10(str(cifar_folders), crop_padding=0, flip=False)
-    x = torch.cat([x for x, _ in images.test(4, CPU)])
-    y = torch.cat([y for _, y in images.test(4, CPU)])
+    ((x, y),) = images.test(20, CPU)
     assert y.tolist() == [k // 2 for k in range(20)]
     pixels = np.asarray(Image.open(cifar_folders / "test/class3/0.png")) / 255
     expected = (pixels - [0.4914, 0.4822, 0.4465]) / [0.2470, 0.2435, 0.2616]
@@ -170,19 +265,18 @@ def published(tmp_path, monkeypatch):
     folder = tmp_path / "cifar-10-batches-py"
     folder.mkdir()
     random = np.random.default_rng(0)
-    batches = {
+    content = {
         name: {"data": random.integers(0, 256, (3, 3072), np.uint8), "labels": [7, 0, 9]}
         for name in ("data_batch_1", "test_batch")
     }
-    files = batches | {"batches.meta": {"label_names": list(TEN)}}
     sums = {}
-    for name, content in files.items():
-        (folder / name).write_bytes(pickle.dumps(content))
+    for name, each in (content | {"batches.meta": {"label_names": list(TEN)}}).items():
+        (folder / name).write_bytes(pickle.dumps(each))
         sums[name] = hashlib.md5((folder / name).read_bytes()).hexdigest()
     monkeypatch.setattr(CIFAR10, "train_list", [["data_batch_1", sums["data_batch_1"]]])
     monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", sums["test_batch"]]])
     monkeypatch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": sums["batches.meta"]})
-    return tmp_path, batches["test_batch"]["data"]
+    return tmp_path, content["test_batch"]["data"]
 
 
 def test_cifar10_as_published(published):
@@ -224,30 +318,6 @@ def test_another_file_than_the_published_is_refused(published, damage, tmp_path)
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_workers_do_not_change_the_images(folders, epoch):
-    alone, shared = (
-        epoch_of(image_folder(str(folders), 16, n), epoch=epoch, batch_size=5) for n in (0, 2)
-    )
-    assert torch.equal(alone[0], shared[0])
-    assert torch.equal(alone[1], shared[1])
-
-
-def test_test_images_are_cropped_at_the_centre(tmp_path):
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        pixels = np.zeros((32, 48, 3), dtype=np.uint8)
-        pixels[:, 16:32] = 255
-        Image.fromarray(pixels).save(tmp_path / split / "a" / "0.png")
-    ((x, _),) = image_folder(str(tmp_path), 28, 0).test(1, CPU)
-    white = (1 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
-    torch.testing.assert_close(x[0, :, 14, 14], white)
-    assert x.shape == (1, 3, 28, 28)
-    assert (x[0, 0, 14] > 0).sum() == 16  # resized to 8/7 of 28, which changes nothing
-
-
-# Parts of CIFAR-10
-
 LABELS = torch.tensor([0] * 50 + [1] * 30 + [2] * 4)
 
 
@@ -276,9 +346,8 @@ def test_a_larger_subset_holds_the_smaller():
 def test_a_part_of_cifar10(cifar_folders, monkeypatch):
     """Only what is chosen is decoded; it is what the whole set has at that place."""
     whole = torch.cat([x for x, _ in cifar10(str(cifar_folders)).test(20, CPU)])
-    reads = []
-    read = in_memory.read_image
-    monkeypatch.setattr(in_memory, "read_image", lambda *image: reads.append(image) or read(*image))
+    reads, read = [], in_memory.read_image
+    monkeypatch.setattr(in_memory, "read_image", lambda *of: reads.append(of) or read(*of))
     small = cifar10(str(cifar_folders), n_train=20, n_test=10)
     assert len(reads) == 30
     assert len(small.train(20, 0, 0, CPU)) == 1
@@ -287,10 +356,58 @@ def test_a_part_of_cifar10(cifar_folders, monkeypatch):
     assert torch.equal(x, whole[balanced_subset(10, torch.arange(20) // 2, "n_test")])
 
 
-@pytest.mark.parametrize(("option", "n"), [("n_train", 31), ("n_test", 21), ("n_test", 0)])
-def test_more_images_than_cifar10_has(cifar_folders, option, n):
-    with pytest.raises(UserError, match=rf"data\.{option}.* {n}"):
-        cifar10(str(cifar_folders), **{option: n})
+# Two of torch's Datasets
+
+
+def test_batches_are_sent_without_waiting_for_the_device(monkeypatch):
+    sent = []
+    monkeypatch.setattr(batches, "send", lambda tensor, device: sent.append(device) or tensor)
+    list(Datasets(Noisy(8), Noisy(2), 10).train(4, 0, 0, torch.device("cuda")))
+    assert sent == [torch.device("cuda")] * 4  # inputs and targets of two batches
+
+
+def test_parts_and_shares_of_datasets():
+    samples = Datasets(Noisy(20), Noisy(6), 10)
+    assert samples.form == Images(3, 8, 8, 10)
+    parts = samples.train(4, 1, 2, CPU).parts(4, lambda batch: [1])
+    whole, _ = epoch_of(samples, 1, 2)
+    assert torch.equal(torch.cat([x for x, _ in parts]), whole[1::4])
+    ((_, share),) = samples.test(4, CPU, 1, 2)
+    assert share.tolist() == [1, 3, 5]
+
+
+@pytest.mark.usefixtures("analysed_once")
+def test_a_resumed_run_sees_the_same_samples(tmp_path):
+    samples, found = Datasets(Noisy(32), Noisy(8), 10), []
+    for name, epochs in (("whole", 2), ("again", 1), ("again", 2)):
+        run = build_run(configured(f"epochs={epochs}", "lr=constant"), samples)
+        found.append(weights(run_with_checkpoints(run, tmp_path / name, resume=None)))
+    assert_identical(found[2], found[0])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Noisy(4))
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (Stream(), "^train: got a Stream"),
+        (TensorDataset(torch.zeros(4, 3, 8, 8)), r"\(Tensor \[3, 8, 8\]\);"),
+        (TensorDataset(torch.zeros(4, 3), torch.zeros(4)), r"\(Tensor \[3\], Tensor \[\]\);"),
+    ],
+)
+def test_datasets_of_another_kind_are_refused(train, message):
+    with pytest.raises(UserError, match=message):
+        Datasets(train, Noisy(4), 10)
+
+
+def test_other_batches_are_refused():
+    samples = Datasets(Noisy(32), Noisy(8), 10)
+    samples.train = lambda *_: DataLoader(Noisy(32), 8)
+    with pytest.raises(UserError, match=r"DataLoader.*between"):
+        build_run(configured(), samples)
 
 
 # Refusals
@@ -302,10 +419,10 @@ def test_more_images_than_cifar10_has(cifar_folders, option, n):
 def test_a_root_that_is_missing(tmp_path, load, inside):
     with pytest.raises(UserError, match=f"data.root .*{inside}"):
         load(None)
+    (tmp_path / "file").touch()
     for name in ("no", "file"):
         with pytest.raises(UserError, match=f"data.root={tmp_path}/{name} .*{inside}"):
             load(str(tmp_path / name))
-        (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"{tmp_path}/train"):
         load(str(tmp_path))
 
@@ -320,7 +437,31 @@ def test_classes_that_differ(tmp_path, load, test, classes):
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["n_train", "n_test", "n_classes", "image_size", "in_channels"])
-def test_synthetic_images_have_sizes(name):
-    with pytest.raises(UserError, match=rf"data\.{name} .* 0"):
-        synthetic(**{name: 0})
+def test_three_classes_are_no_cifar10(tmp_path):
+    for split in ("train", "test"):
+        write_images(tmp_path / split, CLASSES)
+    with pytest.raises(UserError, match=r"3 classes.*data=image_folder"):
+        cifar10(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("load", "option", "value"),
+    [
+        *((synthetic, f"{name}", 0) for name in ("n_train", "n_test", "n_classes", "image_size")),
+        (synthetic, "in_channels", 0),
+        (image_folder, "damaged", "skp"),
+        (image_folder, "image_size", 0),
+        (image_folder, "num_workers", -1),
+        (image_folder, "prefetch_factor", 0),
+        (image_folder, "validation", ""),
+        (cifar10, "damaged", "skp"),
+        (cifar10, "crop_padding", -1),
+        (cifar10, "n_train", 31),
+        (cifar10, "n_test", 21),
+        (cifar10, "n_test", 0),
+    ],
+)
+def test_options_out_of_range_are_refused(cifar_folders, load, option, value):
+    root = {} if load is synthetic else {"root": str(cifar_folders)}
+    with pytest.raises(UserError, match=rf"data\.{option}.*{value}"):
+        load(**root, **{option: value})

@@ -1,4 +1,4 @@
-"""A disk that fills up, or turns read-only, in the middle of a run: the run ends, and says so."""
+"""A disk that fills up, or turns read-only, in the middle of a run: the run ends with a note."""
 
 import subprocess
 
@@ -7,14 +7,13 @@ import pytest
 from tests.experiments.command import TINY, run
 from tests.thorough import more
 from tests.training.test_run_with_checkpoints import built, weights
-from toolkit.runtime import SingleProcess
 from toolkit.training import run_with_checkpoints
 from toolkit.training.checkpoint import Checkpoints
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A small file system, and what mounts it anew with other options."""
+    """A small file system, and a function that mounts it again with other options."""
     folder = tmp_path / "disk"
     folder.mkdir()
 
@@ -23,21 +22,19 @@ def disk(tmp_path):
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     if not mount("size=2m"):
-        pytest.skip("there is no leave to mount a file system here")
+        pytest.skip("mounting a file system is not permitted here")
     yield folder, mount
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def goes_on_from(folder, step):
-    """Whether a run goes on from the checkpoint of ``step``, to the end of one undisturbed."""
+def assert_resumable(folder, step):
     run = built()
     state, damaged = Checkpoints(folder / "checkpoints").load(run.runtime)
-    assert isinstance(run.runtime, SingleProcess)
     run.runtime.load_state_dict(state["runtime"])
-    return damaged == [] and run.runtime.steps_done == step
+    assert (damaged, run.runtime.steps_done) == ([], step)
 
 
-# On Python 3.13 torch's writer tells of the files that it could not close.
+# On Python 3.13 torch's writer warns of files that it could not close.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <torch:pytest.PytestUnraisableExceptionWarning"
 )
@@ -64,7 +61,7 @@ def test_a_full_disk(disk, capsys, sharded):
     assert "the weights, " in note
     assert "space left" in note or "is the disk full?" in note
     assert capsys.readouterr().err.count("training continues") == 1
-    assert goes_on_from(folder, 4)
+    assert_resumable(folder, 4)
 
 
 def test_a_disk_that_turns_read_only(disk):
@@ -78,11 +75,11 @@ def test_a_disk_that_turns_read_only(disk):
     (note,) = outcome.notes
     assert "Read-only file system" in note
     assert len(weights(outcome)) > 0
-    assert goes_on_from(folder, 4)
+    assert_resumable(folder, 4)
 
 
 def test_a_disk_that_is_full_from_the_first_shows_the_result(disk):
-    """All that fits are the small files of Hydra."""
+    """Only the small files of Hydra fit."""
     folder, mount = disk
     assert mount("remount", "size=48k")
     finished = run("train", *TINY, f"hydra.run.dir={folder}")

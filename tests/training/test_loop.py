@@ -1,7 +1,8 @@
 """The loop and evaluation, on models whose answers are known."""
 
 from dataclasses import replace
-from math import exp, inf, isnan, log, nan
+from functools import partial
+from math import exp, inf, log, nan
 from types import SimpleNamespace
 
 import pytest
@@ -11,38 +12,33 @@ from torch.nn import functional as F
 
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
-from toolkit.model import Images, Sequences, build, partition
+from toolkit.model import Images, Sequences, build
 from toolkit.options import TrainingOptions
-from toolkit.runtime import SingleProcess, StepOptions
+from toolkit.runtime import StepOptions
 from toolkit.schedule import catalog
-from toolkit.training import DivergedError, evaluate, loop
+from toolkit.training import DivergedError, evaluate, loop, prepare
 from toolkit.training.data import synthetic
-from toolkit.training.loop import (
-    Epoch,
-    Evaluation,
-    LoopCallback,
-    Position,
-    evaluated_at_once,
-    fit,
-    is_best,
-)
+from toolkit.training.loop import Epoch, Evaluation, Position, evaluated_at_once, is_best
+from toolkit.training.lr import Constant
 
 CPU = torch.device("cpu")
 
 
-def test_accuracy_of_a_model_that_repeats_its_input():
-    scores = torch.tensor(
-        [
-            [9.0, 8, 7, 6, 5, 4, 3],  # right
-            [9.0, 8, 7, 6, 5, 4, 3],  # fifth
-            [9.0, 8, 7, 6, 5, 4, 3],  # sixth
-        ]
-    )
-    targets = torch.tensor([0, 4, 5])
-    batches = [(scores[:2], targets[:2]), (scores[2:], targets[2:])]
-    found = evaluate(nn.Identity(), batches)
-    assert (found.top1, found.top5) == pytest.approx((1 / 3, 2 / 3))
-    assert found.loss == pytest.approx(float(F.cross_entropy(scores, targets)))
+@pytest.mark.parametrize(
+    ("scores", "targets", "top1", "top5"),
+    [
+        # right, fifth, sixth
+        (3 * [[9.0, 8, 7, 6, 5, 4, 3]], [0, 4, 5], 1 / 3, 2 / 3),
+        # with few classes every answer is among five
+        ([[1.0, 0, 0], [0, 1, 0], [0, 0, 1]], [0, 2, 1], 1 / 3, 1),
+        ([[nan, nan], [1.0, 0.0], [1.0, 0.0]], [0, 0, 0], nan, nan),
+    ],
+)
+def test_shares_of_right_answers(scores, targets, top1, top5):
+    scores, targets = torch.tensor(scores), torch.tensor(targets)
+    found = evaluate(nn.Identity(), [(scores[:2], targets[:2]), (scores[2:], targets[2:])])
+    assert (found.top1, found.top5) == pytest.approx((top1, top5), nan_ok=True)
+    assert found.loss == pytest.approx(float(F.cross_entropy(scores, targets)), nan_ok=True)
 
 
 def test_every_place_of_a_sequence_is_an_answer():
@@ -83,11 +79,6 @@ def test_the_best_epoch_is_that_of_the_measure():
     assert (epochs[0].text(ACCURACY), epochs[0].text(LOSS)) == ("50.00%", "loss 2.000")
 
 
-def test_with_few_classes_every_answer_is_among_five():
-    found = evaluate(nn.Identity(), [(torch.eye(3), torch.tensor([0, 2, 1]))])
-    assert (found.top1, found.top5) == pytest.approx((1 / 3, 1))
-
-
 class Modes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -109,25 +100,22 @@ def test_evaluation_restores_each_mode_and_moves_no_statistics():
     assert model.norm.num_batches_tracked == 0
 
 
-def runtime_for(images, lr, schedule):
-    torch.manual_seed(0)
-    model = build("resnet8", **images.form.arguments)
-    stages = partition(model, schedule.n_stages, images.form.example(4))
-    return SingleProcess(stages, schedule, lambda p: torch.optim.SGD(p, lr), F.cross_entropy)
-
-
-def run(images, lr=0.05, epochs=2, schedule=None, position=None, runtime=None, **calls):
-    run = SimpleNamespace(
-        runtime=runtime or runtime_for(images, lr, schedule or catalog.cyclic(4)),
+def prepared(images, lr=0.05, epochs=2, schedule=None, guard="stop"):
+    return prepare(
+        TrainingOptions(batch=4, epochs=epochs, device="cpu", guard=guard),
+        model=lambda: build("resnet8", **images.form.arguments),
         samples=images,
-        options=TrainingOptions(epochs=epochs),
-        step_options=StepOptions(),
-        batch_size=16,
-        device=CPU,
-        rate=float,
+        schedule=schedule or catalog.cyclic(4),
+        optimizer=partial(torch.optim.SGD, lr=lr),
+        lr=Rising(),
     )
-    calls = {"on_epoch": lambda epoch: None, "on_step": lambda step: None} | calls
-    return fit(run, position or Position(), LoopCallback(), **calls)
+
+
+class Rising(Constant):
+    """A rate that names the step."""
+
+    def factor(self, step, steps_per_epoch, epochs, batch):
+        return 1 + step / 1000
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +125,7 @@ def images():
 
 @pytest.mark.parametrize("schedule", [catalog.data_parallel(4), catalog.cyclic(4)])
 def test_learns(images, schedule):
-    history = run(images, epochs=4, schedule=schedule)
+    history = prepared(images, epochs=4, schedule=schedule).run()
     assert [epoch.epoch for epoch in history] == [0, 1, 2, 3]
     assert history[-1].train_loss < history[0].train_loss
     assert history[-1].top1 > 0.9
@@ -146,39 +134,39 @@ def test_learns(images, schedule):
 
 def test_reports_epochs_and_steps(images):
     epochs, steps = [], []
-    history = run(images, on_epoch=epochs.append, on_step=steps.append)
+    history = prepared(images, lr=0.5).run(epochs.append, steps.append)
     assert epochs == history
     assert [(step.step, step.n_steps) for step in steps] == 2 * [(k, 8) for k in range(1, 9)]
     assert [step.result.step for step in steps] == [*range(16)]
     assert {step.samples for step in steps} == {16}
-    assert [step.learning_rate for step in steps] == [*range(16)]
+    rates = [0.5 * (1 + k / 1000) for k in range(16)]
+    assert [step.learning_rate for step in steps] == rates
     for epoch, done in zip(history, (steps[:8], steps[8:]), strict=True):
         losses = torch.cat([step.result.losses for step in done])
         assert epoch.train_loss == pytest.approx(float(losses.double().mean()))
-    assert [epoch.learning_rate for epoch in history] == [0, 8]
+    assert [epoch.learning_rate for epoch in history] == [rates[0], rates[8]]
     assert all(epoch.samples_per_second > 0 for epoch in history)
 
 
 def test_the_first_loss_is_that_of_the_first_step(images):
     """So that a loss that grows at once is seen to have grown."""
     steps, position = [], Position()
-    run(images, lr=0.5, epochs=1, on_step=steps.append, position=position)
+    prepared(images, lr=0.5, epochs=1).run(on_step=steps.append, position=position)
     assert position.first_loss == pytest.approx(float(steps[0].result.losses.double().mean()))
     last = float(steps[-1].result.losses.double().mean())
     assert position.first_loss != pytest.approx(last, rel=1e-3)
 
 
 def test_a_first_epoch_that_has_become_too_short_is_refused(images):
-    """And not after a whole epoch, where its steps are found to be too many."""
-    with pytest.raises(UserError):
-        run(images, position=Position(step=9, steps_done=9, loss=1.0, n_losses=1))
+    with pytest.raises(UserError, match=r"after 9 steps.* 8:"):
+        prepared(images).run(position=Position(step=9, steps_done=9, loss=1.0, n_losses=1))
 
 
 def test_divergence_says_what_to_do(images):
     with pytest.raises(
         FloatingPointError, match=r"of epoch 0 is .*, after step 8: lower optimizer\.lr"
     ):
-        run(images, lr=1e30)
+        prepared(images, lr=1e30).run()
 
 
 @pytest.mark.parametrize("guard", ["off", "stop", "rollback"])
@@ -200,14 +188,8 @@ def test_weights_that_only_the_test_finds_lost(images, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", lambda *arguments, **options: found)
     epochs = []
     with pytest.raises(FloatingPointError, match="the test loss of epoch 0 is nan, after step 8"):
-        run(images, on_epoch=epochs.append)
+        prepared(images).run(epochs.append)
     assert epochs == []
-
-
-def test_scores_that_are_not_finite_are_no_answers():
-    scores = torch.tensor([[nan, nan], [1.0, 0.0]])
-    found = evaluate(nn.Identity(), [(scores, torch.tensor([0, 0]))])
-    assert all(map(isnan, (found.loss, found.top1, found.top5)))
 
 
 def test_weights_are_tested_in_the_place_of_the_models_own():
@@ -230,25 +212,23 @@ def test_tests_compute_in_the_precision_of_training():
     assert in_full.loss > in_16_bits.loss
 
 
-def test_averages_are_tested_beside_the_weights():
-    images = synthetic(n_train=32, n_test=64, n_classes=4, image_size=8)
-    runtime = runtime_for(images, 0.01, catalog.cyclic(4))
-    zero = {name: torch.zeros_like(p) for name, p in runtime.module().named_parameters()}
-    (bias,) = [n for n, p in runtime.module().named_parameters() if p.shape == (4,)]
+def test_averages_are_tested_like_the_weights(images):
+    run = prepared(images, lr=0.01, epochs=1)
+    weights = dict(run.runtime.module().named_parameters())
+    zero = {name: torch.zeros_like(p) for name, p in weights.items()}
+    (bias,) = [name for name, p in weights.items() if p.shape == (4,)]
     zero[bias][1] = 1.0  # it names class 1, whatever it sees
-    runtime.averages = lambda: zero
-    (epoch,) = run(images, epochs=1, runtime=runtime)
+    run.runtime.averages = lambda: zero
+    (epoch,) = run.run()
     labels = torch.cat([labels for _, labels in images.test(64, CPU)])
-    assert epoch.ema_top1 == pytest.approx(float((labels == 1).double().mean()))
+    share = float((labels == 1).double().mean())
+    assert epoch.ema_top1 == pytest.approx(share)
     assert epoch.top1 != epoch.ema_top1
-    of_right = float((labels == 1).double().mean())
-    expected = of_right * (log(exp(1) + 3) - 1) + (1 - of_right) * log(exp(1) + 3)
-    assert epoch.ema_loss == pytest.approx(expected, rel=1e-5)
+    assert epoch.ema_loss == pytest.approx(log(exp(1) + 3) - share, rel=1e-5)
 
 
-def test_the_rate_of_a_resumed_epoch_is_of_the_steps_since(monkeypatch):
-    images = synthetic(n_train=128, n_test=16, n_classes=4, image_size=8)
+def test_a_resumed_epoch_counts_its_own_steps_per_second(images, monkeypatch):
     times = iter([10.0, 12.0])
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    (epoch,) = run(images, epochs=1, position=Position(step=6, steps_done=6))
+    (epoch,) = prepared(images, epochs=1).run(position=Position(step=6, steps_done=6))
     assert epoch.samples_per_second == 2 * 16 / 2

@@ -44,26 +44,14 @@ def test_lars():
     torch.testing.assert_close(found, w - 0.3 * trust * (g + 0.01 * w))
 
 
-def test_larc_never_exceeds_the_rate():
-    w, g, found = one_update(chosen("lars", "lr=0.1", "trust_coeff=1e9", "trust_clip=true"))
-    torch.testing.assert_close(found, w - 0.1 * (g + 1e-4 * w))
-
-
-def test_lamb_clips_nothing_unless_told():
-    """After bias correction its first update is the sign of the gradient, but for eps."""
+def test_lamb_clips_nothing_by_default():
+    """After bias correction its first update is the sign of the gradient, except for eps."""
     w, g, found = one_update(chosen("lamb", "lr=0.3", "weight_decay=0.01", "eps=0"))
     update = g.sign() + 0.01 * w
     torch.testing.assert_close(found, w - 0.3 * w.norm() / update.norm() * update)
-    for make in (lamb, chosen("lamb")):
-        assert make([nn.Parameter(w)]).defaults["max_grad_norm"] is None
-
-
-def test_lamb_clips_if_told():
-    options = ("eps=1", "bias_correction=false", "weight_decay=0", "lr=1")
-    w, g, found = one_update(chosen("lamb", *options, "max_grad_norm=1"))
-    clipped = g / g.norm()
-    expected = 0.1 * clipped / ((0.001 * clipped**2).sqrt() + 1)
-    torch.testing.assert_close(found, w - expected)
+    limits = (lamb, None), (chosen("lamb"), None), (chosen("lamb", "max_grad_norm=2"), 2)
+    for make, limit in limits:
+        assert make([nn.Parameter(w)]).defaults["max_grad_norm"] == limit
 
 
 def groups(make, model):
@@ -118,8 +106,7 @@ def test_nadam_decays_beside_its_update():
 
 
 @pytest.mark.parametrize("name", choices([CONF], "optimizer"))
-def test_what_is_kept_of_them_can_be_read_again(name):
-    """Tensors and plain values: a list of the configuration's own is none."""
+def test_their_states_can_be_read_again(name):
     make, w = chosen(name), nn.Parameter(torch.ones(2, 3))
     optimizer = make([("w", w)] if takes_names(make) else [w])
     w.grad = torch.ones_like(w)
@@ -183,9 +170,6 @@ def test_singular_vectors_stay():
     turned = u.mT @ orthogonalized(matrix) @ v.mT
     torch.testing.assert_close(turned, torch.diag(turned.diagonal()), atol=1e-12, rtol=0)
     assert (turned.diagonal() > 0).all()
-
-
-def test_zeros_stay_zeros():
     assert not orthogonalized(torch.zeros(3, 4)).any()
 
 

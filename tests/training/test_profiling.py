@@ -26,25 +26,18 @@ def traced(path):
     return sum(event.get("name") == "aten::mm" for event in events)
 
 
-def test_is_silent(tmp_path, capfd):
-    """The terminal belongs to the progress bar."""
-    train(Profile(1, tmp_path / "profile.json"), WARM_UP + 1)
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("n_steps", [1, 3])
-def test_traces_steps_after_a_warm_up(tmp_path, n_steps):
+@pytest.mark.parametrize(
+    ("n_steps", "run", "found"),
+    [(1, WARM_UP + 5, 1), (3, WARM_UP + 7, 3), (10, WARM_UP + 2, 2)],
+    ids=["one", "some", "a run that ends before"],
+)
+def test_traces_steps_after_a_warm_up(tmp_path, capfd, n_steps, run, found):
+    """Silently: the terminal belongs to the progress bar."""
     profile = Profile(n_steps, tmp_path / "profile.json")
-    train(profile, WARM_UP + n_steps + 4)
+    train(profile, run)
     assert profile.written
-    assert traced(profile.path) == n_steps
-
-
-def test_a_run_that_ends_before_is_traced_as_far_as_it_goes(tmp_path):
-    profile = Profile(10, tmp_path / "profile.json")
-    train(profile, WARM_UP + 2)
-    assert profile.written
-    assert traced(profile.path) == 2
+    assert traced(profile.path) == found
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_error_ends_the_trace(tmp_path):
@@ -93,5 +86,5 @@ def test_a_trace_ends_without_waiting_for_messages_under_way(tmp_path, monkeypat
 
 @pytest.mark.parametrize("here", [True, False])
 def test_refuses(tmp_path, here):
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=r"profile.*-1"):
         Profile(-1, tmp_path / "profile.json", here)

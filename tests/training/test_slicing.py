@@ -8,30 +8,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.schedule.strategies import quick
-from tests.training.test_data import CLASSES, CPU, write_images
+from tests.training.test_data import CLASSES, CPU, held, write_images
 from toolkit.errors import UserError
 from toolkit.runtime.microbatches import Divisible
 from toolkit.training import evaluate
 from toolkit.training.data import Tokens, class_folders, image_folder, synthetic
-from toolkit.training.data.in_memory import InMemory, Labelled
 
 SIZE = 6  # of a batch: parts of 1, 2, 3 and 6 images
-
-
-def augmented(n_train=24, n_test=13):
-    """In memory, cropped and mirrored at random."""
-    generator = torch.Generator().manual_seed(0)
-    train, test = (
-        Labelled(
-            torch.randint(256, (n, 3, 8, 8), dtype=torch.uint8, generator=generator),
-            torch.arange(n) % 4,
-        )
-        for n in (n_train, n_test)
-    )
-    return InMemory(train, test, 4, (0.5,) * 3, (0.25,) * 3, crop_padding=2, flip=True)
-
-
-MEMORY = augmented()
+MEMORY = held(crop_padding=2, flip=True)
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +35,12 @@ def images(request, root):
     return MEMORY if request.param == "memory" else image_folder(str(root), 8, num_workers=0)
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """The numbers of the images that are read from their files."""
-    found = []
-    read = class_folders.read_image
-
-    def spy(images, index, skip):
-        found.append(index)
-        return read(images, index, skip)
-
-    monkeypatch.setattr(class_folders, "read_image", spy)
-    return found
-
-
 def slices(batch, n_parts, wanted):
     """The wanted ones of equal parts of each tensor."""
     return [torch.cat([x.chunk(n_parts)[m] for m in wanted]) for x in batch]
 
 
 def assert_equal(found, expected):
-    assert len(found) == len(expected)
     for batch, other in zip(found, expected, strict=True):
         for x, y in zip(batch, other, strict=True):
             assert x.dtype == y.dtype
@@ -84,53 +53,42 @@ def test_what_cannot_be_divided_is_refused(images, size, n_parts):
         images.train(size, 0, 0, CPU).parts(n_parts, lambda k: [0])
 
 
-# Batches
-
-
-def test_image_sets_are_divisible(images):
-    assert isinstance(images.train(SIZE, 0, 0, CPU), Divisible)
-    assert isinstance(images.test(SIZE, CPU), Divisible)
-    assert not isinstance([(torch.zeros(2), torch.zeros(2))], Divisible)
-
-
 @pytest.mark.parametrize(
     "wanted",
-    [
-        [[2], [1], [0]],
-        [[0, 2], [1], [0, 1, 2]],
-        [[0], [], [2, 0]],
-        [[], [], []],
-    ],
+    [[[2], [1], [0]], [[0, 2], [1], [0, 1, 2]], [[0], [], [2, 0]], [[], [], []]],
     ids=str,
 )
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_parts_are_slices(images, wanted, epoch):
-    """Of batches in their order; those of which nothing is wanted are left out."""
-    batches = images.train(SIZE, 3, epoch, CPU)
+def test_parts_are_slices(images, wanted):
+    """Of batches in their order; batches without a wanted part are left out."""
+    batches = images.train(SIZE, 3, 1, CPU)
+    assert isinstance(batches, Divisible)
     whole = [*batches][:3]
-    found = [*batches.parts(3, lambda k: wanted[k] if k < 3 else [])]
     expected = [slices(b, 3, w) for b, w in zip(whole, wanted, strict=True) if w]
-    assert_equal(found, expected)
-    again = [*batches.parts(3, lambda k: wanted[k] if k < 3 else [])]
-    assert_equal(again, expected)
+    for _ in range(2):
+        assert_equal(batches.parts(3, lambda k: wanted[k] if k < 3 else []), expected)
 
 
 @pytest.mark.parametrize("wanted", [[[0], [0], [0]], [[0, 2], [], [1]], [[], [], []]], ids=str)
-def test_only_what_is_wanted_is_read(root, reads, wanted):
+def test_only_what_is_wanted_is_read(root, monkeypatch, wanted):
     """By this process, when it is taken; or the same by workers."""
-    images = image_folder(str(root), 8, num_workers=0)
-    batches = images.train(SIZE, 0, 0, CPU)
+    reads, read = [], class_folders.read_image
+
+    def spy(images, index, skip):
+        reads.append(index)
+        return read(images, index, skip)
+
+    monkeypatch.setattr(class_folders, "read_image", spy)
+    batches = image_folder(str(root), 8, num_workers=0).train(SIZE, 0, 0, CPU)
     whole = [*batches]
     everything = torch.tensor(reads).view(3, 3, 2)
     reads.clear()
     parts = batches.parts(3, wanted.__getitem__)
     assert not reads
-    found = [*parts]
-    assert reads == [n for k in range(3) for m in wanted[k] for n in everything[k][m].tolist()]
     expected = [slices(b, 3, w) for b, w in zip(whole, wanted, strict=True) if w]
-    assert_equal(found, expected)
+    assert_equal(parts, expected)
+    assert reads == [n for k in range(3) for m in wanted[k] for n in everything[k][m].tolist()]
     by_workers = image_folder(str(root), 8, num_workers=1).train(SIZE, 0, 0, CPU)
-    assert_equal([*by_workers.parts(3, wanted.__getitem__)], expected)
+    assert_equal(by_workers.parts(3, wanted.__getitem__), expected)
 
 
 @st.composite
@@ -139,17 +97,16 @@ def divisions(draw):
     n_parts, n_ranks = draw(st.sampled_from([1, 2, 3, 6])), draw(st.integers(1, 4))
     owners = st.lists(st.integers(0, n_ranks - 1), min_size=n_parts, max_size=n_parts)
     by_batch = [draw(owners) for _ in range(4)]
-    shares = [
+    return n_parts, [
         [[m for m, owner in enumerate(owners) if owner == rank] for owners in by_batch]
         for rank in range(n_ranks)
     ]
-    return n_parts, shares
 
 
 @given(divisions(), st.integers(0, 3))
 @quick
 def test_ranks_read_the_batch_together(division, seed):
-    """Laid side by side in their order, the parts of all ranks are the batches."""
+    """Side by side in their order, the parts of all ranks are the batches."""
     n_parts, shares = division
     batches = MEMORY.train(SIZE, seed, 0, CPU)
     whole = [*batches]
@@ -162,8 +119,7 @@ def test_ranks_read_the_batch_together(division, seed):
                 for m, piece in zip(parts, pieces, strict=True):
                     laid[k][m] = piece
         assert next(found, None) is None
-    joined = [[torch.cat(x) for x in zip(*parts, strict=True)] for parts in laid]
-    assert_equal(joined, whole)
+    assert_equal([[torch.cat(x) for x in zip(*parts, strict=True)] for parts in laid], whole)
 
 
 def test_parts_are_put_on_the_device(images):
@@ -172,9 +128,6 @@ def test_parts_are_put_on_the_device(images):
         (part,) = images.train(18, 0, 0, device).parts(3, lambda k: [1])
         assert [x.device for x in part] == [device, device]
         assert part[0].shape == (6, *images.form.example(1).shape[1:])
-
-
-# Test images
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 4, 20])
@@ -196,38 +149,29 @@ def test_shares_partition_the_test_images(images, n_ranks, batch_size):
     assert max(counts) - min(counts) <= 1
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3, 50])
+@pytest.mark.parametrize("n_ranks", [1, 3, 50])
 def test_ranks_evaluate_together_what_one_evaluates_alone(n_ranks):
-    """Whatever each has summed, all of them come to the same."""
+    """All of them come to the same sums."""
     images = synthetic(n_train=8, n_test=37, n_classes=7, image_size=8)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7))
     alone = evaluate(model, images.test(5, CPU))
     shares = [images.test(5, CPU, rank, n_ranks) for rank in range(n_ranks)]
     sums = []
-
-    def note(values):
-        sums.append(values)
-        return torch.ones_like(values)
-
     for share in shares:
-        evaluate(model, share, note)
+        evaluate(model, share, lambda values: sums.append(values) or torch.ones_like(values))
     total = torch.stack(sums).sum(0)
+    assert total[3] == 37
     for share in shares:
         found = evaluate(model, share, lambda values: total)
         assert (found.top1, found.top5) == (alone.top1, alone.top5)
         assert found.loss == pytest.approx(alone.loss, rel=1e-6)
-    assert total[3] == 37
 
 
 @pytest.mark.parametrize("images", [synthetic(24, 1, 4, 4), MEMORY], ids=["plain", "augmented"])
 def test_parts_of_some_batches_count_from_the_first_of_these(images):
-    whole = [*images.train(8, 0, 0, CPU)]
-    for (inputs, _), (expected, _) in zip(
-        images.train(8, 0, 0, CPU).between(1, 3), whole[1:3], strict=True
-    ):
-        assert torch.equal(inputs, expected)
-    found = [*images.train(8, 0, 0, CPU).between(1, 3).parts(4, lambda k: [k])]
-    for k, (inputs, targets) in enumerate(found):
-        assert torch.equal(inputs, whole[1 + k][0][2 * k : 2 * k + 2])
-        assert torch.equal(targets, whole[1 + k][1][2 * k : 2 * k + 2])
+    batches = images.train(8, 0, 0, CPU)
+    whole = [*batches]
+    assert_equal(batches.between(1, 3), whole[1:3])
+    found = batches.between(1, 3).parts(4, lambda k: [k])
+    assert_equal(found, [slices(whole[1 + k], 4, [k]) for k in range(2)])

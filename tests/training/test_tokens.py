@@ -50,15 +50,13 @@ def test_the_test_reads_its_text_once_and_ranks_share_it():
     x, y = next(iter(tokens.test(10, CPU)))
     assert x.tolist() == [[*range(8 * k, 8 * k + 8)] for k in range(4)]
     assert torch.equal(y, x + 1)
+    # the last token is an answer only
+    assert [len(counted(40, n_test=n).test(1, CPU)) for n in (16, 17)] == [1, 2]
     shares = [next(iter(tokens.test(10, CPU, rank, 2)))[0] for rank in (0, 1)]
     assert [share[:, 0].tolist() for share in shares] == [[0, 16], [8, 24]]
 
 
-def test_the_last_token_is_an_answer_only():
-    assert [len(counted(40, n_test=n).test(1, CPU)) for n in (16, 17)] == [1, 2]
-
-
-def test_bytes_of_files_in_the_order_of_their_paths(tmp_path):
+def test_bytes_of_files_in_the_order_of_their_paths(tmp_path, monkeypatch):
     (tmp_path / "b.txt").write_bytes(bytes(range(100, 200)))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "z.txt").write_bytes(bytes(range(100)))
@@ -69,14 +67,9 @@ def test_bytes_of_files_in_the_order_of_their_paths(tmp_path):
     seen, _ = epoch_of(found)
     assert len(seen) == 14
     assert seen.max() < 150
-    alone = text(str(tmp_path / "b.txt"), length=10, test_share=0.5)
-    assert next(iter(alone.test(4, CPU)))[0].flatten().tolist() == [*range(150, 190)]
-
-
-def test_a_file_in_the_home(tmp_path, monkeypatch):
-    (tmp_path / "mine.txt").write_bytes(bytes(100))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(text("~/mine.txt", length=5).test(1, CPU)) == 1
+    alone = text("~/b.txt", length=10, test_share=0.5)
+    assert next(iter(alone.test(4, CPU)))[0].flatten().tolist() == [*range(150, 190)]
 
 
 def test_without_a_file_it_is_the_reference_of_python():

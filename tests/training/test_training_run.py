@@ -1,14 +1,15 @@
-"""A run's learning rates and the options of its optimizer, also where it goes on from another."""
+"""A run's learning rates, smoothed loss and optimizer options, also after it is resumed."""
 
 import shutil
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.training.test_run_with_checkpoints import built, stopped, weights
 from toolkit.errors import UserError
 from toolkit.runtime.updater import Updater
-from toolkit.training import run_with_checkpoints
+from toolkit.training import evaluate, run_with_checkpoints
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
@@ -18,7 +19,7 @@ def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
     """Also where its result comes before the update."""
     options = "schedule=cdp_v1", f"runtime.order={order}", "lr=cosine", "lr.warmup_epochs=0.5"
     run = built(*options, "lr.reference_batch=4", "epochs=2")
-    first, told, made = run.runtime._updaters[0], [], []
+    first, reported, made = run.runtime._updaters[0], [], []
     update = Updater.update
 
     def noted(self, *total, **how):
@@ -27,15 +28,15 @@ def test_a_step_has_the_rate_of_its_update(monkeypatch, order):
         update(self, *total, **how)
 
     monkeypatch.setattr(Updater, "update", noted)
-    epochs = run.run(on_step=lambda step: told.append(step.learning_rate))
-    assert told == pytest.approx(made, rel=1e-12)
-    assert len(told) == 16
-    assert len(set(told)) > 12
-    assert [epoch.learning_rate for epoch in epochs] == [told[0], told[8]]
+    epochs = run.run(on_step=lambda step: reported.append(step.learning_rate))
+    assert reported == pytest.approx(made, rel=1e-12)
+    assert len(reported) == 16
+    assert len(set(reported)) > 12
+    assert [epoch.learning_rate for epoch in epochs] == [reported[0], reported[8]]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_cudnn_is_told_whether_to_try_convolutions(monkeypatch, wanted):
+def test_cudnn_benchmarks_convolutions_if_asked(monkeypatch, wanted):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not wanted)
     built(f"cudnn_benchmark={wanted}")
     assert torch.backends.cudnn.benchmark is wanted
@@ -72,5 +73,24 @@ def test_options_given_anew_are_those_of_the_updates(tmp_path, optimizer, change
 def test_an_epoch_of_another_length_is_refused(tmp_path, changed):
     """Also after its last step: rates go by epochs."""
     run_with_checkpoints(built("epochs=1", "schedule=dp"), tmp_path)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match="after 8 steps"):
         run_with_checkpoints(built("epochs=2", "schedule=dp", changed), tmp_path, resume=True)
+
+
+def test_the_training_loss_is_smoothed_and_the_test_loss_is_not():
+    runs = [built("epochs=1", f"label_smoothing={k}", "optimizer.lr=0") for k in (0, 0.25)]
+    (plain,), (smoothed,) = (run.run() for run in runs)
+    assert smoothed.train_loss != plain.train_loss
+    assert smoothed.test_loss == plain.test_loss
+    tested = evaluate(runs[1].runtime.module(), runs[1].samples.test(16, torch.device("cpu")))
+    assert tested.loss == pytest.approx(smoothed.test_loss)
+    outputs, targets = torch.randn(4, 5), torch.tensor([0, 4, 2, 1])
+    uniform = -F.log_softmax(outputs, 1).mean()
+    expected = 0.75 * F.cross_entropy(outputs, targets) + 0.25 * uniform
+    torch.testing.assert_close(runs[1].runtime._engine.loss(outputs, targets), expected)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.5])
+def test_label_smoothing_out_of_range_is_refused(value):
+    with pytest.raises(UserError, match=f"label_smoothing.*{float(value)}"):
+        built(f"label_smoothing={value}")

@@ -211,15 +211,7 @@ def join_ranks(
 ) -> World | None:
     """Join the other ranks, if ``runtime`` takes a process for each; else return None.
 
-    Args:
-        runtime: class of the runtime.
-        schedule: schedule that it will run.
-        device: device of the model.
-        options: those of :func:`toolkit.runtime.join`.
-
-    Raises:
-        UserError: this process is a rank and should not be, or the other way round; or the
-            runtime cannot run the schedule.
+    ``options`` are those of :func:`toolkit.runtime.join`. A process too many or too few is refused.
     """
     if runtime.distributed:
         runtime.check_schedule(schedule)  # before ranks are started

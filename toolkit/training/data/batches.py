@@ -17,6 +17,9 @@ T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 """Inputs ``[n, ...]`` and targets ``[n, ...]``."""
 
+Chosen = Iterable[tuple[Tensor, Tensor]]
+"""Sample numbers ``[n]`` and random numbers ``[k, n]`` of each batch, on the CPU."""
+
 Wanted = Callable[[int], Sequence[int]]
 """A function from a batch's number to the parts of that batch to read."""
 
@@ -36,16 +39,8 @@ class Source(ABC):
         return torch.empty(0, n, dtype=torch.long)
 
     @abstractmethod
-    def read(
-        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
-        """Yield batches on ``device``.
-
-        Args:
-            batches: sample numbers ``[n]`` and random numbers ``[k, n]`` of each, on the CPU.
-            seed: seed of the epoch.
-            device: device of the batches.
-        """
+    def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
+        """Yield batches on ``device``; ``seed`` is the epoch's."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +210,7 @@ class _Samples(Source):
             return torch.zeros(1, n, dtype=torch.long)
         return torch.randint(2**31, (1, n), generator=generator)
 
-    def read(
-        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
+    def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         for chosen, (seeds,) in batches:
             numbers = zip(chosen.tolist(), seeds.tolist(), strict=True)
             pairs = [seeded(s, self.dataset.__getitem__, k) for k, s in numbers]

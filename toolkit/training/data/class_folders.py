@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import Batch, SampleSet, Source, normalise, seeded
+from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, seeded
 
 # torchvision, which is slow to load, is imported where it is used.
 
@@ -222,9 +222,7 @@ class _Loaded(Source):
     def __len__(self) -> int:
         return len(self.dataset.images)
 
-    def read(
-        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
+    def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         keys = [[(seed, k) for k in chosen.tolist()] for chosen, _ in batches]
         if not keys:
             return

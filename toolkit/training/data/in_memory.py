@@ -1,7 +1,7 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from toolkit.errors import UserError, check_choice
 from toolkit.model.input_spec import Images
-from toolkit.training.data.batches import Batch, SampleSet, Source, normalise, send
+from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, send
 from toolkit.training.data.class_folders import check_root, open_split, read_image, report_damaged
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -86,9 +86,7 @@ class _Images(Source):
             mirrored = (torch.rand(1, n, generator=generator) < 0.5).long()
         return torch.cat([corners, mirrored])
 
-    def read(
-        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
+    def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         if device not in self.copies:
             self.copies[device] = self.held.images.to(device), self.held.labels.to(device)
         images, labels = self.copies[device]

@@ -1,18 +1,16 @@
 """Text as tokens, cut into sequences."""
 
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from toolkit.errors import UserError
 from toolkit.model.input_spec import Sequences
-from toolkit.training.data.batches import Batch, SampleSet, Source, send
+from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, send
 
 BYTES = 256
 """Vocabulary of a text whose bytes are its tokens."""
@@ -70,9 +68,7 @@ class _Text(Source):
         """Return the text of an epoch, from an offset within the first sequence."""
         return replace(self, offset=int(torch.randint(self.form.length, (), generator=generator)))
 
-    def read(
-        self, batches: Iterable[tuple[Tensor, Tensor]], seed: int, device: torch.device
-    ) -> Iterator[Batch]:
+    def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
         length = self.form.length
         for chosen, _ in batches:
             places = self.offset + length * chosen.numpy()[:, None] + np.arange(length + 1)
@@ -106,7 +102,13 @@ def text(root: str | None = None, length: int = 64, test_share: float = 0.1) -> 
     """
     if not 0 < test_share < 1:
         raise UserError(f"data.test_share is a share between 0 and 1: got {test_share}")
-    tokens = np.frombuffer(_python_reference() if root is None else _joined(root), dtype=np.uint8)
+    if root is None:
+        from pydoc_data.topics import topics
+
+        content = "\n".join(topics[name] for name in sorted(topics)).encode()
+    else:
+        content = _joined(root)
+    tokens = np.frombuffer(content, dtype=np.uint8)
     n_train = round(len(tokens) * (1 - test_share))
     return Tokens(tokens[:n_train], tokens[n_train:], length, BYTES)
 
@@ -137,14 +139,6 @@ def token_files(
         raise UserError(f"data.dtype is a type of whole numbers, such as uint16: got {dtype!r}")
     train, test = (_mapped(Path(root).expanduser() / f"{n}.bin", dtype) for n in ("train", "val"))
     return Tokens(train, test, length, vocabulary)
-
-
-def _python_reference() -> bytes:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:  # Debian packs it separately
-        raise UserError(f"data.root: {sys.executable} lacks pydoc_data; give a text") from error
-    return "\n".join(topics[name] for name in sorted(topics)).encode()
 
 
 def _joined(root: str) -> bytes:
