@@ -96,7 +96,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
         options: dict[str, Any] = {"on_report": show, "timeout": config.timeout}
         rows = launch(settings.measure, n_ranks, *sizes, config.timeout, **options)[0]
     shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))
-    pair = settings.beside_prediction(shown.measurements, *sizes)
+    pair = settings.measured_and_predicted(shown.measurements, *sizes)
     save(timelines(pair), folder / "timeline")
     pair[0].to_chrome_trace(folder / "trace.json")
     return rows

@@ -14,7 +14,7 @@ from toolkit.cost import Hardware, unit_costs
 from toolkit.plan import measure
 from toolkit.plan.findings import predict
 from toolkit.plan.measure import Data
-from toolkit.runtime.meters.predicted_vs_measured import alike_stages
+from toolkit.runtime.meters.predicted_vs_measured import equal_stages
 from toolkit.runtime.microbatches import StepResult
 from toolkit.schedule import catalog
 from toolkit.schedule.paper_table import schedule_of
@@ -137,7 +137,7 @@ def test_a_device_holds_what_the_schedule_holds():
     inputs, make = torch.randn(n * batch, width), partial(torch.optim.SGD, lr=0.1)
     schedules = catalog.data_parallel(n, "one"), catalog.cyclic(n, placement="one")
     held = [
-        measure.held(alike_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss)
+        measure.held(equal_stages(n, width, batch), schedule, (inputs, inputs), make, F.mse_loss)
         for schedule in schedules
     ]
     # The loss keeps what it compares in the last stage, beside what is counted of the model.
@@ -151,7 +151,7 @@ def test_a_gpus_peak_excludes_the_optimizers_state():
     inputs = torch.randn(2, 2048, device="cuda")
 
     def peak(**options):
-        stages = alike_stages(2, 2048, 1)
+        stages = equal_stages(2, 2048, 1)
         stages.model.cuda()
         make = partial(torch.optim.SGD, lr=0.1, **options)
         schedule = catalog.data_parallel(2, "one")

@@ -1,13 +1,10 @@
 """Measurements and timelines, of records by hand and of records that follow a program."""
 
-import json
-
 import pytest
 from hypothesis import given
 
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import Change
-from toolkit.cost.timeline import LANES
 from toolkit.runtime.meters.measurements import Measurements, Sent
 from toolkit.runtime.meters.meter import Event, Record
 from toolkit.schedule import STATES, Action, Buffer, Instruction, catalog
@@ -87,38 +84,6 @@ def test_sent_by_slot_and_rank(pipeline):
     assert {buffers: pipeline.sent(*buffers) for buffers in expected} == expected
 
 
-def test_sent_by_collectives():
-    """An all-reduce as a ring; a broadcast and a reduction as trees, of which leaves send less."""
-    ranks = range(4)
-
-    def of(action, buffer, tick):
-        return Instruction(tick, action, 0, None, 0, 0, buffer, (2, 0, 1, 3))
-
-    kinds = [
-        of(Action.ALL_REDUCE, Buffer.GRADIENT, 0),
-        of(Action.BROADCAST, Buffer.WEIGHTS, 1),
-        of(Action.REDUCE, Buffer.GRADIENT, 2),
-    ]
-    records = [Record(rank, [event(i, 0, 1, 80) for i in kinds]) for rank in ranks]
-    found = Measurements(catalog.data_parallel(4), records)
-    reduced, broadcast, to_one = found.sent(Buffer.GRADIENT, Buffer.WEIGHTS)
-    assert reduced == (Sent(6, 120),) * 4
-    assert broadcast == (Sent(1, 80), Sent(0, 0), Sent(2, 160), Sent(0, 0))
-    assert to_one == (Sent(1, 80), Sent(1, 80), Sent(0, 0), Sent(1, 80))
-    assert found.sent(Buffer.WEIGHTS)[0] == (Sent(),) * 4
-
-
-def test_slots_of_several_ticks():
-    """A message counts in the slot that begins when it is sent."""
-    records = [
-        Record(0, [event(boundary(t, Action.SEND, Buffer.ACTIVATION, 0, 1), 0, 0, 8)])
-        for t in (5, 6)
-    ]
-    records[1].rank = 1
-    found = Measurements(CYCLIC, records).sent(Buffer.ACTIVATION)
-    assert found == ((Sent(), Sent()), (Sent(1, 8), Sent()), (Sent(), Sent(1, 8)))
-
-
 def test_activations_by_slot(pipeline):
     """Until they are freed; in the slot that begins then they do not count."""
     events = pipeline.records[0].events
@@ -174,14 +139,6 @@ def test_ranks_that_follow_the_program_measure_what_it_says(program):
     assert [*sent] + [nothing] * (len(expected) - len(sent)) == [*expected]
 
 
-@pytest.mark.parametrize("schedule", [CYCLIC, catalog.cyclic(3, n_stages=1)])
-def test_activations_of_all_slots(schedule):
-    """Whose last instruction is within a slot, of 3 ticks."""
-    program = schedule.lower(1)
-    found = Measurements(schedule, followed(program))
-    assert found.activations() == program.activations()
-
-
 # Timelines
 
 
@@ -217,11 +174,19 @@ def test_a_timeline(pipeline):
     assert links == {(0, 1): 40, (1, 0): 60}
 
 
-def test_a_prediction_takes_the_time_of_ops():
-    schedule = catalog.cyclic(1, 1, predict=True)
-    found = Measurements(schedule, followed(schedule.lower(3))).timeline()
-    assert [(s.lane, s.step) for s in found.spans if s.name == "predict 0"] == [("compute", 2)]
-    assert [s.step for s in found.spans if s.lane == "update"] == [0, 1, 2]
+def test_ops_are_named():
+    """Also the halves of a backward; a prediction is one."""
+    named = [
+        (Action.FORWARD, "12F3", "compute"),
+        (Action.BACKWARD_INPUT, "12I3", "compute"),
+        (Action.BACKWARD_WEIGHT, "12W3", "compute"),
+        (Action.PREDICT, "predict 12", "compute"),
+        (Action.UPDATE, "update 12", "update"),
+    ]
+    events = [event(op(k, kind, 12, 0, 3), 5 + k, 6 + k) for k, (kind, *_) in enumerate(named)]
+    found = Measurements(PIPELINE, [Record(0, events)]).timeline().spans
+    expected = [(name, lane, k, k + 1) for k, (_, name, lane) in enumerate(named)]
+    assert [(s.name, s.lane, s.start, s.end) for s in found] == expected
 
 
 def test_memory_is_gained_at_the_start_and_lost_at_the_end(pipeline):
@@ -377,14 +342,6 @@ def test_steps_end_with_their_last_update():
     assert found.step_time == 4
 
 
-def test_ops_by_name_and_halves():
-    actions = Action.FORWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT
-    events = [event(op(k, action, 12, 0, 3), 5 + k, 6 + k) for k, action in enumerate(actions)]
-    found = Measurements(PIPELINE, [Record(0, events)]).timeline().spans
-    named = [("12F3", 0, 1), ("12I3", 1, 2), ("12W3", 2, 3)]
-    assert [(s.name, s.start, s.end) for s in found] == named
-
-
 @given(programs())
 @quick
 def test_every_message_of_a_program_finds_its_other_end(program):
@@ -412,27 +369,3 @@ def test_what_ranks_send_is_received(make, n_ranks, state):
     for what in ("messages", "bytes"):
         sent, received = (sum(row[f"{what}_{way}"] for row in rows) for way in ("sent", "received"))
         assert received == pytest.approx(sent)
-
-
-def test_a_trace_has_a_row_of_slots(pipeline, tmp_path):
-    """From the slot's first op to its last; slots without one are not drawn."""
-    pipeline.timeline().to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    row = len(LANES)
-    names = {
-        (e["pid"], e["args"]["name"])
-        for e in events
-        if e["name"] == "thread_name" and e["tid"] == row
-    }
-    assert names == {(0, "slots"), (1, "slots")}
-    drawn = [
-        (e["pid"], e["name"], e["ts"], e["dur"])
-        for e in events
-        if e["ph"] == "X" and e["tid"] == row
-    ]
-    assert sorted(drawn) == [
-        (0, "slot 0", 0.0, 2e6),
-        (0, "slot 3", 10e6, 3e6),
-        (1, "slot 1", 4e6, 1e6),
-        (1, "slot 2", 5e6, 2e6),
-    ]

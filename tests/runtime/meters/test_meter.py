@@ -116,15 +116,6 @@ def test_one_forward_in_another_s_place():
         assert found.activations.bytes == 0
 
 
-def test_a_graph_that_is_retained_counts_on():
-    found, w = meter(), leaf(6)
-    y = forward(found, torch.tanh, weights=[w]).sum()
-    y.backward(retain_graph=True)
-    assert found.activations.bytes == 6 * FLOAT
-    y.backward()
-    assert found.activations.bytes == 0
-
-
 def test_backwards_in_two_halves_leave_nothing():
     """First for the input, retaining the graph, then for the weights; then all is dropped."""
     found, x, w = meter(), leaf(2, 3), leaf(3, 5)
@@ -226,15 +217,6 @@ def test_events():
     ]
     times = [time for event in events for time in (event.start, event.end)]
     assert times == sorted(times)
-
-
-def test_seconds_count_from_the_origin():
-    (early, late) = (Meter(0, CPU, origin) for origin in (0.0, 1000.0))
-    rank = SimpleNamespace(weights={}, sums={})
-    for found in (early, late):
-        found.perform(rank, Instruction(0, Action.FORWARD, 0, 0, 0, 0), lambda i: 0)
-    first, second = (found.record.events[0].start for found in (early, late))
-    assert first > second
 
 
 @pytest.mark.parametrize("schedule", [catalog.cyclic(2), catalog.cyclic(3, n_stages=2)])

@@ -4,12 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolkit.runtime.baselines.ddp import DDP
-    from toolkit.runtime.baselines.delayed import DelayedAllReduce
-    from toolkit.runtime.baselines.fsdp import FSDP
-    from toolkit.runtime.baselines.pipelining import TorchPipelining
-
-__all__ = ["DDP", "FSDP", "DelayedAllReduce", "TorchPipelining"]
+    from toolkit.runtime.baselines.ddp import DDP as DDP
+    from toolkit.runtime.baselines.delayed import DelayedAllReduce as DelayedAllReduce
+    from toolkit.runtime.baselines.fsdp import FSDP as FSDP
+    from toolkit.runtime.baselines.pipelining import TorchPipelining as TorchPipelining
 
 _MODULES = {
     "DDP": "ddp",

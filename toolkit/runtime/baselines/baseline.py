@@ -3,20 +3,27 @@
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.runtime.base import Runtime, Steps
+from toolkit.model import Stages
+from toolkit.runtime.base import Common, Runtime, Steps
 from toolkit.runtime.microbatches import BatchReader, StepResult, take
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import load_model, part_of
-from toolkit.runtime.updater import Updater, Weights
+from toolkit.runtime.step_options import Loss
+from toolkit.runtime.updater import MakeOptimizer, Updater, Weights
 from toolkit.schedule import RandomDelay, Schedule
+
+
+class OnRanks(Common, total=False):
+    """Keyword arguments that every baseline passes on to :class:`Runtime`."""
+
+    world: World | None
 
 
 class Baseline(Runtime):
@@ -25,8 +32,8 @@ class Baseline(Runtime):
     Every rank starts with the weights of rank 0.
 
     Args:
-        arguments, common: as in ``Runtime``. The schedule is of a kind that the baseline can run;
-            each baseline lists the options that it takes.
+        stages, schedule, optimizer, loss, common: as in ``Runtime``. The schedule is of a kind
+            that the baseline can run; each baseline lists the options that it takes.
 
     Raises:
         UserError: stages, schedule, options and ranks do not fit.
@@ -35,11 +42,18 @@ class Baseline(Runtime):
     world: World
     runtime: str  # name of the option
 
-    def __init__(self, *arguments: Any, **common: Any) -> None:
-        super().__init__(*arguments, **common)
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        **common: Unpack[OnRanks],
+    ) -> None:
+        super().__init__(stages, schedule, optimizer, loss, **common)
         self._everyone = range(self.world.size)
         with self.world.watch.waiting("the first weights of rank 0", [0]):
-            for tensor in chain(self.stages.model.parameters(), self.stages.model.buffers()):
+            for tensor in chain(stages.model.parameters(), stages.model.buffers()):
                 dist.broadcast(tensor.data, 0, self.world.group)
         self._updaters = self._build()
 
@@ -72,15 +86,9 @@ class Baseline(Runtime):
 
     def _part(self) -> dict[str, Any]:
         self._settle()
-        versions = {j: self._versions(j) for j in self._saved}
-        return part_of(
-            self.steps_done,
-            self.stages,
-            self._updaters,
-            versions,
-            self._saved,
-            leads=self.rank == 0,
-        )
+        saved, leads = self._saved, self.rank == 0
+        versions = {j: self._versions(j) for j in saved}
+        return part_of(self.steps_done, self.stages, self._updaters, versions, saved, leads=leads)
 
     def _versions(self, j: int) -> dict[int, Weights]:
         """Return the weight versions of stage ``j`` that are still read."""
@@ -119,19 +127,18 @@ class Released:
     """Parameters of other ranks, whose memory is freed during training."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.shapes = {parameter: parameter.shape for parameter in parameters}
+        self._shapes = {parameter: parameter.shape for parameter in parameters}
 
     def release(self) -> None:
         """Free their memory."""
-        for parameter in self.shapes:
-            if parameter.numel():
-                parameter.data = parameter.data.new_empty(0)
+        for parameter in self._shapes:
+            parameter.data = parameter.data.new_empty(0)
 
     def restore(self) -> None:
         """Allocate their memory; its content is undefined."""
-        for parameter, shape in self.shapes.items():
+        for parameter, shape in self._shapes.items():
             if parameter.shape != shape:
-                parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = parameter.data.new_empty(shape)
 
 
 def check_data_parallel(
@@ -160,8 +167,7 @@ def check_data_parallel(
 
 def describe(schedule: Schedule) -> str:
     """Return the schedule's description for an error."""
-    placement = schedule.placement if isinstance(schedule.placement, str) else schedule.layout.name
     return (
         f"{schedule.name}, {schedule.n_stages} stages, {schedule.n_microbatches} micro-batches,"
-        f" placement={placement}, state={schedule.state}"
+        f" placement={schedule.layout.name}, state={schedule.state}"
     )

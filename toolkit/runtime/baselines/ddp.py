@@ -1,15 +1,28 @@
-"""torch's DistributedDataParallel."""
+"""torch's DistributedDataParallel, and the training step that FSDP shares with it."""
 
+import copy
 import inspect
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from toolkit.errors import UserError, check_choice
-from toolkit.runtime.baselines.synchronous import Chain, Synchronous
+from toolkit.model import Stages
+from toolkit.model.trace import draws_at_random, in_training
+from toolkit.runtime.baselines.baseline import Baseline, OnRanks, check_data_parallel
+from toolkit.runtime.microbatches import StepResult
+from toolkit.runtime.stage import Values, channels_last, drawing
+from toolkit.runtime.step_options import Loss, StepOptions
+from toolkit.runtime.updater import MakeOptimizer, Updater
+from toolkit.schedule import Schedule
 
 # Its newer name; the older one is deprecated there.
 _BUFFERS = "forward_sync_buffers"
@@ -23,12 +36,109 @@ _HOOKS = {
 }
 
 
+class Chain(nn.Module):
+    """All stages as one module in training mode, with the model's own tensors.
+
+    Args:
+        stages: the model, partitioned.
+        seed: seed of a stage's random draws, with step, stage and micro-batch.
+
+    Attributes:
+        at: step and micro-batch of the next forward.
+    """
+
+    def __init__(self, stages: Stages, seed: int) -> None:
+        super().__init__()
+        tensors = chain(stages.model.parameters(), stages.model.buffers())
+        memo = {id(tensor): tensor for tensor in tensors}
+        self.stages = nn.ModuleList(map(in_training, copy.deepcopy(list(stages), memo)))
+        self.seed, self.at = seed, (0, 0)
+        self._random = [draws_at_random(stage) for stage in self.stages]
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Map inputs ``[b, ...]`` to the model's output ``[b, ...]``."""
+        values, (step, microbatch) = inputs, self.at
+        for j, stage in enumerate(self.stages):
+            drawn = drawing(values, self.seed, step, j, microbatch)
+            with drawn if self._random[j] else nullcontext():
+                values = stage(*values)
+        return values[0]
+
+    def norms(self) -> list[_BatchNorm]:
+        """Return the batch norms whose running statistics advance."""
+        norms = (m for m in self.modules() if isinstance(m, _BatchNorm) and m.training)
+        return [norm for norm in norms if norm.running_mean is not None]
+
+
+class Synchronous(Baseline):
+    """Rank m runs micro-batch m; the wrapper averages the gradients over the ranks.
+
+    Batch norms normalise by the micro-batch. :meth:`module` averages the ranks' running
+    statistics, which equals averaging them at each step.
+    """
+
+    states: tuple[str, ...]
+
+    @classmethod
+    def check_schedule(cls, schedule: Schedule) -> None:
+        """Raise UserError unless ``schedule`` is data parallelism of delay 0."""
+        check_data_parallel(schedule, cls.runtime, "dp", 0, cls.states)
+
+    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
+        options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
+        if options.precision == "fp16":
+            raise UserError(
+                f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
+            )
+        for name, module in stages.model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"got {name}, a SyncBatchNorm; each micro-batch is normalised by its own"
+                    " statistics: use the plain BatchNorm"
+                )
+
+    def _build(self) -> Sequence[Updater]:
+        self._chain = Chain(self.stages, self._seed)
+        self._wrapped = self._wrap(self._chain)
+        return [Updater(stage, *self._makers) for stage in self._chain.stages]
+
+    @abstractmethod
+    def _wrap(self, model: Chain) -> nn.Module:
+        """Return the model as torch trains it on many ranks."""
+
+    def _in_forward(self) -> AbstractContextManager[None]:
+        """Context of a forward."""
+        return nullcontext()
+
+    def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
+        self._chain.at = step, self.rank
+        if self._options.channels_last:
+            inputs = tuple(channels_last(tensor) for tensor in inputs)
+        with self._in_forward(), self._options.autocast(self.world.device):
+            outputs = self._wrapped(*inputs)
+        loss = self._loss(outputs, targets)
+        with self.world.watch.waiting("the gradients of all ranks", self._everyone):
+            loss.backward()
+        for updater in self._updaters:
+            updater.apply()
+        return self._result(step, outputs, loss)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Average the ranks' running statistics."""
+        norms = [(norm.running_mean, norm.running_var) for norm in self._chain.norms()]
+        if running := [tensor for pair in norms for tensor in pair if tensor is not None]:
+            mean = self.total(torch.cat(running)) / self.n_ranks
+            for tensor, part in zip(running, mean.split([len(t) for t in running]), strict=True):
+                tensor.copy_(part)
+
+
 class DDP(Synchronous):
     """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        arguments, common: as in ``Baseline``. The schedule is ``catalog.data_parallel(n)``; of
-            the options only precision and memory format may be set.
+        stages, schedule, optimizer, loss, common: as in ``Baseline``. The schedule is
+            ``catalog.data_parallel(n)``; only precision and memory format may be set.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
@@ -42,25 +152,33 @@ class DDP(Synchronous):
 
     def __init__(
         self,
-        *arguments: Any,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
         compression: str = "none",
         bucket_mb: float = 25.0,
         bucket_view: bool = False,
-        **common: Any,
+        **common: Unpack[OnRanks],
     ) -> None:
         check_choice("compression", compression, _HOOKS)
         if not bucket_mb > 0:
             raise UserError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
         self._hook = _HOOKS[compression]
-        self._buckets = {"bucket_cap_mb": bucket_mb, "gradient_as_bucket_view": bucket_view}
-        super().__init__(*arguments, **common)
+        # Buffers are not broadcast: they would change in place between forward and backward.
+        self._ddp_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_mb,
+            "gradient_as_bucket_view": bucket_view,
+            _BUFFERS: False,
+        }
+        super().__init__(stages, schedule, optimizer, loss, **common)
 
     def _wrap(self, model: Chain) -> nn.Module:
         if self._options.channels_last:
             model.to(memory_format=torch.channels_last)
-        # Buffers are not broadcast: they would change in place between forward and backward.
-        ddp_options: dict[str, Any] = {_BUFFERS: False, **self._buckets}
-        wrapped = DistributedDataParallel(model, process_group=self.world.group, **ddp_options)
+        group = self.world.group
+        wrapped = DistributedDataParallel(model, process_group=group, **self._ddp_options)
         if self._hook is not None:
-            wrapped.register_comm_hook(self.world.group, self._hook)
+            wrapped.register_comm_hook(group, self._hook)
         return wrapped

@@ -1,21 +1,23 @@
 """Data parallelism whose gradients are summed during the next step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import check_choice
+from toolkit.model import Stages
 from toolkit.runtime.base import Steps
-from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, OnRanks, check_data_parallel
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values, leaves, take_gradients
 from toolkit.runtime.state import loaded
-from toolkit.runtime.updater import GradientSum, Updater, Weights
+from toolkit.runtime.step_options import Loss
+from toolkit.runtime.updater import GradientSum, MakeOptimizer, Updater, Weights
 from toolkit.schedule import Schedule
 
 
@@ -30,8 +32,8 @@ class DelayedAllReduce(Baseline):
     and keeps the version before it, with which the next run starts.
 
     Args:
-        arguments, common: as in ``Baseline``. The schedule is ``catalog.cyclic(n, 1)``, or any
-            other of a rank a micro-batch and delay 1.
+        stages, schedule, optimizer, loss, common: as in ``Baseline``. The schedule is
+            ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:
@@ -40,11 +42,20 @@ class DelayedAllReduce(Baseline):
 
     runtime = "delayed_allreduce"
 
-    def __init__(self, *arguments: Any, compression: str = "none", **common: Any) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        schedule: Schedule,
+        optimizer: MakeOptimizer,
+        loss: Loss,
+        *,
+        compression: str = "none",
+        **common: Unpack[OnRanks],
+    ) -> None:
         check_choice("compression", compression, COMPRESSIONS)
         self._wire = COMPRESSIONS[compression]
         self._under_way: list[list[_Message]] | None = None
-        super().__init__(*arguments, **common)
+        super().__init__(stages, schedule, optimizer, loss, **common)
 
     def _build(self) -> Sequence[Updater]:
         self._runners = self._make_runners()

@@ -1,6 +1,7 @@
 """Pipelines run by torch.distributed.pipelining."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    ScheduleInterleavedZeroBubble,
+)
 
 from toolkit.errors import UserError
 from toolkit.model import Stages
@@ -23,13 +27,11 @@ from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
-from toolkit.runtime.step_options import Loss, StepOptions
+from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import GradientSum, Updater
 from toolkit.schedule import Op, Schedule, pipeline_orders
 
 _MESSAGES = "messages of torch's pipeline"
-
-MakeRunner = Callable[[list[PipelineStage], int, Loss], Any]
 
 
 class TorchPipelining(Baseline):
@@ -41,7 +43,7 @@ class TorchPipelining(Baseline):
 
     The schedule is ``catalog.gpipe``, ``one_f_one_b``, ``interleaved_1f1b`` or ``zero_bubble``, or
     any other whose ranks run their ops in the same order; of the options only precision may be
-    set, to fp32 or tf32. Arguments are those of ``Baseline``.
+    set, to fp32 or tf32. Arguments are those of :class:`Baseline`.
 
     Raises:
         UserError: torch has no such schedule, or cannot send what crosses the stages.
@@ -75,7 +77,6 @@ class TorchPipelining(Baseline):
         self._parts = [_Part(self._runners[j], self.world, j == n - 1, split) for j in self._own]
         others = [stage for j, stage in enumerate(self.stages) if j not in self._own]
         self._released = Released(chain.from_iterable(stage.parameters() for stage in others))
-        self._make_runner = _torch_schedule(self.schedule)
         self._runner: Any = None
         self._size = 0
         return self._runners
@@ -147,7 +148,7 @@ class TorchPipelining(Baseline):
             return
         self._size = size
         edges = [*self.stages.boundaries, (self.stages.output,)]
-        stages = [
+        stages: Any = [
             PipelineStage(
                 part,
                 j,
@@ -159,7 +160,10 @@ class TorchPipelining(Baseline):
             )
             for j, part in zip(self._own, self._parts, strict=True)
         ]
-        self._runner = self._make_runner(stages, self.schedule.n_microbatches, self._loss)
+        make = _torch_schedule(self.schedule)
+        if issubclass(make, PipelineScheduleSingle):
+            (stages,) = stages
+        self._runner = make(stages, self.schedule.n_microbatches, self._loss)
 
 
 class _Part(nn.Module):
@@ -200,29 +204,21 @@ def rank_orders(schedule: Schedule) -> list[list[Op]]:
     return found
 
 
-def _torch_schedule(schedule: Schedule) -> MakeRunner:
-    """Return the maker of torch's schedule with the same orders."""
+def _torch_schedule(schedule: Schedule) -> type:
+    """Return torch's schedule with the same orders."""
     s, m, n_ranks = schedule.n_stages, schedule.n_microbatches, schedule.n_ranks
     equal_rounds = m % max(1, m // n_ranks) == 0
-    known: list[tuple[pipeline_orders.Orders, MakeRunner]] = []
-    if n_ranks == s:
-        known.append((pipeline_orders.gpipe(s, m), lambda own, n, f: ScheduleGPipe(own[0], n, f)))
-        if m >= s:
-            known.append(
-                (pipeline_orders.one_f_one_b(s, m), lambda own, n, f: Schedule1F1B(own[0], n, f))
-            )
-        if equal_rounds:
-            known.append(
-                (pipeline_orders.zero_bubble(s, m), lambda *of: ScheduleInterleavedZeroBubble(*of))
-            )
-    elif s % n_ranks == 0 and equal_rounds:
-        order = pipeline_orders.interleaved_1f1b(s, m, n_ranks)
-        known.append((order, lambda *of: ScheduleInterleaved1F1B(*of)))
-    if schedule.max_staleness == 0 and schedule.state == "replicated":
-        own = rank_orders(schedule)
-        for theirs, make in known:
-            if own == [list(ops) for ops in theirs]:
-                return make
+    interleaved = partial(pipeline_orders.interleaved_1f1b, n_ranks=n_ranks)
+    own = rank_orders(schedule)
+    for possible, orders, theirs in (
+        (s == n_ranks, pipeline_orders.gpipe, ScheduleGPipe),
+        (s == n_ranks <= m, pipeline_orders.one_f_one_b, Schedule1F1B),
+        (s == n_ranks and equal_rounds, pipeline_orders.zero_bubble, ScheduleInterleavedZeroBubble),
+        (s > n_ranks and s % n_ranks == 0 and equal_rounds, interleaved, ScheduleInterleaved1F1B),
+    ):
+        current = possible and schedule.max_staleness == 0 and schedule.state == "replicated"
+        if current and own == [list(ops) for ops in orders(s, m)]:
+            return theirs
     raise UserError(
         "runtime=torch_pipelining runs what torch.distributed.pipelining has: schedule=gpipe;"
         " one_f_one_b with a micro-batch a stage or more; interleaved_1f1b with several stages a"

@@ -114,7 +114,7 @@ class _Saved:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._holders: dict[int, int] = {}
+        self._holders: Counter[int] = Counter()  # of each storage
 
     @contextmanager
     def watch(self, weights: Weights, inputs: Values, buffers: list[Tensor]) -> Iterator[None]:
@@ -132,16 +132,15 @@ class _Saved:
         with torch.autograd.graph.saved_tensors_hooks(keep, give):
             yield
 
-    def gain(self, storage: int, n_bytes: int) -> None:
-        holders = self._holders.get(storage, 0)
-        self._holders[storage] = holders + 1
-        self.bytes += 0 if holders else n_bytes
-
-    def lose(self, storage: int, n_bytes: int) -> None:
-        self._holders[storage] -= 1
-        if not self._holders[storage]:
+    def count(self, tensor: Tensor, change: int) -> None:
+        """Add to, or take from, those that keep the storage of ``tensor``."""
+        storage = _storage(tensor)
+        before, after = self._holders[storage], self._holders[storage] + change
+        self._holders[storage] = after
+        if not (before and after):
+            self.bytes += change * tensor.untyped_storage().nbytes()
+        if not after:
             del self._holders[storage]
-            self.bytes -= n_bytes
 
 
 class _Holder:
@@ -149,11 +148,10 @@ class _Holder:
 
     def __init__(self, tensor: Tensor, saved: _Saved) -> None:
         self.tensor, self.saved = tensor, saved
-        self.key = _storage(tensor), tensor.untyped_storage().nbytes()
-        saved.gain(*self.key)
+        saved.count(tensor, 1)
 
     def __del__(self) -> None:
-        self.saved.lose(*self.key)
+        self.saved.count(self.tensor, -1)
 
 
 def _storage(tensor: Tensor) -> int:

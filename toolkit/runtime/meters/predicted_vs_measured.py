@@ -5,7 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.functional import mse_loss
 
 from toolkit.cost import Timeline, predict_calibrated, profile
 from toolkit.model import Stages, partition
@@ -23,21 +24,12 @@ _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """One setting under one rule, measured.
-
-    Attributes:
-        setting: of the paper.
-        rule: DP, CDP-v1 or CDP-v2.
-        measured: in the units of :class:`~toolkit.schedule.steady.Footprint`.
-        differences: (counted, measured) where they differ; for messages and bytes by rank and
-            slot, the number of cells that differ.
-        measurements: all measurements.
-    """
+    """One setting of the paper under one rule (DP, CDP-v1 or CDP-v2), measured."""
 
     setting: str
     rule: str
-    measured: dict[str, Fraction]
-    differences: dict[str, tuple[Any, Any]]
+    measured: dict[str, Fraction]  # in the units of schedule.steady.Footprint
+    differences: dict[str, tuple[Any, Any]]  # (counted, measured), or cells that differ
     measurements: Measurements
 
 
@@ -64,21 +56,19 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
         for rule in RULES:
             report(f"{setting}, {rule}")
             schedule = make(rule, n)
-            part = world.part(schedule.n_ranks)
-            if part is not None:
-                settled = settled_steps(schedule)
+            if (part := world.part(schedule.n_ranks)) is not None:
+                n_steps = 2 * settled_steps(schedule) + 1
                 runtime = Distributed(
-                    alike_stages(n, width, batch),
+                    equal_stages(n, width, batch),
                     schedule,
                     lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-                    _loss,
+                    mse_loss,
                     world=part,
-                    record=2 * settled + 1,
+                    record=n_steps,
                     overlap=False,
                 )
                 samples = torch.ones(n * batch, width)
-                for _ in runtime.run([(samples, samples)] * (2 * settled + 1)):
-                    pass
+                list(runtime.run([(samples, samples)] * n_steps))
                 found = runtime.measurements()
                 if world.rank == 0:
                     rows.append(make_row(setting, rule, found, width, batch))
@@ -86,25 +76,21 @@ def measure(n: int, width: int = 256, batch: int = 64, timeout: float = 120.0) -
     return rows
 
 
-def beside_prediction(
+def measured_and_predicted(
     found: Measurements, n: int, width: int, batch: int
 ) -> tuple[Timeline, Timeline]:
     """Return the measured timeline, and the simulation with the measured durations."""
     timeline = found.timeline()
     example = torch.empty(batch, width, device="meta")
-    costs = profile(alike_stages(n, width, batch), example)
+    costs = profile(equal_stages(n, width, batch), example)
     return timeline, predict_calibrated(timeline, found.schedule, costs)
 
 
-def alike_stages(n: int, width: int, batch: int) -> Stages:
+def equal_stages(n: int, width: int, batch: int) -> Stages:
     """Return ``n`` stages with ``width * width`` parameters each."""
     layers = [x for _ in range(n) for x in (nn.Linear(width, width, bias=False), nn.Tanh())]
     names = [str(2 * j) for j in range(1, n)]
     return partition(nn.Sequential(*layers), n, torch.empty(batch, width), names)
-
-
-def _loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
 
 
 def make_row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
@@ -125,31 +111,28 @@ def make_row(setting: str, rule: str, found: Measurements, width: int, batch: in
 def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fraction]:
     """Return the measurable part of a footprint in the steady state.
 
-    Args:
-        found: measurements of a run that reached the steady state.
-        stage: bytes of a stage's parameters.
-        activation: bytes that a stage keeps of a micro-batch.
+    ``stage`` is the bytes of a stage's parameters; ``activation``, those that it keeps of a
+    micro-batch.
     """
-    schedule = found.schedule
+    schedule, ranks = found.schedule, len(found.records)
     settled = settled_steps(schedule)
     slots = steady_slots(schedule, settled)
     part = Fraction(1, schedule.n_stages)
     held = [of_rank[slots] for of_rank in found.activations()]
     sent = found.sent(*_PARAMETERS)[slots]
-    messages, n_bytes = 0, Fraction()
-    for record in found.records:
-        for event in record.events:
-            if belongs_to(event.instruction, settled):
-                units = traffic_of(event.instruction, record.rank)
-                messages, n_bytes = messages + units.messages, n_bytes + units.units * event.bytes
-    ranks = len(found.records)
+    of_step = [
+        (traffic_of(event.instruction, record.rank), event.bytes)
+        for record in found.records
+        for event in record.events
+        if belongs_to(event.instruction, settled)
+    ]
     return {
         "ranks": Fraction(ranks),
         "activations": Fraction(max(map(max, held)), activation) * part,
         "total_activations": Fraction(max(map(sum, zip(*held, strict=True))), activation) * part,
         "weights": Fraction(max(found.peak_weights()), stage) * part,
-        "traffic": n_bytes / stage / ranks * part,
-        "messages": Fraction(messages, ranks),
+        "traffic": sum(units.units * n for units, n in of_step) / Fraction(stage * ranks) * part,
+        "messages": Fraction(sum(units.messages for units, _ in of_step), ranks),
         "traffic_in_slot": max(one.bytes for slot in sent for one in slot) / stage * part,
     }
 

@@ -1,7 +1,6 @@
 """Start ranks on this machine that run a function, from a script, a test or a notebook."""
 
 import contextlib
-import inspect
 import math
 import multiprocessing
 import os
@@ -14,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import IO, Any
 
 import cloudpickle
 import torch.distributed as dist
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, whole
 from toolkit.runtime.process_group.watch import JobFailedError
 from toolkit.runtime.process_group.worker import Raised
 
@@ -79,104 +79,22 @@ def launch(
         RankError: a rank raised another exception.
         JobFailedError: a rank died, stalled or did not start.
     """
-    if not callable(function):
-        raise UserError(
-            f"got a {type(function).__name__}; expected a function:"
-            f" launch(function, {n_ranks}, *arguments)"
-        )
-    if not isinstance(n_ranks, int) or n_ranks < 1:
-        raise UserError(f"n_ranks is the number of processes, at least 1: got {n_ranks!r}")
+    n_ranks = whole(n_ranks, "n_ranks, the number of processes,", 1)
     if not timeout > 0:
         raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
-    _check_arguments(function, args, kwargs)
     try:
-        job = cloudpickle.dumps((function, args, kwargs))
+        pickled = cloudpickle.dumps((function, args, kwargs))
     except Exception as error:
         raise UserError(
             f"cannot pickle the function and its arguments: {error};"
             " open files and locks have to be made within the function"
         ) from error
-    running = _Job(n_ranks, on_report)
+    job = _Job(n_ranks, on_report)
     try:
-        running.start(job)
-        return running.results(timeout)
+        job.start(pickled)
+        return job.results(timeout)
     finally:
-        running.end()
-
-
-def _check_arguments(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    try:
-        signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # of some builtins
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        raise UserError(
-            f"{name}{signature}: {error}; launch passes on all arguments except on_report, timeout"
-        ) from None
-
-
-def _start_rank(
-    rank: int, environment: dict[str, str], job: IO[bytes], events: "queue.Queue[Event]"
-) -> subprocess.Popen[str]:
-    """Start the process of a rank, and threads that put into ``events`` what happens there.
-
-    Args:
-        rank: number of the rank.
-        environment: environment variables of the process.
-        job: a file with the pickled function and arguments.
-        events: queue of the rank's results, reports and end.
-    """
-    ours, theirs = multiprocessing.Pipe()
-    with theirs:
-        fds = theirs.fileno(), job.fileno()
-        process = subprocess.Popen(
-            [sys.executable, "-u", "-c", _BOOT, *map(str, fds), *map(str, sys.path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            pass_fds=fds,
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent
-        )
-
-    def read_lines(name: str, stream: IO[str]) -> None:
-        with stream:
-            for line in stream:
-                events.put((rank, name, line))
-
-    def read_messages() -> None:
-        with ours, contextlib.suppress(EOFError, OSError):
-            while True:
-                events.put((rank, *ours.recv()))
-
-    readers = [
-        threading.Thread(target=read_lines, args=("out", process.stdout), daemon=True),
-        threading.Thread(target=read_lines, args=("err", process.stderr), daemon=True),
-        threading.Thread(target=read_messages, daemon=True),
-    ]
-
-    def follow() -> None:
-        status = process.wait()
-        _kill_group(process)  # what it has started
-        for reader in readers:  # its end comes after all of its output
-            reader.join(_GRACE)
-        events.put((rank, "ended", status))
-
-    for thread in (*readers, threading.Thread(target=follow, daemon=True)):
-        thread.start()
-    return process
-
-
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        job.end()
 
 
 class _Job:
@@ -193,7 +111,7 @@ class _Job:
         self._failures: list[tuple[int, int, Exception, Exception | None]] = []
         self._decided_at = math.inf  # when to stop waiting for a better reason of a failure
 
-    def start(self, job: bytes) -> None:
+    def start(self, pickled: bytes) -> None:
         """Start the processes, and the store in which they meet."""
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -208,7 +126,9 @@ class _Job:
         defaults = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // self._n_ranks))}
         if sys.platform == "linux":
             defaults["GLOO_SOCKET_IFNAME"] = "lo"
-        shared = {
+        variables = {
+            **defaults,
+            **os.environ,
             "WORLD_SIZE": str(self._n_ranks),
             "LOCAL_WORLD_SIZE": str(self._n_ranks),
             "MASTER_ADDR": "127.0.0.1",
@@ -216,13 +136,57 @@ class _Job:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         with tempfile.TemporaryFile() as file:
-            file.write(job)
+            file.write(pickled)
             file.flush()
             for rank in range(self._n_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                variables = defaults | dict(os.environ) | shared | own
-                self._processes.append(_start_rank(rank, variables, file, self._events))
+                self._processes.append(self._start_rank(rank, variables | own, file))
                 self._running.add(rank)
+
+    def _start_rank(
+        self, rank: int, environment: dict[str, str], file: IO[bytes]
+    ) -> subprocess.Popen[str]:
+        """Start a rank's process, and threads that make events of its messages, output and end."""
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            fds = theirs.fileno(), file.fileno()
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", _BOOT, *map(str, fds), *map(str, sys.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                env=environment,
+                pass_fds=fds,
+                start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            )
+        out, err = process.stdout, process.stderr
+        assert out is not None
+        assert err is not None
+
+        def read(pipe: Any, source: Iterable[tuple[str, Any]]) -> None:
+            with pipe, contextlib.suppress(EOFError, OSError):
+                for what, value in source:
+                    self._events.put((rank, what, value))
+
+        sources = (
+            (out, zip(repeat("out"), out, strict=False)),
+            (err, zip(repeat("err"), err, strict=False)),
+            (ours, iter(ours.recv, None)),
+        )
+        readers = [threading.Thread(target=read, args=of, daemon=True) for of in sources]
+
+        def follow() -> None:
+            status = process.wait()
+            _kill_group(process)  # what it has started
+            for reader in readers:  # its end comes after all of its output
+                reader.join(_GRACE)
+            self._events.put((rank, "ended", status))
+
+        for thread in (*readers, threading.Thread(target=follow, daemon=True)):
+            thread.start()
+        return process
 
     def results(self, timeout: float) -> list[Any]:
         """Wait for the results of all ranks, or for a failure."""
@@ -238,7 +202,7 @@ class _Job:
             *_, error, cause = min(self._failures, key=lambda failure: failure[:2])
             raise error from cause
         self._await_end(_FAREWELL)
-        return [_unpack(r, "the result", self._results[r]) for r in range(self._n_ranks)]
+        return [pickle.loads(self._results[rank]) for rank in range(self._n_ranks)]
 
     def end(self) -> None:
         """End the processes that are left: by SIGTERM, then by SIGKILL."""
@@ -270,7 +234,7 @@ class _Job:
             case "came":
                 self._missing.discard(rank)
             case "report" if self._on_report is not None:
-                self._on_report(rank, _unpack(rank, "a report", value))
+                self._on_report(rank, pickle.loads(value))
             case "announced":
                 self._fail(_JOB_FAILED, JobFailedError(value))
             case "returned":
@@ -295,11 +259,9 @@ class _Job:
         self._decided_at = min(self._decided_at, time.monotonic() + _PATIENCE[reason])
 
 
-def _unpack(rank: int, what: str, packed: bytes) -> Any:
-    try:
-        return pickle.loads(packed)
-    except Exception as error:
-        raise RankError(f"rank {rank}: {what} cannot be unpickled here: {error}") from error
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:

@@ -20,19 +20,12 @@ from toolkit.runtime.process_group.watch import JobFailedError, is_backend_error
 
 
 class Raised(NamedTuple):
-    """An exception, as it goes to the parent.
+    """An exception, as it goes to the parent."""
 
-    Attributes:
-        kind: closest type that the parent raises too; RuntimeError for all others.
-        message: its text, after its type's name for those others.
-        traceback: that and where it arose, as Python prints it; empty if not in Python code.
-        lost: whether it may be only the consequence of another rank's end.
-    """
-
-    kind: type[Exception]
-    message: str
-    traceback: str
-    lost: bool
+    kind: type[Exception]  # closest type that the parent raises too; RuntimeError for all others
+    message: str  # its text, after its type's name for those others
+    traceback: str  # that and where it arose, as Python prints it; empty if not in Python code
+    lost: bool  # whether it may be only the consequence of another rank's end
 
 
 _parent: Connection | None = None
@@ -90,10 +83,9 @@ def _pack(value: object, what: str) -> bytes:
     try:
         return cloudpickle.dumps(value)
     except Exception as error:
-        rank = os.environ["RANK"]
+        rank, kind = os.environ["RANK"], type(value).__name__
         raise UserError(
-            f"rank {rank}: cannot pickle {what}, a {type(value).__name__} ({error});"
-            " give numbers or tensors"
+            f"rank {rank}: cannot pickle {what}, a {kind} ({error}); give numbers or tensors"
         ) from error
 
 
