@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.runtime.models import assert_same, cut, make_batches, name_of, residual
+from tests.runtime.models import assert_same, cut, make_batches, name_of, residual, runtime_for
 from tests.runtime.reference import sgd
 from toolkit.errors import UserError
 from toolkit.runtime import ORDERS, SingleProcess
@@ -17,11 +17,6 @@ from toolkit.schedule import catalog
 @pytest.fixture
 def model():
     return residual()
-
-
-def runtime_for(model, schedule, order):
-    stages = cut(model, schedule)
-    return SingleProcess(stages, schedule, lambda p: sgd(p, None), F.cross_entropy, order)
 
 
 @pytest.mark.parametrize("n_steps", [1, 2])
@@ -70,29 +65,11 @@ def test_a_run_can_be_exhausted_later(model):
     assert_same(late.module().state_dict(), whole.module().state_dict())
 
 
-def test_loading_a_state_ends_a_run(model):
-    batches = make_batches(3)
-    runtime = runtime_for(model, catalog.cyclic(3), "scheduled")
-    state = runtime.state_dict()
-    for result in runtime.run(batches):
-        assert result.step == 0
-        runtime.load_state_dict(state)
-    assert_same(runtime.module().state_dict(), state["model"])
-
-
-def test_grouped_refuses_more_steps_than_batches(model):
-    """After it has trained on those there are."""
-    runtime = runtime_for(model, catalog.cyclic(3), "grouped")
-    with pytest.raises(UserError, match="n_steps=2"):
-        list(runtime.run(make_batches(3)[:2], n_steps=3))
-    assert runtime.steps_done == 2
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_refused_run_leaves_no_trace(model, order):
     batches = make_batches(3)
     runtime, whole = (runtime_for(copy.deepcopy(model), catalog.cyclic(3), order) for _ in "ab")
-    with pytest.raises(UserError, match=r"multiple of 3.*\[7, 7\]"):
+    with pytest.raises(UserError, match=r"\[7, 7\].*multiple of 3"):
         runtime.step(torch.zeros(7, 1, 6, 6), torch.zeros(7))
     with pytest.raises(UserError, match="n_steps=0"):
         list(runtime.run([], n_steps=1))

@@ -57,21 +57,6 @@ def test_in_background():
     assert [in_background(i) for i, _ in kinds] == [expected for _, expected in kinds]
 
 
-# Opening
-
-
-def test_nothing_begins_before_it_is_open():
-    flow = flow_of(*(activation(Action.RECV, 1, microbatch=m) for m in range(3)), opened=0)
-    assert flow.next() is None
-    flow.open(2)
-    assert begun(flow) == [0, 1]
-    flow.open(1)  # what is open stays so
-    flow.end(0)
-    assert flow.next() is None
-    flow.open(3)
-    assert begun(flow) == [2]
-
-
 def test_opening_by_tick():
     ticks = (0, 1, 1, 3, 4)
     flow = flow_of(*(activation(Action.RECV, 1, tick=t, microbatch=t) for t in ticks), opened=0)
@@ -80,32 +65,6 @@ def test_opening_by_tick():
         flow.open_until(tick)
         found.append(begun(flow))
     assert found == [[], [0, 1, 2], [], [], [3, 4]]
-
-
-def test_an_end_lets_others_begin():
-    """Once they are open, too."""
-    order = op(), activation(Action.SEND, 1), op(stage=1), activation(Action.SEND, 1, 1)
-    flow = flow_of(*order, opened=2)
-    assert flow.next() is None
-    flow.end(0)
-    assert begun(flow) == [1]
-    flow.end(2)
-    assert flow.next() is None
-    flow.open(4)
-    assert begun(flow) == [3]
-
-
-# Queues
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_collectives_begin_in_order(ordered):
-    """Of any kind and group: the second waits for the first to have begun."""
-    broadcast = weights(Action.BROADCAST, 2)._replace(stage=7, peers=(2, 0))
-    flow = flow_of(op(), summed(Action.REDUCE, 0, 1), broadcast, ordered=ordered)
-    assert flow.next() is None
-    flow.end(0)
-    assert begun(flow) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -168,18 +127,6 @@ def test_held_up_by():
     assert flow.held_up_by(3) == 3
 
 
-def test_first_left():
-    flow = flow_of(op(), activation(Action.SEND, 1), op(stage=5))
-    found = [(flow.n_left, flow.ended.find(0))]
-    for position in (2, 0):
-        flow.end(position)
-        found.append((flow.n_left, flow.ended.find(0)))
-    assert found == [(3, 0), (2, 0), (1, 1)]
-    assert [bool(flow.ended[p]) for p in range(3)] == [True, False, True]
-    flow.end(1)
-    assert flow.n_left == 0
-
-
 # Any program
 
 
@@ -191,11 +138,13 @@ def test_everything_begins_once_and_in_its_queue(program, seed, ordered, far):
     for rank, order in enumerate(program.ranks):
         flow = Dataflow(order, rank, ordered=ordered)
         main = [p for p, i in enumerate(order) if not in_background(i)]
-        seen, under_way = [], []
+        seen, under_way, opened = [], [], 0
         while flow.n_left:
             at = main[0] if main else len(order)
-            flow.open(chance.randint(at, len(order)) if far else at)
+            opened = max(opened, chance.randint(at, len(order)) if far else at)
+            flow.open(opened)
             for position in begun(flow):
+                assert position < opened
                 assert all(bool(flow.ended[p]) for p in flow.needs[position])
                 seen.append(position)
                 under_way.append(position)
@@ -209,6 +158,7 @@ def test_everything_begins_once_and_in_its_queue(program, seed, ordered, far):
             else:
                 main.pop(0)
             flow.end(position)
+            assert flow.n_left == flow.ended.count(0)
         assert sorted(seen) == [p for p, i in enumerate(order) if in_background(i)]
         for queue in _queues(order, ordered):
             assert [p for p in seen if p in queue] == sorted(queue)

@@ -15,12 +15,12 @@ from tests.schedule.strategies import quick
 from toolkit.model import partition
 from toolkit.model.analysis import meta_copy
 from toolkit.runtime import SingleProcess
-from toolkit.runtime.message_layout import Layout, Layouts, Part, find_layouts
+from toolkit.runtime.message_layout import Layout, Part, find_layouts
 from toolkit.runtime.microbatch_norm import MicrobatchNorm
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.updater import GradientSum
-from toolkit.schedule import Action, Buffer, Instruction, catalog
+from toolkit.schedule import Action, catalog
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -123,24 +123,6 @@ def skeletons_of(model, n_stages, example, by="flops"):
     return [meta_copy(runner.compute) for runner in runners]
 
 
-def test_layouts_by_hand():
-    """Statistics of norms travel with gradients, whole numbers without a gradient."""
-    ids, float32 = torch.zeros(2, 4, dtype=torch.long, device="meta"), torch.float32
-    model = nn.Sequential(nn.Embedding(7, 6), nn.Flatten(), nn.Linear(24, 3), nn.BatchNorm1d(3))
-    example = torch.zeros(2, 4, dtype=torch.long)
-    found = find_layouts(skeletons_of(model, 2, example, ["2"]), (ids,))
-    first, last = map(shapes, found.weights)
-    assert first == {"0.weight": ((7, 6), float32)}
-    sizes = {"2.weight": (3, 24), "2.bias": (3,), "3.weight": (3,), "3.bias": (3,)}
-    assert last == {name: (size, float32) for name, size in sizes.items()}
-    assert shapes(found.gradients[0]) == first
-    assert shapes(found.gradients[1]) == last | {"3": ((2, 3), float32)}
-    crossing = {0: ((2, 24), float32)}
-    assert [shapes(x) for x in found.activations] == [crossing, {0: ((2, 3), float32)}]
-    assert [shapes(x) for x in found.activation_gradients] == [{}, crossing]
-    assert found.n_inputs == (1, 1)
-
-
 def test_finding_layouts_leaves_no_statistics():
     """The skeletons are used again, for micro-batches of another size."""
     skeletons = skeletons_of(models.residual(), 2, torch.zeros(3, 1, 6, 6, dtype=torch.float64))
@@ -151,46 +133,6 @@ def test_finding_layouts_leaves_no_statistics():
     assert {norm.statistics for norm in norms} == {None}
     assert (other.gradients, other.weights) == (first.gradients, first.weights)
     assert other.activations[0].n_bytes * 3 == first.activations[0].n_bytes * 8
-
-
-# Payloads
-
-
-EMPTY = Layout.of({})
-LAYOUTS = Layouts(
-    activations=(Layout.of({0: torch.empty(2), 1: torch.empty(3, dtype=torch.long)}), EMPTY),
-    activation_gradients=(EMPTY, Layout.of({0: torch.empty(2)})),
-    n_inputs=(1, 2),
-    gradients=(Layout.of({"weight": torch.empty(2)}), EMPTY),
-    weights=(Layout.of({"weight": torch.empty(2)}), EMPTY),
-)
-VALUES = torch.tensor([1.5, 2.5])
-IDS = torch.tensor([7, 8, 9])
-
-
-def message(buffer, stage):
-    return Instruction(0, Action.SEND, stage, 0, 0, 0, buffer, (1,))
-
-
-def test_payloads():
-    """What is sent is a copy: the sender may change its tensors while the message travels."""
-    i = message(Buffer.ACTIVATION, 0)
-    floats, ids = LAYOUTS.unpack(i, LAYOUTS.pack(i, (VALUES, IDS), CPU))
-    assert torch.equal(floats, VALUES)
-    assert torch.equal(ids, IDS)
-    i = message(Buffer.ACTIVATION_GRADIENT, 1)
-    gradient, none = LAYOUTS.unpack(i, LAYOUTS.pack(i, (VALUES, None), CPU))
-    assert torch.equal(gradient, VALUES)
-    assert none is None
-    i, sent = message(Buffer.WEIGHTS, 0), VALUES.clone()
-    flat = LAYOUTS.pack(i, {"weight": sent}, CPU)
-    sent.zero_()
-    assert torch.equal(LAYOUTS.unpack(i, flat)["weight"], VALUES)
-    i = message(Buffer.GRADIENT, 0)
-    total = GradientSum({"weight": VALUES.clone()})
-    found = LAYOUTS.unpack(i, LAYOUTS.pack(i, total, CPU))
-    assert isinstance(found, GradientSum)
-    assert torch.equal(found.tensors["weight"], VALUES)
 
 
 # Compressed
@@ -212,31 +154,6 @@ def test_a_compressed_message_by_hand():
     assert found.n_bytes == 4 + 2 * 2 + 2
     flat = found.pack(given_tensors, CPU)
     assert flat.tolist() == [*(0, 0, 0x80, 0x3F), *(0x80, 0x3F), *(0, 0xC0), *(0x80, 0x3F)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_was_compressed_is_rounded_and_of_its_own_type_again(dtype):
-    torch.manual_seed(0)
-    given_tensors = {
-        "a": torch.randn(3, 5),
-        "wide": torch.randn(4, dtype=torch.float64),
-        "none": torch.empty(0, 2),
-        "whole": torch.randn(7),
-    }
-    found = Layout.of(given_tensors, dtype, exact=["whole"])
-    flat = found.pack(given_tensors, CPU)
-    unpacked = found.unpack(flat)
-    for name, tensor in given_tensors.items():
-        expected = tensor if name == "whole" else tensor.to(dtype).to(tensor.dtype)
-        assert unpacked[name].dtype == tensor.dtype
-        assert torch.equal(unpacked[name], expected)
-        assert torch.equal(tensor, expected) == (name in ("whole", "none"))
-    again = found.unpack(found.pack(unpacked, CPU))
-    assert all(torch.equal(again[name], x) for name, x in unpacked.items())  # rounded only once
-    assert {piece.dtype: piece.numel() for piece in found.by_dtype(flat)} == {
-        torch.float32: 7,
-        dtype: 3 * 5 + 4,
-    }
 
 
 def sent_as(found):

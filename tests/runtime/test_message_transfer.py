@@ -36,14 +36,6 @@ def test_both_ends_of_a_message_have_one_tag(program):
     assert ends[Action.SEND] == ends[Action.RECV]
 
 
-def test_tags_by_hand():
-    """A count of its own for each peer and direction."""
-    send, receive, reduce = Action.SEND, Action.RECV, Action.ALL_REDUCE
-    order = [(send, 1), (receive, 1), (send, 1), (send, 2), (reduce, 0, 1), (receive, 1), (send, 1)]
-    found = tags([message(action, 0, Buffer.GRADIENT, *peers) for action, *peers in order])
-    assert found == [1, 1, 2, 1, 0, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("chunk_mb", "backend", "paced", "expected"),
     [

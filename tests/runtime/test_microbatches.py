@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
 from toolkit.errors import UserError
-from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, moved
+from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, _moved
 
 CPU = torch.device("cpu")
 ROWS = torch.zeros(6)
@@ -47,9 +47,9 @@ def queue_of(batches, wanted, n_microbatches=3, first_step=0):
     return MicrobatchQueue(source, first_step, wanted)
 
 
-def reader(batches, wanted, first_step=0, device=CPU, n_microbatches=3):
+def reader(batches, wanted, first_step=0, device=CPU, n_microbatches=3, n_steps=None):
     """A reader that refuses batches that are not alike, and has looked at the first."""
-    source = BatchReader(batches, n_microbatches, wanted, first_step, device)
+    source = BatchReader(batches, n_microbatches, wanted, first_step, device, n_steps)
     source.alike = True
     source.look()
     return source
@@ -57,9 +57,9 @@ def reader(batches, wanted, first_step=0, device=CPU, n_microbatches=3):
 
 def assert_microbatch(queue, step, m, batch, n_microbatches=3):
     inputs, targets = (x.chunk(n_microbatches)[m] for x in batch)
-    (found,) = queue.inputs(step, m)
+    (found,), labels = queue.microbatch(step, m)
     assert torch.equal(found, inputs)
-    assert torch.equal(queue.targets(step, m), targets)
+    assert torch.equal(labels, targets)
 
 
 # Readers
@@ -158,17 +158,17 @@ def test_batches_that_differ_are_refused(other, seen, divisible):
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        ((torch.zeros(7, 2), torch.zeros(7)), r"multiple of 3.*\[7, 7\]"),
-        ((torch.zeros(6, 2), torch.zeros(3)), r"multiple of 3.*\[6, 3\]"),
-        ((torch.zeros(0, 2), torch.zeros(0)), r"multiple of 3.*\[0, 0\]"),
-        (((torch.zeros(6), torch.zeros(9)), torch.zeros(6)), r"multiple of 3.*\[6, 9, 6\]"),
-        (ROWS, "pair.*Tensor"),
-        ((ROWS, ROWS, ROWS), "pair.*tuple of 3"),
-        (3, "pair.*int"),
-        (({"x": ROWS}, ROWS), "tensors.*dict"),
-        (([1], ROWS), "tensors.*int"),
-        ((ROWS, [1]), "tensors.*list"),
-        ((ROWS, torch.tensor(1)), "tensors.*no dimension"),
+        ((torch.zeros(7, 2), torch.zeros(7)), r"\[7, 7\].*multiple of 3"),
+        ((torch.zeros(6, 2), torch.zeros(3)), r"\[6, 3\].*multiple of 3"),
+        ((torch.zeros(0, 2), torch.zeros(0)), r"\[0, 0\].*multiple of 3"),
+        (((torch.zeros(6), torch.zeros(9)), torch.zeros(6)), r"\[6, 9, 6\].*multiple of 3"),
+        (ROWS, "Tensor.*pair"),
+        ((ROWS, ROWS, ROWS), "tuple of 3.*pair"),
+        (3, "int.*pair"),
+        (({"x": ROWS}, ROWS), "dict.*tensors"),
+        (([1], ROWS), "int.*tensors"),
+        ((ROWS, [1]), "list.*tensors"),
+        ((ROWS, torch.tensor(1)), "no dimension.*tensors"),
     ],
 )
 def test_wrong_batches_are_refused(batch, expected):
@@ -181,9 +181,16 @@ def test_wrong_batches_are_refused(batch, expected):
         next(source)
 
 
-def test_no_batch_is_refused():
-    with pytest.raises(UserError, match="n_steps=0"):
-        reader([], lambda step: [0])
+@pytest.mark.parametrize("n_batches", [0, 2])
+def test_more_steps_than_batches_are_refused(n_batches):
+    with pytest.raises(UserError, match=f"n_steps: got 3.*n_steps={n_batches}"):
+        list(reader(make_batches(n_batches), lambda step: [0], n_steps=3))
+
+
+def test_no_batch_is_taken_beyond_n_steps():
+    batches = iter(make_batches(3))
+    assert len(list(BatchReader(batches, 3, lambda step: [0], 0, CPU, 2))) == 2
+    assert len(list(batches)) == 1
 
 
 # Queues
@@ -206,12 +213,12 @@ def test_results_are_in_order_of_micro_batches():
 def test_a_result_drops_the_batch():
     """Also without any micro-batch."""
     queue = queue_of(make_batches(2), lambda step: [0])
-    queue.inputs(0, 0)
+    queue.microbatch(0, 0)
     result = queue.result(0)
     assert result.microbatches == ()
     assert result.losses.shape == result.outputs.shape == (0,)
     with pytest.raises(KeyError):
-        queue.inputs(0, 0)
+        queue.microbatch(0, 0)
 
 
 def test_a_queue_takes_batches_that_it_does_not_use():
@@ -251,5 +258,4 @@ class Moving:
 @pytest.mark.parametrize(("name", "ahead"), [("cpu", False), ("cuda", True), (None, False)])
 def test_only_a_gpu_copies_asynchronously(name, ahead):
     device = None if name is None else torch.device(name)
-    asked = (device, ahead)
-    assert moved((Moving(), Moving()), Moving(), device) == ((asked, asked), asked)
+    assert _moved(Moving(), device) == (device, ahead)

@@ -2,8 +2,6 @@
 
 import threading
 import time
-from collections import defaultdict
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -191,29 +189,6 @@ def test_an_urgent_message_comes_between_chunks(pacer, sent):
     assert sent.names == ["a0", "urgent0", "urgent1", "a1", "a2"]
 
 
-# The device
-
-
-def test_thread_is_on_the_device(monkeypatch):
-    """Of its rank, on a stream of its own, before it begins a chunk."""
-    done = []
-
-    @contextmanager
-    def entered(stream):
-        done.append(stream)
-        yield
-
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: done.append(device))
-    monkeypatch.setattr("torch.cuda.Stream", lambda device, priority: f"new on {device}")
-    monkeypatch.setattr("torch.cuda.stream", entered)
-    monkeypatch.setattr("toolkit.runtime.streams._spare", defaultdict(list))
-    device = torch.device("cuda", 3)
-    pacer = Pacer(device)
-    pacer.put([lambda: done.append("begun")], [1], 0).result(SECONDS)
-    pacer.close()
-    assert done == [device, "new on cuda:3", "begun"]
-
-
 # Errors and the end
 
 
@@ -267,15 +242,3 @@ def test_close_wakes_the_thread(waits):
     if waits:
         assert not future.done()
         assert sent.names == ["a0", "a1"]
-
-
-def test_by_the_real_clock():
-    """20 chunks at 200 a second take as long as they should, at least."""
-    pacer = Pacer(CPU)
-    pacer.rate = 200.0
-    begun = []
-    chunks = [lambda: begun.append(time.monotonic())] * 20
-    pacer.put(chunks, [1] * 20, 0).result(SECONDS)
-    pacer.close()
-    assert len(begun) == 20
-    assert begun[-1] - begun[0] > 17 / 200

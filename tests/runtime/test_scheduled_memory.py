@@ -30,13 +30,13 @@ class Kept:
         Kept.alive -= 1
 
 
-def most_kept(schedule, order, steps=3):
+def most_kept(schedule, steps=3):
     """The most tensors that autograd keeps at once, over some steps of alike stages."""
     n = schedule.n_stages
     model = nn.Sequential(*(layer for _ in range(n) for layer in (nn.Linear(4, 4), nn.Tanh())))
     stages = partition(model, n, torch.zeros(2, 4), [str(2 * j) for j in range(1, n)])
     runtime = SingleProcess(
-        stages, schedule, lambda p: torch.optim.SGD(p, lr=0.1), lambda x, y: x.sum(), order
+        stages, schedule, lambda p: torch.optim.SGD(p, lr=0.1), lambda x, y: x.sum(), "scheduled"
     )
     size = 2 * schedule.n_microbatches
     # Inputs that want a gradient make the first stage keep as much as the others.
@@ -56,23 +56,14 @@ def most_held(schedule):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-@pytest.mark.parametrize("placement", ["one", "per_microbatch", "per_stage_and_microbatch"])
-def test_as_many_as_the_program_holds(n, placement):
-    single = most_kept(catalog.gradient_accumulation(n, 1), "scheduled") / n
-    for schedule in (
-        catalog.data_parallel(n, placement),
-        catalog.cyclic(n, 1, placement),
-        catalog.cyclic(n, "freshest", placement),
-    ):
-        expected = most_held(schedule)
-        assert most_kept(schedule, "scheduled") == single * expected
-
-
-def test_a_pipeline_holds_what_its_program_holds():
-    single = most_kept(catalog.gradient_accumulation(4, 1), "scheduled") / 4
-    for schedule in (catalog.gpipe(4, 6), catalog.one_f_one_b(4, 6)):
-        expected = most_held(schedule)
-        assert most_kept(schedule, "scheduled") == single * expected
+def test_as_many_as_the_program_holds(n):
+    schedules = [catalog.gpipe(n, 6), catalog.one_f_one_b(n, 6)]
+    for placement in ("one", "per_microbatch", "per_stage_and_microbatch"):
+        schedules.append(catalog.data_parallel(n, placement))
+        schedules += [catalog.cyclic(n, delay, placement) for delay in (1, "freshest")]
+    single = most_kept(catalog.gradient_accumulation(n, 1)) / n
+    for schedule in schedules:
+        assert most_kept(schedule) == single * most_held(schedule), schedule.name
 
 
 @pytest.mark.parametrize("schedule", [catalog.data_parallel(3, "one"), catalog.zero_bubble(3, 3)])
@@ -106,7 +97,7 @@ def uncollected():
 
 @pytest.mark.usefixtures("uncollected")
 def test_no_rank_outlives_its_program():
-    most_kept(catalog.cyclic(2, 1), "scheduled")
+    most_kept(catalog.cyclic(2, 1))
     assert not [found for found in gc.get_objects() if type(found) is Rank]
 
 

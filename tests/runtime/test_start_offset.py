@@ -91,41 +91,6 @@ def test_first_forwards(schedule, expected, first_step):
     assert schedule.lower(2, first_step).first_forwards() == expected
 
 
-def test_the_leader_gives_each_turn_at_its_tick():
-    """Ranks 1 and 2 begin at ticks 2 and 4."""
-    program = catalog.cyclic(3).lower(1)
-    store, worlds, (leader, *_) = offsets(program)
-    seen = {}
-    for i in program.ranks[0]:
-        leader.before(i)
-        seen.setdefault(i.tick, dict(store.given))
-    first, second = {"turn/world/1/1": 1}, {"turn/world/1/1": 1, "turn/world/1/2": 1}
-    assert [seen[tick] for tick in range(5)] == [{}, {}, first, first, second]
-    leader.finish()
-    assert dict(store.given) == second
-    assert worlds[0].finished == 2  # a GPU has done what comes before
-    assert not store.waits
-
-
-def test_a_rank_waits_once_before_its_first_forward():
-    program = catalog.cyclic(3).lower(2)
-    store, worlds, (_, second, _) = offsets(program)
-    begin = first_forward(program, 1)
-    for i in program.ranks[1][: program.ranks[1].index(begin)]:
-        second.before(i)
-    assert not store.waits
-    with pytest.raises(NotYetError, match=r"^turn/world/1/1$"):
-        second.before(begin)
-    store, worlds, (_, second, _) = offsets(program)
-    store.set("turn/world/1/1", "")
-    for i in program.ranks[1]:
-        second.before(i)
-    second.finish()
-    assert dict(store.waits) == {"turn/world/1/1": 1}
-    assert worlds[1].waited_for == [0]
-    assert store.keys == set()  # the turn has been taken
-
-
 def test_each_program_has_turns_of_its_own():
     """A leader that ends early gives what is left."""
     program, store = catalog.cyclic(2).lower(1), Store()
@@ -157,12 +122,15 @@ def test_turns_of_any_program(program):
     for i in program.ranks[leader]:
         ranks[leader].before(i)
         assert store.given == {key: 1 for key, tick in later.items() if tick <= i.tick}
+    given = {*store.given}
     ranks[leader].finish()
     for rank in range(len(ranks)):
         for i in program.ranks[rank] if rank != leader else ():
             ranks[rank].before(i)
     # Ranks that start together, or wait for messages only, neither give nor wait.
     assert store.given == store.waits == dict.fromkeys(later, 1)
+    assert store.keys == set()  # each rank has taken its turn
+    assert worlds[leader].finished == len(given)  # a GPU has done what comes before
     assert [world.waited_for for world in worlds] == [
         [leader] if f"turn/world/1/{rank}" in later else [] for rank in range(len(ranks))
     ]

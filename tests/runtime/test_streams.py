@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from toolkit.runtime.pacing import Pacer
 from toolkit.runtime.streams import Streams, finish_stream, own_stream
 
 GPU = torch.device("cuda", 3)
@@ -105,6 +106,13 @@ def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, monkey
     assert len(used) == 100
     assert len({*map(id, used)}) == 3
     assert all(len({*map(id, used[k : k + 3])}) == 3 for k in range(0, 100, 5))
+
+
+def test_the_pacer_is_on_the_device_of_its_rank_before_it_begins_a_chunk(done):
+    pacer = Pacer(GPU)
+    pacer.put([lambda: done.append("begun")], [1], 0).result(20)
+    pacer.close()
+    assert done == [GPU, "on own", "begun"]
 
 
 def test_on_the_cpu_there_is_nothing_to_do(done):

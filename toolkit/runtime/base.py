@@ -81,7 +81,7 @@ class Runtime(ABC):
         self.schedule = schedule
         self.steps_done = 0
         self._options, self._seed = options, seed
-        self._check_options(stages, schedule, options)
+        self._check_options(stages, schedule, options)  # before the ranks meet
         if self.distributed:
             self.world = _checked_world(world, stages, schedule)
         self._makers = optimizer, lr_scheduler
@@ -98,7 +98,6 @@ class Runtime(ABC):
         return
 
     def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
-        """Refuse stages and options that the runtime cannot run, before the ranks meet."""
         options.check(schedule, whole_step=self._whole_step)
 
     def _make_runners(self) -> list[StageRunner]:
@@ -132,12 +131,12 @@ class Runtime(ABC):
     @property
     def rank(self) -> int:
         """Number of this process, from 0; 0 in a single process."""
-        return 0 if self.world is None else self.world.rank
+        return self.world.rank if self.world else 0
 
     @property
     def n_ranks(self) -> int:
         """Number of processes that train together."""
-        return 1 if self.world is None else self.world.size
+        return self.world.size if self.world else 1
 
     @property
     def own(self) -> Collection[int]:
@@ -146,18 +145,15 @@ class Runtime(ABC):
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sum of all ranks' ``values``, on every rank. Every rank calls it."""
-        return values if self.world is None else self.world.total(values)
+        return self.world.total(values) if self.world else values
 
     def step(self, inputs: Tensor | Values, targets: Tensor) -> StepResult:
-        """Run one training step, to its last update.
+        """Run one training step, to its last update; return the results of this rank.
 
         Args:
             inputs: ``[n_microbatches * b, ...]``, or a tuple of such tensors, the same on every
                 rank and on any device; micro-batch m is slice m.
             targets: ``[n_microbatches * b, ...]``.
-
-        Returns:
-            the results of this rank's micro-batches.
 
         Raises:
             UserError: the batch cannot be divided into micro-batches of equal size.
@@ -184,31 +180,30 @@ class Runtime(ABC):
                 the previous run was not exhausted.
         """
         self._check_ended()
-        n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
-        n = self.schedule.n_microbatches
-        source = BatchReader(batches, n, self._reads, self.steps_done, self._device)
-        if not self._overlaps:
-            yield from self._steps(source, n_steps)
-            return
-        if n_steps is None:
+        if n_steps is not None:
+            n_steps = whole(n_steps, "n_steps", 0)
+        elif self._overlaps:
             if not isinstance(batches, Sized):
                 raise UserError("run() looks ahead, since steps overlap: give n_steps")
             n_steps = len(batches)
-        if n_steps < 1:
-            return
-        source.look()
-        # Stays set if the caller leaves the run or a step raises: updates are missing then.
-        self._unfinished = steps = self._steps(source, n_steps)
-        yield from steps
-        if self._unfinished is steps:
-            self._unfinished = None
+        n = self.schedule.n_microbatches
+        source = BatchReader(batches, n, self._reads, self.steps_done, self._device, n_steps)
+        if not self._overlaps:
+            yield from self._steps(source)
+        elif n_steps:
+            source.look()
+            # Stays set if the caller leaves the run or a step raises: updates are missing then.
+            self._unfinished = steps = self._steps(source)
+            yield from steps
+            if self._unfinished is steps:
+                self._unfinished = None
 
     @abstractmethod
-    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
-        """Train on ``n_steps`` batches, or all. With overlapping steps the number is known."""
+    def _steps(self, source: BatchReader) -> Steps:
+        """Train on the batches of ``source``. With overlapping steps their number is known."""
 
     def _check_ended(self) -> None:
-        if self._unfinished is not None:
+        if self._unfinished:
             raise UserError(
                 "the last run() was not exhausted, and its last updates are missing: exhaust it, or"
                 f" {self._way_out}"
@@ -250,9 +245,8 @@ class Runtime(ABC):
         """
         self._check_ended()
         counted = torch.zeros(len(self.stages), 2, dtype=torch.int64)
-        for j, updater in enumerate(self._updaters):
-            if j in self.own:
-                counted[j] = torch.tensor([updater.n_skipped, 1])
+        for j in self.own:
+            counted[j] = torch.tensor([self._updaters[j].n_skipped, 1])
         skipped, ranks = self.total(counted).unbind(1)
         return (skipped // ranks.clamp(min=1)).tolist()
 
@@ -277,7 +271,7 @@ class Runtime(ABC):
             UserError: a run was not exhausted.
         """
         part = self.part()
-        if self.world is None:
+        if not self.world:
             return joined([copy.deepcopy(part)])
         return joined(self.world.gather(tree_map_only(Tensor, Tensor.cpu, part)))
 
@@ -298,11 +292,11 @@ class Runtime(ABC):
         def check() -> None:
             check_state(state, self.schedule, self._updaters, self._form, self.own)
 
-        if self.world is None:
-            check()
-        else:
+        if self.world:
             self.world.agree(check)
-        if self._unfinished is not None:
+        else:
+            check()
+        if self._unfinished:
             self._unfinished.close()
             self._unfinished = None
         self._load(state)
@@ -324,19 +318,16 @@ def _check_arguments(
         ("loss", loss, callable(loss), "torch.nn.functional.cross_entropy"),
     ):
         if not fits:
-            shown = value is None or isinstance(value, str)
-            kind = repr(value) if shown else f"a {type(value).__name__}"
-            raise UserError(f"{name}: got {kind}; try {example}")
+            kind = value if isinstance(value, str | None) else type(value)
+            raise UserError(f"{name}: got {kind!r}; try {example}")
     if len(stages) != schedule.n_stages:
         raise UserError(
             f"the schedule is for {schedule.n_stages} stages and the model has {len(stages)}:"
             f" partition it into {schedule.n_stages}"
         )
     if not any(parameter.requires_grad for parameter in stages.model.parameters()):
-        raise UserError(
-            f"{type(stages.model).__name__} has no parameter to train: set requires_grad of some to"
-            " True before partition()"
-        )
+        name = type(stages.model).__name__
+        raise UserError(f"{name} has no parameter to train: set requires_grad before partition()")
 
 
 def _checked_world(world: World | None, stages: Stages, schedule: Schedule) -> World:

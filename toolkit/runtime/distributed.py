@@ -103,17 +103,17 @@ class Distributed(Runtime):
         self.record = self._to_record = record
         self.n_recorded = 0
 
-    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
-        assert n_steps is not None  # known, since steps overlap
+    def _steps(self, source: BatchReader) -> Steps:
+        assert source.n_steps is not None  # known, since steps overlap
         source.alike = True
         layouts = self._find_layouts(source.shape)
-        begin = self.steps_done
-        feed = MicrobatchQueue(source, begin, self._reads)
+        feed = MicrobatchQueue(source, self.steps_done, self._reads)
+        end = self.steps_done + source.n_steps
         window = max(1, _WINDOW // len(self.schedule.timing.starts))
         with Messages(
             self.world, layouts, self._chunk_bytes, paced=self._paced, per_machine=self._per_machine
         ) as messages:
-            while (left := begin + n_steps - self.steps_done) > 0:
+            while (left := end - self.steps_done) > 0:
                 length = min(window, left, self._to_record or left)
                 program = self.schedule.lower(length, self.steps_done).verify()
                 yield from self._run(program, feed, messages)

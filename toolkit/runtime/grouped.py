@@ -10,7 +10,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult, take
+from toolkit.runtime.microbatches import BatchReader, StageDelay, StepResult
 from toolkit.runtime.stage import StageRunner, Values, leaves, predicted, take_gradients
 from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import GradientSum, Weights, gradient_norms
@@ -23,11 +23,7 @@ Versions = Sequence[dict[int, Weights]]
 class Grouped:
     """Runs one training step after another; keeps the versions that later steps read.
 
-    Args:
-        runners: of each stage.
-        schedule: a schedule of as many stages.
-        loss: mean loss of a micro-batch.
-        diagnostics: steps between two measurements of the delay's effect on gradients; 0: none.
+    ``diagnostics``: steps between two measurements of the delay's effect on gradients; 0: none.
     """
 
     def __init__(
@@ -38,29 +34,24 @@ class Grouped:
         self.diagnostics = diagnostics
         self.microbatches = tuple(range(schedule.n_microbatches))
 
-    def run(
-        self, source: BatchReader, versions: Versions, step: int, n_steps: int | None
-    ) -> Iterator[StepResult]:
+    def run(self, source: BatchReader, versions: Versions, step: int) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
         A step's updates are complete before its result is yielded.
         """
-        for t, share in enumerate(take(source, n_steps), start=step):
+        for t, share in enumerate(source, start=step):
             assert share is not None  # a single process reads every micro-batch
             self.options.begin_step()
             delays: tuple[StageDelay, ...] = ()
             if self.diagnostics and t % self.diagnostics == 0:
                 delays = self._measure_delays(t, versions, *share)
-            results = [self.step(t, versions, *share)]
-            # Popped, so that only the caller keeps the outputs while the next step runs.
-            yield replace(results.pop(), delays=delays)
+            # Not kept in a variable: its outputs would live through the next step.
+            yield replace(self._step(t, versions, *share), delays=delays)
 
-    def step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
-        """Run training step ``step``; ``versions[stage]`` gains version ``step + 1``."""
+    def _step(self, step: int, versions: Versions, inputs: Values, targets: Tensor) -> StepResult:
         result, totals = self._gradients(step, versions, inputs, targets, self.schedule.version)
         norms = gradient_norms(self.runners, totals)
-        for runner, total, norm in zip(self.runners, totals, norms, strict=True):
-            known = versions[runner.index]
+        for runner, known, total, norm in zip(self.runners, versions, totals, norms, strict=True):
             oldest = self.schedule.oldest_version(runner.index, step + 1)
             if self.diagnostics:
                 oldest = min(oldest, step)  # they measure how far the last update moved
@@ -87,14 +78,13 @@ class Grouped:
         groups: Groups = [self.microbatches]
         batches = [inputs]
         read: list[list[Weights]] = []
-        for runner in self.runners:
+        for runner, known in zip(self.runners, versions, strict=True):
             by_version: dict[int, tuple[int, ...]] = {}
             for m in self.microbatches:
                 v = version(runner.index, m, step)
                 by_version[v] = (*by_version.get(v, ()), m)
             wanted = list(by_version.values())
             batches, groups = _regroup(batches, groups, wanted), wanted
-            known = versions[runner.index]
             # A leaf per version: gradients of different versions must not meet before the sum.
             read.append([leaves(self._read(known, v, step)) for v in by_version])
             batches = [
@@ -126,35 +116,27 @@ class Grouped:
     def _measure_delays(
         self, step: int, versions: Versions, inputs: Values, targets: Tensor
     ) -> tuple[StageDelay, ...]:
-        """Compare each stage's delayed gradient with that of the newest weights.
-
-        Takes the time of two forwards and backwards; updates nothing.
-        """
-        delayed, fresh = (
-            self._gradients(step, versions, inputs, targets, version)[1]
-            for version in (self.schedule.version, lambda j, m, t: t)
-        )
+        """Compare each stage's delayed gradient with that of the newest weights; update nothing."""
+        _, delayed = self._gradients(step, versions, inputs, targets, self.schedule.version)
+        _, fresh = self._gradients(step, versions, inputs, targets, lambda j, m, t: t)
         found = []
-        for runner, known in zip(self.runners, versions, strict=True):
-            j, masters = runner.index, runner.masters
+        for runner, known, used, new in zip(self.runners, versions, delayed, fresh, strict=True):
+            j, masters, scale = runner.index, runner.masters, self.options.scale
             newest = _flat(known[step], masters)
-            used, new = (
-                _flat(total[j].tensors, masters) / self.options.scale for total in (delayed, fresh)
-            )
+            before = _flat(known[step - 1], masters) if step - 1 in known else newest * nan
+            gradient, fresh_gradient = (_flat(x.tensors, masters) / scale for x in (used, new))
+            lengths = gradient.norm() * fresh_gradient.norm()
             late = [step - self.schedule.version(j, m, step) for m in self.microbatches]
-            lengths = used.norm() * new.norm()
-            before = known.get(step - 1)
-            moved = nan if before is None else float((newest - _flat(before, masters)).norm())
             found.append(
                 StageDelay(
                     step=step,
                     stage=j,
                     delay=sum(late) / len(late),
-                    cosine=float(used @ new / lengths) if lengths > 0 else nan,
-                    gradient=float(used.norm()),
-                    fresh_gradient=float(new.norm()),
+                    cosine=float(gradient @ fresh_gradient / lengths) if lengths > 0 else nan,
+                    gradient=float(gradient.norm()),
+                    fresh_gradient=float(fresh_gradient.norm()),
                     weights=float(newest.norm()),
-                    moved=moved,
+                    moved=float((newest - before).norm()),
                 )
             )
         return tuple(found)
@@ -162,10 +144,7 @@ class Grouped:
 
 def _flat(tensors: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> Tensor:
     """The named tensors as one, in double precision; missing ones count as 0."""
-    parts = [
-        tensors[name].flatten() if name in tensors else like.new_zeros(like.numel())
-        for name, like in names.items()
-    ]
+    parts = [tensors.get(name, torch.zeros_like(like)).flatten() for name, like in names.items()]
     return torch.cat(parts).double() if parts else torch.zeros(1, dtype=torch.float64)
 
 
@@ -174,16 +153,14 @@ def _regroup(batches: list[Values], groups: Groups, wanted: Groups) -> list[Valu
     if groups == wanted:
         return batches
     order, wanted_order = ([m for group in of for m in group] for of in (groups, wanted))
-    regrouped: list[list[Tensor]] = [[] for _ in wanted]
+    regrouped: list[list[Tensor]] = []
     for parts in zip(*batches, strict=True):
         whole = torch.cat(parts) if len(parts) > 1 else parts[0]
         if order != wanted_order:
             chunks = dict(zip(order, whole.chunk(len(order)), strict=True))
             whole = torch.cat([chunks[m] for m in wanted_order])
         size = whole.shape[0] // len(order)
-        sizes = [size * len(group) for group in wanted]
         # No split into one piece: its gradient would be copied.
-        pieces = whole.split(sizes) if len(sizes) > 1 else [whole]
-        for tensors, piece in zip(regrouped, pieces, strict=True):
-            tensors.append(piece)
-    return [tuple(tensors) for tensors in regrouped]
+        sizes = [size * len(group) for group in wanted]
+        regrouped.append([*whole.split(sizes)] if len(sizes) > 1 else [whole])
+    return [*zip(*regrouped, strict=True)]

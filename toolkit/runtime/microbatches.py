@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ Share = tuple[Values, Tensor] | None
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and type of each input of a micro-batch."""
-
-T = TypeVar("T")
 
 
 @runtime_checkable
@@ -39,14 +37,18 @@ class BatchReader(Iterator[Share]):
     Args:
         batches: global ``(inputs, targets)``; of :class:`Divisible` ones only what is read is
             loaded.
-        n_microbatches: parts of a batch.
+        n_microbatches: micro-batches of a batch.
         wanted: the micro-batches that are read at a step, ascending.
         first_step: training step of the first batch.
         device: where to move them; None: leave them where they are.
+        n_steps: number of batches to read; None: all.
 
     Attributes:
         alike: whether to refuse micro-batches of another shape than the first ones.
         shape: of the first micro-batches' inputs; None until some have been read.
+
+    Raises:
+        UserError: there are fewer batches than ``n_steps``, or a batch cannot be divided.
     """
 
     def __init__(
@@ -56,10 +58,13 @@ class BatchReader(Iterator[Share]):
         wanted: Callable[[int], Sequence[int]],
         first_step: int,
         device: torch.device | None,
+        n_steps: int | None = None,
     ) -> None:
         self.alike = False
         self.shape: Shape | None = None
-        self._n, self._wanted, self._step = n_microbatches, wanted, first_step
+        self.n_steps = n_steps
+        self._n, self._wanted = n_microbatches, wanted
+        self._first = self._step = first_step
         self._device = device
         self._divided = isinstance(batches, Divisible)
         if isinstance(batches, Divisible):
@@ -68,25 +73,35 @@ class BatchReader(Iterator[Share]):
         self._ahead: list[Share] = []
 
     def look(self) -> None:
-        """Read the first batch now; raise UserError without one."""
-        self._ahead.append(next_batch(self, 0))
+        """Read the first batch now, so that a wrong one is refused before any step begins."""
+        self._ahead.append(next(self))
 
     def __next__(self) -> Share:
         if self._ahead:
             return self._ahead.pop()
-        step, parts = self._step, self._wanted(self._step)
+        step, taken = self._step, self._step - self._first
+        if taken == self.n_steps:
+            raise StopIteration
+        parts = self._wanted(step)
         self._step += 1
         if self._divided and not parts:
             return None
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if self.n_steps is None:
+                raise
+            raise UserError(
+                f"n_steps: got {self.n_steps}; expected at most {taken}, the number of batches. Use"
+                f" n_steps={taken}"
+            ) from None
         n = len(parts) if self._divided else self._n
-        inputs, targets = divisible(next(self._batches), n)
+        inputs, targets = divisible(batch, n)
         self._compare(step, tuple(((len(x) // n, *x.shape[1:]), x.dtype) for x in inputs))
         if not parts:
             return None
-        if len(parts) < n:
-            *chosen, targets = (_chosen(x, n, parts) for x in (*inputs, targets))
-            inputs = tuple(chosen)
-        return moved(inputs, targets, self._device)
+        *chosen, answers = (_moved(_chosen(x, n, parts), self._device) for x in (*inputs, targets))
+        return tuple(chosen), answers
 
     def _compare(self, step: int, shape: Shape) -> None:
         self.shape = self.shape or shape
@@ -96,102 +111,64 @@ class BatchReader(Iterator[Share]):
                 for of in (shape, self.shape)
             )
             raise UserError(
-                f"step {step}: got micro-batches {found}; a run takes batches like its first, here"
-                f" {first}. Use drop_last=True, or separate runs"
+                f"step {step}: got micro-batches {found}; expected {first}, as in the run's first"
+                " batch. Use drop_last=True, or separate runs"
             )
 
 
-def next_batch(batches: Iterator[T], taken: int) -> T:
-    """Return the next batch; raise UserError if ``taken`` batches were all."""
-    try:
-        return next(batches)
-    except StopIteration:
-        raise UserError(
-            f"n_steps: got more than the {taken} batches; use n_steps={taken}, or leave it out"
-        ) from None
+def _chosen(tensor: Tensor, n_parts: int, parts: Sequence[int]) -> Tensor:
+    """Some of the ``n_parts`` equal parts; a copy only if they are several, but not all."""
+    if len(parts) == n_parts:
+        return tensor
+    chunks = tensor.chunk(n_parts)
+    return torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
 
 
-def take(batches: Iterable[T], n_steps: int | None) -> Iterator[T]:
-    """Yield ``n_steps`` batches, or all; raise UserError if there are fewer."""
-    source = iter(batches)
-    if n_steps is None:
-        yield from source
-        return
-    for taken in range(n_steps):
-        yield next_batch(source, taken)
+def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
+    # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
+    return tensor.to(device, non_blocking=device is not None and device.type == "cuda")
 
 
 def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
-    """Return the inputs, as a tuple, and the targets of a batch.
-
-    Raises:
-        UserError: it is not a batch, or cannot be divided into micro-batches of equal size.
-    """
+    """Return the inputs, as a tuple, and the targets of a batch; refuse an indivisible one."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise UserError(
-            f"a batch is a pair (inputs, targets), as in run([(x, y)]): got a"
-            f" {type(batch).__name__}{many}"
-        )
+        raise UserError(f"batch: got a {type(batch).__name__}{many}; expected a pair (x, y)")
     inputs, targets = batch
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     for value in (*inputs, targets):
         if not isinstance(value, Tensor) or not value.dim():
             kind = "tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(
-                "a batch has tensors with samples in the first dimension, one or a tuple of inputs"
-                f" and one of targets: got a {kind}"
-            )
+            raise UserError(f"batch: got a {kind}; expected tensors of samples, [b, ...]")
     sizes = [len(tensor) for tensor in (*inputs, targets)]
     if len({*sizes}) > 1 or sizes[0] % n_microbatches or not sizes[0]:
         raise UserError(
-            f"inputs and targets of a batch have one size, a multiple of {n_microbatches}"
-            f" micro-batches: got {sizes}; use drop_last=True in a DataLoader"
+            f"batch: got sizes {sizes}; expected one size, a multiple of {n_microbatches}"
+            " micro-batches. Use drop_last=True in a DataLoader"
         )
     return inputs, targets
-
-
-def moved(inputs: Values, targets: Tensor, device: torch.device | None) -> tuple[Values, Tensor]:
-    """Return a batch on ``device``, if that is given."""
-    # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
-    ahead = device is not None and device.type == "cuda"
-    *there, answers = (tensor.to(device, non_blocking=ahead) for tensor in (*inputs, targets))
-    return tuple(there), answers
-
-
-def _chosen(tensor: Tensor, n_parts: int, parts: Sequence[int]) -> Tensor:
-    """Some of the ``n_parts`` equal parts; a copy only if they are several."""
-    chunks = tensor.chunk(n_parts)
-    return torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
 
 
 class MicrobatchQueue:
     """Cuts batches into micro-batches when the first of them is wanted, in order of their steps.
 
-    Args:
-        source: what this process reads of each step's batch.
-        first_step: training step of the first batch.
-        parts: the micro-batches in what it reads of a step, in order.
+    ``source`` yields what this process reads, from ``first_step`` on; ``parts(step)`` are the
+    micro-batches in it, in order.
     """
 
     def __init__(
         self, source: Iterator[Share], first_step: int, parts: Callable[[int], Sequence[int]]
     ) -> None:
         self._source = source
-        self._first_step = self._next_step = first_step
+        self._next_step = first_step
         self._parts = parts
         self._steps: dict[int, dict[int, tuple[Values, Tensor]]] = {}  # step -> micro-batch
         self._results: defaultdict[int, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
 
-    def inputs(self, step: int, microbatch: int) -> Values:
-        """Return the inputs of a micro-batch, ``[b, ...]`` each."""
+    def microbatch(self, step: int, m: int) -> tuple[Values, Tensor]:
+        """Return the inputs and targets of a micro-batch, ``[b, ...]`` each."""
         self.skip_to(step + 1)
-        return self._steps[step][microbatch][0]
-
-    def targets(self, step: int, microbatch: int) -> Tensor:
-        """Return the targets of a micro-batch, ``[b, ...]``."""
-        self.skip_to(step + 1)
-        return self._steps[step][microbatch][1]
+        return self._steps[step][m]
 
     def finished(self, step: int, microbatch: int, loss: Tensor, output: Tensor) -> None:
         """Take the results of a micro-batch."""
@@ -214,7 +191,7 @@ class MicrobatchQueue:
     def skip_to(self, step: int) -> None:
         """Read every batch before ``step``, even unused ones: all ranks end at the same batch."""
         while self._next_step < step:
-            share = next_batch(self._source, self._next_step - self._first_step)
+            share = next(self._source)
             if share is not None:
                 parts = self._parts(self._next_step)
                 *inputs, targets = (x.chunk(len(parts)) for x in (*share[0], share[1]))

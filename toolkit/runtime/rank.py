@@ -37,21 +37,13 @@ Watching = Callable[[Weights, Values, list[Tensor]], AbstractContextManager[None
 
 @dataclass
 class SavedForward:
-    """What a forward leaves for its backward.
+    """What a forward leaves for its backward."""
 
-    Attributes:
-        weights: leaves, which gather the gradients.
-        inputs: likewise.
-        outputs: where they are in the graph. Their memory may go once they have been passed on.
-        gradients: of the outputs; that of the loss is known at once.
-        second_half: what the first half of a split backward leaves to do.
-    """
-
-    weights: Weights
-    inputs: Values
-    outputs: Sequence[GradientEdge | None]
-    gradients: Gradients = ()
-    second_half: Sequence[BackwardSegment] = ()
+    weights: Weights  # leaves, which gather the gradients
+    inputs: Values  # likewise
+    outputs: Sequence[GradientEdge | None]  # places in the graph: their memory may be freed
+    gradients: Gradients = ()  # of the outputs; that of the loss is known at once
+    second_half: Sequence[BackwardSegment] = ()  # left by the first half of a split backward
 
     def take_roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Take where the backward begins, and the gradients there."""
@@ -59,10 +51,6 @@ class SavedForward:
         found = [(edge, x) for edge, x in pairs if edge is not None and x is not None]
         self.gradients = ()
         return [edge for edge, _ in found], [x for _, x in found]
-
-    def take_input_gradients(self) -> Gradients:
-        """Take what a backward has left on the inputs."""
-        return tuple(map(take_gradient, self.inputs))
 
     def take_weight_gradients(self) -> Weights:
         """Take what a backward has left on the weights; free the rest, with the graph."""
@@ -74,15 +62,9 @@ class SavedForward:
 class Rank:
     """The memory of one rank; each dictionary entry is one buffer of the program.
 
-    Args:
-        program: what it runs.
-        runners: of each stage that it computes.
-        updaters: of each stage that it updates.
-        versions: ``versions[stage]`` holds the weights of a stage that it owns, as long as this or
-            a later program reads them; kept up to date.
-        loss: mean loss of a micro-batch.
-        feed: micro-batches.
-        watching: context of each forward of a stage, from its weights, inputs and buffers.
+    ``versions[stage]`` follows the weights of a stage that it owns, as long as this or a later
+    program reads them. ``watching`` is a context of each forward, from its weights, inputs and
+    buffers.
     """
 
     def __init__(
@@ -130,7 +112,7 @@ class Rank:
     def _forward(self, i: Instruction) -> None:
         m, step = _int(i.microbatch), _int(i.step)
         if i.stage == 0:
-            inputs = self.feed.inputs(step, m)
+            inputs, _ = self.feed.microbatch(step, m)
         else:
             received = self.boundaries.pop((Buffer.ACTIVATION, i.stage - 1, m, step))
             inputs = tuple(
@@ -144,7 +126,8 @@ class Rank:
         self.sums[i.stage, step].add(runner.take_statistics())
         gradients: Gradients = ()
         if i.stage == self.last_stage:
-            loss = self.loss(outputs[0], self.feed.targets(step, m))
+            _, targets = self.feed.microbatch(step, m)
+            loss = self.loss(outputs[0], targets)
             self.feed.finished(step, m, loss.detach(), outputs[0].detach())
             outputs = (loss / self.schedule.n_microbatches * runner.options.scale,)
             gradients = (torch.ones_like(outputs[0]),)
@@ -165,7 +148,7 @@ class Rank:
         kept = self._take_output_gradients(i)
         torch.autograd.backward(*kept.take_roots())
         if i.stage > 0:
-            self._give_input_gradients(i, kept.take_input_gradients())
+            self._give_input_gradients(i, tuple(map(take_gradient, kept.inputs)))
         self.sums[i.stage, i.step].add(kept.take_weight_gradients())
 
     def _backward_input(self, i: Instruction) -> None:

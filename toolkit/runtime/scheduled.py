@@ -19,35 +19,24 @@ _WINDOW = 64  # training steps lowered at once
 
 
 class Scheduled:
-    """Interprets the programs of a schedule, as lowered.
-
-    Args:
-        runners: of each stage.
-        schedule: a schedule of as many stages.
-        loss: mean loss of a micro-batch.
-    """
+    """Interprets the programs of a schedule, as lowered."""
 
     def __init__(self, runners: Sequence[StageRunner], schedule: Schedule, loss: Loss) -> None:
         self.runners = dict(enumerate(runners))
-        self.schedule = schedule
-        self.loss = loss
+        self.schedule, self.loss = schedule, loss
         self.updaters = {(schedule.owners[j], j): runner for j, runner in enumerate(runners)}
 
     def run(
-        self,
-        source: BatchReader,
-        versions: list[dict[int, Weights]],
-        step: int,
-        n_steps: int | None,
+        self, source: BatchReader, versions: list[dict[int, Weights]], step: int
     ) -> Iterator[StepResult]:
         """Train from ``step`` on; ``versions[stage]`` follows the newest weights.
 
         Steps overlap, so a result can precede its step's last update.
         """
-        assert n_steps is not None  # known, since steps overlap
+        assert source.n_steps is not None  # known, since steps overlap
         everything = range(self.schedule.n_microbatches)
         feed = MicrobatchQueue(source, step, lambda _: everything)
-        end = step + n_steps
+        end = step + source.n_steps
         for begin in range(step, end, _WINDOW):
             program = self.schedule.lower(min(_WINDOW, end - begin), begin)
             yield from self.execute(program, versions, feed)
@@ -83,24 +72,20 @@ class Scheduled:
         self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue
     ) -> list[Rank]:
         """Every rank, with the weights that it holds before the program."""
-        owners = self.schedule.owners
         ranks = []
         for rank in range(len(program.ranks)):
             updated = program.updated(rank)
             # Replicas are made now, while all of a stage's updaters have the same weights.
-            updaters = {j: self._updater(rank, j) for j in updated}
-            owned = {j: versions[j] for j in updated if owners[j] == rank}
+            for j in updated:
+                if (rank, j) not in self.updaters:
+                    self.updaters[rank, j] = self.runners[j].replica()
+            updaters = {j: self.updaters[rank, j] for j in updated}
+            owned = {j: versions[j] for j in updated if self.schedule.owners[j] == rank}
             ranks.append(Rank(program, self.runners, updaters, owned, self.loss, feed))
         for j, known in enumerate(versions):
             for rank in self.schedule.first_holders(j):
                 ranks[rank].weights |= {(j, version): known[version] for version in known}
         return ranks
-
-    def _updater(self, rank: int, stage: int) -> StageRunner:
-        """The runner with which ``rank`` updates ``stage``: the stage's own, or a replica."""
-        if (rank, stage) not in self.updaters:
-            self.updaters[rank, stage] = self.runners[stage].replica()
-        return self.updaters[rank, stage]
 
 
 def _reduce(ranks: Sequence[Rank], i: Instruction) -> None:

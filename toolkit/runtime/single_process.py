@@ -60,8 +60,8 @@ class SingleProcess(Runtime):
         check_choice("order", order, ORDERS)
         if diagnostics < 0 or (diagnostics and order != "grouped"):
             raise UserError(
-                f"diagnostics is a number of steps, 0 or more, with order=grouped: got"
-                f" {diagnostics} with order={order}"
+                f"diagnostics: got {diagnostics} with order={order}; expected 0 or more steps with"
+                " order=grouped"
             )
         self._whole_step = order == "grouped"
         self._overlaps = order == "scheduled"
@@ -79,10 +79,10 @@ class SingleProcess(Runtime):
     def _module(self) -> nn.Module:
         return self.stages.model
 
-    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader) -> Steps:
         for runner in self._runners:
             runner.take_statistics()  # left by a step that raised
-        for result in self._engine.run(source, self._versions, self.steps_done, n_steps):
+        for result in self._engine.run(source, self._versions, self.steps_done):
             self.steps_done = result.step + 1
             yield result
             del result  # or its outputs would live through the next step

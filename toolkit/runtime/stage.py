@@ -23,16 +23,10 @@ _MOST_COMPILATIONS = 256  # of a stage: more than it has shapes; torch allows no
 
 
 class StageRunner(Updater):
-    """A stage as one rank runs it: what updates it, and computes with any version of it.
+    """A stage as one rank runs it: it updates the stage, and computes with any version of it.
 
-    Args:
-        stage: the stage; its parameters are the newest weights and are updated in place.
-        index: number of the stage.
-        make_optimizer: from the list of the trained parameters.
-        make_scheduler: from the optimizer.
-        seed: with step, stage and micro-batch it seeds what the stage draws at random (dropout),
-            so that no runtime, order or grouping changes the draws.
-        options: how it computes and updates.
+    ``seed``, step, stage and micro-batch seed what the stage draws at random (dropout), so that no
+    runtime, order or grouping changes the draws.
     """
 
     def __init__(
@@ -81,27 +75,19 @@ class StageRunner(Updater):
     def forward(
         self, weights: Weights, inputs: Values, microbatches: Sequence[int], step: int
     ) -> Values:
-        """Run micro-batches that read the same weights as one batch.
-
-        Args:
-            weights: the version to compute with.
-            inputs: ``[len(microbatches) * b, ...]`` each.
-            microbatches: their numbers.
-            step: their training step.
-        """
+        """Run ``microbatches`` as one batch, ``inputs`` ``[len(microbatches) * b, ...]`` each."""
         if self.options.channels_last and self.index == 0:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
         run = partial(self._run, weights, microbatches=microbatches, step=step)
         if not self.options.checkpoints(self.index):
             return run(*inputs)
-        outputs: Values = checkpoint(
+        return checkpoint(
             run,
             *inputs,
             use_reentrant=False,
             preserve_rng_state=False,  # draws have a seed of their own
             context_fn=lambda: (nullcontext(), self.group),
         )
-        return outputs
 
     def _run(
         self, weights: Weights, *inputs: Tensor, microbatches: Sequence[int], step: int

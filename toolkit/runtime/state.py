@@ -26,13 +26,8 @@ def part_of(
 ) -> dict[str, Any]:
     """Return what one rank alone adds to the state of a run; see :func:`joined`.
 
-    Args:
-        steps_done: training steps so far.
-        stages: the model, partitioned.
-        updaters: of each stage.
-        versions: ``versions[stage]`` of the ``own`` stages, with the newest.
-        own: the stages whose state this rank contributes.
-        leads: whether it also contributes what belongs to no stage.
+    It adds the updaters' states and the ``versions`` of its ``own`` stages; the rank that ``leads``
+    also adds what belongs to no stage.
     """
     trained = {name for updater in updaters for name in updater.masters}
     home = {name: j for j, stage in enumerate(stages) for name in stage.state_dict()}
@@ -56,12 +51,12 @@ def joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         weights that are still read; ``stages``, the state of each one's updater.
     """
     whole = reduce(merged, parts)
+    steps_done, model = whole["steps_done"], whole["fixed"]
     versions, stages = (
         [found[j] for j in sorted(found)] for found in (whole["versions"], whole["stages"])
     )
-    steps_done = whole["steps_done"]
-    newest = {name: tensor for known in versions for name, tensor in known[steps_done].items()}
-    model = whole["fixed"] | newest
+    for known in versions:
+        model = model | known[steps_done]
     return {"steps_done": steps_done, "model": model, "versions": versions, "stages": stages}
 
 
@@ -76,14 +71,11 @@ def merged(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict[Any, Any
 
 def loaded(state: Mapping[str, Any], j: int, updater: Updater) -> dict[int, Weights]:
     """Return the versions of stage ``j``: the newest is that of ``updater``, others are copies."""
-    versions: dict[int, Weights] = {
-        version: {
-            name: tensor.to(updater.masters[name].device, copy=True)
-            for name, tensor in weights.items()
-        }
-        for version, weights in state["versions"][j].items()
-        if version != state["steps_done"]
-    }
+    versions = {}
+    for version, weights in state["versions"][j].items():
+        if version != state["steps_done"]:
+            devices = {name: updater.masters[name].device for name in weights}
+            versions[version] = {k: x.to(devices[k], copy=True) for k, x in weights.items()}
     return versions | {state["steps_done"]: updater.newest()}
 
 
@@ -114,16 +106,8 @@ def check_state(
 ) -> None:
     """Raise UserError if ``schedule`` cannot continue from ``state``.
 
-    Args:
-        state: as a runtime returned it.
-        schedule: the schedule that continues.
-        updaters: of each stage.
-        model: the state_dict of the whole, with any values.
-        own: the stages that are updated here, and whose state is compared.
-
-    Raises:
-        UserError: the state is of other stages, lacks weights that the schedule reads, or has
-            another form than the state of these ``updaters`` and this ``model``.
+    The state is of other stages, lacks weights that the schedule reads, or differs in form from
+    that of these ``updaters`` and of ``model``, a state_dict. Only ``own`` stages are compared.
     """
     if missing := sorted(_KEYS - state.keys()):
         raise UserError(f"this is not the state of a runtime: it lacks {missing}")
@@ -145,7 +129,7 @@ def check_state(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
                 " the state lacks: continue with the schedule (delays, predict) that saved it"
             )
-    if fault := next(_faults_inside(state, updaters, model, own), None):
+    if fault := next(filter(None, _faults_inside(state, updaters, model, own)), None):
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
@@ -172,17 +156,13 @@ def _faults_inside(
     updaters: Sequence[Updater],
     model: Mapping[str, Tensor],
     own: Collection[int],
-) -> Iterator[str]:
-    if fault := difference(state["model"], model, "model"):
-        yield fault
+) -> Iterator[str | None]:
+    yield difference(state["model"], model, "model")
     for j in own:
         newest = updaters[j].newest()
         for version, weights in state["versions"][j].items():
-            if fault := difference(weights, newest, f"versions[{j}].{version}"):
-                yield fault
-        found = state["stages"][j]
-        if fault := _fault_of_stage(found, state["steps_done"], updaters[j], f"stages[{j}]"):
-            yield fault
+            yield difference(weights, newest, f"versions[{j}].{version}")
+        yield _fault_of_stage(state["stages"][j], state["steps_done"], updaters[j], f"stages[{j}]")
 
 
 def _fault_of_stage(
@@ -207,12 +187,7 @@ def difference(found: Any, expected: Any, where: str) -> str | None:
     """Return the first place where ``found`` has another form than ``expected``, or None.
 
     Mappings need the same keys, sequences the same length, tensors the same shape and dtype, other
-    values the same type; an int may stand for a float.
-
-    Args:
-        found: any nested value.
-        expected: a value of the form wanted.
-        where: name of ``found`` in the answer.
+    values the same type; an int may stand for a float. ``where`` names ``found`` in the answer.
     """
     if isinstance(expected, Tensor):
         if not isinstance(found, Tensor) or _kind(found) != _kind(expected):

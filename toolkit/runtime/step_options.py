@@ -82,8 +82,6 @@ class StepOptions(StepSettings):
 
     def computed(self, loss: Loss) -> Loss:
         """Return ``loss`` in the context in which stages compute."""
-        if not self.autocasts:
-            return loss
 
         def cast(outputs: Tensor, targets: Tensor) -> Tensor:
             with self.autocast(outputs.device):
@@ -120,35 +118,27 @@ class StepOptions(StepSettings):
             UserError: a checkpointed stage does not exist; the model's norm is not known in time;
                 CUDA graphs with a runtime that interleaves forwards and backwards.
         """
-        if self.in_cuda_graphs and not whole_step:
-            raise UserError(
-                f"compile={self.compile} runs all forwards of a step before its backwards: use"
-                " compile=default, or runtime=single_process with order=grouped"
-            )
         checkpointed(self.checkpoint, schedule.n_stages)
-        if self.clip is None or self.clip_by != "model":
-            return
-        sizes = (schedule.n_stages, schedule.n_microbatches)
-        needed = chain(*freshest(schedule.timing, *sizes, together=True))
-        delays = chain(*schedule.least_staleness)
-        if any(d < least for d, least in zip(delays, needed, strict=True)):
-            raise UserError(
-                f"clip_by=model needs every gradient of a step before its first update, and"
-                f" {schedule.name} reads the first updates before the last gradients: use"
-                f" clip_by=stage{', or schedule=cdp_v1' if whole_step else ''}"
-            )
-        if not whole_step:
-            raise UserError(
-                "clip_by=model needs every gradient of a step in one process: use clip_by=stage, or"
-                " runtime=single_process with order=grouped"
-            )
+        whole_model = self.clip is not None and self.clip_by == "model"
+        if whole_model:
+            sizes = (schedule.n_stages, schedule.n_microbatches)
+            needed = chain(*freshest(schedule.timing, *sizes, together=True))
+            delays = chain(*schedule.least_staleness)
+            if any(d < least for d, least in zip(delays, needed, strict=True)):
+                raise UserError(
+                    "clip_by=model needs every gradient of a step before its first update, and"
+                    f" {schedule.name} reads the first updates before the last gradients: use"
+                    " clip_by=stage, or schedule=cdp_v1 with order=grouped"
+                )
+        for name, asked in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
+            if asked and not whole_step:
+                raise UserError(
+                    f"{name}={getattr(self, name)} takes all gradients of a step before its first"
+                    f" update: leave {name} out, or use runtime=single_process with order=grouped"
+                )
 
     def check_only(self, runtime: str, *possible: str) -> None:
-        """Refuse options that differ from the default and are not among the ``possible`` ones.
-
-        Raises:
-            UserError: with the first such option.
-        """
+        """Raise UserError if an option that is not ``possible`` differs from its default."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if name not in possible and value != getattr(PLAIN, name):

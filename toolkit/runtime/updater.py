@@ -82,22 +82,7 @@ class GradientNorm(NamedTuple):
 class Updater:
     """The trained parameters of a stage, their optimizer and its learning-rate schedule.
 
-    Args:
-        stage: the stage; its parameters are the newest weights and are updated in place.
-        make_optimizer: from the list of the trained parameters.
-        make_scheduler: from the optimizer.
-        options: how it updates.
-
-    Raises:
-        UserError: the step of the optimizer or of its schedule needs an argument.
-
-    Attributes:
-        masters: the trained parameters, by name.
-        optimizer: None where all is frozen.
-        averages: exponential moving averages of weights and running statistics, with
-            ``options.ema``; empty before the first update.
-        n_skipped: updates left out because their gradient was not finite.
-        unused: weights that have had no gradient in any update.
+    The stage's parameters are the newest weights and are updated in place.
     """
 
     def __init__(
@@ -111,10 +96,10 @@ class Updater:
         self.options = options
         self.makers = (make_optimizer, make_scheduler)
         self.masters = {k: p for k, p in stage.named_parameters() if p.requires_grad}
-        self.averages: Weights = {}
+        self.averages: Weights = {}  # with options.ema; empty before the first update
         self.n_averaged = 0
-        self.n_skipped = 0
-        self.unused = [*self.masters]
+        self.n_skipped = 0  # updates whose gradient was not finite
+        self.unused = [*self.masters]  # weights that had no gradient in any update
         self.optimizer, self.scheduler = self._make(self.masters)
 
     def _make(
@@ -145,7 +130,7 @@ class Updater:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a copy of the :meth:`state` of the same stage elsewhere."""
-        for name, part in {"optimizer": self.optimizer, "lr_scheduler": self.scheduler}.items():
+        for name, part in (("optimizer", self.optimizer), ("lr_scheduler", self.scheduler)):
             if part is not None and state[name] is not None:
                 part.load_state_dict(copy.deepcopy(state[name]))
         if self.options.ema is not None and (average := state["average"]) is not None:
@@ -158,9 +143,7 @@ class Updater:
     def form(self, *, updated: bool, unused: Collection[str]) -> dict[str, Any]:
         """Return a state with the keys, shapes and types of :meth:`state`, and other values.
 
-        Args:
-            updated: as after an update, rather than before the first.
-            unused: weights that have had no gradient until then.
+        ``updated``: as after an update in which all but the ``unused`` weights had a gradient.
         """
         twin = copy.copy(self)
         masters = {k: nn.Parameter(torch.zeros_like(p)) for k, p in self.masters.items()}
@@ -186,11 +169,10 @@ class Updater:
         """One optimizer step on the newest weights; then the learning rate of the next.
 
         Args:
-            total: the sum over all micro-batches of the gradients of (scale * loss /
-                n_microbatches), with the scale of the options, and of the norms' statistics.
+            total: the sum over all micro-batches of the gradients of (options.scale * loss /
+                n_microbatches), and of the norms' statistics.
             n_microbatches: number of micro-batches.
-            keep_old: whether someone still reads the version before. The new one then gets memory
-                of its own.
+            keep_old: whether the version before is still read, so that the new one gets own memory.
             norm: norm of the gradient; computed here by default.
         """
         self.begin_average()
@@ -222,14 +204,14 @@ class Updater:
 
     @torch.no_grad()
     def _update_average(self) -> None:
-        if self.options.ema is None:
+        if not self.options.ema:
             return
         # A smaller decay at first, so that the first weights are soon forgotten.
         decay = min(self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged))
         self.n_averaged += 1
         if newest := self.averaged():
-            old = [*self.averages.values()]
-            torch._foreach_lerp_(old, [newest[name] for name in self.averages], 1 - decay)
+            pairs = [*self.averages.values()], [newest[name] for name in self.averages]
+            torch._foreach_lerp_(*pairs, 1 - decay)
 
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""
@@ -275,12 +257,7 @@ def gradient_norms(
 ) -> list[GradientNorm | None]:
     """Return the norm of each stage's gradient: that of the whole model with ``clip_by=model``.
 
-    None where the stage has no gradient, or its options need no norm. All norms are computed
-    before the device is asked once whether they are finite: asking waits for the device.
-
-    Args:
-        updaters: of stages with the same options.
-        totals: the gradient of each.
+    None where the stage has no gradient, or its options need no norm.
     """
     options = updaters[0].options
     squares: dict[int, Tensor] = {}
@@ -291,6 +268,7 @@ def gradient_norms(
             squares[k] = squared / options.scale**2
     if options.clip is not None and options.clip_by == "model" and squares:
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
+    # One question for all norms, once all are computed: reading a value waits for the device.
     finite = [True] * len(squares)
     if options.scale != 1 and squares:
         finite = torch.stack([*squares.values()]).isfinite().tolist()
@@ -300,10 +278,10 @@ def gradient_norms(
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:
     """Raise UserError if ``step`` is missing or needs an argument, as LBFGS needs a closure."""
-    kind = made if made is None else type(made).__name__
-    if not callable(getattr(made, "step", None)):
-        raise UserError(f"{name}: the function returned {kind}; return one {way_out}")
     try:
         inspect.signature(made.step).bind()
-    except TypeError as error:
-        raise UserError(f"{name}: the step of {kind} is {error}; choose one {way_out}") from error
+    except (AttributeError, TypeError) as error:
+        kind = type(made).__name__
+        raise UserError(
+            f"{name}: got {kind}, whose step is {error}; return one {way_out}"
+        ) from error

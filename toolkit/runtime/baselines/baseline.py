@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.runtime.base import Common, Runtime, Steps
-from toolkit.runtime.microbatches import BatchReader, StepResult, take
+from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import load_model, part_of
@@ -110,8 +110,8 @@ class Baseline(Runtime):
         Every wait for other ranks is within ``world.watch.waiting``.
         """
 
-    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
-        for share in take(source, n_steps):
+    def _steps(self, source: BatchReader) -> Steps:
+        for share in source:
             assert share is not None  # every rank reads something
             step = self.steps_done
             self.world.watch.at(f"step {step}", step)

@@ -79,9 +79,9 @@ class DelayedAllReduce(Baseline):
         oldest = max(0, state["steps_done"] - 1)
         self._read = [loaded(state, j, runner)[oldest] for j, runner in enumerate(self._runners)]
 
-    def _steps(self, source: BatchReader, n_steps: int | None) -> Steps:
+    def _steps(self, source: BatchReader) -> Steps:
         """Run the steps, and apply the last update at their end."""
-        yield from super()._steps(source, n_steps)
+        yield from super()._steps(source)
         self._settle()
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
