@@ -168,18 +168,18 @@ def _ranks_alive(world):
 def _ahead(world, state):
     """By how many slots at most messages may begin before their place."""
     ticks, opened = [], []
-    perform, open_until = Executor.perform, Dataflow.open_until
+    perform, open_until = Executor._perform, Dataflow.open_until
 
-    def performing(self, position):
-        ticks.append(self._order[position].tick)
-        perform(self, position)
+    def performing(self, position, i):
+        ticks.append(i.tick)
+        perform(self, position, i)
 
     def opening(self, tick):
         opened.append(tick - ticks[-1])
         open_until(self, tick)
 
     with (
-        mock.patch.object(Executor, "perform", performing),
+        mock.patch.object(Executor, "_perform", performing),
         mock.patch.object(Dataflow, "open_until", opening),
     ):
         list(_small_runtime(world, catalog.cyclic(2, 1, state=state)).run(small_batches(3)))

@@ -86,9 +86,9 @@ class Distributed(Runtime):
     ) -> None:
         check_choice("compression", compression, COMPRESSIONS)
         if chunk_mb is not None and not 0 < chunk_mb < inf:
-            raise UserError(f"chunk_mb is a size above 0: got {chunk_mb}; 1 to 4 is usual")
+            raise UserError(f"chunk_mb: got {chunk_mb}; expected MB above 0, such as 1 to 4")
         if per_machine < 0:
-            raise UserError(f"per_machine is a number of ranks, 0 or more: got {per_machine}")
+            raise UserError(f"per_machine: got {per_machine}; expected a number of ranks, or 0")
         super().__init__(stages, schedule, optimizer, loss, world=world, **common)
         self._updaters = self._runners = self._make_runners()
         self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
@@ -123,26 +123,14 @@ class Distributed(Runtime):
     def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
         self.world.make_groups(*groups_and_pairs(program, self._per_machine))
         held = self._weight_store.share(messages, program.first_step)
-        meter = self._meter if self._to_record else None
-        updaters = {j: self._runners[j] for j in self.own}
-        rank = Rank(
-            program,
-            dict(enumerate(self._runners)),
-            updaters,
-            self._weight_store.versions,
-            self._loss,
-            feed,
-            **({} if meter is None else {"watching": meter.activations.watch}),
-        )
+        runners, updaters = dict(enumerate(self._runners)), {j: self._runners[j] for j in self.own}
+        rank = Rank(program, runners, updaters, self._weight_store.versions, self._loss, feed)
         rank.weights = held
+        meter = self._meter if self._to_record else None
         if meter is not None:
+            rank.watching = meter.activations.watch
             meter.begin(rank)
-        with Executor(rank, messages, program, meter, overlap=self._overlap) as executor:
-            for position in executor.in_order:
-                executor.perform(position)
-                if position in executor.ends:
-                    yield feed.result(executor.ends[position])
-            executor.finish()
+        yield from Executor(rank, messages, program, meter, overlap=self._overlap).run()
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
@@ -232,19 +220,11 @@ def warm_up(
     computed: Collection[int],
     updated: Collection[int],
 ) -> None:
-    """Run a micro-batch of zeros forward and backward, and update copies of weights.
+    """Run the ``computed`` stages on zeros, and update copies of weights; no state changes.
 
     CUDA's libraries and torch.compile load kernels at first use, and CUDA then waits for all that
     the GPU is doing. That may include an early receive from a rank that waits for this one: a
-    deadlock. So every kernel is loaded before the first message. The state does not change.
-
-    Args:
-        runners: of every stage.
-        layouts: of their messages.
-        inputs: of the shape of a micro-batch's, on any device.
-        device: where stages run.
-        computed: the stages to run.
-        updated: the stages whose weights this rank has, and updates.
+    deadlock. So every kernel is loaded before the first message.
     """
     passed_on: Values | None = None
     for j, runner in enumerate(runners):

@@ -8,7 +8,7 @@ not wait for this rank.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -17,17 +17,18 @@ import torch
 from toolkit.runtime.dataflow import Dataflow, in_background
 from toolkit.runtime.message_transfer import Messages, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
+from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.streams import Streams
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
-_Coming = SimpleQueue["tuple[int, Transfer] | None"]  # None ends a waiter
+_Coming = SimpleQueue["tuple[int, Transfer, float] | None"]  # None ends a waiter
 
 
 class Executor:
-    """Carries out the instructions of one rank. A context: at its end the threads end.
+    """Carries out the instructions of one rank.
 
     Without ``overlap`` each instruction ends before the next begins, so that memory follows the
     program exactly.
@@ -50,51 +51,50 @@ class Executor:
         if messages.pacer is not None:
             sends = (i for i in self._order if i.action == Action.SEND)
             messages.pacer.begin(sum(map(messages.n_bytes, sends)) / program.n_steps)
-        # The position of the last op of each training step, and the step.
-        last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
-        self.ends = {p: step for step, p in last.items() if step is not None}
         # NCCL has no tags: messages between two ranks match by order alone.
         self._flow = Dataflow(self._order, self._world.rank, ordered=messages.ordered)
         self._overlap = overlap
         self._ahead = program.schedule.lookahead
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
-        self._began: dict[int, float] = {}
         self._marks: dict[int, torch.cuda.Event] = {}
         self._streams = Streams(self._world.device)
         self._unsent: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
-        self._closed = self._finished = False
+        self._closed = False
         # One lock for both conditions: all threads share _flow, _unsent and _failure.
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the second thread
         self._news = threading.Condition(lock)  # for the main one
         self._waiters: dict[tuple, _Coming] = {}
-        self._thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
 
-    def __enter__(self) -> "Executor":
-        self._thread.start()
-        return self
+    def run(self) -> Iterator[StepResult]:
+        """Carry out the program; yield the result of each training step after its last op."""
+        last = {i.step: p for p, i in enumerate(self._order) if i.action.computes}
+        ends = {p: step for step, p in last.items() if step is not None}
+        thread = threading.Thread(target=self._begin_all, name="messages", daemon=True)
+        thread.start()
+        try:
+            for position, i in enumerate(self._order):
+                if not (self._overlap and in_background(i)):
+                    self._perform(position, i)
+                if position in ends:
+                    if self._messages.pacer is not None:
+                        self._messages.pacer.end_step()
+                    yield self._rank.feed.result(ends[position])
+            self._finish()
+        finally:
+            with self._work:
+                self._closed = True
+                self._work.notify()
+            # The second thread creates waiters, so it ends before they do.
+            thread.join()
+            for waiter in self._waiters.values():
+                waiter.put(None)
+        # Not after a failure: a waiter may still use its stream.
+        self._streams.close()
 
-    def __exit__(self, *error: object) -> None:
-        with self._work:
-            self._closed = True
-            self._work.notify()
-        # The second thread creates waiters, so it ends before they do.
-        self._thread.join()
-        for waiter in self._waiters.values():
-            waiter.put(None)
-        if self._finished:  # after a failure a waiter may still use its stream
-            self._streams.close()
-
-    @property
-    def in_order(self) -> list[int]:
-        """The positions of what the main thread carries out, or waits for."""
-        order = enumerate(self._order)
-        return [p for p, i in order if not (self._overlap and in_background(i))]
-
-    def perform(self, position: int) -> None:
-        """Carry out the next instruction of :attr:`in_order`."""
-        i = self._order[position]
+    def _perform(self, position: int, i: Instruction) -> None:
+        """Carry out an instruction on the main thread, or wait for it."""
         with self._work:
             if self._overlap:
                 # Look ahead only as far as needed: a receive begun early takes memory.
@@ -114,10 +114,8 @@ class Executor:
         if (mark := self._streams.mark()) is not None:
             self._marks[position] = mark
         self._end(position)
-        if self._messages.pacer is not None and position in self.ends:
-            self._messages.pacer.end_step()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait until everything has been done, received and sent."""
         self._turn.finish()
         with self._work:
@@ -125,7 +123,6 @@ class Executor:
             self._work.notify()
         self._await(lambda: self._flow.n_left == 0, lambda: self._flow.ended.index(0))
         self._await(lambda: not self._unsent, lambda: min(self._unsent))
-        self._finished = True
 
     def _await(self, done: Callable[[], bool], what: Callable[[], int]) -> None:
         """Wait until ``done``; report to the failure watch which instruction holds up ``what``."""
@@ -173,20 +170,21 @@ class Executor:
     # The second thread.
 
     def _begin_all(self) -> None:
-        while True:
-            with self._work:
-                while (position := self._flow.next()) is None and not self._ending:
-                    self._work.wait()
-                if position is None or self._ending:
-                    return
+        while (position := self._take()) is not None:
             try:
                 self._begin(position)
             except BaseException as error:
                 self._fail(position, error)
+                return
 
-    @property
-    def _ending(self) -> bool:
-        return self._closed or self._failure is not None
+    def _take(self) -> int | None:
+        """The next instruction to begin; None at the end."""
+        with self._work:
+            while not self._closed and self._failure is None:
+                if (position := self._flow.next()) is not None:
+                    return position
+                self._work.wait()
+        return None
 
     def _begin(self, position: int) -> None:
         i, tag = self._order[position], self._tags[position]
@@ -196,7 +194,7 @@ class Executor:
         # On another stream than the ops: it waits for those whose results it uses, and no others.
         with self._streams.after(self._marks.get(p) for p in self._flow.needs[position]):
             if i.action == Action.RECV:
-                self._begin_message(position, self._messages.receive(i, tag))
+                self._put(position, self._messages.receive(i, tag))
                 return
             if i.buffer == Buffer.GRADIENT or i.action == Action.UPDATE:
                 # In the order of the program: messages arrive in any, and floating-point sums
@@ -208,50 +206,47 @@ class Executor:
                 self._measured(i, lambda i: self._send(position, payload))
             elif i.action.communicates:
                 given = self._rank.give(i) if i.gives(self._world.rank) else None
-                self._begin_message(position, self._messages.collective(i, given))
+                self._put(position, self._messages.collective(i, given))
                 return
             else:
                 self._measured(i, self._compute)
         self._end(position)
 
     def _send(self, position: int, payload: Payload) -> int:
-        i = self._order[position]
-        transfer = self._messages.send(i, payload, self._tags[position])
+        transfer = self._messages.send(self._order[position], payload, self._tags[position])
         # Before the waiter has the transfer: otherwise it could remove the position first.
         with self._work:
             self._unsent.add(position)
-        self._put(("send", *i.peers), position, transfer)
+        self._put(position, transfer)
         return transfer.flat.nbytes
 
-    def _begin_message(self, position: int, transfer: Transfer) -> None:
+    def _put(self, position: int, transfer: Transfer) -> None:
+        """Let a waiter wait for the end of ``transfer``."""
         i = self._order[position]
-        if self._meter is not None:
-            self._began[position] = self._meter.now()
         # One waiter per peer, stage and kind: a late message must not hold up the others.
-        name = (i.buffer, i.stage, *i.peers) if i.action == Action.RECV else ("collective",)
-        self._put(name, position, transfer)
-
-    def _put(self, name: tuple, position: int, transfer: Transfer) -> None:
+        name: tuple = ("collective",)
+        if i.action in (Action.SEND, Action.RECV):
+            name = (i.action, *i.peers, *((i.buffer, i.stage) if i.action == Action.RECV else ()))
         if name not in self._waiters:
             self._waiters[name] = coming = _Coming()
             # Daemons: a message from a dead rank never ends, and must not keep the process alive.
             target, args = self._wait_for_all, (coming,)
             threading.Thread(target=target, args=args, name="waiter", daemon=True).start()
-        self._waiters[name].put((position, transfer))
+        began = 0.0 if self._meter is None else self._meter.now()
+        self._waiters[name].put((position, transfer, began))
 
     # The waiters' threads.
 
     def _wait_for_all(self, coming: _Coming) -> None:
         while (item := coming.get()) is not None:
-            position, transfer = item
             try:
-                self._wait_for(position, transfer)
+                self._wait_for(*item)
             except BaseException as error:
-                self._fail(position, error)
+                self._fail(item[0], error)
                 return
-            del item, transfer  # or the message would live until the next one
+            del item  # or the message would live until the next one
 
-    def _wait_for(self, position: int, transfer: Transfer) -> None:
+    def _wait_for(self, position: int, transfer: Transfer, began: float) -> None:
         i = self._order[position]
         with self._streams.after():
             transfer.wait()
@@ -263,7 +258,7 @@ class Executor:
                 self._news.notify()
             return
         if self._meter is not None:
-            self._meter.note(self._rank, i, self._began.pop(position), transfer.flat.nbytes)
+            self._meter.note(self._rank, i, began, transfer.flat.nbytes)
         self._end(position)
 
     def _store(self, position: int, payload: Payload) -> None:
@@ -282,7 +277,7 @@ class StartOffset:
     """The start of ``program`` on one rank, which waits for its place in the schedule.
 
     Only its first forward makes a rank wait; after that dependencies keep the order. The rank that
-    starts first gives each other rank its turn when it reaches the tick at which that one starts,
+    starts first, the leader, gives each other rank its turn at the tick at which that one starts,
     so no clock is needed.
     """
 
