@@ -187,7 +187,7 @@ def _ahead(world, state):
 
 
 def _abandon(world):
-    """Leave a run in the middle; the threads that are left, and what is refused afterwards."""
+    """The threads that an abandoned run leaves, and what is refused after it."""
     runtime = _small_runtime(world, catalog.cyclic(2, 1), pacing=True)
     state = runtime.state_dict()
     for _ in runtime.run(small_batches(5)):

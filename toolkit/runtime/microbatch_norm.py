@@ -20,18 +20,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.errors import UserError
 from toolkit.model.check_traceable import computes_otherwise
 
+Columns = Sequence[Tensor | None]
+
 
 @dataclass
 class Group:
-    """What a stage is running. As a context: a forward that a checkpoint repeats.
+    """What a stage is running. As a context: a forward that a checkpoint repeats."""
 
-    Attributes:
-        size: number of micro-batches in one batch.
-        again: whether the forward has run before, so that its statistics are known.
-    """
-
-    size: int = 1
-    again: bool = False
+    size: int = 1  # micro-batches in one batch
+    again: bool = False  # whether the forward has run before, so that its statistics are known
 
     def __enter__(self) -> None:
         self.again = True
@@ -43,9 +40,8 @@ class Group:
 class MicrobatchNorm(nn.Module):
     """Replaces a batch norm in a stage; shares its weight and bias.
 
-    Attributes:
-        statistics: sum over micro-batches, since it was last taken, of their means (row 0) and
-            unbiased variances (row 1), ``[2, channels]``; None without running statistics.
+    ``statistics``: sum over micro-batches, since it was last taken, of their means (row 0) and
+    unbiased variances (row 1), ``[2, channels]``; None without running statistics.
     """
 
     def __init__(self, norm: _BatchNorm, group: Group) -> None:
@@ -53,7 +49,7 @@ class MicrobatchNorm(nn.Module):
         self.weight, self.bias = norm.weight, norm.bias
         self.eps = norm.eps
         # The type of the buffers; under autocast images have another.
-        self.dtype = None if norm.running_mean is None else norm.running_mean.dtype
+        self.dtype = getattr(norm.running_mean, "dtype", None)
         self.group = group
         self.statistics: Tensor | None = None
         self.own: tuple[_BatchNorm, ...] = ()
@@ -72,24 +68,25 @@ class MicrobatchNorm(nn.Module):
         return y
 
     def _in_turn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run torch's own batch norm on one micro-batch after another.
-
-        Shared tensors are made, and their gradients summed, in one operation: on a GPU a small
-        operation takes longer to launch than to run.
-        """
+        """Run torch's own batch norm on one micro-batch after another."""
         n = self.group.size
+        # Shared tensors are made, and their gradients summed, in one operation: on a GPU a small
+        # operation takes longer to launch than to run.
+        absent: Columns = [None] * n
+        means, variances = absent, absent
         statistics = None
         if self.dtype is not None:
             statistics = x.new_zeros(2, n, x.shape[1], dtype=self.dtype)
-        nones = [None] * n
-        columns = (
-            # The gradient of a chunk is copied into that of the whole, so none of one part.
-            x.chunk(n) if n > 1 else [x],
-            *((nones, nones) if statistics is None else statistics.unbind()),
-            *(nones if p is None else _copies(p, n) for p in (self.weight, self.bias)),
+            means, variances = (of.unbind() for of in statistics.unbind())
+        weights, biases = (
+            absent if p is None else p.expand(n, -1).unbind() if n > 1 else [p]
+            for p in (self.weight, self.bias)
         )
-        parts = [self._normalised(*of) for of in zip(*columns, strict=True)]
-        y = parts[0] if n == 1 else torch.cat(parts)
+        # The gradient of a chunk is copied into that of the whole, so no chunk of one part.
+        parts = x.chunk(n) if n > 1 else [x]
+        columns = zip(parts, means, variances, weights, biases, strict=True)
+        normalised = [self._normalised(*of) for of in columns]
+        y = normalised[0] if n == 1 else torch.cat(normalised)
         return y, None if statistics is None else statistics.sum(1)
 
     def _normalised(
@@ -111,23 +108,19 @@ class MicrobatchNorm(nn.Module):
         return cast(Tensor, torch.func.functional_call(self.own[0], known, (x,)))
 
     def _at_once(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute the formula, for the compiler of a GPU: n batch norms would be long code.
-
-        A CPU compiles this in half the time too, but the code runs half as fast.
-        """
+        """Compute the formula, for the compiler of a GPU: n batch norms would be long code."""
         parts = x.unflatten(0, (self.group.size, -1))
         wide = parts.to(torch.promote_types(x.dtype, torch.float32))
         dims = [1, *range(3, wide.dim())]
         n_values = prod(wide.shape[dim] for dim in dims)
         if n_values == 1:
-            raise UserError("a batch norm takes more than one value of a channel: enlarge batch")
+            raise UserError("batch norm: got one value of a channel; expected more. Enlarge batch")
         variance, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
         y = (wide - mean) * torch.rsqrt(variance + self.eps)
-        of_channels = [-1, *[1] * (wide.dim() - 3)]
         if self.weight is not None:
+            of_channels = [-1, *[1] * (wide.dim() - 3)]
             y = y * self.weight.view(of_channels)
-        if self.bias is not None:
-            y = y + self.bias.view(of_channels)
+            y = y if self.bias is None else y + self.bias.view(of_channels)
         y = y.to(x.dtype).flatten(0, 1)
         if self.dtype is None:
             return y, None
@@ -136,25 +129,13 @@ class MicrobatchNorm(nn.Module):
         return y, statistics.to(self.dtype)
 
 
-def _copies(parameter: Tensor, n: int) -> Sequence[Tensor]:
-    return parameter.expand(n, -1).unbind() if n > 1 else [parameter]
-
-
 def replace_norms(stage: nn.Module, group: Group) -> dict[str, MicrobatchNorm]:
-    """Replace each batch norm by a :class:`MicrobatchNorm`; return them by name.
-
-    A batch norm in evaluation mode normalises by its running statistics, and stays.
-
-    Raises:
-        UserError: there is a SyncBatchNorm.
-    """
+    """Replace each batch norm by a :class:`MicrobatchNorm`; return them by name."""
     replaced = {}
     for name, module in list(stage.named_modules()):
         if isinstance(module, nn.SyncBatchNorm):
-            raise UserError(
-                f"{name} is a SyncBatchNorm, which needs all micro-batches at the same moment: use"
-                " the plain BatchNorm"
-            )
+            raise UserError(f"{name}: got a SyncBatchNorm; expected a plain BatchNorm")
+        # A batch norm in evaluation mode normalises by its running statistics, and stays.
         by_batch = module.training or getattr(module, "running_mean", None) is None
         if isinstance(module, _BatchNorm) and by_batch:
             replaced[name] = MicrobatchNorm(module, group)
@@ -175,9 +156,7 @@ def take_statistics(norms: Mapping[str, MicrobatchNorm]) -> dict[str, Tensor]:
 def advance_running_statistics(norms: Sequence[_BatchNorm], statistics: Sequence[Tensor]) -> None:
     """Advance the buffers of ``norms``.
 
-    Args:
-        norms: batch norms with running statistics.
-        statistics: of each, mean over micro-batches of means and variances, ``[2, channels]``.
+    ``statistics`` of each: mean over micro-batches of means and variances, ``[2, channels]``.
     """
     torch._foreach_add_([cast(Tensor, norm.num_batches_tracked) for norm in norms], 1)
     # One operation for all norms of a momentum: a GPU would launch one for each buffer.

@@ -39,24 +39,17 @@ def first_half(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[BackwardSegment]]:
-    """Compute the gradients of ``inputs``.
+    """Compute the gradients of ``inputs``, None where it has none, and find the second half.
 
-    Weights that join at several places, or lie on an output off the path, get their gradients at
-    once: a second half that began at one joint would run on through the others.
-
-    Args:
-        outputs: where the backward begins.
-        gradients: of the outputs.
-        inputs: leaves.
-        weights: leaves.
-
-    Returns:
-        the gradient of each input, or None; and the segments of the second half, in order.
+    The backward begins at ``outputs``, with their ``gradients``; ``inputs`` and ``weights`` are
+    leaves.
     """
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if not wanted or not outputs:
         return (None,) * len(inputs), [BackwardSegment(outputs, weights, gradients)]
     second_half = _find_segments(outputs, wanted, weights)
+    # Weights that join at several places, or lie on an output off the path, get their gradients at
+    # once: a second half that began at one joint would run on through the others.
     later = {id(weight) for segment in second_half for weight in segment.weights}
     at_once = [weight for weight in weights if id(weight) not in later]
     edges = [edge for segment in second_half for edge in segment.edges]

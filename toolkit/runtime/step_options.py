@@ -59,7 +59,7 @@ class StepOptions(StepSettings):
                 continue
             number = isinstance(value, Real) and not isinstance(value, bool)
             if not number or not 0 < float(value) < end:
-                raise UserError(f"{name} is a number above 0 and below {end}: got {value!r}")
+                raise UserError(f"{name}: got {value!r}; expected a number above 0, below {end}")
 
     @property
     def scale(self) -> float:
