@@ -41,35 +41,37 @@ def pacer(clock):
     found.close()
 
 
-class Sent:
-    """Chunks that note when they begin, by the clock."""
-
-    def __init__(self, clock):
-        self.clock, self.log = clock, []
-
-    def message(self, name, n_chunks, before=None):
-        """Begins of a message's chunks; ``before`` is called with the first."""
-
-        def begin(k):
-            if before is not None and k == 0:
-                before()
-            self.log.append((f"{name}{k}", self.clock.now))
-            return f"{name}{k}"
-
-        return [lambda k=k: begin(k) for k in range(n_chunks)]
-
-    @property
-    def names(self):
-        return [name for name, _ in self.log]
-
-    @property
-    def times(self):
-        return [when for _, when in self.log]
-
-
 @pytest.fixture
 def sent(clock):
-    return Sent(clock)
+    """(name, time) of each chunk as it begins."""
+    return []
+
+
+def send(pacer, sent, name, sizes, urgency=0, before=None):
+    """Put a message of chunks that note when they begin; ``before`` is called with the first."""
+
+    def begin(k):
+        if before is not None and k == 0:
+            before()
+        sent.append((f"{name}{k}", pacing.time.monotonic()))
+        return f"{name}{k}"
+
+    chunks = [lambda k=k: begin(k) for k in range(len(sizes))]
+    return pacer.put(chunks, sizes, urgency)
+
+
+def begin_all(*arguments, **options):
+    return send(*arguments, **options).result(SECONDS)
+
+
+def names(sent):
+    return [name for name, _ in sent]
+
+
+def gaps(sent):
+    """Seconds from each chunk to the next."""
+    times = [when for _, when in sent]
+    return [b - a for a, b in zip(times, times[1:], strict=False)]
 
 
 def learn(pacer, clock, step_bytes=1000, seconds=10.0):
@@ -97,19 +99,13 @@ class Gate:
         self.begun.result(SECONDS)
 
 
-# The rate
-
-
-def test_nothing_is_held_back_before_two_steps(pacer, clock, sent):
+def test_nothing_is_held_back_before_two_steps(pacer, sent):
     pacer.begin(1000)
-    for ends in (False, True):
-        if ends:
-            pacer.end_step()
-        began = clock.now
-        works = pacer.put(sent.message("a", 3), [10**6] * 3, 0).result(SECONDS)
-        assert works == ["a0", "a1", "a2"]
-        assert set(sent.times[-3:]) == {began}
-        assert pacer.rate is None
+    assert begin_all(pacer, sent, "a", [10**6] * 3) == ["a0", "a1", "a2"]
+    pacer.end_step()
+    begin_all(pacer, sent, "b", [10**6] * 3)
+    assert gaps(sent) == [0] * 5
+    assert pacer.rate is None
 
 
 def test_rate_is_that_of_the_shortest_step(pacer, clock):
@@ -131,49 +127,41 @@ def test_rate_is_that_of_the_shortest_step(pacer, clock):
 def test_no_rate_without_bytes(pacer, clock, sent):
     learn(pacer, clock, 0)
     assert pacer.rate is None
-    pacer.put(sent.message("a", 3), [0] * 3, 0).result(SECONDS)
-    assert len(set(sent.times)) == 1
+    begin_all(pacer, sent, "a", [0] * 3)
+    assert gaps(sent) == [0, 0]
 
 
 def test_chunks_begin_at_the_rate(pacer, clock, sent):
-    """Each when the one before it would be through, whatever message it is of."""
-    learn(pacer, clock, 1000, 10)
-    pacer.put(sent.message("a", 3), [125, 250, 50], 0).result(SECONDS)
-    pacer.put(sent.message("b", 2), [125, 125], 0).result(SECONDS)
-    begin, *later = sent.times
-    assert [when - begin for when in later] == pytest.approx([0, 2, 2.4, 3.4])
+    """Each when the one before it would be through, whatever message it is of.
 
-
-def test_a_late_thread_catches_up_by_one_chunk(pacer, clock, sent):
-    """After any pause two chunks go at once, and no more."""
+    After any pause two chunks go at once, and no more.
+    """
     learn(pacer, clock, 1000, 10)
-    pacer.put(sent.message("a", 4), [125] * 4, 0).result(SECONDS)
+    begin_all(pacer, sent, "a", [125, 250, 50])
+    begin_all(pacer, sent, "b", [125, 125])
+    assert gaps(sent) == pytest.approx([0, 2, 0.4, 1])
     clock.now += 1000
-    pacer.put(sent.message("b", 4), [125] * 4, 0).result(SECONDS)
-    gaps = [b - a for a, b in zip(sent.times[4:], sent.times[5:], strict=False)]
-    assert gaps == pytest.approx([0, 1, 1])
+    begin_all(pacer, sent, "c", [125] * 4)
+    assert gaps(sent)[5:] == pytest.approx([0, 1, 1])
 
 
 def test_clock_may_start_at_zero(clock, pacer, sent):
     """As on a machine that has just started."""
     clock.now = 0.0
     pacer.rate = 1.0
-    pacer.put(sent.message("a", 3), [3600] * 3, 0).result(SECONDS)
-    assert sent.times == [0, 0, 3600]
-
-
-# What goes first
+    begin_all(pacer, sent, "a", [3600] * 3)
+    assert [when for _, when in sent] == [0, 0, 3600]
 
 
 def test_most_urgent_goes_first(pacer, sent):
     """The smallest number; of equals the one that came first; a message's chunks in order."""
     gate = Gate(pacer)
     urgencies = {"a": 5, "b": 3, "c": 5, "d": 1}
-    begun = [pacer.put(sent.message(name, 2), [1, 1], k) for name, k in urgencies.items()]
+    begun = [send(pacer, sent, name, [1, 1], k) for name, k in urgencies.items()]
     gate.open()
     for future, name in zip(begun, urgencies, strict=True):
         assert future.result(SECONDS) == [f"{name}0", f"{name}1"]
-    assert sent.names == ["d0", "d1", "b0", "b1", "a0", "a1", "c0", "c1"]
+    assert names(sent) == ["d0", "d1", "b0", "b1", "a0", "a1", "c0", "c1"]
 
 
 def test_an_urgent_message_comes_between_chunks(pacer, sent):
@@ -181,15 +169,11 @@ def test_an_urgent_message_comes_between_chunks(pacer, sent):
     begun = []
 
     def interrupt():
-        begun.append(pacer.put(sent.message("urgent", 2), [1, 1], 1))
+        begun.append(send(pacer, sent, "urgent", [1, 1], 1))
 
-    begun.append(pacer.put(sent.message("a", 3, interrupt), [1] * 3, 7))
-    assert begun[0].result(SECONDS) == ["a0", "a1", "a2"]
-    assert begun[1].result(SECONDS) == ["urgent0", "urgent1"]
-    assert sent.names == ["a0", "urgent0", "urgent1", "a1", "a2"]
-
-
-# Errors and the end
+    assert begin_all(pacer, sent, "a", [1] * 3, 7, interrupt) == ["a0", "a1", "a2"]
+    assert begun[0].result(SECONDS) == ["urgent0", "urgent1"]
+    assert names(sent) == ["a0", "urgent0", "urgent1", "a1", "a2"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no connection"), ValueError("no such rank")])
@@ -200,20 +184,19 @@ def test_an_error_reaches_its_message_only(pacer, sent, error):
         raise error
 
     gate = Gate(pacer)
-    first, *_, last = sent.message("a", 3)
-    future = pacer.put([first, broken, last], [1] * 3, 0)
-    other = pacer.put(sent.message("b", 2), [1, 1], 1)
+    future = send(pacer, sent, "a", [1] * 3, before=broken)
+    other = send(pacer, sent, "b", [1, 1], 1)
     gate.open()
     with pytest.raises(type(error), match=str(error)):
         future.result(SECONDS)
     assert other.result(SECONDS) == ["b0", "b1"]
-    assert sent.names == ["a0", "b0", "b1"]
+    assert names(sent) == ["b0", "b1"]
 
 
 def test_close_sends_nothing_more(clock, sent):
     pacer = Pacer(CPU)
     gate = Gate(pacer)
-    future = pacer.put(sent.message("a", 2), [1, 1], 0)
+    future = send(pacer, sent, "a", [1, 1])
     closing = threading.Thread(target=pacer.close)
     closing.start()
     while not pacer._closed:
@@ -223,17 +206,17 @@ def test_close_sends_nothing_more(clock, sent):
     assert not closing.is_alive()
     assert not pacer._thread.is_alive()
     assert not future.done()
-    assert sent.log == []
+    assert sent == []
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_close_wakes_the_thread(waits):
     """By the real clock: idle, or an hour before the next chunk may begin."""
-    pacer, sent = Pacer(CPU), Sent(SimpleNamespace(now=0))
+    pacer, sent = Pacer(CPU), []
     pacer.rate = 1.0
     if waits:
-        future = pacer.put(sent.message("a", 3), [3600] * 3, 0)
-        while len(sent.names) < 2:
+        future = send(pacer, sent, "a", [3600] * 3)
+        while len(sent) < 2:
             time.sleep(0.001)
     before = time.monotonic()
     pacer.close()
@@ -241,4 +224,4 @@ def test_close_wakes_the_thread(waits):
     assert not pacer._thread.is_alive()
     if waits:
         assert not future.done()
-        assert sent.names == ["a0", "a1"]
+        assert names(sent) == ["a0", "a1"]

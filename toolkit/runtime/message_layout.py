@@ -123,10 +123,9 @@ class Layouts:
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
-        if isinstance(payload, GradientSum):
-            return self.of(i).pack(payload.tensors, device)
-        tensors = dict(enumerate(payload)) if isinstance(payload, tuple) else payload
-        return self.of(i).pack(tensors, device)
+        tensors = payload.tensors if isinstance(payload, GradientSum) else payload
+        named = dict(enumerate(tensors)) if isinstance(tensors, tuple) else tensors
+        return self.of(i).pack(named, device)
 
     def unpack(self, i: Instruction, flat: Tensor) -> Payload:
         """Return what instruction ``i`` received."""

@@ -20,10 +20,10 @@ ORDERS = ("grouped", "scheduled")
 
 
 class SingleProcess(Runtime):
-    """Trains stages by a schedule, all of it in this process.
+    """Trains stages by a schedule in this process.
 
-    The trajectory is a function of the schedule's staleness, of whether it predicts, of the seed,
-    the order of the data and the hyper-parameters, and of nothing else::
+    The trajectory depends only on the schedule's staleness and prediction, the seed, the order of
+    the data and the hyper-parameters::
 
         theta^j_{t+1} = optimizer(theta^j_t, 1/M sum_m grad_j f_m(theta_hat_{m,t}))
         theta_hat^j_{m,t} = theta^j_{t - staleness[j][m]}

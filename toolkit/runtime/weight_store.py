@@ -20,12 +20,9 @@ from toolkit.schedule import Action, Buffer, Instruction, Schedule
 class WeightStore:
     """The weights of one rank.
 
-    A rank that updates a stage keeps the versions that are still read. The others keep nothing:
-    they receive what they read first as a program begins, and the rest by the program.
-
-    Attributes:
-        updated: the stages that this rank updates.
-        versions: ``versions[stage]`` holds the versions of each of them that are still read.
+    A rank keeps, in ``versions[stage]``, the versions that are still read of the stages that it
+    has ``updated``. It receives what it reads first of the others as a program begins, and the rest
+    by the program.
     """
 
     def __init__(
@@ -57,9 +54,9 @@ class WeightStore:
                     master.data = torch.empty(0, dtype=master.dtype, device=master.device)
 
     def share(self, messages: Messages, step: int) -> dict[tuple, Weights]:
-        """Return the weights by (stage, version) that this rank holds as a program begins.
+        """Return the weights by (stage, version) held as a program begins at ``step``.
 
-        Every rank calls it, with the first ``step`` of the program.
+        Every rank calls it.
         """
         self.forget()
         held = {
