@@ -324,7 +324,7 @@ def _runtime(world, schedule, model=None, make=Distributed, **options):
 
 
 def _awkward(world, schedule):
-    """A runtime that has trained an awkward model, with all that a rank could do otherwise."""
+    """A runtime that has trained an awkward model."""
     stages = models.cut_awkward(models.awkward(), schedule)
     given = stages, schedule, adamw, F.cross_entropy
     runtime = Distributed(*given, lr_scheduler=_decay, seed=3, world=world)

@@ -90,10 +90,7 @@ def cut_awkward(model, schedule):
 
 
 def keeping(kept, make):
-    """``make``, of whose optimizers each puts (step, weights by name) into ``kept`` as it updates.
-
-    So what steps that overlap leave is seen step by step.
-    """
+    """``make`` whose optimizers append (step, weights by name) to ``kept`` after each update."""
 
     @by_name
     def optimizer(parameters):
@@ -110,7 +107,7 @@ def keeping(kept, make):
 
 
 def assert_updates(kept, states):
-    """Whoever made an update, of a :func:`residual`: it left what ``states[step]`` has."""
+    """Every update of a :func:`residual`, by any rank, left the weights of ``states[step]``."""
     for step, weights in kept:
         assert_same(weights, {name: states[step][name] for name in weights})
     trained = [name for name, _ in residual().named_parameters()]
@@ -131,7 +128,7 @@ def runtime_for(model, schedule, order, optimizer=sgd):
 
 
 def learning_rates(runtime):
-    """Of each stage's next update. Every rank calls it."""
+    """The rates of each stage's next update. Every rank calls it."""
     optimizers = [stage["optimizer"] for stage in runtime.state_dict()["stages"]]
     return [optimizer["param_groups"][0]["lr"] for optimizer in optimizers if optimizer]
 

@@ -49,16 +49,16 @@ def trajectory(model, stage_of, staleness, batches, make_optimizer, predict=Fals
 
 
 def sgd(parameters, previous):
-    """SGD with momentum and weight decay, going on from ``previous``."""
+    """SGD with momentum and weight decay, continued from ``previous``."""
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-3)
-    return _going_on(optimizer, previous)
+    return _continued(optimizer, previous)
 
 
 def adamw(parameters, previous):
-    return _going_on(torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), previous)
+    return _continued(torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1), previous)
 
 
-def _going_on(optimizer, previous):
+def _continued(optimizer, previous):
     if previous is not None:
         optimizer.load_state_dict(previous.state_dict())
     return optimizer

@@ -211,13 +211,13 @@ def follow_all(n_ranks):
 
 
 def watched(loss, waits):
-    """``loss``, which has ``waits`` tell for whom the watch thinks that it waits."""
+    """``loss``, which adds to ``waits`` the ranks that the watch says are awaited."""
 
-    def told(outputs, targets):
+    def noting(outputs, targets):
         waits.add(join().watch.record.peers)
         return loss(outputs, targets)
 
-    return told
+    return noting
 
 
 @contextlib.contextmanager
@@ -296,14 +296,6 @@ def test_torch_runs_the_ops_of_the_schedule(found, name):
     schedule = CASES[name].schedule
     for (_, ops, _), order in zip(found[name], rank_orders(schedule), strict=True):
         assert ops == STEPS * [str(op) for op in order]
-
-
-def test_another_rule_differs(found):
-    """The comparison above can fail."""
-    last = {name: found[f"{name}-plain-2"][0][0][-1][0] for name in ("ddp", "fsdp", "delayed")}
-    assert differ(last["ddp"], expected("delayed-plain-2")[-1][0])
-    assert differ(last["fsdp"], expected("delayed-plain-2")[-1][0])
-    assert differ(last["delayed"], expected("ddp-plain-2")[-1][0])
 
 
 @pytest.mark.parametrize("name", COMPRESSED)

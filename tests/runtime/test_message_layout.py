@@ -52,32 +52,6 @@ def tensors(draw):
 # A message
 
 
-def test_a_message_by_hand():
-    given_tensors = {
-        "flag": torch.tensor(True),
-        "ids": torch.tensor([1, 256]),
-        "none": torch.empty(0, 3),
-        "weight": torch.tensor([[1.0, 0.0]]),
-    }
-    found = Layout.of(given_tensors)
-    assert found.parts == (
-        Part("ids", (2,), torch.int64, torch.int64),
-        Part("none", (0, 3), torch.float32, torch.float32),
-        Part("weight", (1, 2), torch.float32, torch.float32),
-        Part("flag", (), torch.bool, torch.bool),
-    )
-    assert found.n_bytes == 2 * 8 + 0 + 2 * 4 + 1
-    flat = found.pack(given_tensors, CPU)
-    assert flat.dtype == torch.uint8
-    assert flat.tolist() == [
-        *(1, 0, 0, 0, 0, 0, 0, 0),
-        *(0, 1, 0, 0, 0, 0, 0, 0),
-        *(0, 0, 0x80, 0x3F),
-        *(0, 0, 0, 0),
-        1,
-    ]
-
-
 @given(tensors())
 @quick
 def test_any_message(given_tensors):

@@ -91,7 +91,7 @@ def of_a_step(n_norms, n_microbatches):
 
 
 def test_a_norm_of_many_microbatches_takes_few_operations():
-    """As many for all of them together as for two, beside torch's own of each."""
+    """As many for eight as for two, besides torch's own of each."""
     few, many = (of_a_step(5, n) - of_a_step(4, n) for n in (2, 8))
     for name in ("native_batch_norm", "native_batch_norm_backward"):
         assert (few.pop(name), many.pop(name)) == (2, 8)

@@ -26,7 +26,7 @@ def make_batches(n, size=6, width=2, dtype=torch.float32):
 
 
 class Parts:
-    """Batches of which a part can be loaded; it notes which were."""
+    """Divisible batches that note which parts were loaded."""
 
     def __init__(self, batches):
         self.batches, self.asked, self.loaded = batches, [], []

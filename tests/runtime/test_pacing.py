@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +72,7 @@ def names(sent):
 def gaps(sent):
     """Seconds from each chunk to the next."""
     times = [when for _, when in sent]
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in pairwise(times)]
 
 
 def learn(pacer, clock, step_bytes=1000, seconds=10.0):

@@ -1,4 +1,4 @@
-"""States that are not formed as they should be are told apart, and where."""
+"""The first difference in form between two states is found."""
 
 import pytest
 import torch

@@ -39,8 +39,7 @@ def no_gather(runtime):
 
 
 def rank_0_first(states):
-    """On a rank: the state in the middle by case, the weights of a run that goes on from one that
-    ``states`` has, and what was refused."""
+    """By case: the middle state, last weights of two runs, the second resumed, and a refusal."""
     torch.set_num_threads(1)
     found = {}
     for name in NAMES:
@@ -85,7 +84,7 @@ def found(single):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_goes_on_from_the_state_of_a_single_process(single, found, name):
+def test_continues_from_the_state_of_a_single_process(single, found, name):
     _, whole = single[name]
     for on_rank in found:
         _, first, second, rates, _ = on_rank[name]
@@ -95,7 +94,7 @@ def test_goes_on_from_the_state_of_a_single_process(single, found, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_single_process_goes_on_from_its_state(single, found, name):
+def test_a_single_process_continues_from_its_state(single, found, name):
     case = CASES[name]
     _, whole = single[name]
     for on_rank in found:

@@ -1,4 +1,4 @@
-"""Threads beside the ops, on a GPU that is made up: in which order they do what."""
+"""The order of what threads do on a simulated GPU."""
 
 import threading
 from collections import defaultdict
@@ -79,7 +79,7 @@ def in_threads(n, work):
 
 
 def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, monkeypatch):
-    """Torch has 32 of them, of which a later one would be NCCL's, or that of another thread."""
+    """Torch has 32 streams; a later one would be NCCL's, or that of another thread."""
     used = []
 
     @contextmanager

@@ -86,7 +86,7 @@ class Pacer:
                 begin, size = message.chunks.popleft()
                 try:
                     message.works.append(begin())
-                except BaseException as error:  # whoever waits for the message raises it
+                except BaseException as error:  # the thread that waits for the message raises it
                     message.begun.set_exception(error)
                     continue
                 if message.chunks:

@@ -39,7 +39,7 @@ def first_half(
     inputs: Sequence[Tensor],
     weights: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], list[BackwardSegment]]:
-    """Compute the gradients of ``inputs``, None where it has none, and find the second half.
+    """Return the gradient of each input, or None, and the segments of the second half.
 
     The backward begins at ``outputs``, with their ``gradients``; ``inputs`` and ``weights`` are
     leaves.

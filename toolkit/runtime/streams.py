@@ -2,8 +2,8 @@
 
 On a GPU each thread has a stream of its own, on which it packs, awaits, unpacks and applies
 messages. A thread first waits until the ops whose results it uses are done, and at the end until
-its own work is done; so whoever sees an end need not wait for the device. It waits asleep: torch's
-default is to poll, which takes a core a thread.
+its own work is done; so its reader need not wait for the device. It waits asleep: torch's default
+is to poll, which takes a core a thread.
 
 Torch hands out the same 32 streams of a GPU and priority in turn, and NCCL's are among those of
 the default priority. On a shared stream a thread would wait for what NCCL waits for, which may wait
@@ -26,7 +26,7 @@ def finish_stream(device: torch.device) -> None:
 
 
 def enter_device(device: torch.device) -> None:
-    """Make ``device`` this thread's own: a new thread starts on GPU 0, whatever its rank's."""
+    """Make ``device`` the current one of this thread, which starts on GPU 0."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
