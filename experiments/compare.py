@@ -31,7 +31,7 @@ from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.schedule import Schedule, labels
 
 if TYPE_CHECKING:
-    from toolkit.results.comparison_folder import RuleRun
+    from toolkit.results.comparison import RuleRun
 
 
 @entry_point("compare", Path(__file__).parents[1] / "conf")
@@ -44,8 +44,7 @@ def main(config: DictConfig) -> Ended:
         plain,
         rule_config,
     )
-    from toolkit.results.comparison import before, train_all
-    from toolkit.results.comparison_folder import select_runs, try_keep_runs
+    from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, TrainingRun
 

@@ -31,19 +31,19 @@ def main(config: DictConfig) -> None:
     folders = expanded(config.runs)
 
     from toolkit import __version__
-    from toolkit.files import write_csv
+    from toolkit.files import write_csv, write_text
     from toolkit.format import count
     from toolkit.results.collect import frame
     from toolkit.results.publish import publish
     from toolkit.results.report import build_report
-    from toolkit.results.report_page import write_html
+    from toolkit.results.report_page import to_html
     from toolkit.results.runs import read_runs
 
     runs = read_runs(folders)
     report = build_report(runs, config.title)
     folder = Path(HydraConfig.get().runtime.output_dir)
     made = f"cdp-toolkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    write_html(folder / "report.html", report, made)
+    write_text(folder / "report.html", to_html(report, made))
     table = frame(runs).astype(object)
     write_csv(folder / "runs.csv", table.where(table.notna(), None).to_dict("records"))
     unfinished = [run for run in runs if run.state != "finished"]

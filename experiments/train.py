@@ -94,7 +94,7 @@ def conclude(
         whether the result could be written, and the result.
     """
     from toolkit.files import note_write_errors, write_csv, write_json
-    from toolkit.results import delay_means, describe, provenance, training_log
+    from toolkit.results import delay_means, describe, provenance
     from toolkit.results.record import SCHEMA
 
     run, folder, tracker = outcome.run, records.folder, records.tracker
@@ -117,7 +117,7 @@ def conclude(
             write_measured(timelines, ranks, folder, tracker)
     records.track_weights()
     seconds = time.perf_counter() - start
-    tracker.summary({training_log.final(name): value for name, value in epochs[-1].items()})
+    tracker.summary({f"final/{name}": value for name, value in epochs[-1].items()})
     tracker.summary({"notes": "\n".join(notes), "seconds": seconds})
     result = {
         "schema": SCHEMA,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.experiments.command import TINY, complete, run
 from tests.results.fake_wandb import wait_for_offline_run
-from toolkit.results import Curves, provenance, training_log
+from toolkit.results import Curves, provenance, wandb_run
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
 TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
@@ -17,7 +17,7 @@ TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    monkeypatch.setattr(training_log, "_reported", set())
+    monkeypatch.setattr(wandb_run, "_reported", set())
 
 
 def files_with(folder, text):

@@ -127,6 +127,14 @@ def measured(folder):
     Image.new("RGB", (400, 200)).save(folder / "timeline.png")
 
 
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def change(folder, **more):
+    write_json(folder / "result.json", result_of(folder) | more)
+
+
 def write_json(path, content):
     path.write_text(json.dumps(content))
 

@@ -6,7 +6,7 @@ from math import nan
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.results.comparison_folder import (
+from toolkit.results.comparison import (
     RuleRun,
     ended_before,
     keep_options,

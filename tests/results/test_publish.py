@@ -16,15 +16,16 @@ from toolkit.cost import UNIT, simulate, unit_costs
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
-from toolkit.results.publish import publish, wandb_report, wandb_workspace
-from toolkit.results.report import SECTIONS, build_report
-from toolkit.results.report_page import Command, Report, Section, Table, Text
+from toolkit.results.publish import publish, wandb_report
+from toolkit.results.report import build_report
+from toolkit.results.report_page import Command, Report, Table, Text
 from toolkit.results.runs import read_runs
-from toolkit.results.training_log import group_of
+from toolkit.results.wandb_run import group_of
 from toolkit.schedule import catalog
 
 pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
 KEY = "0123456789" * 4
+EMPTY = {name: [] for name in ("Summary", "Accuracy", "Memory", "Communication", "Reproduce")}
 
 
 @pytest.fixture
@@ -36,13 +37,14 @@ def runs(tmp_path):
 
 
 def spec_of(report, runs):
-    return json.loads(wandb_report(report, runs, "me", "cdp")._to_model().model_dump_json())["spec"]
+    page, _ = wandb_report(report, runs, "me", "cdp")
+    return json.loads(page._to_model().model_dump_json())["spec"]
 
 
 def test_the_report_has_the_sections_and_their_panels(runs):
     spec = spec_of(build_report(runs, "Title"), runs)
     headings = [b["children"][0]["text"] for b in spec["blocks"] if b["type"] == "heading"]
-    assert tuple(headings) == SECTIONS
+    assert headings == [*EMPTY]
     grids = [b["metadata"] for b in spec["blocks"] if b["type"] == "panel-grid"]
     words_of_grids = [json.dumps(grid["panel_bank_section_config"]) for grid in grids]
     assert len(words_of_grids) == 3
@@ -84,11 +86,11 @@ def test_group_of_a_comparison_in_a_sweep(tmp_path):
 def test_report_and_workspace_have_bars_of_the_runs_metrics(runs, judged_by, bars):
     judged = [replace(run, judged_by=by) for run, by in zip(runs, judged_by, strict=False)]
     other = replace(runs[0], kind="memory")
-    report = Report("Runs = <1>", [Section(name, []) for name in SECTIONS])
+    report = Report("Runs = <1>", EMPTY)
     words = json.dumps(spec_of(report, [*judged, other]))
     for metric in ("top1", "test_loss"):
         assert (f'"final/{metric}"' in words) == (metric in bars)
-    space = wandb_workspace(report, judged, "me", "cdp")._to_model()
+    space = wandb_report(report, judged, "me", "cdp")[1]._to_model()
     assert space.display_name == "Runs    1"  # no symbols
     sections = space.spec.section.panel_bank_config.sections
     n_panels = {section.name: len(section.panels) for section in sections}
@@ -102,7 +104,7 @@ def test_what_panels_show_is_logged():
     schedule = catalog.cyclic(2)
     track_schedule(logged, schedule)
     track_measured(logged, simulate(schedule.lower(1), unit_costs(2), UNIT), None, [{}])
-    spec = spec_of(Report("T", [Section(name, []) for name in SECTIONS]), [])
+    spec = spec_of(Report("T", EMPTY), [])
     shown = re.findall(r'"((?:schedule|measured)/\w+)"', json.dumps(spec))
     assert set(shown) == logged.keys - {"measured/messages"}
 
@@ -110,11 +112,9 @@ def test_what_panels_show_is_logged():
 class Logged(Tracker):
     """Keeps the names of images and tables."""
 
-    on = True
-
     def __init__(self):
         super().__init__()
-        self.keys = set()
+        self.on, self.keys = True, set()
 
     def figure(self, key, figure):
         self.keys.add(key)
@@ -126,11 +126,13 @@ class Logged(Tracker):
 def test_text_is_no_markup():
     hostile = "a|b <i>*c*</i> [d](javascript:e) `f`\n# g"
     blocks = [Text(hostile), Table([{hostile: hostile}], hostile), Command("run 'x'", "note")]
-    spec = spec_of(Report(hostile, [Section(hostile, blocks)]), [])
+    spec = spec_of(Report(hostile, {hostile: blocks}), [])
     text, table = (b["content"] for b in spec["blocks"] if b["type"] == "markdown-block")
+    caption, heading, line, row = filter(None, table.splitlines())
     escaped = r"a\|b &lt;i&gt;\*c\*&lt;/i&gt; \[d\]\(javascript:e\) \`f\` \# g"
-    assert text == escaped
-    assert table == f"{escaped}\n\n| {escaped} |\n| --- |\n| {escaped} |"
+    assert text == caption == escaped
+    assert heading.split(" ", 1)[1].strip("| ") == row.split(" ", 1)[1].strip("| ") == escaped
+    assert set(line) <= set("|:-")
     (code,) = (b for b in spec["blocks"] if b["type"] == "code-block")
     assert code["children"][0]["children"][0]["text"] == "run 'x'\n# note"
 
@@ -227,7 +229,7 @@ def test_without_a_key_it_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     wandb.teardown()  # which remembers the keys of earlier tests
     with pytest.raises(UserError, match=r"publish=wandb failed \((No API key|not logged in)"):
-        publish(Report("T", []), [], "me", "cdp")
+        publish(Report("T", {}), [], "me", "cdp")
 
 
 def test_without_network_it_is_refused(monkeypatch):
@@ -237,7 +239,7 @@ def test_without_network_it_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     with pytest.raises(UserError, match=rf"127.0.0.1:{port}.*connection refused"):
-        publish(Report("T", []), [], "me", "cdp")
+        publish(Report("T", {}), [], "me", "cdp")
 
 
 def test_without_the_package_it_says_how_to_install_it(monkeypatch):
@@ -250,4 +252,4 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(UserError, match=r"pip install 'cdp-toolkit\[reports\]'"):
-        publish(Report("T", []), [], "me", "cdp")
+        publish(Report("T", {}), [], "me", "cdp")

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.errors import UserError
 from toolkit.options import TrackingOptions
-from toolkit.results import Curves, Tracker, track, training_log, wandb_run
+from toolkit.results import Curves, Tracker, track, wandb_run
 from toolkit.runtime.microbatches import StepResult
 from toolkit.training import Epoch, Step
 
@@ -22,7 +22,7 @@ from toolkit.training import Epoch, Step
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """No note was printed and no server refused before; the user has no key."""
-    monkeypatch.setattr(training_log, "_reported", set())
+    monkeypatch.setattr(wandb_run, "_reported", set())
     monkeypatch.setattr(wandb_run, "_why_offline", [])
     monkeypatch.setenv("NETRC", str(tmp_path / "no_netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
@@ -242,11 +242,9 @@ def test_the_environment_gives_the_mode(monkeypatch, asked, mode):
 class Log(Tracker):
     """Keeps what is logged."""
 
-    on = True
-
     def __init__(self):
         super().__init__()
-        self.points = []
+        self.on, self.points = True, []
 
     def log(self, values, step):
         self.points.append({"step": step, **values})

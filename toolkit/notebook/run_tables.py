@@ -46,7 +46,7 @@ def train_rules(
         UserError: the options are those of another experiment, or there are no seeds.
     """
     from toolkit.cli.build import build_run, build_schedule, load_samples, rule_config
-    from toolkit.results.comparison_folder import seeds_of
+    from toolkit.results.comparison import seeds_of
     from toolkit.results.record import per_cent
 
     if "rules" not in config:

@@ -1,7 +1,6 @@
 """Results of runs: records with their origin, tables, statistics, W&B and reports."""
 
 from toolkit.results.collect import collect, learning_curves
-from toolkit.results.csv_log import Ledger
 from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe, describe_cpu, provenance
 from toolkit.results.record import write_result
@@ -14,8 +13,8 @@ from toolkit.results.statistics import (
     paired_difference,
     spread,
 )
-from toolkit.results.training_log import Curves, Tracker, track_measured, track_schedule
-from toolkit.results.wandb_run import track
+from toolkit.results.training_log import Curves, Ledger, track_measured, track_schedule
+from toolkit.results.wandb_run import Tracker, track
 
 __all__ = [
     "Curves",

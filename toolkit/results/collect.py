@@ -1,46 +1,42 @@
-"""Runs as tables: a row per run, or a row per epoch."""
+"""Runs as tables, a row per run or per epoch, and as groups that can be compared."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.options import AROUND, differing, flat, without
-from toolkit.results.run_record import Run
-from toolkit.results.runs import read_runs
+from toolkit.options import AROUND, INDIFFERENT, differing, flat, without
+from toolkit.results.runs import Run, read_runs, rebuild_schedule
 
 if TYPE_CHECKING:
     import pandas as pd
 
+# Options that always have a column.
 PRINCIPAL = (
-    "model",
-    "data",
-    "stages",
-    "microbatches",
-    "batch",
-    "epochs",
-    "optimizer.lr",
-    "precision",
-    "runtime",
+    *("model", "data", "stages", "microbatches", "batch", "epochs"),
+    *("optimizer.lr", "precision", "runtime"),
 )
-"""Options that always have a column."""
-
+# A schedule's own sizes, and the options that they replace.
 _SIZES = {"n": "microbatches", "n_microbatches": "microbatches", "n_stages": "stages"}
-"""A schedule's own sizes, and the options that they replace."""
-
-_ELSEWHERE = {  # shown by a column of its own, or by another option
-    *("seed", "schedule", "device", "workers", "model.name"),
-    *("schedule.n", "schedule.n_stages", "schedule.n_microbatches"),
+# Options that are shown by a column of their own, or by another option.
+_ELSEWHERE = {"seed", "schedule", "device", "workers", "model.name"} | {
+    f"schedule.{size}" for size in _SIZES
 }
+# Rules are paired by seeds. The runtime changes no result, but a report compares its speed.
+_FREE = (INDIFFERENT | {"seed", "schedule"}) - {"runtime"}
+
+Runs = list[Run]
+"""Runs of one configuration."""
 
 
 def collect(*folders: str | Path) -> "pd.DataFrame":
     """Return every run below ``folders``, a row each, with its options, metrics and origin.
 
     Accuracies are in per cent; ``seconds`` is a training's wall time. An option has a column if it
-    is :data:`PRINCIPAL` or differs between runs. Unfinished runs have NaN as metrics and their
-    reason in ``state`` and ``message``. A comparison without runs.csv has a row per rule: the
-    mean over its seeds.
+    is a principal one or differs between runs. Unfinished runs have NaN as metrics and their
+    reason in ``state`` and ``message``.
 
     Args:
         folders: output folders of runs, or folders above them.
@@ -49,6 +45,27 @@ def collect(*folders: str | Path) -> "pd.DataFrame":
         UserError: a folder does not exist, or there are no runs.
     """
     return frame(read_runs(folders))
+
+
+def frame(runs: Sequence[Run]) -> "pd.DataFrame":
+    """Return the table of :func:`collect`."""
+    import pandas as pd
+
+    options = [flat_options(run.config) for run in runs]
+    shown = dict.fromkeys([*PRINCIPAL, *differing(options)])
+    metrics = dict.fromkeys(["top1", *(name for run in runs for name in run.metrics)])
+    rows = []
+    for run, own in zip(runs, options, strict=True):
+        source = run.provenance
+        versions = source.get("versions") or {}
+        rows.append(
+            _about(run)
+            | {name: run.metrics.get(name, float("nan")) for name in metrics}
+            | {name: own.get(name) for name in shown}
+            | {"toolkit": versions.get("cdp-toolkit"), "torch": versions.get("torch")}
+            | {name: source.get(name) for name in ("commit", "device", "started", "command")}
+        )
+    return pd.DataFrame(rows).astype({"seed": "Int64"})
 
 
 def learning_curves(*folders: str | Path) -> "pd.DataFrame":
@@ -68,32 +85,18 @@ def learning_curves(*folders: str | Path) -> "pd.DataFrame":
     options = [flat_options(run.config) for run in runs]
     differ = differing(options)
     rows = [
-        _what(run)
-        | {name: int(value) if name == "epoch" else value for name, value in epoch.items()}
-        | {name: values.get(name) for name in differ}
-        for run, values in zip(runs, options, strict=True)
-        for epoch in run.epochs
+        _about(run) | epoch | {"epoch": number} | {name: own.get(name) for name in differ}
+        for run, own in zip(runs, options, strict=True)
+        for number, epoch in enumerate(run.epochs)
     ]
     if not rows:
-        return pd.DataFrame(columns=[*_what(runs[0]), "epoch", "top1"])
+        return pd.DataFrame(columns=[*_about(runs[0]), "epoch", "top1"])
     return pd.DataFrame(rows).astype({"seed": "Int64"})
 
 
-def frame(runs: Sequence[Run]) -> "pd.DataFrame":
-    """Return the table of :func:`collect`."""
-    import pandas as pd
-
-    options = [flat_options(run.config) for run in runs]
-    shown = dict.fromkeys([*PRINCIPAL, *differing(options)])
-    metrics = dict.fromkeys(["top1", *(name for run in runs for name in run.metrics)])
-    rows = [
-        _what(run)
-        | {name: run.metrics.get(name, float("nan")) for name in metrics}
-        | {name: values.get(name) for name in shown}
-        | _origin(run)
-        for run, values in zip(runs, options, strict=True)
-    ]
-    return pd.DataFrame(rows).astype({"seed": "Int64"})
+def _about(run: Run) -> dict[str, Any]:
+    names = ("kind", "state", "message", "rule", "schedule", "seed")
+    return {"folder": str(run.folder)} | {name: getattr(run, name) for name in names}
 
 
 def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,13 +118,89 @@ def flat_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in _ELSEWHERE}
 
 
-def _what(run: Run) -> dict[str, Any]:
-    names = ("kind", "state", "message", "rule", "schedule", "seed")
-    return {"folder": str(run.folder)} | {name: getattr(run, name) for name in names}
+@dataclass(frozen=True)
+class Group:
+    """Runs of one configuration.
+
+    Attributes:
+        label: the schedule's name, and what else distinguishes it within its comparison.
+        comparison: the model, data and options; groups with the same one can be compared.
+        runs: runs of every state.
+    """
+
+    label: str
+    comparison: str
+    runs: Runs
+
+    @property
+    def counting(self) -> Runs:
+        """Runs with a final result; runs that started earlier are first."""
+        by_start = sorted(self.runs, key=lambda run: str(run.provenance.get("started")))
+        return [run for run in by_start if run.counts]
+
+    @property
+    def by_seed(self) -> dict[int, Run]:
+        """The counting run of each seed that started last."""
+        found = {run.seed: run for run in self.counting if run.seed is not None}
+        return dict(sorted(found.items()))
 
 
-def _origin(run: Run) -> dict[str, Any]:
-    versions = run.provenance.get("versions") or {}
-    found = {"toolkit": versions.get("cdp-toolkit"), "torch": versions.get("torch")}
-    names = ("commit", "device", "started", "command")
-    return found | {name: run.provenance.get(name) for name in names}
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group the training runs with a known schedule, comparison by comparison.
+
+    Rules that share all other options are one comparison. The other configurations of a model and
+    data set are compared over their options.
+    """
+    configurations: dict[tuple[str, str, str], Runs] = {}
+    for run in runs:
+        if run.trains and isinstance(run.config.get("schedule"), dict):
+            options = flat_options(run.config)
+            task = f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
+            key = task, _text(_relevant(flat(run.config))), _text(run.config["schedule"])
+            configurations.setdefault(key, []).append(run)
+    n_rules = Counter((task, options) for task, options, _ in configurations)
+    comparisons: dict[tuple[str, str], list[Runs]] = {}
+    for (task, others, _), same in configurations.items():
+        shared = others if n_rules[task, others] > 1 else ""
+        comparisons.setdefault((task, shared), []).append(same)
+    groups: list[Group] = []
+    for (task, shared), found in comparisons.items():
+        found.sort(key=_is_late)  # the first one is the baseline
+        alike = [of[0] for (other, by), of in comparisons.items() if other == task and by]
+        name = _label(task, found[0], alike) if shared else f"{task}, other options"
+        name = name if alike else task
+        if any(group.comparison == name for group in groups):
+            name = f"{name} ({found[0][0].folder.name})"
+        labels = [_label(of[0].schedule or of[0].rule or "schedule", of, found) for of in found]
+        for label, same in zip(labels, found, strict=True):
+            if labels.count(label) > 1:
+                label = f"{label} ({same[0].rule}, {same[0].folder.name})"
+            groups.append(Group(label, name, same))
+    return groups
+
+
+def _label(name: str, own: Runs, all_: Sequence[Runs]) -> str:
+    """``name`` with the options in which ``own`` differs from others, such as ``lr 0.1``."""
+    mine, *options = (_relevant(flat_options(runs[0].config)) for runs in (own, *all_))
+    shown = [option for option in differing(options) if option in mine]
+    return ", ".join([name, *(f"{option.rpartition('.')[2]} {mine[option]}" for option in shown)])
+
+
+def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that distinguish configurations; of the data's folder only its name."""
+    found = without(options, _FREE)
+    root = found.get("data.root")
+    return found | {"data.root": Path(root).name} if isinstance(root, str) else found
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True, default=str)
+
+
+def _is_late(runs: Runs) -> bool:
+    """Whether a schedule reads old weights."""
+    options = runs[0].config["schedule"]
+    try:
+        return rebuild_schedule(options).max_staleness > 0
+    except ValueError:
+        return bool(options.get("delay", 0) != 0)

@@ -1,29 +1,87 @@
-"""The runs of a comparison: each rule with each seed, one after another."""
+"""A comparison: each rule with each seed, one run after another, and the files of its runs.
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+Runs that have ended are in ``runs.csv``, ``delays.csv`` and ``notes.csv``; one that is under way
+has a folder of its own for its checkpoints, in ``under_way``. The options that they are trained
+with are in ``runs.yaml``, which has every rule with a run.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from math import isnan
 from pathlib import Path
+from typing import Any
 
-from toolkit.options import STOPPED, TrackingOptions
-from toolkit.results import Curves, Ledger, Progress, describe, track, track_schedule, training_log
-from toolkit.results.comparison_folder import (
-    Key,
-    Options,
-    RuleRun,
-    begun,
-    ended_before,
-    keep_options,
-    keep_runs,
-    prepare_folder,
-    seeds_of,
-)
+import yaml
+
+from toolkit.errors import UserError
+from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
+from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY, TrackingOptions
+from toolkit.results.progress import Progress
+from toolkit.results.provenance import describe
+from toolkit.results.record import Row, read_csv, read_yaml
+from toolkit.results.runs import DIGEST
+from toolkit.results.training_log import Curves, Ledger, track_schedule
+from toolkit.results.wandb_run import group_of, track
 from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted
 from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run_with_checkpoints
-from toolkit.training.run_with_checkpoints import Signals, rollback_schedule
+from toolkit.training.run_with_checkpoints import Signals, changed_options, rollback_schedule
+
+# Runs are paired by their seeds, and data may have moved; rules are compared where they have run.
+_FREE = (INDIFFERENT | {"seed", "data.root"}) - {"rules"}
+
+Options = Mapping[str, Any]
+"""Options of a comparison, as plain values: ``rules``, ``seed``, ``seeds``, ``epochs``, ..."""
+
+Key = tuple[str, int]
+"""Rule and seed of a run."""
 
 Build = Callable[[str, int], TrainingRun]
 """Builds the run of a rule with a seed."""
+
+
+@dataclass(frozen=True)
+class RuleRun:
+    """One rule with one seed.
+
+    Attributes:
+        rule: its name in the configuration.
+        seed: of weights and data.
+        epochs: metrics, a row per epoch.
+        delays: delay diagnostics, a row per step and stage.
+        notes: sentences on what went wrong.
+        where: how to find it in W&B.
+    """
+
+    rule: str
+    seed: int
+    epochs: list[Row]
+    delays: list[Row]
+    notes: list[str] = field(default_factory=list)
+    where: str = ""
+
+    @property
+    def diverged_in(self) -> int | None:
+        """The epoch in which its loss diverged, or None."""
+        return next((e["epoch"] for e in self.epochs if isnan(e["train_loss"])), None)
+
+    def named(self, rows: list[Row]) -> list[Row]:
+        """Return ``rows`` of this run with its rule and seed."""
+        return [{"rule": self.rule, "seed": self.seed} | row for row in rows]
+
+
+def seeds_of(options: Options) -> range:
+    """Return the seeds with which a comparison trains each rule."""
+    return range(options["seed"], options["seed"] + options["seeds"])
+
+
+def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
+    """Return the runs whose rule and seed the comparison asks for."""
+    seeds = seeds_of(options)
+    return [run for run in runs if run.rule in options["rules"] and run.seed in seeds]
 
 
 def before(options: Options, folder: Path, world: World | None) -> tuple[list[RuleRun], list[Key]]:
@@ -45,7 +103,7 @@ def before(options: Options, folder: Path, world: World | None) -> tuple[list[Ru
         keep_options(folder, options, runs)
         if runs:  # removes the rows of runs that were interrupted
             keep_runs(folder, runs)
-        found = runs, begun(folder)
+        found = runs, _saved(folder)
     if world is not None:
         found = world.gather(found)[0]
     assert found is not None
@@ -99,18 +157,13 @@ def _trained(
     progress: Progress,
     signals: Signals,
 ) -> RuleRun:
-    """One run of the comparison in ``folder``, from where it was saved if it was under way.
-
-    Raises:
-        StoppedError: one of ``signals`` has ended it.
-    """
+    """Train one run of the comparison, from where it was saved if it was under way."""
     called = f"{name}, seed {seed}"
     job = build(name, seed)
     n_epochs = job.options.epochs
     progress.run(f"{job.schedule.name}, seed {seed}")
     own = prepare_folder(folder, name, seed, here=is_rank_zero())
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
-    by = job.samples.form.metric
     notes: list[str] = []
     with track(
         job.record,
@@ -118,7 +171,7 @@ def _trained(
         device=describe(job.device),
         name=called,
         job_type="compare",
-        group=training_log.group_of(folder),
+        group=group_of(folder),
         resume=True,
         own=own,
         here=is_rank_zero(),
@@ -148,14 +201,125 @@ def _trained(
             epochs, score = lost.all_epochs(n_epochs), "diverged"
             tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
         else:
-            epochs, score = outcome.epochs, outcome.epochs[-1].text(by)
+            epochs, score = outcome.epochs, outcome.epochs[-1].text(job.samples.form.metric)
             final = asdict(epochs[-1]).items()
-            tracker.summary({training_log.final(k): v for k, v in final if v is not None})
+            tracker.summary({f"final/{k}": v for k, v in final if v is not None})
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
         progress.ended(n_epochs)
         progress.note(f"last: {job.schedule.name} {score}")
     notes = [f"{called}: {note}" for note in notes] + tracker.notes
-    rows = [asdict(epoch) for epoch in epochs]
-    return RuleRun(name, seed, rows, delays.rows(), notes, tracker.where)
+    return RuleRun(name, seed, [*map(asdict, epochs)], delays.rows(), notes, tracker.where)
+
+
+def ended_before(folder: Path, options: Options) -> list[RuleRun]:
+    """Return the runs in ``folder`` that reached their last epoch, of all rules and seeds.
+
+    Args:
+        folder: folder of the comparison.
+        options: options of the comparison that continues after them.
+
+    Raises:
+        UserError: the runs cannot be read, or were trained with other options.
+    """
+    found: dict[Key, RuleRun] = {}
+    for name, kept in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):
+        for row in read_csv(folder / name, words=("rule", "note")):
+            key = row.pop("rule"), row.pop("seed")
+            run = found.setdefault(key, RuleRun(*key, [], []))
+            getattr(run, kept).append(row["note"] if kept == "notes" else row)
+    if trained := _rules(folder, [*found.values()]):
+        old, new = _kept_options(folder), _with_digests(options)
+        both = trained & new["rules"].keys()
+        others = {f"rules.{rule}" for rule in {*old["rules"], *new["rules"]} - both}
+        if changed := changed_options(old, new, _FREE | others):
+            raise UserError(
+                f"resume={folder} has runs that were trained with other options: {changed}; leave"
+                " them as they were, or start in a new folder, without resume"
+            )
+    return [run for run in found.values() if len(run.epochs) == options["epochs"]]
+
+
+def keep_options(folder: Path, options: Options, runs: Sequence[RuleRun]) -> None:
+    """Write the options with which runs are trained to ``folder``.
+
+    Other rules with a run keep the options that ``folder`` has for them.
+    """
+    content = _with_digests(options)
+    if former := _rules(folder, runs) - options["rules"].keys():
+        known = _kept_options(folder)["rules"]
+        content["rules"] |= {rule: own for rule, own in known.items() if rule in former}
+    write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
+    """Write the tables of ``runs``, which have ended, to ``folder``, and remove their own folders.
+
+    Raises:
+        OSError: ``folder`` cannot be written.
+    """
+    delays = [row for run in runs for row in run.named(run.delays)]
+    notes = [row for run in runs for row in run.named([{"note": n} for n in run.notes])]
+    for name, rows in (("delays.csv", delays), ("notes.csv", notes)):
+        if rows:
+            write_csv(folder / name, rows)
+    # Last, since a run counts as ended when it is in this file.
+    write_csv(folder / ENDED, [row for run in runs for row in run.named(run.epochs)])
+    for run in runs:
+        shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
+    with suppress(OSError):  # other runs are under way
+        (folder / UNDER_WAY).rmdir()
+
+
+def try_keep_runs(folder: Path, runs: Sequence[RuleRun]) -> str:
+    """Keep runs as :func:`keep_runs`; return why they cannot be written, or an empty text."""
+    why: list[str] = []
+    with note_write_errors(why, folder):
+        keep_runs(folder, runs)
+    return "".join(why)
+
+
+def under_way(folder: Path, rule: str, seed: int) -> Path:
+    """Return the folder of a run of a comparison, which exists until the run has ended."""
+    return folder / UNDER_WAY / f"{rule}_{seed}"
+
+
+def prepare_folder(folder: Path, rule: str, seed: int, *, here: bool = True) -> Path:
+    """Return the folder of a run under way, emptied (``here``) unless it has a checkpoint."""
+    own = under_way(folder, rule, seed)
+    if here and not has_checkpoint(own):
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir(parents=True)
+    return own
+
+
+def _saved(folder: Path) -> list[Key]:
+    """Rules and seeds of the unfinished runs in ``folder`` that have a checkpoint."""
+    saved = filter(has_checkpoint, (folder / UNDER_WAY).glob("*_*"))
+    names = (path.name.rpartition("_") for path in saved)
+    return [(rule, int(seed)) for rule, _, seed in names if seed.isdecimal()]
+
+
+def _rules(folder: Path, ended: Sequence[RuleRun]) -> set[str]:
+    """The rules with a run in ``ended``, or with one that was saved under way."""
+    return {run.rule for run in ended} | {rule for rule, _ in _saved(folder)}
+
+
+def _with_digests(options: Options) -> dict[str, Any]:
+    """``options``, with the digest of its file in each rule that has one: files may change."""
+    rules = {name: dict(rule) for name, rule in options["rules"].items()}
+    for rule in rules.values():
+        if rule.get("file"):
+            rule[DIGEST] = sha256(Path(rule["file"]).read_bytes()).hexdigest()[:16]
+    return {**options, "rules": rules}
+
+
+def _kept_options(folder: Path) -> dict[str, Any]:
+    found = read_yaml(folder / COMPARED)
+    if isinstance(found.get("rules"), dict):
+        return found
+    raise UserError(
+        f"resume={folder} has runs, but no readable {COMPARED} with their options: start in a new"
+        " folder, without resume"
+    )

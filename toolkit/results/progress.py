@@ -71,7 +71,13 @@ class Progress:
         self._bar.n = self._before + epochs
         due = now >= self._refreshed + self._interval
         if due or step.step == step.n_steps:  # the end of an epoch reads its losses anyway
-            self._show(step.learning_rate)
+            shown = []
+            if self._samples:
+                shown.append(f"{self._samples / (now - self._since):.0f} samples/s")
+            if self._losses:
+                shown.append(f"loss {_mean(self._losses):.3f}")
+            self._figures = ", ".join([*shown, f"lr {step.learning_rate:.3g}"])
+            self.note(self._note)
         if due:
             self._refreshed = now
             self._bar.refresh()
@@ -90,23 +96,10 @@ class Progress:
     def note(self, text: str) -> None:
         """Show a short text at the end of the bar."""
         self._note = text
-        self._set_end()
-
-    def _show(self, learning_rate: float) -> None:
-        shown = []
-        if self._samples:
-            shown.append(f"{self._samples / (time.monotonic() - self._since):.0f} samples/s")
-        if self._losses:
-            shown.append(f"loss {_mean(self._losses):.3f}")
-        self._figures = ", ".join([*shown, f"lr {learning_rate:.3g}"])
-        self._set_end()
-
-    def _set_end(self) -> None:
-        text = ", ".join(filter(None, [self._figures, self._note]))
-        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.set_postfix_str(", ".join(filter(None, [self._figures, text])), refresh=False)
 
 
 def _mean(losses: "deque[Tensor]") -> float:
     import torch
 
-    return float(torch.cat(list(losses)).mean())
+    return float(torch.cat([*losses]).mean())

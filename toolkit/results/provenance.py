@@ -6,11 +6,13 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import first_line
 from toolkit.files import ROOT
 
 _PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
@@ -26,11 +28,18 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
         device: what it ran on, in words (see :func:`describe`).
         seconds: wall time.
     """
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    script, *options = sys.argv
+    path = Path(script).resolve()  # shown as one would type it in the project's folder
+    script = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     return {
-        "command": shlex.join(redacted([*starter(), *_relative(sys.argv)])),
+        "command": shlex.join(redacted([*starter(), script, *options])),
         "config": redacted(config),
         "commit": commit(),
-        "versions": {"python": platform.python_version()} | _versions(),
+        "versions": versions,
         "device": device,
         "seed": config.get("seed"),
         "started": (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds"),
@@ -48,7 +57,7 @@ def strip_folders(command: str) -> str:
 
 
 def redacted(content: Any) -> Any:
-    """``content`` as plain dicts and lists, with W&B's key removed from its texts."""
+    """Return ``content`` as plain dicts and lists, with W&B's key removed from its texts."""
     if isinstance(content, str):
         key = os.environ.get("WANDB_API_KEY", "")
         return content.replace(key, "WANDB_API_KEY") if len(key) >= _SHORTEST_KEY else content
@@ -57,12 +66,13 @@ def redacted(content: Any) -> Any:
     return [*map(redacted, content)] if isinstance(content, Sequence) else content
 
 
-def describe(device: Any) -> str:
-    """Name a device: the GPU, or the processor and the threads in use.
+def one_line(error: BaseException) -> str:
+    """Return the error's first line, without W&B's key."""
+    return str(redacted(first_line(error)))
 
-    Args:
-        device: a torch.device.
-    """
+
+def describe(device: Any) -> str:
+    """Name a torch.device: the GPU, or the processor and the threads in use."""
     import torch
 
     if device.type == "cuda":
@@ -80,7 +90,7 @@ def describe_cpu() -> str:
 
 
 def commit() -> str | None:
-    """The git commit of the code, with ``+`` if it has been changed since.
+    """Return the git commit of the code, with ``+`` if it has been changed since.
 
     None outside git, and where the code is installed within another repository.
     """
@@ -94,14 +104,13 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
-    found = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    command = ["git", *arguments]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return found.stdout.strip()
 
 
 def starter() -> list[str]:
-    """What started this process: Python, or torchrun on so many machines."""
+    """Return the words that started this process: Python, or torchrun with its sizes."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return ["python"]
@@ -113,20 +122,3 @@ def starter() -> list[str]:
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this experiment from ``folder``."""
     return shlex.join([*starter(), sys.argv[0], f"resume={folder}"])
-
-
-def _relative(arguments: list[str]) -> list[str]:
-    """The command as one would type it in the project's folder."""
-    script = Path(arguments[0]).resolve()
-    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
-    return [str(shown), *arguments[1:]]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

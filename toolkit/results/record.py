@@ -1,10 +1,8 @@
-"""Reader and writer of ``result.json``, the record of an experiment.
-
-Its schema is version 1:
+"""Reader and writer of ``result.json``, the record of an experiment, and of tables of numbers.
 
 | field | content |
 |---|---|
-| schema | 1; a record without it is version 1, too |
+| schema | 1, also if it is missing |
 | metrics | of a training, the last epoch's metrics by name; of other experiments, rows |
 | provenance | command, config, commit, versions, device, seed, started, seconds |
 | schedule | name; of a training |
@@ -13,9 +11,10 @@ Its schema is version 1:
 | delays | rows of delay diagnostics, a row per stage |
 | ranks | rows of measurements, a row per rank |
 
-The first three are required, experiments may add others, and NaN is null.
+Metrics and provenance are required, experiments may add other fields, and NaN is null.
 """
 
+import csv
 import json
 from collections.abc import Mapping, Sequence
 from math import nan
@@ -31,17 +30,9 @@ SCHEMA = 1
 RESULT = "result.json"
 METRICS = {metric.name: metric for metric in (ACCURACY, LOSS)}
 
+Row = dict[str, Any]
 Numbers = dict[str, float]
 
-_TYPES: dict[str, Any] = {
-    "metrics": (dict, list),
-    "provenance": dict,
-    "schedule": str,
-    "judged_by": str,
-    "notes": list,
-    "delays": list,
-    "ranks": list,
-}
 _SHARES = ("top1", "top5", "ema_top1")
 
 
@@ -57,14 +48,14 @@ def write_result(
     device: str,
     seconds: float,
     **more: Any,
-) -> dict[str, Any]:
+) -> Row:
     """Write ``rows`` to ``folder/name.csv``, and with their provenance to ``folder/result.json``.
 
     Args:
         folder: output folder of the experiment.
         name: name of the table.
         rows: the metrics, all with the same keys.
-        config: of the experiment.
+        config: options of the experiment.
         device: the device in words.
         seconds: wall time.
         more: other fields of the result.
@@ -79,37 +70,36 @@ def write_result(
     return result
 
 
-def read_result(folder: Path) -> dict[str, Any]:
+def read_result(folder: Path) -> Row:
     """Read and check ``folder/result.json``.
-
-    Args:
-        folder: output folder of an experiment.
-
-    Returns:
-        the fields of the schema, and the experiment's own.
 
     Raises:
         DamagedError: it cannot be read, or does not match the schema.
     """
     result = {"schema": SCHEMA, **read_json(folder / RESULT)}
-    if result["schema"] != SCHEMA:
-        raise DamagedError(f"{RESULT} has schema {result['schema']!r}; expected {SCHEMA}")
-    for name in ("metrics", "provenance"):
-        if name not in result:
-            raise DamagedError(f"{RESULT} has no {name}")
-    for name, types in _TYPES.items():
-        value = result.get(name)
-        if name in result and not isinstance(value, types):
-            raise DamagedError(f"{RESULT}: {name} is of type {type(value).__name__}")
-        items = str if name == "notes" else dict
-        if isinstance(value, list) and not all(isinstance(item, items) for item in value):
-            raise DamagedError(f"{RESULT}: {name} has an item that is no {items.__name__}")
-    if (judge := result.get("judged_by", LOSS.name)) not in METRICS:
-        raise DamagedError(f"{RESULT}: judged_by is {judge!r}")
+    metrics = result.get("metrics")
+    valid = {
+        "schema": result["schema"] == SCHEMA,
+        "metrics": isinstance(metrics, dict) or _is_list(metrics, dict),
+        "provenance": isinstance(result.get("provenance"), dict),
+        "schedule": isinstance(result.get("schedule", ""), str),
+        "judged_by": result.get("judged_by", LOSS.name) in [*METRICS],
+        "notes": _is_list(result.get("notes", []), str),
+        "delays": _is_list(result.get("delays", []), dict),
+        "ranks": _is_list(result.get("ranks", []), dict),
+    }
+    for name, is_valid in valid.items():
+        if not is_valid:
+            got = str(result.get(name))[:40]
+            raise DamagedError(f"{RESULT}: {name} does not match schema {SCHEMA}: got {got}")
     return result
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def _is_list(value: object, of: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, of) for item in value)
+
+
+def read_json(path: Path) -> Row:
     """Read a JSON object.
 
     Raises:
@@ -124,7 +114,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Row:
     """Read a YAML mapping; empty if it cannot be read."""
     import yaml
 
@@ -133,6 +123,43 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_csv(path: Path, words: Sequence[str] = (), *, skip_damaged: bool = False) -> list[Row]:
+    """Read the rows of a table of numbers; none if there is no file.
+
+    Args:
+        path: the file.
+        words: columns of text. Other cells are int, float, or None if they are empty.
+        skip_damaged: skip rows that a killed process wrote in part.
+
+    Raises:
+        DamagedError: it cannot be read, or a cell is not a number.
+    """
+    rows: list[Row] = []
+    if not path.exists():
+        return rows
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                try:
+                    if None in row or None in row.values():
+                        raise UserError(f"line {reader.line_num} has too few or too many cells")
+                    rows.append({k: v if k in words else _number(v) for k, v in row.items()})
+                except ValueError:
+                    if not skip_damaged:
+                        raise
+    except (OSError, ValueError, csv.Error) as error:
+        if not skip_damaged:
+            raise DamagedError(f"{path.name} cannot be read: {first_line(error)}") from error
+    return rows
+
+
+def _number(text: str) -> float | None:
+    if not text:
+        return None
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
 
 
 def numbers_of(row: Mapping[str, Any]) -> Numbers:

@@ -8,16 +8,12 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.files import write_text
-from toolkit.format import DASH
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
 
-_PIXELS = 91  # of the page per inch of a figure, at most
-_WIDTH = 640  # pixels of a PNG on the page, at most
-_NUMBER = re.compile(rf"(± )?[-+]?[\d.,]+(e[-+]?\d+)?( %)?|{DASH}")
-_SHORT = 22  # characters that stay on one line
+_PIXELS_PER_INCH = 91  # of a drawing on the page
+_WIDTH = 640  # pixels of a PNG on the page
+_NUMBER = re.compile(r"[-+\d][-+\d.,e±% ]*")
 
 
 @dataclass(frozen=True)
@@ -29,41 +25,31 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of formatted cells, with their keys as headings."""
+    """Rows of formatted cells, with the same keys, which are the headings."""
 
     rows: Sequence[Mapping[str, str]]
     caption: str
 
     @property
-    def kinds(self) -> dict[str, str]:
-        """CSS class of each column: number, short or long."""
-        return {name: _kind([row[name] for row in self.rows]) for name in self.rows[0]}
+    def numeric(self) -> set[str]:
+        """Headings of the columns of numbers."""
+        return {k for k in self.rows[0] if all(_NUMBER.fullmatch(row[k]) for row in self.rows)}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture.
-
-    Attributes:
-        figure: matplotlib's figure, or a PNG file.
-        caption: what it shows, and how to read it.
-        alt: the same for readers who cannot see it, in a line.
-    """
+    """A picture: a drawing or a PNG file, its caption, and the same for those who cannot see it."""
 
     figure: "Drawing | Path"
     caption: str
     alt: str
 
     @property
-    def pixels(self) -> tuple[int, int]:
-        """Width and height on the page."""
+    def width(self) -> int:
+        """Pixels on the page."""
         if isinstance(self.figure, Path):
-            from PIL import Image
-
-            with Image.open(self.figure) as image:
-                return _WIDTH, round(_WIDTH * image.height / image.width)
-        width, height = self.figure.get_size_inches()
-        return round(_PIXELS * width), round(_PIXELS * height)
+            return _WIDTH
+        return round(_PIXELS_PER_INCH * self.figure.get_size_inches()[0])
 
     @property
     def source(self) -> str:
@@ -79,14 +65,6 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Page:
-    """HTML to explore, without script; the only part that is not escaped."""
-
-    html: str
-    caption: str
-
-
-@dataclass(frozen=True)
 class Command:
     """A command that repeats runs, and a line on where they ran."""
 
@@ -94,45 +72,21 @@ class Command:
     note: str
 
 
-Block = Text | Table | Figure | Page | Command
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a report, under a heading."""
-
-    title: str
-    blocks: Sequence[Block]
+Block = Text | Table | Figure | Command
 
 
 @dataclass(frozen=True)
 class Report:
-    """Sections in reading order."""
+    """A title, and blocks by the titles of their sections, in reading order."""
 
     title: str
-    sections: Sequence[Section]
+    sections: Mapping[str, Sequence[Block]]
 
 
 def to_html(report: Report, footer: str = "") -> str:
-    """Return the report as a page that needs no other file.
-
-    Args:
-        report: text of every kind is escaped.
-        footer: a line at the end of the page.
-    """
+    """Return the report as a page that needs no other file; all text is escaped."""
     from jinja2 import Environment, FileSystemLoader
 
     files = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template("report.html").render(report=report, footer=footer)
-
-
-def write_html(path: Path, report: Report, footer: str = "") -> None:
-    """Write :func:`to_html` to a file, atomically."""
-    write_text(path, to_html(report, footer))
-
-
-def _kind(cells: Sequence[str]) -> str:
-    if all(map(_NUMBER.fullmatch, cells)):
-        return "number"
-    return "short" if max(map(len, cells)) <= _SHORT else "long"

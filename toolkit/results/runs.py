@@ -1,41 +1,110 @@
-"""Runs on disk: finished, unfinished or damaged."""
+"""Runs on disk: finished, unfinished or damaged. A comparison is a run per rule and seed."""
 
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from math import nan
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from math import isfinite, isnan, nan, prod
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.files import resumable_in
 from toolkit.metric import ACCURACY, LOSS, Metric
-from toolkit.options import ENDED, RESUMED_OTHERWISE
-from toolkit.results.comparison_runs import comparison_runs
-from toolkit.results.csv_log import read_csv
+from toolkit.options import COMPARED, ENDED, RESUMED_OTHERWISE
 from toolkit.results.record import (
     METRICS,
     RESULT,
     DamagedError,
+    Numbers,
+    Row,
     numbers_of,
     per_cent,
+    read_csv,
     read_json,
     read_result,
     read_yaml,
 )
-from toolkit.results.run_record import Run, seed_of
-from toolkit.results.schedule_from_config import schedule_name
+from toolkit.schedule import Schedule, catalog
 
-_SCRIPT = re.compile(r"(?:^|[\s/])(\w+)\.py\b")
-_INTERPOLATION = re.compile(r"\$\{(\w+)\}")
-_LANGUAGE_DATA = ("toolkit.training.data.text", "toolkit.training.data.token_files")
-_MESSAGES = {
+DIGEST = "file_sha256"
+"""Option of a rule in the ``runs.yaml`` of a comparison: digest of its file of rank orders."""
+
+MESSAGES = {
     "finished": "",
     "running": "it is running, or was killed",
     "stopped": "it was stopped: resume=FOLDER continues it",
     "failed": "it failed without a message",
+    "unfinished": "there is no result.json",
+    "damaged": "",
 }
+"""The states of runs, and the usual message of each."""
+
+_DIVERGED = re.compile(r"(training|test) loss of epoch \d+")  # in the message of a failed run
+_SCRIPT = re.compile(r"(?:^|[\s/])(\w+)\.py\b")
+_INTERPOLATION = re.compile(r'"\$\{(\w+)\}"')
+_LANGUAGE_DATA = ("toolkit.training.data.text", "toolkit.training.data.token_files")
+_MOST_SEEDS = 10_000  # of a comparison
+_MOST_OPS = 1_000_000  # of a schedule
+_CATALOG = "toolkit.schedule.catalog."
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, or another result, as read from its folder.
+
+    Attributes:
+        folder: where it is; several runs of a comparison share it.
+        kind: the experiment, such as train or compare.
+        state: a key of :data:`MESSAGES`.
+        message: reason why it is unfinished, or a caution; empty otherwise.
+        rule: name of its schedule in the configuration.
+        schedule: the schedule's own name.
+        seed: of weights and data.
+        config: its options; of a run of a comparison, those of that training.
+        judged_by: the metric of its model.
+        metrics: of the last epoch; accuracies in per cent.
+        epochs: the metrics of every epoch.
+        delays: delay diagnostics, a row per stage.
+        ranks: measurements, a row per rank.
+        notes: sentences on what went wrong; of a comparison, in all of its runs.
+        provenance: command, commit, versions, device, started, seconds.
+    """
+
+    folder: Path
+    kind: str
+    state: str
+    message: str = ""
+    rule: str | None = None
+    schedule: str | None = None
+    seed: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    judged_by: Metric = ACCURACY
+    metrics: Numbers = field(default_factory=dict)
+    epochs: Sequence[Numbers] = ()
+    delays: Sequence[Numbers] = ()
+    ranks: Sequence[Mapping[str, Any]] = ()
+    notes: Sequence[str] = ()
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the experiment trains a model."""
+        return self.kind in ("train", "compare")
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its loss diverged, which ended it."""
+        return _diverged_in(self.epochs) is not None or bool(_DIVERGED.search(self.message))
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a final accuracy and a known schedule."""
+        known = isinstance(self.config.get("schedule"), dict)
+        accurate = isfinite(self.metrics.get("top1", nan))
+        return self.trains and self.state == "finished" and known and accurate
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -47,72 +116,53 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     Raises:
         UserError: a folder does not exist, or there are no runs.
     """
-    paths = [Path(folder) for folder in folders]
-    for path in paths:
-        if not path.is_dir():
-            raise UserError(
-                f"{path} is not a folder: give the output folder of a run, or one above"
-            )
     found: dict[Path, Path] = {}
-    for path in paths:
-        for folder in _run_folders(path):
-            found.setdefault(folder.resolve(), folder)
+    for top in map(Path, folders):
+        if not top.is_dir():
+            raise UserError(f"{top} is not a folder: give the output folder of a run, or one above")
+        for place, names, files in os.walk(top):
+            folder = Path(place)
+            wanted = (n for n in names if n[0] != "." and n not in ("checkpoints", "wandb"))
+            # Job 10 is after job 9.
+            names[:] = sorted(wanted, key=lambda name: name.zfill(9) if name.isdigit() else name)
+            job = (folder / ".hydra" / "config.yaml").exists()
+            if job or RESULT in files or "status.json" in files:
+                found.setdefault(folder.resolve(), folder)
+                if ENDED in files:  # folders in a comparison's folder are part of it
+                    names.clear()
     runs = [run for folder in found.values() for run in _runs_of(folder)]
     if not runs:
-        where = ", ".join(map(str, paths)) or "no folder"
         raise UserError(
-            f"no runs in {where}: looked for result.json, status.json and .hydra/config.yaml, also"
-            " in the folders below; python experiments/train.py hydra.run.dir=FOLDER makes one"
+            f"no runs in {', '.join(map(str, folders)) or 'no folder'}: looked for result.json,"
+            " status.json and .hydra/config.yaml, also in the folders below"
         )
     return runs
 
 
-def _run_folders(top: Path) -> Iterator[Path]:
-    """Folders of runs, from ``top`` down; folders in a comparison's folder are part of it."""
-    for place, names, files in os.walk(top):
-        folder = Path(place)
-        names[:] = sorted(
-            (n for n in names if not n.startswith(".") and n not in ("checkpoints", "wandb")),
-            key=_number_order,
-        )
-        job = (folder / ".hydra" / "config.yaml").exists()
-        if job or RESULT in files or "status.json" in files:
-            yield folder
-            if ENDED in files:
-                names.clear()
-
-
-def _number_order(name: str) -> list[tuple[int, str]]:
-    """Sort key that puts job 10 after job 9."""
-    return [
-        (int(part or 0), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)
-    ]
-
-
 def _runs_of(folder: Path) -> list[Run]:
     """The run of a folder, or the runs of a comparison; none of a report."""
-    kind, choice = _job_of(folder)
-    run = Run(folder, kind or "unknown", "damaged", rule=choice, config=_options_of(folder))
+    hydra = read_yaml(folder / ".hydra" / "hydra.yaml").get("hydra", {})
+    kind, rule = "unknown", None
+    with suppress(AttributeError, KeyError, TypeError):
+        kind, rule = hydra["job"]["name"], hydra["runtime"]["choices"].get("schedule")
+    config = _options_of(folder)
+    run = Run(folder, kind, "damaged", rule=rule, config=config)
     try:
-        run = _with_options(run, run.config)
-        result: dict[str, Any] = {}
+        run = replace(run, **_described(config))
+        result: Row = {}
         if (folder / RESULT).exists():
             result = read_result(folder)
             source = result["provenance"]
+            config = source.get("config") or config
             script = _SCRIPT.search(str(source.get("command")))
-            kind = kind or (script[1] if script else "unknown")
-            run = replace(run, kind=kind, provenance=source)
-            run = _with_options(run, source.get("config") or run.config)
+            kind = script[1] if script and kind == "unknown" else kind
+            run = replace(run, kind=kind, provenance=source, notes=result.get("notes", ()))
+        judge = METRICS[result["judged_by"]] if "judged_by" in result else _judge_of(config)
+        run = replace(run, judged_by=judge, **_described(config))
         state, message = _state_of(folder, bool(result))
-        run = replace(
-            run,
-            state=state,
-            message=message,
-            judged_by=_judge_of(result, run.config),
-            notes=result.get("notes", ()),
-        )
+        run = replace(run, state=state, message=message)
         if run.kind == "compare":
-            return comparison_runs(run, result)
+            return _comparison_runs(run, result)
         if run.kind == "train":
             run = _training(run, result)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
@@ -121,33 +171,36 @@ def _runs_of(folder: Path) -> list[Run]:
     return [] if run.kind == "report" else [run]
 
 
-def _with_options(run: Run, config: Mapping[str, Any]) -> Run:
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What options alone say of a run; the seed is None unless it fits a column of a table."""
+    seed = config.get("seed")
+    known = isinstance(seed, int) and abs(seed) < 2**63
     name = schedule_name(config.get("schedule"))
-    return replace(run, config=config, seed=seed_of(config), schedule=name)
+    return {"config": config, "seed": seed if known else None, "schedule": name}
 
 
 def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
     """State and message of the run in ``folder``, as of its status file if there is one."""
-    if not (folder / "status.json").exists():
-        return ("finished", "") if has_result else ("unfinished", "there is no result.json")
-    status = read_json(folder / "status.json")
+    status: Row = {"state": "finished" if has_result else "unfinished"}
+    if (folder / "status.json").exists():
+        status = read_json(folder / "status.json")
     state = status.get("state")
-    if state not in _MESSAGES:
-        raise DamagedError(f"status.json: unknown state {state!r}")
-    if state == "finished" and not has_result:
-        raise DamagedError("status.json says finished, and there is no result.json")
+    if state not in MESSAGES or (state == "finished" and not has_result):
+        raise DamagedError(f"status.json says {state}; the run has {RESULT}: {has_result}")
     if state == "stopped" and not resumable_in(folder):
         return state, "it was stopped before its first checkpoint: start it again"
-    return state, str(status.get("message") or _MESSAGES[state])
+    return state, str(status.get("message") or MESSAGES[state])
 
 
-def _judge_of(result: Mapping[str, Any], config: Mapping[str, Any]) -> Metric:
-    """The result's metric; without a result, the usual metric of the data."""
-    if "judged_by" in result:
-        return METRICS[result["judged_by"]]
+def _judge_of(config: Mapping[str, Any]) -> Metric:
+    """The usual metric of the data, for a result that does not say."""
     data = config.get("data")
     language = isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA
     return LOSS if language else ACCURACY
+
+
+def _diverged_in(epochs: Sequence[Numbers]) -> int | None:
+    return next((k for k, e in enumerate(epochs) if isnan(e.get("train_loss", 0.0))), None)
 
 
 def _training(run: Run, result: Mapping[str, Any]) -> Run:
@@ -161,7 +214,7 @@ def _training(run: Run, result: Mapping[str, Any]) -> Run:
         rule=(None if from_file else run.rule) or name,
         delays=[numbers_of(row) for row in result.get("delays", ())],
         epochs=[per_cent(row) for row in read_csv(run.folder / "epochs.csv")],
-        ranks=[numbers_of(row) for row in read_csv(run.folder / "ranks.csv")],
+        ranks=read_csv(run.folder / "ranks.csv"),
     )
     if run.state != "finished":
         return run
@@ -174,7 +227,51 @@ def _training(run: Run, result: Mapping[str, Any]) -> Run:
     return replace(run, message=run.message or changed, metrics=numbers | {"seconds": seconds})
 
 
-def _options_of(folder: Path) -> dict[str, Any]:
+def _comparison_runs(comparison: Run, result: Mapping[str, Any]) -> list[Run]:
+    """A comparison's runs; ``comparison`` is what they share, ``result`` empty until it ends."""
+    config, folder, ended = comparison.config, comparison.folder, comparison.state == "finished"
+    if ended and not (folder / ENDED).exists():
+        raise DamagedError(f"there is no {ENDED}")
+    epochs: dict[tuple[str, int], list[Numbers]] = {}
+    for row in read_csv(folder / ENDED, words=("rule",)):
+        epochs.setdefault((row.pop("rule"), row.pop("seed")), []).append(per_cent(row))
+    rules = config.get("rules") or {}
+    # Rules that a resumed comparison has left out are only there.
+    known = (read_yaml(folder / COMPARED).get("rules") or {}) | rules
+    names = {row["rule"]: row["schedule"] for row in result.get("metrics", ()) if "schedule" in row}
+    first, n_seeds = comparison.seed or 0, config.get("seeds") or 0
+    if n_seeds > _MOST_SEEDS:
+        raise DamagedError(f"seeds is at most {_MOST_SEEDS}: got {n_seeds}")
+    planned = [(rule, seed) for seed in range(first, first + n_seeds) for rule in rules]
+    under_way = comparison.state, comparison.message  # of the first run that has not ended
+    runs = []
+    for rule, seed in dict.fromkeys([*planned, *epochs]):
+        own = {k: v for k, v in config.items() if k not in ("rules", "seeds")} | {"seed": seed}
+        if isinstance(known.get(rule), dict):
+            own["schedule"] = known[rule]
+        run = replace(
+            comparison,
+            rule=rule,
+            seed=seed,
+            schedule=names.get(rule) or schedule_name(known.get(rule)) or rule,
+            config=own,
+            epochs=epochs.get((rule, seed), []),
+            delays=[numbers_of(row) for row in result.get("delays", ()) if row.get("rule") == rule],
+        )
+        if (lost := _diverged_in(run.epochs)) is not None:
+            run = replace(run, state="failed", message=f"its loss diverged in epoch {lost}")
+        elif run.epochs and (ended or len(run.epochs) == config.get("epochs")):
+            run = replace(run, state="finished", message="", metrics=dict(run.epochs[-1]))
+        elif ended:
+            run = replace(run, state="unfinished", message=f"{ENDED} lacks it")
+        else:
+            run = replace(run, state=under_way[0], message=under_way[1])
+            under_way = "unfinished", "it has not begun"
+        runs.append(run)
+    return runs or [comparison]
+
+
+def _options_of(folder: Path) -> Row:
     """Options as Hydra wrote them, with ``${option}`` replaced by its value.
 
     Other interpolations stay as they are: they could read the environment of this machine.
@@ -182,22 +279,48 @@ def _options_of(folder: Path) -> dict[str, Any]:
     config = read_yaml(folder / ".hydra" / "config.yaml")
     if config.get("workers") is not None and "microbatches" in config:
         config["microbatches"] = config["workers"]
-
-    def resolve(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: resolve(inner) for name, inner in value.items()}
-        if isinstance(value, list):
-            return [resolve(inner) for inner in value]
-        found = _INTERPOLATION.fullmatch(value) if isinstance(value, str) else None
-        return config.get(found[1], value) if found else value
-
-    return {name: resolve(value) for name, value in config.items()}
+    values = {name: json.dumps(value, default=str) for name, value in config.items()}
+    text = json.dumps(config, default=str)
+    return dict(json.loads(_INTERPOLATION.sub(lambda found: values.get(found[1], found[0]), text)))
 
 
-def _job_of(folder: Path) -> tuple[str, str | None]:
-    """The experiment and its choice of a schedule, as Hydra wrote them; otherwise "" and None."""
-    hydra: Any = read_yaml(folder / ".hydra" / "hydra.yaml").get("hydra")
+def rebuild_schedule(options: Mapping[str, Any]) -> Schedule:
+    """Return the schedule that a run's options describe.
+
+    A result may come from anyone, so nothing that it names is imported, instantiated or resolved:
+    only a function of the catalogue is called, with plain values.
+
+    Args:
+        options: the group ``schedule`` of a configuration, or a rule of a comparison.
+
+    Raises:
+        UserError: they do not describe a schedule of this version.
+    """
+    name = str(options.get("_target_")).removeprefix(_CATALOG)
+    if name not in catalog.FACTORIES:
+        raise UserError(f"{options.get('_target_')!r} is not a schedule of the catalogue")
+    sizes = [options.get(name) for name in ("n", "n_stages", "n_microbatches", "accumulate")]
+    n_ops = prod(size for size in sizes if isinstance(size, int) and size > 0)
+    if "${" in str(options) or n_ops > _MOST_OPS:
+        raise UserError("its options are not those of a schedule that has run")
+    around = ("_target_", "file", "period", DIGEST)
+    arguments = {k: v for k, v in options.items() if k not in around}
+    if arguments.get("delay", 0) is None:
+        del arguments["delay"]
     try:
-        return str(hydra["job"]["name"]), hydra["runtime"]["choices"].get("schedule")
-    except (AttributeError, KeyError, TypeError):
-        return "", None
+        if file := options.get("file"):
+            free: dict[str, Any] = catalog.plain_delay(arguments)
+            free |= {k: arguments[k] for k in ("state", "predict") if k in arguments}
+            path = Path(file)
+            return Schedule.from_csv(path, name=path.stem, period=options.get("period"), **free)
+        return catalog.build(name, **arguments)
+    except (OSError, TypeError, OverflowError) as error:
+        raise UserError(first_line(error)) from error
+
+
+def schedule_name(options: Any) -> str | None:
+    """Return the schedule's name, or None if ``options`` do not describe a schedule."""
+    try:
+        return rebuild_schedule(options).name if isinstance(options, dict) else None
+    except ValueError:
+        return None

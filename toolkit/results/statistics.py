@@ -9,6 +9,8 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.metric import Metric
 
+_DELAY_MEASURES = ["delay", "cosine", "gradient", "fresh_gradient", "moved", "weights"]
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -16,8 +18,8 @@ class Estimate:
 
     Attributes:
         mean: the mean.
-        half_width: half the width of the interval. NaN if the values have no spread: a single
-            value, or equal values, which small counts often are.
+        half_width: half the width of the interval; NaN for values without a spread: a single one,
+            or equal ones, which small counts often are.
     """
 
     mean: float
@@ -44,15 +46,12 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
     Raises:
         UserError: the sequences differ in length, or are empty.
     """
-    if len(values) != len(baseline) or not values:
-        raise UserError(
-            f"a paired difference needs as many values as baselines: got {len(values)} and"
-            f" {len(baseline)}"
-        )
+    n = len(values)
+    if n != len(baseline) or not values:
+        raise UserError(f"pairs need as many values as baselines: got {n} and {len(baseline)}")
     from scipy.stats import t
 
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
-    n = len(differences)
     if max(differences) - min(differences) <= 1e-9 * max(map(abs, [*values, *baseline])):
         return Estimate(differences[0], nan)
     return Estimate(mean(differences), float(t.ppf(0.975, n - 1)) * stdev(differences) / n**0.5)
@@ -93,10 +92,11 @@ def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -
             f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
             " with the same seeds"
         )
-    shared = [seed for seed in shared if not isnan(values[seed] - baseline[seed])]
-    if not shared:
+    pairs = [(values[seed], baseline[seed]) for seed in shared]
+    known = [pair for pair in pairs if not any(map(isnan, pair))]
+    if not known:
         return Estimate(nan, nan)
-    return paired_difference([values[s] for s in shared], [baseline[s] for s in shared])
+    return paired_difference(*zip(*known, strict=True))
 
 
 def over_seeds(
@@ -105,8 +105,7 @@ def over_seeds(
     """Return a rule's mean, spread, difference and half interval, by the metric's columns.
 
     Args:
-        values: values by seed, in the metric's unit; NaN for runs that diverged, which are left
-            out.
+        values: values by seed, in the metric's unit; NaN for runs that diverged and do not count.
         baseline: values of the baseline by seed, as above.
         by: the metric.
 
@@ -117,9 +116,6 @@ def over_seeds(
     difference = paired_by_seed(values, baseline)
     found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
     return dict(zip(by.columns, found, strict=True))
-
-
-_DELAY_MEASURES = ["delay", "cosine", "gradient", "fresh_gradient", "moved", "weights"]
 
 
 def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:

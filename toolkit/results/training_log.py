@@ -1,104 +1,74 @@
-"""Tracked values of a training run, and their names in W&B."""
+"""Values of a training run as they are known: tables on disk, and curves and tables in W&B."""
 
-import sys
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
-from toolkit.errors import first_line
-from toolkit.results.provenance import redacted
+from toolkit.files import write_csv
+from toolkit.results.provenance import one_line
+from toolkit.results.record import Row, read_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from toolkit.cost import Timeline
+    from toolkit.results.wandb_run import Tracker
     from toolkit.schedule import Schedule
     from toolkit.training import Epoch, Step
 
-STEP, TRAIN_LOSS, LEARNING_RATE = "step", "train/loss", "train/lr"
-GRID, TIMELINE = "schedule/grid", "measured/timeline"  # images
-ACTIVATIONS, TRAFFIC = "schedule/activations_by_slot", "schedule/traffic_by_slot"  # tables
-MEASURED_MEMORY, MEASURED_MESSAGES = "measured/memory", "measured/messages"
-MEASURED_RANKS = "measured/ranks"
-
-_MOST_DRAWN = 256  # micro-batches x stages of a schedule's image
-_MOST_COUNTED = 4096  # of its tables
-_reported: set[str] = set()  # notes that this process has printed
+_MOST_OPS = 1024  # micro-batches x stages of a schedule that is tracked
 
 
-def of_epoch(metric: str) -> str:
-    """Return the name of a metric after each epoch."""
-    return f"epoch/{metric}"
+class Ledger:
+    """Rows of numbers, each written to a CSV file as soon as it is known.
 
+    A row replaces the one with the same keys: a run that is resumed or rolled back repeats steps.
+    While the file cannot be written, rows stay in memory.
 
-def final(metric: str) -> str:
-    """Return the name of a metric after the last epoch."""
-    return f"final/{metric}"
-
-
-def of_delay(name: str, stage: int | str) -> str:
-    """Return the name of a delay diagnostic of ``stage``, which may be a pattern."""
-    return f"delay/{name}_stage_{stage}"
-
-
-def group_of(folder: Path) -> str:
-    """Return the W&B group of a comparison's runs; in a sweep it starts with the sweep's name."""
-    folder = folder.resolve()
-    swept = (folder.parent / "sweep.json").exists()
-    return "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
-
-
-class Tracker:
-    """Discards what is logged; base class of the trackers that keep it.
-
-    Attributes:
-        on: whether anything is done with what is logged.
-        notes: sentences on what went wrong.
-        where: how to find the run, once it has ended.
+    Args:
+        path: the file.
+        keys: columns of whole numbers that identify and order the rows.
+        resume: start with the rows of the file.
+        here: whether this process writes.
     """
 
-    on = False
+    def __init__(
+        self, path: Path, keys: Sequence[str], *, resume: bool = False, here: bool = True
+    ) -> None:
+        self.path, self.keys, self.here = path, tuple(keys), here
+        self._rows: dict[tuple[int, ...], Row] = {}
+        self._columns: dict[str, None] = {}  # in order
+        self._on_disk = False  # whether the file has all rows
+        if resume:
+            self._take(read_csv(path, skip_damaged=True))
 
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.where = ""
+    def rows(self) -> list[Row]:
+        """Return all rows, in the order of their keys."""
+        return [self._rows[key] for key in sorted(self._rows)]
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers at a training step of the run."""
+    def put(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows, which may have more or fewer columns than those before."""
+        expected = len(self._rows) + len(rows), len(self._columns)
+        self._take(rows)
+        if not rows or not self.here:
+            return
+        try:
+            if self._on_disk and (len(self._rows), len(self._columns)) == expected:
+                with self.path.open("a", newline="") as file:
+                    csv.DictWriter(file, self._columns).writerows(rows)
+            else:
+                write_csv(self.path, [{k: r.get(k) for k in self._columns} for r in self.rows()])
+            self._on_disk = True
+        except OSError:
+            self._on_disk = False
 
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log rows, all with the same columns."""
-
-    def figure(self, name: str, figure: "Figure") -> None:
-        """Log a figure as an image."""
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Set results of the whole run."""
-
-    def files(self, name: str, paths: Sequence[Path]) -> None:
-        """Keep files with the run."""
-
-    def end(self, state: str, status: int) -> None:
-        """Set how the run has ended, and its exit status; the first call counts."""
-
-    def close(self) -> None:
-        """Finish the run."""
-
-    def note(self, text: str) -> None:
-        """Keep a note on what went wrong, and print it once in a process."""
-        self.notes.append(text)
-        if text not in _reported:
-            _reported.add(text)
-            tqdm.write(f"warning: {text}", file=sys.stderr)
-
-
-def one_line(error: BaseException) -> str:
-    """Return the error's first line, without W&B's key."""
-    return str(redacted(first_line(error)))
+    def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self._rows[tuple(row[key] for key in self.keys)] = dict(row)
+            self._columns |= dict.fromkeys(row)
 
 
 class Curves:
@@ -110,7 +80,7 @@ class Curves:
             since reading it waits for the device.
     """
 
-    def __init__(self, tracker: Tracker, every: int) -> None:
+    def __init__(self, tracker: "Tracker", every: int) -> None:
         self._tracker, self._every = tracker, every
         self._steps = 0
 
@@ -121,36 +91,31 @@ class Curves:
         self._steps = step.result.step + 1
         values: dict[str, Any] = {}
         if self._steps % self._every == 0:
-            values[LEARNING_RATE] = step.learning_rate
+            values["train/lr"] = step.learning_rate
             if len(step.result.losses):
-                values[TRAIN_LOSS] = float(step.result.loss)
+                values["train/loss"] = float(step.result.loss)
         for delay in step.result.delays:
             for name, value in asdict(delay).items():
                 if name not in ("step", "stage") and isfinite(value):
-                    values[of_delay(name, delay.stage)] = value
+                    values[f"delay/{name}_stage_{delay.stage}"] = value
         if values:
             self._tracker.log(values, self._steps)
 
     def epoch(self, epoch: "Epoch") -> None:
         """Log an epoch's metrics."""
-        values = {of_epoch(k): v for k, v in asdict(epoch).items() if k != "epoch"}
-        known = {name: value for name, value in values.items() if value is not None}
-        self._tracker.log({"epoch": epoch.epoch} | known, self._steps)
+        values = {f"epoch/{k}": v for k, v in asdict(epoch).items() if v is not None}
+        self._tracker.log(values | {"epoch": values.pop("epoch/epoch")}, self._steps)
 
 
-def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
-    """Log a schedule's grid, and its expected memory and traffic by slot.
+def track_schedule(tracker: "Tracker", schedule: "Schedule") -> None:
+    """Log a schedule's grid, and its expected memory and traffic by slot, unless it is large.
 
     The unit of memory is the activations of one stage and micro-batch; the unit of traffic is the
-    parameters of one stage. Large schedules have tables and no image, the largest have neither.
-
-    Args:
-        tracker: receives them.
-        schedule: schedule of the run.
+    parameters of one stage.
     """
-    size = schedule.n_stages * schedule.n_microbatches
-    if not tracker.on or size > _MOST_COUNTED:
+    if not tracker.on or schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
         return
+    from toolkit.figures import schedules
     from toolkit.schedule import steady_state
 
     try:
@@ -158,16 +123,13 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
     except ValueError as error:  # training may still accept the schedule
         tracker.note(f"the schedule is not tracked: {one_line(error)}")
         return
-    held = zip(steady.total_activations, steady.activations, strict=True)
+    held = enumerate(zip(steady.total_activations, steady.activations, strict=True))
     tracker.table(
-        ACTIVATIONS,
-        [
-            {"slot": slot, "all ranks": total, "fullest rank": max(by_rank)}
-            for slot, (total, by_rank) in enumerate(held)
-        ],
+        "schedule/activations_by_slot",
+        [{"slot": k, "all ranks": all_, "fullest rank": max(ranks)} for k, (all_, ranks) in held],
     )
     tracker.table(
-        TRAFFIC,
+        "schedule/traffic_by_slot",
         [
             {
                 "slot": slot,
@@ -178,14 +140,11 @@ def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
             for slot, sent in enumerate(steady.traffic)
         ],
     )
-    if size <= _MOST_DRAWN:
-        from toolkit.figures import schedules
-
-        tracker.figure(GRID, schedules([schedule]))
+    tracker.figure("schedule/grid", schedules([schedule]))
 
 
 def track_measured(
-    tracker: Tracker, timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
+    tracker: "Tracker", timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
 ) -> None:
     """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
 
@@ -198,12 +157,9 @@ def track_measured(
     if not tracker.on:
         return
     memory = [{"seconds": when, "bytes": held} for when, held in timeline.memory()]
-    sent = [
-        {"rank": s.rank, "start": s.start, "end": s.end, "bytes": s.bytes, "slot": s.slot}
-        for s in timeline.spans
-        if s.lane == "send"
-    ]
-    tracker.figure(TIMELINE, figure)
-    tracker.table(MEASURED_MEMORY, memory)
-    tracker.table(MEASURED_MESSAGES, sent)
-    tracker.table(MEASURED_RANKS, ranks)
+    columns = ["rank", "start", "end", "bytes", "slot"]
+    sent = [span for span in timeline.spans if span.lane == "send"]
+    tracker.figure("measured/timeline", figure)
+    tracker.table("measured/memory", memory)
+    tracker.table("measured/messages", [{k: getattr(s, k) for k in columns} for s in sent])
+    tracker.table("measured/ranks", ranks)

@@ -6,25 +6,29 @@
 Experiments write their own results; nothing depends on W&B.
 """
 
-import io
-import json
 import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from tqdm.auto import tqdm
+
 from toolkit.files import write_json
 from toolkit.options import AROUND, TrackingOptions, without
-from toolkit.results.provenance import provenance
-from toolkit.results.training_log import STEP, Tracker, one_line
+from toolkit.results.provenance import one_line, provenance
+from toolkit.results.record import DamagedError, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+STEP = "step"
 WANDB_RUN = "wandb_run.json"
 """File in a run's folder with its id and group in W&B, which a resumed run keeps."""
 
@@ -43,6 +47,116 @@ _SETTINGS: dict[str, Any] = {
     "reinit": "create_new",
 }
 _why_offline: list[str] = []  # why this process has stopped sending; later runs do not try again
+_reported: set[str] = set()  # notes that this process has printed
+
+
+def _until_failure(call: Callable[..., None]) -> Callable[..., None]:
+    """Make a tracker's method note the first error of W&B, and do nothing from then on."""
+
+    @wraps(call)
+    def tried(self: "Tracker", *arguments: Any) -> None:
+        try:
+            if self.on:
+                call(self, *arguments)
+        except Exception as error:
+            self._fail(one_line(error))
+
+    return tried
+
+
+class Tracker:
+    """Logs to a run of W&B, until it fails for the first time; without a run, logs nothing.
+
+    Args:
+        run: as ``wandb.init`` returns it.
+        online: whether it is sent at once.
+
+    Attributes:
+        on: whether anything is done with what is logged.
+        notes: sentences on what went wrong.
+        where: how to find the run, once it has ended.
+    """
+
+    def __init__(self, run: Any = None, online: bool = False) -> None:
+        self.on = run is not None
+        self.notes: list[str] = []
+        self.where = ""
+        self._run, self._online = run, online
+        self._state: tuple[str, int] | None = None
+
+    @_until_failure
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Log numbers at a training step of the run."""
+        self._run.log({STEP: step, **values})
+
+    @_until_failure
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log rows, all with the same columns, as a table; the first 10,000 at most."""
+        import wandb
+
+        columns: list[str | int] = [*rows[0]] if rows else []
+        data = [[*row.values()] for row in rows[:_MOST_ROWS]]
+        self._run.log({name: wandb.Table(columns=columns, data=data)})
+
+    @_until_failure
+    def figure(self, name: str, figure: "Figure") -> None:
+        """Log a figure as an image."""
+        import wandb
+        from PIL import Image
+
+        drawn = BytesIO()
+        figure.savefig(drawn, format="png", dpi=150, bbox_inches="tight")
+        self._run.log({name: wandb.Image(Image.open(drawn))})
+
+    @_until_failure
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Set results of the whole run."""
+        self._run.summary.update(dict(values))
+
+    @_until_failure
+    def files(self, name: str, paths: Sequence[Path]) -> None:
+        """Upload files as an artifact."""
+        import wandb
+
+        artifact = wandb.Artifact(f"{name}-{self._run.id}", type="model")
+        for path in paths:
+            artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
+
+    def end(self, state: str, status: int) -> None:
+        """Set how the run has ended, and its exit status; the first call counts."""
+        self._state = self._state or (state, status)
+
+    def close(self) -> None:
+        """Finish the run, and set :attr:`where` to its URL or its ``wandb sync`` command."""
+        if self._run is None:
+            return
+        state, status = self._state or ("finished", 0)
+        self.summary({"state": state})
+        place = Path(self._run.dir).parent
+        try:
+            self._run.finish(exit_code=status)
+        except Exception as error:
+            self._fail(f"{one_line(error)}; to send the rest: wandb sync {shlex.quote(str(place))}")
+            if not isinstance(error, TimeoutError):
+                _restart_service()
+        if self.on and self._online:
+            self.where = f"tracked online: {self._run.url}"
+        elif self.on:  # a resumed run has several folders, which `wandb sync` joins by their id
+            folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}*"
+            self.where = f"tracked offline: wandb sync {folders}"
+
+    def note(self, text: str) -> None:
+        """Keep a note on what went wrong, and print it once in a process."""
+        self.notes.append(text)
+        if text not in _reported:
+            _reported.add(text)
+            tqdm.write(f"warning: {text}", file=sys.stderr)
+
+    def _fail(self, why: str) -> None:
+        if self.on:
+            self.on = False
+            self.note(f"not tracked to the end: W&B has failed ({why})")
 
 
 @contextmanager
@@ -72,7 +186,7 @@ def track(
         here: whether this process tracks.
 
     Raises:
-        ValueError: invalid tracking options.
+        UserError: invalid tracking options.
     """
     options = TrackingOptions(**config["tracking"])
     if not here or options.mode == "disabled":
@@ -112,12 +226,17 @@ def track(
             shutil.rmtree(home / "cache", ignore_errors=True)
 
 
-def read_identity(path: Path) -> dict[str, str | None]:
+def group_of(folder: Path) -> str:
+    """Return the W&B group of a comparison's runs; in a sweep it starts with the sweep's name."""
+    folder = folder.resolve()
+    swept = (folder.parent / "sweep.json").exists()
+    return "/".join(folder.parts[-2:] if swept else folder.parts[-1:])
+
+
+def read_identity(path: Path) -> dict[str, Any]:
     """Return a run's id and group in W&B; empty if the file is missing or damaged."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        content = json.loads(path.read_text())
-        group = content["group"]
-        return {"id": str(content["id"]), "group": str(group) if group else None}
+    with suppress(DamagedError):
+        return read_json(path)
     return {}
 
 
@@ -141,22 +260,24 @@ def _begin(identity: Path, mode: str, **options: Any) -> Tracker:
 
         (Path(options["dir"]) / "wandb").mkdir(parents=True, exist_ok=True)
         write_json(identity, {"id": options["id"], "group": options["group"]})
-        supported = wandb.Settings.model_fields
-        settings = wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in supported})
+        known = wandb.Settings.model_fields  # of the installed version
+        options["settings"] = wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in known})
+        run = None
         if mode == "online" and not _why_offline:
             try:
-                return WandbRun(wandb.init(mode="online", settings=settings, **options), True)
+                run = wandb.init(mode="online", **options)
             except Exception as error:
-                no_key = "wandb login" in str(error)
                 _why_offline.append(
-                    "W&B has no key: log in with `wandb login`"
-                    if no_key
-                    else f"W&B cannot be reached ({one_line(error)})"
+                    f"W&B cannot be reached ({one_line(error)}): log in with `wandb login`, or"
+                    " check the network; the run is kept offline"
                 )
                 _restart_service()  # else the id stays taken
-        tracker = WandbRun(wandb.init(mode="offline", settings=settings, **options), False)
-        if mode == "online":
-            tracker.note(f"{_why_offline[0]}; the run is kept offline")
+        online, run = run is not None, run or wandb.init(mode="offline", **options)
+        run.define_metric(STEP, hidden=True)
+        run.define_metric("*", step_metric=STEP)
+        tracker = Tracker(run, online)
+        if mode == "online" and not online:
+            tracker.note(_why_offline[0])
     except ImportError:
         tracker.note("not tracked: there is no wandb: pip install wandb, or tracking.mode=disabled")
     except Exception as error:
@@ -165,110 +286,9 @@ def _begin(identity: Path, mode: str, **options: Any) -> Tracker:
     return tracker
 
 
-class WandbRun(Tracker):
-    """A run of W&B's client; after its first failure nothing more is logged.
-
-    Args:
-        run: as ``wandb.init`` returns it.
-        online: whether it is sent at once.
-    """
-
-    on = True
-
-    def __init__(self, run: Any, online: bool) -> None:
-        super().__init__()
-        self._run, self._online = run, online
-        self._state: tuple[str, int] | None = None
-        self._failed = False
-        self._try(lambda: run.define_metric(STEP, hidden=True))
-        self._try(lambda: run.define_metric("*", step_metric=STEP))
-
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Send numbers at a training step of the run."""
-        self._try(lambda: self._run.log({STEP: step, **values}))
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Send rows as a W&B table; the first 10,000 at most."""
-        self._try(lambda: self._run.log({name: _table(rows)}))
-
-    def figure(self, name: str, figure: "Figure") -> None:
-        """Send a figure as an image."""
-        self._try(lambda: self._run.log({name: _image(figure)}))
-
-    def summary(self, values: Mapping[str, Any]) -> None:
-        """Set the run's summary."""
-        self._try(lambda: self._run.summary.update(dict(values)))
-
-    def files(self, name: str, paths: Sequence[Path]) -> None:
-        """Upload files as an artifact."""
-        self._try(lambda: self._upload(name, paths))
-
-    def end(self, state: str, status: int) -> None:
-        """Set the final state and the exit status; the first call counts."""
-        if self._state is None:
-            self._state = state, status
-
-    def close(self) -> None:
-        """Finish the run, and set :attr:`where` to its URL or its ``wandb sync`` command."""
-        state, status = self._state or ("finished", 0)
-        self.summary({"state": state})
-        place = Path(self._run.dir).parent
-        try:
-            self._run.finish(exit_code=status)
-        except Exception as error:
-            self._fail(f"{one_line(error)}; to send the rest: wandb sync {shlex.quote(str(place))}")
-            if not isinstance(error, TimeoutError):
-                _restart_service()
-        if self._failed:
-            return
-        # A resumed run has several folders, which `wandb sync` joins by their id.
-        folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}*"
-        self.where = (
-            f"tracked online: {self._run.url}"
-            if self._online
-            else f"tracked offline: wandb sync {folders}"
-        )
-
-    def _upload(self, name: str, paths: Sequence[Path]) -> None:
-        import wandb
-
-        artifact = wandb.Artifact(f"{name}-{self._run.id}", type="model")
-        for path in paths:
-            artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
-
-    def _try(self, do: Callable[[], object]) -> None:
-        if not self._failed:
-            try:
-                do()
-            except Exception as error:
-                self._fail(one_line(error))
-
-    def _fail(self, why: str) -> None:
-        if not self._failed:
-            self._failed = True
-            self.note(f"not tracked to the end: W&B has failed ({why})")
-
-
 def _restart_service() -> None:
     """Let W&B start its own process again with the next run, since this one is lost."""
     with suppress(Exception):
         import wandb
 
         wandb.teardown()
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    import wandb
-
-    columns: list[str | int] = [*rows[0]] if rows else []
-    return wandb.Table(columns=columns, data=[[*row.values()] for row in rows[:_MOST_ROWS]])
-
-
-def _image(figure: "Figure") -> Any:
-    import wandb
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=150, bbox_inches="tight")
-    return wandb.Image(Image.open(drawn))

@@ -4,8 +4,8 @@ from math import isnan, nan
 
 import pytest
 
-from toolkit.results.csv_log import Ledger, read_csv
-from toolkit.results.record import DamagedError
+from toolkit.results import Ledger
+from toolkit.results.record import DamagedError, read_csv
 
 KEYS = ["step", "stage"]
 
