@@ -131,14 +131,12 @@ def test_forward_and_backward_read_what_is_drawn(least, per, placement, state):
     assert schedule.staleness == ((delay.most,) * 3,) * 3
     assert schedule.least_staleness == ((least,) * 3,) * 3
     program = schedule.lower(9, first_step=2).verify()
-    found = {}
+    late = set()
     for i in (i for rank in program.ranks for i in rank if i.action.computes):
-        found.setdefault((i.stage, i.microbatch, i.step), set()).add(i.version)
-    assert found == {
-        (j, m, t): {max(0, t - delay.draw(j, m, t))}
-        for j, m, t in product(range(3), range(3), range(2, 11))
-    }
-    assert len({t - v for (_, _, t), (v,) in found.items()}) > 1
+        drawn = delay.draw(i.stage, i.microbatch, i.step)
+        assert i.version == max(0, i.step - drawn)
+        late.add(drawn)
+    assert len(late) > 1
 
 
 @pytest.mark.parametrize("k", range(4))

@@ -34,11 +34,6 @@ def sent(program, stage=None):
 
 # Backwards of stage 0 end at 6, 8 and 10, of stage 1 at 5, 7, 9, of stage 2 at 4, 6, 8; the new
 # weights of stage j are read from 12 + j, 14 + j and 16 + j.
-IN_ORDER = {
-    0: [(6, 0, 1), (8, 1, 2), (11, 2, 0), (13, 0, 1)],
-    1: [(5, 0, 1), (7, 1, 2), (12, 2, 0), (14, 0, 1)],
-    2: [(4, 0, 1), (6, 1, 2), (13, 2, 0), (15, 0, 1)],
-}
 ROTATED = {
     0: [(6, 0, 1), (8, 1, 2), (11, 2, 0), (13, 0, 1)],
     1: [(7, 1, 2), (9, 2, 0), (14, 0, 1), (16, 1, 2)],
@@ -46,11 +41,10 @@ ROTATED = {
 }
 
 
-@pytest.mark.parametrize(("chains", "expected"), [("in_order", IN_ORDER), ("rotated", ROTATED)])
-def test_chains_of_three_ranks(chains, expected):
+def test_chains_of_three_ranks():
     """(tick, from, to): two hops of the gradient, then two of the weights."""
-    program = catalog.cyclic(3, 1, chains=chains).lower(4)
-    for j, messages in expected.items():
+    program = rotated(3).lower(4)
+    for j, messages in ROTATED.items():
         found = sent(program, j)
         gradient = [(at, *who) for at, what, of, *who in found if (what, of) == ("gradient", 0)]
         weights = [(at, *who) for at, what, of, *who in found if (what, of) == ("weights", 1)]

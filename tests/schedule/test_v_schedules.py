@@ -36,14 +36,6 @@ def bubble(name, p, m):
     ("name", "grid"),
     [
         (
-            "ZB-V",
-            """
-slot   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
-rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .
-rank 1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
-""",
-        ),
-        (
             "V-Half",
             """
 slot   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
@@ -60,7 +52,7 @@ rank 1 .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1
 """,
         ),
     ],
-    ids=MAKES,
+    ids=["V-Half", "V-Min"],
 )
 def test_the_grid_of_two_ranks(name, grid):
     schedule = MAKES[name](4, 3)

@@ -238,18 +238,6 @@ def test_ranks_that_wait_for_each_other(program, data):
     assert f"rank {send.peers[0]} waits at" in why or f"rank {rank} waits at" in why
 
 
-def test_two_ranks_that_wait_for_each_other():
-    program = catalog.cyclic(2, placement="per_stage").lower(1)
-    _, receive = find(program, lambda i: i.action == Action.RECV)
-    assert refusal(before(program, 0, receive, program.ranks[0][1])).splitlines() == [
-        "rank 1, slot 1, RECV activation stage 0 microbatch 0 step 0 from rank 0: it waits for"
-        " ever: rank 0 waits at RECV activation gradient stage 1 microbatch 0 step 0 from rank 1",
-        "slot   0     1   2   3   4   5",
-        "rank 0 [0F0] .   0F1 0B0 .   0B1",
-        "rank 1 .     1F0 1B0 1F1 1B1 .",
-    ]
-
-
 @given(programs(), st.data())
 @quick
 def test_a_missing_update(program, data):

@@ -65,12 +65,9 @@ def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> 
     The prediction keeps only the kinds of memory that were measured, so that both can be compared.
 
     Args:
-        timeline: measured, of ``schedule`` from its first step.
+        timeline: measured, of ``schedule`` from its first step; as many steps are predicted.
         schedule: with one stage per entry of ``costs``.
         costs: of the stages that ran.
-
-    Returns:
-        The predicted timeline of as many training steps as were measured.
     """
     timed, links = calibrate(timeline, costs)
     prediction = simulate(schedule.lower(len(timeline.step_ends)), timed, links)

@@ -329,12 +329,11 @@ def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[in
         UserError: ``checkpoint`` is something else.
     """
     check_checkpoint(checkpoint)
-    named = () if isinstance(checkpoint, str) else checkpoint
-    if unknown := [stage for stage in named if stage not in range(n_stages)]:
-        raise UserError(
-            f"unknown stage {unknown[0]!r} in checkpoint: choose from 0 to {n_stages - 1}"
-        )
-    return frozenset(stage for stage in range(n_stages) if recomputes(checkpoint, stage))
+    stages = frozenset(stage for stage in range(n_stages) if recomputes(checkpoint, stage))
+    if not isinstance(checkpoint, str) and (unknown := [s for s in checkpoint if s not in stages]):
+        last = n_stages - 1
+        raise UserError(f"unknown stage {unknown[0]!r} in checkpoint: choose from 0 to {last}")
+    return stages
 
 
 def recomputes(checkpoint: str | Sequence[int], stage: int) -> bool:

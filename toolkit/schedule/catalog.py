@@ -113,15 +113,7 @@ def published(
 
 
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
-    """One device, one micro-batch after another, one update.
-
-    Args:
-        n_stages: stages of the model, S.
-        n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: a size is not a whole number, 1 or more.
-    """
+    """One device, one micro-batch after another, one update; arguments as :func:`gpipe`."""
     s, m, _ = _sizes(n_stages, n_microbatches)
     return Schedule(_ACCUMULATION, s, m, timing.sequential(s, m), "one")
 
@@ -172,9 +164,7 @@ def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
-    """ZB-V: rank r of p has stages r and 2p-1-r.
-
-    It keeps the activations of 1F1B, and has no bubble from 2p-1 micro-batches on.
+    """ZB-V: the memory of 1F1B; no bubble from 2p-1 micro-batches on. Rank r has r and 2p-1-r.
 
     Args:
         n_stages: stages of the model, 2p for p ranks.
@@ -199,9 +189,7 @@ def v_min(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
-    """PipeDream-2BW: 1F1B without flush, every weight one step late.
-
-    With M = S it is CDP-v1 on per-stage ranks.
+    """PipeDream-2BW: 1F1B without flush, every weight one step late; CDP-v1 if M = S.
 
     Args:
         n_stages: stages of the model, S.

@@ -121,7 +121,7 @@ def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> st
         rows[rank][starts[op]] = str(op)
     if not all(orders):
         raise UserError(
-            f"the CSV format has ops of every rank: rank {orders.index([])} of {name} has none"
+            f"the CSV format has ops of every rank: rank {orders.index([])} of {name} is idle"
         )
     if as_early_as_possible(orders) != timing:  # the orders alone would be timed differently
         first = by_time[0]

@@ -165,9 +165,8 @@ class _Lowering:
                     buffer = Buffer.ACTIVATION_GRADIENT
                     self._message(rank, place[j - 1][m], end, buffer, j, m, step)
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
-                    self.ranks[rank].append(
-                        Instruction(end, Action.FREE, j, m, step, None, Buffer.ACTIVATION)
-                    )
+                    free = Instruction(end, Action.FREE, j, m, step, None, Buffer.ACTIVATION)
+                    self.ranks[rank].append(free)
                     share = self.shares[j, step]
                     share[rank] = max(share.get(rank, 0), end)
 

@@ -60,15 +60,7 @@ def schedule_of(
     *,
     n_stages: int | None = None,
 ) -> Schedule:
-    """The schedule of a rule; as a pipeline, DP is GPipe.
-
-    Args:
-        rule: one of :data:`RULES`.
-        n_workers: workers, N.
-        placement: as in :class:`Schedule`.
-        state: as in :class:`Schedule`.
-        n_stages: as many as workers unless given.
-    """
+    """The schedule of one of :data:`RULES` for N workers; as a pipeline, DP is GPipe."""
     if rule == "DP" and placement == "per_stage":
         return catalog.gpipe(n_workers if n_stages is None else n_stages, n_workers)
     return _METHODS[rule](n_workers, placement=placement, state=state, n_stages=n_stages)

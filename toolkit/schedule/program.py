@@ -190,14 +190,9 @@ def _tree_children(position: int, n: int) -> int:
 def most_by_slot(
     changes: Iterable[tuple[int, int]], n_slots: int, ticks_per_slot: int
 ) -> Iterator[int]:
-    """The highest level in each slot, of a quantity that changes at ticks.
+    """The highest level in each slot, from ``changes`` = (tick, level from then on), in order.
 
     What is released exactly at a slot's start does not count in that slot.
-
-    Args:
-        changes: (tick, level from then on), in order.
-        n_slots: slots to yield.
-        ticks_per_slot: ticks of a slot.
     """
     coming = [*changes]
     level = at = 0

@@ -11,12 +11,11 @@ from heapq import heapify, heappop, heappush
 
 from toolkit.schedule.instruction import Action, Instruction
 
-_SEND = Action.SEND  # looked up once: this loop is the hot one
-_MESSAGES = (Action.SEND, Action.RECV)
+# Looked up once: the loop below is the hot one.
+_SEND, _MESSAGES = Action.SEND, (Action.SEND, Action.RECV)
 _COLLECTIVES = (Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST)
 # At one tick: what releases and moves, then forwards, then backwards, which free as they go.
 _PHASES = [1, *[2] * Action.BACKWARD_WEIGHT, *[0] * (len(Action) - Action.UPDATE)]
-_Head = tuple[int, int, int]  # tick, phase, rank
 
 
 class DeadlockError(Exception):
@@ -84,13 +83,11 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
             at += 1
             if at == len(order):
                 break
-            if (
-                ready
-                and ready[0][0] <= order[at].tick
-                and ready[0] < (head := _head(order[at], rank))
-            ):
-                heappush(ready, head)
-                break
+            if ready and ready[0][0] <= order[at].tick:
+                head = _head(order[at], rank)
+                if ready[0] < head:
+                    heappush(ready, head)
+                    break
         position[rank] = at
     waiting = strays | dict(messages.values())
     for present in collectives.values():
@@ -99,5 +96,5 @@ def replay(ranks: Sequence[Sequence[Instruction]]) -> Iterator[tuple[int, Instru
         raise DeadlockError(waiting)
 
 
-def _head(instruction: Instruction, rank: int) -> _Head:
+def _head(instruction: Instruction, rank: int) -> tuple[int, int, int]:
     return instruction.tick, _PHASES[instruction.action], rank

@@ -115,9 +115,6 @@ def steady_state(schedule: Schedule) -> SteadyState:
     """One period of ``schedule``, once every older step has ended and before the last begins.
 
     Where delays are random, traffic is that of one step as it was drawn; other steps differ.
-
-    Args:
-        schedule: any schedule; a few of its training steps are lowered.
     """
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
