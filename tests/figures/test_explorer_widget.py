@@ -68,14 +68,6 @@ def test_controls_change_the_figure_and_its_numbers(explorer):
     assert number(explorer, "ranks") == "10"
 
 
-def test_scales_follow_what_stands_beside(explorer):
-    before = shown(explorer)
-    explorer.columns[1].schedule.value = "gpipe"
-    assert shown(explorer) != before
-    explorer.columns[1].schedule.value = "dp"
-    assert shown(explorer) == before
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_can_be_chosen(explorer, name):
     column = explorer.columns[0]

@@ -51,7 +51,7 @@ def test_settings_from_any_folder(tmp_path, monkeypatch):
         ("trian", [], "unknown experiment 'trian': did you mean train? choose one of train, "),
     ],
 )
-def test_mistakes_in_settings_are_told_as_on_the_command_line(experiment, options, message):
+def test_mistakes_in_settings_are_one_sentence(experiment, options, message):
     with pytest.raises(UserError, match="^" + re.escape(message)) as refused:
         settings(experiment, *options)
     assert "\n" not in str(refused.value)

@@ -171,7 +171,7 @@ def test_the_command_is_one_that_the_experiments_take(case, placement):
     if case == "not trained":
         assert (experiment, list(config.rules)) == ("compare", ["dp", "cdp_v2"])
     ranks = {"per_microbatch": 4, "per_stage": 4, "one": 1}[placement]
-    if case == "link-limited" and ranks > 1:
+    if case != "not trained" and ranks > 1:
         assert words[:3] == ["torchrun", "--nproc-per-node", "4"]
 
 
@@ -184,7 +184,7 @@ def test_a_trial_is_judged_by_its_comparison_which_has_no_guard():
     assert adopted.roll_back[0].startswith("guard=rollback")
 
 
-def test_what_is_shown_tells_measured_from_predicted():
+def test_measured_and_predicted_are_named():
     found = CASES["nothing learned"][0]
     for shown in (str(found), found._repr_html_()):
         assert "Measured on a CPU" in shown
@@ -196,7 +196,7 @@ def test_what_is_shown_tells_measured_from_predicted():
     assert "<script>" not in replace(found, device="<script>")._repr_html_()
 
 
-def test_the_memory_of_every_device_is_told():
+def test_the_memory_of_every_device_is_shown():
     memories = (GIB, inf, 4 * GIB, 4 * GIB)
     found = findings(hardware=replace(MACHINE, memory=inf, memories=memories))
     assert "1.0 GiB to not limited a device" in str(found)
@@ -208,13 +208,7 @@ def test_the_memory_of_every_device_is_told():
 
 
 def test_the_guard_is_twice_the_first_loss_at_least():
-    found = findings(**FAST, training=trained(highest=0.7))
-    assert found.advice.choice == "CDP-v2"
-    assert "guard_factor=2 " in found.advice.command
-
-
-def test_dp_on_many_devices_is_started_on_many():
-    assert findings().advice.command.startswith("torchrun --nproc-per-node 4 ")
+    assert "guard_factor=2 " in findings(**FAST, training=trained(highest=0.7)).advice.command
 
 
 def test_cdp_v1_is_mentioned_only_if_it_is_surely_faster():

@@ -13,6 +13,7 @@ from toolkit.cost import Hardware
 from toolkit.errors import UserError
 from toolkit.model import gpt
 from toolkit.plan import pilot
+from toolkit.plan.pilot import _maker
 from toolkit.training.data import Tokens, synthetic
 
 LINK = Hardware("link", 1e12, 5e10, 1e5)
@@ -171,7 +172,7 @@ def test_a_model_and_images_of_unlike_types():
     assert found.n_workers == 2
 
 
-def test_divergence_is_told():
+def test_divergence_is_reported():
     def wild(parameters):
         return torch.optim.SGD(parameters, lr=1e6)
 
@@ -189,7 +190,7 @@ def test_a_training_whose_loss_is_0():
 
 
 def test_a_function_draws_weights_for_every_seed():
-    make, _ = pilot.__globals__["_maker"](net)
+    make, _ = _maker(net)
     drawn = torch.get_rng_state()
     assert torch.equal(make(0)[0].weight, make(0)[0].weight)
     assert not torch.equal(make(0)[0].weight, make(1)[0].weight)

@@ -111,7 +111,7 @@ def presets() -> dict[str, Hardware]:
 
 
 def _files() -> dict[str, Path]:
-    return {path.stem: path for path in sorted((conf() / "hardware").glob("*.yaml"))}
+    return {path.stem: path for path in sorted((conf() / "hardware").glob("[!_]*.yaml"))}
 
 
 @cache

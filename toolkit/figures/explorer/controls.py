@@ -1,7 +1,7 @@
 """The explorer's controls: those of one schedule, and the costs and machines to choose from."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -91,11 +91,12 @@ Costs = Callable[[int], Sequence[StageCost]]
 
 
 def hardware_presets() -> dict[str, Hardware]:
-    """The unit machine and those of conf/hardware, if it exists, by name."""
-    machines = {"unit": UNIT}
-    with suppress(UserError):  # installed without the repository
-        machines |= presets()
-    return machines
+    """The unit machine and those of conf/hardware, by name; warns where that is missing."""
+    try:
+        return {"unit": UNIT} | presets()
+    except UserError as missing:
+        warnings.warn(f"the explorer offers the unit machine alone: {missing}", stacklevel=2)
+        return {"unit": UNIT}
 
 
 def cost_sources() -> dict[str, Costs]:
