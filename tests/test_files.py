@@ -1,6 +1,5 @@
 import csv
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,6 @@ def test_old_file_stays_until_the_new_one_is_complete(tmp_path, monkeypatch, wri
         assert path.read_text() == "old"
         raise OSError("power cut")
 
-    monkeypatch.setattr(os, "rename", power_cut)
     monkeypatch.setattr(Path, "replace", power_cut)
     with pytest.raises(OSError, match="power cut"):
         write(path, content)

@@ -31,36 +31,20 @@ def suggest(choice: str, valid: Sequence[str]) -> str:
 
 
 def whole(value: object, what: str, least: int | None = None) -> int:
-    """Return ``value`` as an int.
-
-    Args:
-        value: a whole number of any library; bools are refused.
-        what: its name in the error.
-        least: smallest value allowed.
+    """Return ``value``, a whole number of any library, as an int.
 
     Raises:
-        UserError: the value is not a whole number, or is below ``least``.
+        UserError: ``value``, called ``what``, is not a whole number, or is below ``least``.
     """
-    if (
-        not isinstance(value, Integral)
-        or isinstance(value, bool)
-        or (least is not None and value < least)
-    ):
-        bound = "" if least is None else f", {least} or more"
-        raise UserError(f"{what} is a whole number{bound}: got {value!r}")
-    return int(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = int(value)
+        if least is None or number >= least:
+            return number
+    bound = "" if least is None else f", {least} or more"
+    raise UserError(f"{what} is a whole number{bound}: got {value!r}")
 
 
 def check_choice(what: str, value: object, choices: Collection[str]) -> None:
-    """Check that ``value`` is one of the ``choices``.
-
-    Args:
-        what: name of the value in the error.
-        value: the value to check.
-        choices: the valid values.
-
-    Raises:
-        UserError: the value is not one of them.
-    """
+    """Raise UserError unless ``value``, called ``what``, is one of the ``choices``."""
     if value not in choices:
         raise UserError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")

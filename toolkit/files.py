@@ -63,46 +63,32 @@ def _finite(content: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        OSError: it cannot be written; the error names ``path``.
-    """
-    try:
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        if error.errno is not None:
-            error.filename = str(path)
-        raise
+    """Write a file atomically; raise OSError if it cannot be written."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` at the end, atomically.
 
-    After an OSError the temporary file is removed and ``path`` is unchanged.
+    After an OSError, which names ``path``, the temporary file is removed and ``path`` unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if error.errno is not None:
+            error.filename = str(path)
         raise
 
 
 def conf() -> Path:
-    """Return the folder of the configuration.
-
-    Raises:
-        UserError: the package is installed without its repository.
-    """
+    """Return the folder of the configuration; raise UserError without the repository."""
     folder = ROOT / "conf"
     if not (folder / "hardware").is_dir():
-        raise UserError(
-            f"no configuration in {folder}: install the toolkit from its repository with"
-            " pip install -e ."
-        )
+        raise UserError(f"no configuration in {folder}: install the repository by pip install -e .")
     return folder

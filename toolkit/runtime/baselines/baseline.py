@@ -1,7 +1,7 @@
 """The base class of the baselines."""
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Unpack
 
@@ -41,6 +41,7 @@ class Baseline(Runtime):
 
     world: World
     runtime: str  # name of the option
+    _all_save = False  # whether each rank saves the state of the stages that it updates
 
     def __init__(
         self,
@@ -79,14 +80,10 @@ class Baseline(Runtime):
         self._settle()
         return super()._averages()
 
-    @property
-    def _saved(self) -> Collection[int]:
-        """The stages whose state this rank saves."""
-        return self.own if self.rank == 0 else ()
-
     def _part(self) -> dict[str, Any]:
         self._settle()
-        saved, leads = self._saved, self.rank == 0
+        leads = self.rank == 0
+        saved = self.own if leads or self._all_save else ()
         versions = {j: self._versions(j) for j in saved}
         return part_of(self.steps_done, self.stages, self._updaters, versions, saved, leads=leads)
 

@@ -1,6 +1,6 @@
 """torch's FSDP2: ZeRO-3, or ZeRO-2."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Unpack, cast
 
@@ -43,6 +43,7 @@ class FSDP(Synchronous):
 
     runtime = "fsdp"
     states = ("replicated", "sharded")
+    _all_save = True
 
     def __init__(
         self,
@@ -89,10 +90,6 @@ class FSDP(Synchronous):
             stage.reshard()
         return super()._module()
 
-    @property
-    def _saved(self) -> Collection[int]:
-        return self.own
-
     def _part(self) -> dict[str, Any]:
         part = super()._part()
         frozen = {
@@ -134,8 +131,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _share(tensor: Tensor, parameter: Tensor) -> DTensor:
     """Return ``tensor`` spread over the ranks like ``parameter``."""
-    like = parameter.data
-    assert isinstance(like, DTensor)
+    like = cast(DTensor, parameter.data)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
@@ -143,16 +139,14 @@ def _optimizer_share(state: dict[str, Any] | None, updater: Updater) -> dict[str
     """Return an optimizer's state, each tensor spread like its parameter."""
     if state is None or updater.optimizer is None:
         return None
-    groups = updater.optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = [p for group in updater.optimizer.param_groups for p in group["params"]]
 
-    def share(index: int, value: Any) -> Any:
-        like = parameters[index]
+    def share(value: Any, like: Tensor) -> Any:
         alike = isinstance(value, Tensor) and value.dim() and value.shape == like.shape
         return _share(value, like) if alike else value
 
     shares = {
-        index: {key: share(index, value) for key, value in values.items()}
+        index: {key: share(value, parameters[index]) for key, value in values.items()}
         for index, values in state["state"].items()
     }
     return state | {"state": shares}

@@ -1,8 +1,7 @@
 """Pipelines run by torch.distributed.pipelining."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ class TorchPipelining(Baseline):
     """
 
     runtime = "torch_pipelining"
+    _all_save = True
 
     def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
         options.check_only(self.runtime, "precision")
@@ -68,15 +68,14 @@ class TorchPipelining(Baseline):
 
     def _build(self) -> Sequence[Updater]:
         self._check_no_gloo_on_gpus()
-        n = len(self.stages)
         # Other ranks' stages get no gradients here; their learning rates keep in step.
         self._runners = self._make_runners()
-        self._owners = [self.schedule.rank(j, 0) for j in range(n)]
+        self._owners = [self.schedule.rank(j, 0) for j in range(len(self.stages))]
         self._own = [j for j, owner in enumerate(self._owners) if owner == self.rank]
-        split = self.schedule.splits_backward
-        self._parts = [_Part(self._runners[j], self.world, j == n - 1, split) for j in self._own]
+        last, split = len(self.stages) - 1, self.schedule.splits_backward
+        self._parts = [_Part(self._runners[j], self.world, j == last, split) for j in self._own]
         others = [stage for j, stage in enumerate(self.stages) if j not in self._own]
-        self._released = Released(chain.from_iterable(stage.parameters() for stage in others))
+        self._released = Released(p for stage in others for p in stage.parameters())
         self._runner: Any = None
         self._size = 0
         return self._runners
@@ -100,18 +99,13 @@ class TorchPipelining(Baseline):
         """The stages that this rank updates."""
         return self._own
 
-    @property
-    def _saved(self) -> Collection[int]:
-        return self._own
-
     def _load(self, state: Mapping[str, Any]) -> None:
         self._released.restore()
         load_model(state, self.stages, self._runners, self._own)
         for j, (runner, found) in enumerate(zip(self._runners, state["stages"], strict=True)):
-            if j in self._own or found["optimizer"] is None:
-                runner.load(found)
-            else:
-                runner.load(found | {"optimizer": found["optimizer"] | {"state": {}}})
+            if j not in self._own and found["optimizer"] is not None:
+                found = found | {"optimizer": found["optimizer"] | {"state": {}}}
+            runner.load(found)
 
     def _reads(self, step: int) -> Sequence[int]:
         return range(self.schedule.n_microbatches)
@@ -138,9 +132,9 @@ class TorchPipelining(Baseline):
             runner.update(total, n, keep_old=False)
         if last:
             return StepResult(step, tuple(range(n)), torch.stack(losses).detach(), outputs.detach())
-        nothing = torch.empty(0, *self.stages.output.shape[1:], dtype=self.stages.output.dtype)
-        none = torch.empty(0, dtype=nothing.dtype, device=self.world.device)
-        return StepResult(step, (), none, nothing.to(self.world.device))
+        output, device = self.stages.output, self.world.device
+        nothing = torch.empty(0, *output.shape[1:], dtype=output.dtype, device=device)
+        return StepResult(step, (), nothing.new_empty(0), nothing)
 
     def _fit_to(self, size: int) -> None:
         """Make torch's schedule for micro-batches of ``size`` samples, unless made before."""
@@ -228,12 +222,8 @@ def _torch_schedule(schedule: Schedule) -> type:
 
 
 def _like(crossing: tuple[Boundary, ...], size: int, *, trained: bool) -> Values:
-    return tuple(
-        torch.empty(
-            (size, *boundary.shape[1:]),
-            dtype=boundary.dtype,
-            device="meta",
-            requires_grad=trained and boundary.dtype.is_floating_point,
-        )
-        for boundary in crossing
-    )
+    def like(boundary: Boundary) -> Tensor:
+        empty = torch.empty((size, *boundary.shape[1:]), dtype=boundary.dtype, device="meta")
+        return empty.requires_grad_(trained and boundary.dtype.is_floating_point)
+
+    return tuple(map(like, crossing))

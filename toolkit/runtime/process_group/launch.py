@@ -1,7 +1,12 @@
-"""Start ranks on this machine that run a function, from a script, a test or a notebook."""
+"""Start ranks on this machine that run a function, from a script, a test or a notebook.
+
+The parent is in :func:`launch`; each rank, in :func:`main`, calls the function and reports.
+"""
 
 import contextlib
+import ctypes
 import math
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -13,16 +18,18 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from itertools import repeat
+from multiprocessing.connection import Connection
 from typing import IO, Any
 
 import cloudpickle
 import torch.distributed as dist
 
 from toolkit.errors import UserError, whole
-from toolkit.runtime.process_group.watch import JobFailedError
-from toolkit.runtime.process_group.worker import Raised
+from toolkit.runtime.process_group import join, watch
+from toolkit.runtime.process_group.watch import JobFailedError, is_backend_error
 
 OnReport = Callable[[int, Any], object]
 Event = tuple[int, str, Any]  # rank, what has happened, and its value
@@ -32,7 +39,7 @@ _BOOT = """\
 import sys
 connection, job, *sys.path[:] = sys.argv[1:]
 del sys.argv[1:]
-from toolkit.runtime.process_group.worker import main
+from toolkit.runtime.process_group.launch import main
 main(int(connection), int(job))
 """
 _LOOK = 0.05  # seconds to wait for an event
@@ -242,9 +249,7 @@ class _Job:
                 self._results[rank] = value
             case "raised":
                 self._open.discard(rank)
-                reason = _LOST if value.lost else _RAISED
-                failed = value.kind is JobFailedError
-                self._fail(_JOB_FAILED if failed else reason, *_remake(rank, value))
+                self._fail(*value)
             case "ended":
                 self._running.discard(rank)
                 if rank in self._open:
@@ -264,12 +269,105 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _remake(rank: int, raised: Raised) -> tuple[Exception, Exception | None]:
-    """Return what to raise for an exception in a rank, and its cause."""
-    where = f"\n\n{raised.traceback}" if raised.traceback else ""
-    there = RankError(f"rank {rank}: {raised.message}{where}")
-    if raised.kind is RuntimeError:
-        return there, None
-    error = raised.kind(raised.message)
-    error.add_note(f"It was raised on rank {rank}.")
-    return error, there
+# What follows runs in the ranks.
+
+_parent: Connection | None = None
+_sending = threading.Lock()
+
+
+def report(value: object) -> None:
+    """Send ``value`` to the ``on_report`` of ``launch``; do nothing in any other process.
+
+    Args:
+        value: any object that can be pickled.
+
+    Raises:
+        UserError: the value cannot be pickled.
+    """
+    if _parent is not None:
+        _send("report", _pack(value, "what is reported"))
+
+
+def main(connection: int, job: int) -> None:
+    """Run a rank.
+
+    Args:
+        connection: file descriptor of the connection to the parent.
+        job: file descriptor of a file with the function and its arguments, pickled.
+    """
+    global _parent
+    _parent = Connection(connection)
+    _end_with_parent(_parent)
+    watch.announce = lambda message: _send("announced", message)
+    _send("came", None)
+    try:
+        with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:  # ranks share the file's offset
+            os.close(job)
+            function, args, kwargs = pickle.loads(pickled)
+        result = function(*args, **kwargs)
+        join.leave()
+        packed = _pack(result, "the result")
+    except (Exception, KeyboardInterrupt) as error:
+        _send("raised", _describe(error))
+        # Stay, since the others would take this process's end for the reason.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Event().wait()
+    else:
+        _send("returned", packed)
+
+
+def _send(what: str, value: Any) -> None:
+    with _sending:
+        if _parent is not None:
+            _parent.send((what, value))
+
+
+def _pack(value: object, what: str) -> bytes:
+    try:
+        return cloudpickle.dumps(value)
+    except Exception as error:
+        rank, kind = os.environ["RANK"], type(value).__name__
+        raise UserError(
+            f"rank {rank}: cannot pickle {what}, a {kind} ({error}); give numbers or tensors"
+        ) from error
+
+
+def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
+    """Return the kind of failure, what the parent raises for ``error``, and its cause."""
+    rank = os.environ["RANK"]
+    kinds = UserError, ValueError, JobFailedError
+    kind = next((kind for kind in kinds if isinstance(error, kind)), None)
+    message = str(error) if kind else f"{type(error).__name__}: {error}"
+    above = error.__traceback__
+    if frames := above and above.tb_next:  # without this module's own
+        message += "\n\n" + "".join(traceback.format_exception(type(error), error, frames))
+    there = RankError(f"rank {rank}: {message}")
+    reason = _LOST if is_backend_error(error) else _RAISED
+    if kind is None:
+        return reason, there, None
+    same = kind(str(error))
+    same.add_note(f"It was raised on rank {rank}.")
+    return _JOB_FAILED if kind is JobFailedError else reason, same, there
+
+
+def _end_with_parent(parent: Connection) -> None:
+    """End this process, and those that it has started, as soon as the parent is gone."""
+
+    def listen() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            parent.recv_bytes()  # which never comes
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=listen, name="parent", daemon=True).start()
+    if sys.platform == "linux":  # the thread of a stopped process does not run
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def _forget_parent() -> None:
+    """Detach a process forked from a rank."""
+    global _parent
+    _parent = None
+
+
+os.register_at_fork(after_in_child=_forget_parent)

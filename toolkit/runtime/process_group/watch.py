@@ -62,9 +62,9 @@ def is_backend_error(error: BaseException) -> bool:
 
     torch raises most such errors as plain RuntimeErrors, like a user's mistake or a full memory.
     """
-    if isinstance(error, ConnectionError | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _BACKEND_WORDS.search(str(error)) is not None
+    if isinstance(error, RuntimeError) and not isinstance(error, dist.DistError | JobFailedError):
+        return _BACKEND_WORDS.search(str(error)) is not None
+    return isinstance(error, ConnectionError | dist.DistError)
 
 
 class Watch:
@@ -112,8 +112,7 @@ class Watch:
         try:
             yield
         except Exception as error:
-            ours = isinstance(error, JobFailedError)
-            if self.record.peers and is_backend_error(error) and not ours:
+            if self.record.peers and is_backend_error(error):
                 self.fail(error)
             raise
         self.at("between instructions")
@@ -171,7 +170,7 @@ class Watch:
         self._ends = {signal.SIGINT}
         if threading.current_thread() is not threading.main_thread():
             return
-        self._old_pipe = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         # An existing handler stays: submitit's makes Slurm's first SIGTERM harmless.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _leave_to_watch)
@@ -181,7 +180,7 @@ class Watch:
     def _give_signals_back(self) -> None:
         global _signalled
         if _signalled is self:
-            signal.set_wakeup_fd(self._old_pipe)
+            signal.set_wakeup_fd(-1)
             if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
             _signalled = None
@@ -324,7 +323,7 @@ _signalled: Watch | None = None
 def _forget_signals() -> None:
     """Detach a process forked from a rank: a signal to it is not one to the rank."""
     if (watch := _signalled) is not None:
-        watch._watching, watch._old_pipe = False, -1
+        watch._watching = False
         watch._give_signals_back()
 
 
