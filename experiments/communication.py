@@ -14,11 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
-from toolkit.cli import entry_point
+from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
 
 LEGEND = """\
@@ -40,7 +39,7 @@ def main(config: DictConfig) -> int:
 
     start = time.perf_counter()
     rows = compare(config.workers)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     records = [
         {"setting": row.setting, "rule": row.rule}
         | {f"{name}_formula": float(value) for name, value in row.formula.items()}

@@ -21,10 +21,9 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero
+from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero, output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS, Metric
@@ -53,7 +52,7 @@ def main(config: DictConfig) -> Ended:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
     start = time.perf_counter()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     world = join_world(config, next(iter(rules.values())))
     options = plain(config)
     runs, begun = before(options, folder, world)
@@ -106,7 +105,7 @@ def conclude(
     from toolkit.results import delay_means, describe, write_result
     from toolkit.training import pick_device
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     called = labels({name: schedule.name for name, schedule in rules.items()})
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
     counted = {

@@ -9,10 +9,9 @@ Nothing is computed or allocated, except with axis=measured.
 import time
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.cli import entry_point
+from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 from toolkit.errors import check_choice
 from toolkit.format import size
@@ -63,7 +62,7 @@ def main(config: DictConfig) -> None:
         ]
     name = f"{model_name(config.model)} in {config.precision}"
     title = f"{name}, batch {config.batch}, time axis: {rows[config.axis]['time axis']}"
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     figures = save(memory_curves(shown, workers, title), folder / "memory")
     where = describe(device) if measured else "meta tensors"
     write_result(folder, "memory", records, config, where, time.perf_counter() - start)

@@ -12,11 +12,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm.auto import tqdm
 
-from toolkit.cli import entry_point
+from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts, counts
 
 LEGEND = """\
@@ -52,7 +51,7 @@ def main(config: DictConfig) -> None:
         row = assess(method, schedule)
         rows.append(asdict(row) | {"flush": row.flush})
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]
     figures = save(draw(records), folder / "pipelines")
     seconds = time.perf_counter() - start

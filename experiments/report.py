@@ -13,10 +13,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.cli import entry_point
+from toolkit.cli import entry_point, output_folder
 from toolkit.errors import UserError
 
 _MOST_NAMED = 10
@@ -41,7 +40,7 @@ def main(config: DictConfig) -> None:
 
     runs = read_runs(folders)
     report = build_report(runs, config.title)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     made = f"cdp-toolkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     write_text(folder / "report.html", to_html(report, made))
     table = frame(runs).astype(object)

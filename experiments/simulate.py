@@ -12,10 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from toolkit.cli import entry_point
+from toolkit.cli import entry_point, output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.format import GIB, MB
@@ -71,7 +70,7 @@ def main(config: DictConfig) -> None:
         costs = profile(stages, example, precision=config.precision)
         return recomputing(costs, config.checkpoint)
 
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     predicted, rows, ranks = [], [], []
     for k, (key, schedule) in enumerate(schedules.items()):
         name, costs = names[key], costs_of(schedule.n_stages)

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero
+from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
 from toolkit.options import TrackingOptions
 from toolkit.torchrun import restarted
@@ -43,7 +43,7 @@ def main(config: DictConfig) -> Ended:
     check_profile(config.profile)
     run = build_run(config)
     rollback_schedule(run)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     if run.runtime.world is not None:  # whichever rank knows the reason writes it
         run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
     resumed = bool(config.resume) or restarted()

@@ -36,21 +36,10 @@ from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, wr
 PASSED = ("refused", "previous", "equal")
 FAILED = ("traceback", "hang", "silent")
 _CONF = Path(__file__).parents[2] / "conf"
-_TINY = [
-    "model=resnet8",
-    "model.width=4",
-    "data=synthetic",
-    "data.n_train=32",
-    "data.n_test=8",
-    "data.image_size=8",
-    "batch=4",
-    "stages=2",
-    "microbatches=2",
-    "epochs=2",
-    "save.steps=2",
-    "save.keep=4",
-    "device=cpu",
-]
+_TINY = (
+    "model=resnet8 model.width=4 data=synthetic data.n_train=32 data.n_test=8 data.image_size=8"
+    " batch=4 stages=2 microbatches=2 epochs=2 save.steps=2 save.keep=4 device=cpu"
+)
 _RUNS = {
     "sgd": ["schedule=cdp_v1", "ema=0.9"],
     "adamw": ["schedule=cdp_v2", "optimizer=adamw"],
@@ -84,19 +73,16 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 
 def _whole(options: list[str], folder: Path) -> Whole:
-    config = hydra.compose("train", [*_TINY, *options])
+    config = hydra.compose("train", [*_TINY.split(), *options])
     OmegaConf.resolve(config)
-    outcome = run_with_checkpoints(build_run(config), folder)
-    return Whole(config, folder, _weights(outcome), _scores(outcome))
+    return Whole(config, folder, *_end(run_with_checkpoints(build_run(config), folder)))
 
 
-def _weights(outcome: Outcome) -> dict[str, Tensor]:
+def _end(outcome: Outcome) -> tuple[dict[str, Tensor], list[tuple[Any, ...]]]:
+    """Weights of a run, and metrics of its epochs."""
     state = outcome.run.runtime.module().state_dict()
-    return {name: tensor.clone() for name, tensor in state.items()}
-
-
-def _scores(outcome: Outcome) -> list[tuple[Any, ...]]:
-    return [(e.epoch, e.train_loss, e.test_loss, e.top1, e.ema_top1) for e in outcome.epochs]
+    scores = [(e.epoch, e.train_loss, e.test_loss, e.top1, e.ema_top1) for e in outcome.epochs]
+    return {name: tensor.clone() for name, tensor in state.items()}, scores
 
 
 def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, limit: float) -> None:
@@ -109,11 +95,11 @@ def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, lim
         file.write_bytes(fuzz.BYTES[done.kind](file.read_bytes(), chance))
     elif last.is_dir():
         (part,) = read_parts(last)
-        done.target = _mutate(part, CONTENTS[done.kind], chance)
+        done.target = _mutate(part, done.kind, chance)
         write_sharded(last, part, None)
     else:
         state = read(last)
-        done.target = _mutate(state, CONTENTS[done.kind], chance)
+        done.target = _mutate(state, done.kind, chance)
         write(last, state)
     try:
         with _no_longer_than(limit):
@@ -127,9 +113,9 @@ def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, lim
         done.outcome = "refused" if plain else "traceback"
         done.message = message if plain and message else traceback.format_exc()
         return
-    found = _weights(outcome)
+    found, scores = _end(outcome)
     alike = all(torch.equal(found[name], tensor) for name, tensor in whole.weights.items())
-    alike &= _scores(outcome) == whole.scores
+    alike &= scores == whole.scores
     named = any(last.name in note for note in outcome.notes)
     done.outcome = "silent" if not alike else "previous" if named else "equal"
     done.message = " / ".join(outcome.notes)
@@ -151,85 +137,65 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
 
 # Damage to contents
 
-Place = tuple[Any, Any]  # a container, and a key or index of it
+Container = Any  # a dict or a list
 
 
-def _mutate(state: dict[str, Any], change: "Change", chance: Random) -> str:
-    """Change one value, anywhere in ``state``, to which that can be done; its path."""
-    places = [(path, place) for path, place in _places(state, "") if change.fits(place)]
-    path, place = chance.choice(places)
-    change.do(place, chance)
+def _mutate(state: dict[str, Any], kind: str, chance: Random) -> str:
+    """Change one value, anywhere in ``state``, to which that can be done; return its path."""
+    fits, change = CONTENTS[kind]
+    places = [place for place in _places(state, "") if fits(place[1], place[1][place[2]])]
+    path, container, key = chance.choice(places)
+    change(container, key, chance)
     return path
 
 
-def _places(container: Any, path: str) -> Iterator[tuple[str, Place]]:
+def _places(container: Container, path: str) -> Iterator[tuple[str, Container, Any]]:
     items = container.items() if isinstance(container, dict) else enumerate(container)
     for key, value in [*items]:
-        yield f"{path}/{key}", (container, key)
+        yield f"{path}/{key}", container, key
         if isinstance(value, dict | list):
             yield from _places(value, f"{path}/{key}")
 
 
-@dataclass(frozen=True)
-class Change:
-    """A way to damage a value, and the places where it can be done."""
-
-    fits: Callable[[Place], bool]
-    do: Callable[[Place, Random], None]
+def _remove(container: Container, key: Any, chance: Random) -> None:
+    del container[key]
 
 
-def _is(*kinds: type) -> Callable[[Place], bool]:
-    return lambda place: isinstance(place[0][place[1]], kinds)
-
-
-def _remove(place: Place, chance: Random) -> None:
-    del place[0][place[1]]
-
-
-def _rename(place: Place, chance: Random) -> None:
-    container, key = place
+def _rename(container: Container, key: Any, chance: Random) -> None:
     container[f"{key}_"] = container.pop(key)
 
 
-def _add(place: Place, chance: Random) -> None:
-    value = place[0][place[1]]
-    if isinstance(value, dict):
-        value["more"] = chance.choice([0, "x", torch.zeros(2)])
+def _add(container: Container, key: Any, chance: Random) -> None:
+    value, more = container[key], chance.choice([0, "x", torch.zeros(2)])
+    value.update(more=more) if isinstance(value, dict) else value.append(more)
+
+
+def _shape(container: Container, key: Any, chance: Random) -> None:
+    tensor, flat = container[key], container[key].flatten()
+    if tensor.dim():
+        other = flat if tensor.dim() > 1 else tensor[None]
+        shapes = [flat[:-1], other, tensor[:0], torch.cat([tensor, tensor]), flat[:1].reshape(())]
     else:
-        value.append(chance.choice([0, "x", torch.zeros(2)]))
+        shapes = [tensor[None], tensor.repeat(2), tensor[None, None]]
+    container[key] = chance.choice(shapes).clone()
 
 
-def _shape(place: Place, chance: Random) -> None:
-    container, key = place
-    tensor = container[key]
-    container[key] = chance.choice(
-        [
-            tensor.flatten()[:-1].clone(),
-            tensor.flatten().clone() if tensor.dim() > 1 else tensor[None].clone(),
-            tensor[:0].clone() if tensor.dim() else tensor[None].clone(),
-            torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2),
-            tensor.flatten()[:1].clone().reshape(()) if tensor.dim() else tensor[None, None],
-        ]
-    )
-
-
-def _dtype(place: Place, chance: Random) -> None:
-    container, key = place
+def _dtype(container: Container, key: Any, chance: Random) -> None:
     kinds = [k for k in (torch.float16, torch.float64, torch.int32) if k != container[key].dtype]
     container[key] = container[key].to(chance.choice(kinds))
 
 
-def _kind(place: Place, chance: Random) -> None:
-    container, key = place
+def _kind(container: Container, key: Any, chance: Random) -> None:
     others: list[Any] = [None, "x", [], {}, 1j, [{}], {"x": 1}]
     container[key] = chance.choice([o for o in others if type(o) is not type(container[key])])
 
 
-CONTENTS: dict[str, Change] = {
-    "key removed": Change(lambda place: True, _remove),
-    "key renamed": Change(lambda place: isinstance(place[0], dict), _rename),
-    "value added": Change(_is(dict, list), _add),
-    "shape changed": Change(_is(Tensor), _shape),
-    "dtype changed": Change(_is(Tensor), _dtype),
-    "value of another type": Change(lambda place: True, _kind),
+CONTENTS: dict[str, tuple[Callable[[Container, Any], bool], Callable[..., None]]] = {
+    "key removed": (lambda container, value: True, _remove),
+    "key renamed": (lambda container, value: isinstance(container, dict), _rename),
+    "value added": (lambda container, value: isinstance(value, dict | list), _add),
+    "shape changed": (lambda container, value: isinstance(value, Tensor), _shape),
+    "dtype changed": (lambda container, value: isinstance(value, Tensor), _dtype),
+    "value of another type": (lambda container, value: True, _kind),
 }
+"""By kind of damage, whether a value in a container can be so damaged, and what does it."""

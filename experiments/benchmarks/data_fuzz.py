@@ -324,12 +324,11 @@ def damage(kind: str, root: Path, random: Random) -> str:
     is_file = kind not in FOLDERS
     paths = [path for path in sorted(root.rglob("*")) if path.is_file() == is_file]
     target = random.choice(paths if is_file else [root, *paths])
-    (FILES if is_file else FOLDERS)[kind](target, random)
+    if kind in fuzz.BYTES:
+        target.write_bytes(fuzz.BYTES[kind](target.read_bytes(), random))
+    else:
+        (FILES if is_file else FOLDERS)[kind](target, random)
     return str(target.relative_to(root))
-
-
-def _rewrite(change: Callable[[bytes, Random], bytes]) -> Mutation:
-    return lambda path, random: path.write_bytes(change(path.read_bytes(), random))
 
 
 def _another(path: Path, random: Random) -> None:
@@ -370,7 +369,6 @@ def _link(path: Path, random: Random) -> None:
 
 
 FILES: dict[str, Mutation] = {
-    **{kind: _rewrite(change) for kind, change in fuzz.BYTES.items()},
     "another file": _another,
     "another format": _another_format,
     "removed": _remove,
@@ -388,4 +386,4 @@ FOLDERS: dict[str, Mutation] = {
     "folder in itself": lambda path, random: (path / "again").symlink_to(path, True),
     "folder with more": lambda path, random: (path / "labels.csv").write_bytes(b"text"),
 }
-KINDS = (*FILES, *FOLDERS)
+KINDS = (*fuzz.BYTES, *FILES, *FOLDERS)

@@ -25,17 +25,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 
 from benchmarks import faults
 from benchmarks.faults import Job
+from toolkit.cli import output_folder
+from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.files import write_csv
 
-BREAKS = {"killed": faults.kill, "stopped": faults.stop, "cut": faults.cut}
-FAULTS = (*BREAKS, "no_port")
+FAULTS = ("killed", "stopped", "cut", "no_port")
 TRAIN = Path(__file__).parents[1] / "train.py"
 UNDER_WAY = 2  # training step that all ranks have reached before the fault
 _PATIENCE = 120.0  # seconds in which training has to begin
@@ -60,29 +60,24 @@ class Round:
     n_lines: int = 0  # that begin with "error:"
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        return f"{self.fault}_{self.round}"
-
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row a fault: passed rounds, seconds from the fault to the end, a message."""
     _check(config)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     rounds: list[Round] = []
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     todo = [(number, fault) for number in range(config.rounds) for fault in config.faults]
     try:
         for number, fault in (bar := tqdm(todo, unit="round", leave=False)):
             bar.set_description_str(fault)
-            done = one_round(config, device, seed, fault, number, folder)
-            rounds.append(done)
+            rounds.append(done := one_round(config, device, seed, fault, number, folder))
             lists = ("messages", "problems")
             rows = [asdict(r) | {n: " | ".join(getattr(r, n)) for n in lists} for r in rounds]
             write_csv(folder / "rounds.csv", rows)
             if done.problems:
-                bar.write(f"{done.name} fails: {'; '.join(done.problems)}")
-                bar.write(f"its output is {folder / done.name}.log")
+                bar.write(f"{fault}_{number} fails: {'; '.join(done.problems)}")
+                bar.write(f"its output is {folder}/{fault}_{number}.log")
     finally:
         signal.signal(signal.SIGTERM, before)
     return [summary([r for r in rounds if r.fault == f], config.timeout) for f in config.faults]
@@ -93,27 +88,32 @@ def one_round(
 ) -> Round:
     """Start a job and break it; keep the output of one that does not pass in ``folder``."""
     chance = random.Random(f"{seed} {fault} {number}")
-    alone = fault not in BREAKS
+    alone = fault == "no_port"
     rank = chance.randrange(1 if alone else 0, config.ranks)  # rank 0 alone would listen itself
     done = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
+    size = [f"stages={config.ranks}", f"microbatches={config.ranks}", "epochs=1000"]
+    how = ["runtime=distributed", f"runtime.timeout={config.timeout}", f"device={device.type}"]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "output.log"
-        (_alone if alone else _broken)(done, config, device, output)
+        training = [str(TRAIN), "schedule=cdp_v2", "data=digits", *size, *how]
+        training.append(f"hydra.run.dir={scratch}/train")
+        (_alone if alone else _broken)(done, config, training, output)
         text = output.read_bytes().decode(errors="replace")  # with its carriage returns
         done.messages = re.findall(r"(?:^|\])error: (.*)", text, re.MULTILINE)  # or behind a bar
         done.n_lines = len(re.findall(r"^error: ", text, re.MULTILINE))
         done.problems += problems(done, config.timeout + config.margin)
         if done.problems:
-            shutil.copy(output, folder / f"{done.name}.log")
+            shutil.copy(output, folder / f"{fault}_{number}.log")
     return done
 
 
-def _broken(done: Round, config: DictConfig, device: torch.device, output: Path) -> None:
+def _broken(done: Round, config: DictConfig, training: list[str], output: Path) -> None:
     """Train under torchrun until the fault and its end."""
-    port = faults.free_port()
+    port, start = faults.free_port(), output.with_name("start.py")
+    start.write_text(faults.START_TOGETHER)
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
-    torchrun += [f"--master-port={port}"]
-    with _start(torchrun, {}, config, device, output) as job:
+    command = [*torchrun, f"--master-port={port}", str(start), *training]
+    with Job([sys.executable, *command], _threads(), output) as job:
         ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
         job.running()  # so that all are known
         time.sleep(done.delay)
@@ -121,17 +121,17 @@ def _broken(done: Round, config: DictConfig, device: torch.device, output: Path)
             done.problems.append("training did not begin, or ended before the fault")
             return
         victim = ranks[done.rank]
-        BREAKS[done.fault](victim, port)
+        faults.FAULTS[done.fault](victim, port)
         _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
         done.place = victim.place
 
 
-def _alone(done: Round, config: DictConfig, device: torch.device, output: Path) -> None:
+def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -> None:
     """Start a rank where no other is."""
     place = {"RANK": done.rank, "LOCAL_RANK": done.rank, "WORLD_SIZE": config.ranks}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": faults.free_port()}
-    variables = {name: str(value) for name, value in place.items()}
-    with _start(["-c", faults.SAYS_WHEN], variables, config, device, output) as job:
+    variables = _threads() | {name: str(value) for name, value in place.items()}
+    with Job([sys.executable, "-c", faults.SAYS_WHEN, *training], variables, output) as job:
         end = time.monotonic() + _PATIENCE
         while not (said := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)):
             if job.status is not None or time.monotonic() > end:
@@ -141,6 +141,10 @@ def _alone(done: Round, config: DictConfig, device: torch.device, output: Path) 
         start = time.monotonic() - (time.time() - float(said[1]))
         _await_end(done, job, job.running(), start, config)
         done.place = f"localhost:{place['MASTER_PORT']}"
+
+
+def _threads() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def _await_end(
@@ -182,10 +186,9 @@ def problems(done: Round, bar: float) -> list[str]:
     blamed = re.findall(r"\d+", re.split(" is lost| has | cannot ", message)[0])
     if str(done.rank) not in blamed or (done.fault != "cut" and len(blamed) != 1):
         found.append(f"the message blames {', '.join(blamed)}, and not rank {done.rank}")
-    if done.fault == "cut":  # it continued to a place that only the message shows
-        places = len(re.findall(r"in step \d+ at \S+", message)) >= 2
-    else:
-        places = done.place in message
+    # After a cut the rank continued, to a place that only the message shows.
+    cut_places = len(re.findall(r"in step \d+ at \S+", message)) >= 2
+    places = cut_places if done.fault == "cut" else done.place in message
     if not places:
         found.append(f"the message does not say where rank {done.rank} was: {done.place}")
     return found
@@ -210,28 +213,12 @@ def summary(rounds: list[Round], timeout: float) -> dict[str, Any]:
     }
 
 
-def _start(
-    python: list[str],
-    variables: dict[str, str],
-    config: DictConfig,
-    device: torch.device,
-    output: Path,
-) -> Job:
-    """Start the training by ``python`` and its options."""
-    size = [f"stages={config.ranks}", f"microbatches={config.ranks}", "epochs=1000"]
-    how = ["runtime=distributed", f"runtime.timeout={config.timeout}", f"device={device.type}"]
-    training = [str(TRAIN), "schedule=cdp_v2", "data=digits", *size, *how]
-    command = [sys.executable, *python, *training, f"hydra.run.dir={output.parent / 'train'}"]
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return Job(command, threads | variables, output)
-
-
 def _check(config: DictConfig) -> None:
     if sys.platform != "linux":
         raise UserError(f"bench=failure looks into /proc, on Linux: this is {sys.platform}")
-    for name, least in (("ranks", 2), ("rounds", 1)):
-        if config[name] < least:
-            raise UserError(f"bench.{name} is {least} or more: got {config[name]}")
+    check_counts(config, "rounds", of="bench.")
+    if config.ranks < 2:
+        raise UserError(f"bench.ranks is 2 or more: got {config.ranks}")
     for name in ("timeout", "margin"):
         if not config[name] > 0:
             raise UserError(f"bench.{name} is a number of seconds above 0: got {config[name]}")

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -38,16 +38,24 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a script that prints when it first connects: its imports do not count as time-out."""
 
+START_TOGETHER = """\
+import os, pathlib, runpy, sys, time
+import sklearn.datasets, toolkit.figures, toolkit.results, toolkit.runtime, toolkit.training
+loaded = pathlib.Path(__file__).with_name("loaded")
+loaded.mkdir(exist_ok=True)
+(loaded / os.environ["RANK"]).touch()
+while len(os.listdir(loaded)) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script once all ranks have their imports, which take longer than a short time-out."""
+
 
 class Job:
     """A command and all processes that it starts, known by a mark in their environment.
 
-    Used as a context, at whose end nothing of it is left.
-
-    Args:
-        command: command to run.
-        environment: variables besides those of this process.
-        output: file that all of it writes to.
+    A context, at whose end nothing of it is left. All of it writes to the file ``output``.
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
@@ -109,9 +117,11 @@ def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float)
     end = time.monotonic() + patience
     with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
         while job.status is None and time.monotonic() < end:
-            if not ranks and _listens(port):
-                store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
-                ranks = _known_ranks(PrefixStore("watch", store), n_ranks)
+            with contextlib.suppress(OSError):  # nobody listens yet
+                if not ranks:
+                    socket.create_connection(("localhost", port), 1).close()
+                    store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
+                    ranks = _known_ranks(PrefixStore("watch", store), n_ranks)
             steps = [rank.status.read().step for rank in ranks]
             if ranks and all(now is not None and now >= step for now in steps):
                 return ranks
@@ -128,16 +138,8 @@ def _known_ranks(store: PrefixStore, n_ranks: int) -> list[Rank]:
     return [Rank(process, status) for process, status in found if status is not None]
 
 
-def kill(rank: Rank, port: int) -> None:
-    os.kill(rank.process.pid, signal.SIGKILL)
-
-
-def stop(rank: Rank, port: int) -> None:
-    os.kill(rank.process.pid, signal.SIGSTOP)
-
-
 def cut(rank: Rank, port: int) -> None:
-    """Shut its connections to other ranks down, but not those to the store at ``port``."""
+    """Shut a rank's connections to other ranks down, but not those to the store at ``port``."""
     n_cut = 0
     for connection in _connections(rank.process.pid):
         with contextlib.suppress(OSError):  # one that is not connected
@@ -148,17 +150,17 @@ def cut(rank: Rank, port: int) -> None:
         raise RuntimeError(f"process {rank.process.pid} has no connection to another rank")
 
 
+FAULTS: dict[str, Callable[[Rank, int], None]] = {
+    "killed": lambda rank, port: os.kill(rank.process.pid, signal.SIGKILL),
+    "stopped": lambda rank, port: os.kill(rank.process.pid, signal.SIGSTOP),
+    "cut": cut,
+}
+
+
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
-
-
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection(("localhost", port), 1).close()
-        return True
-    return False
 
 
 def _connections(pid: int) -> Iterator[socket.socket]:
@@ -170,10 +172,9 @@ def _connections(pid: int) -> Iterator[socket.socket]:
                 continue
             ours = _libc.syscall(_PIDFD_GETFD, process, fd, 0)
             if ours < 0:
+                reason = os.strerror(ctypes.get_errno())
                 raise UserError(
-                    f"the sockets of process {pid} cannot be had"
-                    f" ({os.strerror(ctypes.get_errno())}): be root, or leave cut out of"
-                    " bench.faults"
+                    f"sockets of process {pid}: {reason}; be root, or leave cut out of bench.faults"
                 )
             with socket.socket(fileno=ours) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):

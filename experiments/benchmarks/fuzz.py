@@ -4,14 +4,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.files import write_csv
@@ -19,23 +18,14 @@ from toolkit.files import write_csv
 
 @dataclass
 class Round:
-    """A mutation and its outcome.
-
-    Attributes:
-        kind: kind of damage.
-        number: number of the round.
-        subject: what was damaged.
-        target: its damaged part.
-        outcome: name of the outcome.
-        message: what was reported.
-    """
+    """A mutation and its outcome."""
 
     kind: str
     number: int
-    subject: str = ""
-    target: str = ""
+    subject: str = ""  # what was damaged
+    target: str = ""  # its damaged part
     outcome: str = ""
-    message: str = ""
+    message: str = ""  # what was reported
 
 
 def run(
@@ -54,12 +44,6 @@ def run(
         kinds: kinds of damage.
         one: function that completes a round.
         passed, failed: names of the outcomes.
-
-    Returns:
-        A row for each kind: the number of rounds by outcome, and a message.
-
-    Raises:
-        UserError: an option is out of its range.
     """
     check_counts(config, "mutations", of="bench.")
     if not config.limit > 0:
@@ -69,7 +53,7 @@ def run(
         one(done, Random(f"{seed} {done.number}"))
         if done.outcome not in passed:
             tqdm.write(f"mutation {done.number} fails: {asdict(done)}", file=sys.stderr)
-    output = Path(HydraConfig.get().runtime.output_dir)
+    output = output_folder()
     write_csv(output / "mutations.csv", [asdict(done) for done in rounds])
     return [
         summary([done for done in rounds if done.kind == kind], passed, failed)

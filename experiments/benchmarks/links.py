@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
@@ -32,6 +31,7 @@ from benchmarks.links_rank import (
     train_all,
 )
 from benchmarks.network import Array, Traffic
+from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
 from toolkit.errors import UserError
 from toolkit.figures import link_times, save
@@ -69,7 +69,7 @@ class Run:
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     """A row for each number of workers, link and method; then one a bar."""
     check(config, device)
-    folder = Path(HydraConfig.get().runtime.output_dir)
+    folder = output_folder()
     runs: list[Run] = []
     links: list[Link] = []
     for workers in config.workers:

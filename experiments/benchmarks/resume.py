@@ -41,14 +41,13 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         for runtime, rule in cases:
             bar.set_description_str(f"{runtime}, {rule}")
             chance = random.Random(f"{seed} {runtime} {rule}")
-            whole = Path(scratch) / f"{runtime}_{rule}"
+            whole, again = Path(scratch) / f"{runtime}_{rule}", Path(scratch) / "again"
             taken = "distributed" if runtime == "restarted" else runtime
             options = [f"schedule={rule}", f"runtime={taken}", f"device={device}", f"seed={seed}"]
             _train(config, options, whole)
             bar.update()
             n_kills = n_alike = 0
             for _ in range(config.runs):
-                again = whole.with_name(f"{whole.name}_again")
                 if runtime == "restarted":
                     n_kills += _restarted(config, options, again, chance)
                 else:
@@ -65,13 +64,13 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
 
 def _start(
-    config: DictConfig, options: list[str], folder: Path, *more: str
+    config: DictConfig, options: list[str], folder: Path, *torchrun: str
 ) -> subprocess.Popen[bytes]:
-    """Start training, or resume it where there is a checkpoint; ``more`` is for torchrun."""
+    """Start training, or resume it where there is a checkpoint."""
     command = [sys.executable]
     if "runtime=distributed" in options:
         here = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={config.ranks}"]
-        command += ["-m", "torch.distributed.run", *here, *more]
+        command += ["-m", "torch.distributed.run", *here, *torchrun]
     if _saved(folder):
         command += [str(_TRAIN), f"resume={folder}"]
     else:
@@ -88,7 +87,7 @@ def _start(
 
 
 def _train(config: DictConfig, options: list[str], folder: Path) -> None:
-    """To the end."""
+    """Train to the end."""
     process = _start(config, options, folder)
     _, printed = process.communicate()
     if process.returncode:
@@ -101,17 +100,16 @@ def _train(config: DictConfig, options: list[str], folder: Path) -> None:
 def _killed(
     config: DictConfig, options: list[str], folder: Path, n_steps: int, chance: random.Random
 ) -> bool:
-    """Train, and kill every process on the way; whether there was something to kill."""
+    """Train, and kill every process on the way; return whether one was alive."""
     step = chance.uniform(max(_saved(folder), default=0), n_steps - 1)
     process = _start(config, options, folder)
     while process.poll() is None and max(_saved(folder), default=0) < step:
         time.sleep(0.01)
     time.sleep(chance.uniform(0, 0.1))
     alive = process.poll() is None
-    if alive:
-        for pid in (process.pid, *_children(process.pid)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in (process.pid, *_children(process.pid)) if alive else ():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.communicate()
     return alive
 
@@ -136,7 +134,7 @@ def _saved(folder: Path) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Ranks of torchrun, which have sessions of their own; none if it has ended."""
+    """Ranks of torchrun, which have sessions of their own; empty if it has ended."""
     with suppress(FileNotFoundError):
         return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     return []

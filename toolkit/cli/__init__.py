@@ -9,7 +9,7 @@ from toolkit.cli.build import (
     load_samples,
     model_name,
 )
-from toolkit.cli.command import Ended, entry_point
+from toolkit.cli.command import Ended, entry_point, output_folder
 from toolkit.cli.settings import settings
 from toolkit.options import STOPPED
 from toolkit.torchrun import is_rank_zero
@@ -26,5 +26,6 @@ __all__ = [
     "is_rank_zero",
     "load_samples",
     "model_name",
+    "output_folder",
     "settings",
 ]

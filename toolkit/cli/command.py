@@ -68,6 +68,11 @@ def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], No
     return command_line_of
 
 
+def output_folder() -> Path:
+    """Return the folder of the run that this process executes."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
 @contextmanager
 def command_of_job(name: str) -> Iterator[None]:
     """Let ``sys.argv`` be the job's own command if a launcher's script started this process."""
@@ -148,7 +153,7 @@ class _CommandLine:
 
     def _run(self, config: DictConfig) -> Ended:
         """Execute a run in a folder that no other run uses or can be resumed from."""
-        folder = Path(HydraConfig.get().runtime.output_dir)
+        folder = output_folder()
         options = list(HydraConfig.get().overrides.task)
         first = is_rank_zero()  # other ranks of a resumed run have the same folder
 
@@ -187,7 +192,7 @@ class _CommandLine:
 
     def _run_of_sweep(self, config: DictConfig) -> Ended:
         """Skip a finished run, resume one with a checkpoint; report errors and continue."""
-        folder = Path(HydraConfig.get().runtime.output_dir)
+        folder = output_folder()
         try:
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:  # other ranks do not know the folder
                 options = list(HydraConfig.get().overrides.task)
