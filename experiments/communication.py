@@ -59,10 +59,10 @@ def main(config: DictConfig) -> int:
     seconds = time.perf_counter() - start
     write_result(folder, "communication", records, config, describe_cpu(), seconds)
     print(f"written to {folder}")
-    print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr)
-    if not wrong:
-        also = ", and its measurement" if config.measured else ""
-        print(f"every formula equals its count{also}")
+    if wrong:
+        print(*wrong, sep="\n", file=sys.stderr)
+    else:
+        print(f"every formula equals its count{', and its measurement' * config.measured}")
     return int(bool(wrong))
 
 
@@ -81,8 +81,7 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
     from toolkit.runtime.meters import predicted_vs_measured as settings
 
     check_counts(config, "width", "batch")
-    n = config.workers
-    n_ranks = settings.n_ranks(n)
+    n_ranks, sizes = settings.n_ranks(config.workers), (config.workers, config.width, config.batch)
     with tqdm(total=len(settings.SETTINGS) * len(settings.RULES)) as progress:
         progress.set_description(f"starting {n_ranks} processes")
 
@@ -91,7 +90,6 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
                 progress.set_description(name)
                 progress.update()
 
-        sizes = (n, config.width, config.batch)
         options: dict[str, Any] = {"on_report": show, "timeout": config.timeout}
         rows = launch(settings.measure, n_ranks, *sizes, config.timeout, **options)[0]
     shown = next(r for r in rows if (r.setting, r.rule) == ("multi-device", "CDP-v2"))

@@ -102,58 +102,24 @@ def conclude(
     from toolkit.figures import save, schedules
     from toolkit.figures.curves_figure import over_epochs
     from toolkit.files import note_write_errors
+    from toolkit.format import metric_cells, peak_cells, staleness_cells, table
     from toolkit.results import delay_means, describe, write_result
     from toolkit.training import pick_device
 
     folder = output_folder()
     called = labels({name: schedule.name for name, schedule in rules.items()})
     rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
-    counted = {
-        row["rule"]: called[row["rule"]]
-        + (f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else "")
-        for row in rows
-    }
+    counted, curves = dict[str, str](), dict[str, list[list[float]]]()
+    for row in rows:
+        lost = f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else ""
+        label = counted[row["rule"]] = called[row["rule"]] + lost
+        if of_rule := [run for run in runs if run.rule == row["rule"]]:
+            curves[label] = [[by.factor * e[by.key] for e in run.epochs] for run in of_rule]
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
     of_runs = [*diverged(runs, called), *(note for run in runs for note in run.notes)]
-    show(rows, delays, counted, next(iter(called.values())), by)
-    print(_LEGEND.format(seeds=config.seeds, by=by))
-    unwritten: list[str] = []
-    with note_write_errors(unwritten, folder):
-        write_result(
-            folder,
-            "comparison",
-            rows,
-            config,
-            describe(pick_device(config.device)),
-            seconds,
-            judged_by=by.name,
-            notes=[*dict.fromkeys([*notes, *of_runs])],
-            delays=delays,
-        )
-        save(over_epochs(curves(runs, counted, by), by), folder / by.name)
-        told_apart = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
-        save(schedules(told_apart), folder / "schedules")
-    for note in dict.fromkeys([*of_runs, *unwritten]):
-        print(f"note: {note}")
-    if not unwritten:
-        print(f"written to {folder}: {by.name}.png, schedules.png, result.json, ...")
-    if line := where_tracked([run.where for run in runs if run.where], folder):
-        print(line)
-    return not unwritten
-
-
-def show(
-    rows: list[dict[str, Any]],
-    delays: list[dict[str, Any]],
-    called: dict[str, str],
-    first: str,
-    by: Metric,
-) -> None:
-    """Print the table of rules, differences from ``first`` among it, and that of delays."""
-    from toolkit.format import metric_cells, peak_cells, staleness_cells, table
-
+    first = next(iter(called.values()))
     cells = [
-        {"rule": called[row["rule"]]}
+        {"rule": counted[row["rule"]]}
         | metric_cells(row, by, first)
         | staleness_cells(row)
         | peak_cells(row)
@@ -162,17 +128,23 @@ def show(
     print(f"\n{table(cells)}\n")
     if delays:
         print(f"{table(delays)}\n")
-
-
-def curves(
-    runs: list["RuleRun"], called: dict[str, str], by: Metric
-) -> dict[str, list[list[float]]]:
-    """Of each rule that has run, the measure after each epoch, a list a run."""
-    return {
-        label: [[by.factor * epoch[by.key] for epoch in run.epochs] for run in of_rule]
-        for rule, label in called.items()
-        if (of_rule := [run for run in runs if run.rule == rule])
-    }
+    print(_LEGEND.format(seeds=config.seeds, by=by))
+    unwritten: list[str] = []
+    notes = [*dict.fromkeys([*notes, *of_runs])]
+    where = describe(pick_device(config.device))
+    more: dict[str, Any] = {"judged_by": by.name, "notes": notes, "delays": delays}
+    with note_write_errors(unwritten, folder):
+        write_result(folder, "comparison", rows, config, where, seconds, **more)
+        save(over_epochs(curves, by), folder / by.name)
+        labelled = [replace(schedule, name=called[name]) for name, schedule in rules.items()]
+        save(schedules(labelled), folder / "schedules")
+    for note in dict.fromkeys([*of_runs, *unwritten]):
+        print(f"note: {note}")
+    if not unwritten:
+        print(f"written to {folder}: {by.name}.png, schedules.png, result.json, ...")
+    if line := where_tracked([run.where for run in runs if run.where], folder):
+        print(line)
+    return not unwritten
 
 
 _LEGEND = """\
@@ -199,8 +171,8 @@ def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
     taken = {label: batch * rules[name].n_microbatches for name, label in called.items()}
     if len(set(taken.values())) == 1:
         return []
-    told = ", ".join(f"{label} {n}" for label, n in taken.items())
-    return [f"training steps differ in their samples ({told}), so not by their rules alone"]
+    sizes = ", ".join(f"{label} {n}" for label, n in taken.items())
+    return [f"training steps differ in their samples ({sizes}), so not by their rules alone"]
 
 
 def where_tracked(places: list[str], folder: Path) -> str:
@@ -213,36 +185,26 @@ def where_tracked(places: list[str], folder: Path) -> str:
 
 
 def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict[str, Any]:
-    """One row of the comparison; accuracies in per cent, differences of them in points."""
+    """One row: metrics of the last epochs without runs that diverged, their differences, costs."""
+    from toolkit.results import over_seeds
     from toolkit.schedule import steady_state
+
+    def last(rule: str, by: Metric) -> dict[int, float]:
+        return {run.seed: by.factor * run.epochs[-1][by.key] for run in runs if run.rule == rule}
 
     steady = steady_state(schedule)
     return {
         "rule": name,
         "schedule": schedule.name,
         "diverged": sum(run.rule == name and run.diverged_in is not None for run in runs),
-        **compared(runs, name, first, ACCURACY),
-        **compared(runs, name, first, LOSS),
+        **over_seeds(last(name, ACCURACY), last(first, ACCURACY), ACCURACY),
+        **over_seeds(last(name, LOSS), last(first, LOSS), LOSS),
         "staleness_mean": schedule.mean_staleness,
         "staleness_max": schedule.max_staleness,
         "peak_activations": steady.peak_activations / schedule.n_stages,
         "traffic_mean": float(mean(steady.units_by_slot)),
         "traffic_max": float(max(steady.units_by_slot)),
     }
-
-
-def compared(runs: list["RuleRun"], name: str, first: str, by: Metric) -> dict[str, float]:
-    """What the last epochs came to, and by how much that differs from ``first``.
-
-    Runs that have diverged are left out.
-    """
-    from toolkit.results import over_seeds
-
-    final, base = (
-        {run.seed: by.factor * run.epochs[-1][by.key] for run in runs if run.rule == rule}
-        for rule in (name, first)
-    )
-    return over_seeds(final, base, by)
 
 
 def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:
@@ -252,9 +214,9 @@ def diverged(runs: list["RuleRun"], called: dict[str, str]) -> list[str]:
         if run.diverged_in is not None:
             found.setdefault(run.rule, []).append(f"seed {run.seed} in epoch {run.diverged_in}")
     return [
-        f"{called[rule]}: the loss diverged ({', '.join(told)}), which counts in no mean; lower"
+        f"{called[rule]}: the loss diverged ({', '.join(seeds)}), which counts in no mean; lower"
         " optimizer.lr, or warm up with lr.warmup_epochs"
-        for rule, told in found.items()
+        for rule, seeds in found.items()
     ]
 
 

@@ -43,9 +43,13 @@ def table(name: str) -> str:
     )
 
 
-def _each(form: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Result], Rows]:
-    """A row of the table for each row of the metrics."""
-    return lambda result: [form(row) for row in result["metrics"]]
+def _each(*forms: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[Result], Rows]:
+    """A row of the table for each row of the metrics, with the cells of all ``forms``."""
+
+    def rows(result: Result) -> Rows:
+        return [{k: v for form in forms for k, v in form(r).items()} for r in result["metrics"]]
+
+    return rows
 
 
 def _compared(row: dict[str, Any], by: Metric = ACCURACY) -> dict[str, Any]:
@@ -55,10 +59,9 @@ def _compared(row: dict[str, Any], by: Metric = ACCURACY) -> dict[str, Any]:
 
 def _delays(result: Result) -> Rows:
     """Accuracies, and the effect of the delay on the gradients of the first and last stage."""
-    rows = []
+    name, rows = "cosine to the fresh gradient, first and last stage", []
     for row in result["metrics"]:
         cosines = [f"{d['cosine']:.2f}" for d in result["delays"] if d["rule"] == row["rule"]]
-        name = "cosine to the fresh gradient, first and last stage"
         rows.append(_compared(row) | {name: f"{cosines[0]}, {cosines[-1]}"})
     return rows
 
@@ -107,7 +110,7 @@ def counted(row: dict[str, Any]) -> dict[str, Any]:
 
 
 _ROWS: tuple[tuple[str, Callable[[Result], Rows]], ...] = (
-    ("digits", _each(lambda row: _compared(row) | cells.peak_cells(row))),
+    ("digits", _each(_compared, cells.peak_cells)),
     ("text", _each(_tokens)),
     ("delays", _delays),
     ("prediction_narrow", _each(_compared)),

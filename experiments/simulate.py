@@ -21,7 +21,6 @@ from toolkit.format import GIB, MB
 
 if TYPE_CHECKING:
     from toolkit.cost import Costs
-    from toolkit.schedule import Schedule
 
 _MOST_RANKS = 16  # that are printed
 _FIRST = "schedule"  # name of the first schedule among those in also
@@ -31,13 +30,7 @@ _FIRST = "schedule"  # name of the first schedule among those in also
 def main(config: DictConfig) -> None:
     import torch
 
-    from toolkit.cli import (
-        analysed_form,
-        build_hardware,
-        build_model,
-        build_schedule,
-        model_name,
-    )
+    from toolkit.cli import analysed_form, build_hardware, build_model, build_schedule, model_name
     from toolkit.cost import profile, recomputing, simulate
     from toolkit.figures import save, timelines
     from toolkit.files import write_csv
@@ -94,22 +87,15 @@ def main(config: DictConfig) -> None:
     print(table(rows))
     if len(rows) == 1 and len(ranks) <= _MOST_RANKS:
         print(f"\n{table([{k: row[k] for k in row if k != 'schedule'} for row in ranks])}")
-    if note := different_sizes(names, schedules):
-        print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
-
-
-def different_sizes(names: dict[str, str], schedules: "dict[str, Schedule]") -> str:
-    """A warning if schedules cut the model, or the step, into different numbers of parts."""
     sizes = {name: (s.n_stages, s.n_microbatches) for name, s in schedules.items()}
-    if len(set(sizes.values())) == 1:
-        return ""
-    found = ", ".join(f"{names[k]} {j} and {n}" for k, (j, n) in sizes.items())
-    n_stages, n_microbatches = sizes[_FIRST]
-    return (
-        f"schedules differ in their stages and micro-batches ({found}), so not by their orders"
-        f" alone; stages={n_stages} microbatches={n_microbatches} gives others those of the first"
-    )
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{names[k]} {j} and {n}" for k, (j, n) in sizes.items())
+        hint = "stages={} microbatches={}".format(*sizes[_FIRST])
+        print(
+            f"\nnote: schedules differ in their stages and micro-batches ({found}), so not by their"
+            f" orders alone; {hint} gives others those of the first"
+        )
+    print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 
 
 def summary(timeline: Any, samples: int, hardware: Any) -> dict[str, Any]:
@@ -136,13 +122,13 @@ def by_rank(name: str, timeline: Any) -> list[dict[str, Any]]:
     """A row a rank: its memory at the peak, its largest activations, what it sends."""
     from toolkit.cost.timeline import ACTIVATIONS
 
-    return [
-        {"schedule": name, "rank": rank, "GiB": round(timeline.peak_memory(rank) / GIB, 3)}
-        | {f"of it {kind}": round(n / GIB, 3) for kind, n in timeline.at_peak(rank).items()}
-        | {"most activations": round(timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3)}
-        | {"MB a step": round(sent / MB, 2)}
-        for rank, sent in enumerate(timeline.bytes_a_step())
-    ]
+    rows = []
+    for rank, sent in enumerate(timeline.bytes_a_step()):
+        row = {"schedule": name, "rank": rank, "GiB": round(timeline.peak_memory(rank) / GIB, 3)}
+        row |= {f"of it {kind}": round(n / GIB, 3) for kind, n in timeline.at_peak(rank).items()}
+        row["most activations"] = round(timeline.peak_memory(rank, ACTIVATIONS) / GIB, 3)
+        rows.append(row | {"MB a step": round(sent / MB, 2)})
+    return rows
 
 
 if __name__ == "__main__":

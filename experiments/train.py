@@ -43,7 +43,7 @@ def main(config: DictConfig) -> Ended:
     check_profile(config.profile)
     run = build_run(config)
     rollback_schedule(run)
-    folder = output_folder()
+    folder, hydra = output_folder(), HydraConfig.get()
     if run.runtime.world is not None:  # whichever rank knows the reason writes it
         run.runtime.world.watch.on_failure = partial(mark_failed, from_rank_0(run.runtime, folder))
     resumed = bool(config.resume) or restarted()
@@ -52,7 +52,7 @@ def main(config: DictConfig) -> Ended:
         folder,
         device=describe(run.device),
         name=f"{run.schedule.name}, seed {config.seed}",
-        group=sweep(),
+        group=Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None,
         resume=resumed,
         here=is_rank_zero(),
     ) as tracker:
@@ -106,15 +106,13 @@ def conclude(
     if damaged:
         notes.append(f"{len(damaged)} damaged images, each replaced by another of its class")
     epochs, delays = [as_row(epoch) for epoch in outcome.epochs], records.delays.rows()
+    ranks: list[dict[str, Any]] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
     with note_write_errors(notes, folder):
         write_csv(folder / "epochs.csv", epochs)
         if delays:
             write_csv(folder / "delays.csv", delays)
-    ranks: list[dict[str, Any]] = [{"rank": rank} for rank in range(run.runtime.n_ranks)]
     if measured:
-        timelines, ranks = beside_predicted(measured, run, notes)
-        with note_write_errors(notes, folder):
-            write_measured(timelines, ranks, folder, tracker)
+        ranks = conclude_measured(measured, run, notes, folder, tracker)
     records.track_weights()
     seconds = time.perf_counter() - start
     tracker.summary({f"final/{name}": value for name, value in epochs[-1].items()})
@@ -142,14 +140,7 @@ def conclude(
 
 
 class Records(ExitStack):
-    """What a run shows, tracks and writes while it trains; a context.
-
-    Args:
-        run: about to be trained.
-        folder: folder of the run, for its tables.
-        tracker: tracker of the run.
-        resumed: whether tables in ``folder`` are continued.
-    """
+    """What a run shows, tracks and writes while it trains; a resumed one continues its tables."""
 
     def __init__(self, run: "TrainingRun", folder: Path, tracker: "Tracker", resumed: bool) -> None:
         from toolkit.results import Curves, Ledger, Progress, track_schedule
@@ -170,13 +161,11 @@ class Records(ExitStack):
         self.profile = self.enter_context(profile)
 
     def epoch(self, epoch: "Epoch") -> None:
-        """Record an epoch."""
         self.progress.note(f"test {epoch.text(self.measure)}")
         self.curves.epoch(epoch)
         self.epochs.put([as_row(epoch)])
 
     def step(self, step: "Step") -> None:
-        """Record a training step."""
         self.progress.trained(step)
         self.curves.trained(step)
         self.delays.put([asdict(delay) for delay in step.result.delays])
@@ -214,58 +203,44 @@ def show(run: "TrainingRun", result: dict[str, Any], records: Records) -> None:
         print(f"\nno profile: it begins after {WARM_UP} training steps, and the run has no more")
 
 
-def sweep() -> str | None:
-    """The name of the sweep's folder, if this is a run of one."""
-    hydra = HydraConfig.get()
-    return Path(hydra.sweep.dir).name if hydra.mode == RunMode.MULTIRUN else None
-
-
 def as_row(epoch: Any) -> dict[str, Any]:
     """An epoch's metrics, without those that are None."""
     return {name: value for name, value in asdict(epoch).items() if value is not None}
 
 
-def beside_predicted(
-    measured: "Measurements", job: Any, notes: list[str]
-) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The timelines, measured and predicted, and a row a rank; a note if nothing is predicted."""
+def conclude_measured(
+    measured: "Measurements", run: "TrainingRun", notes: list[str], folder: Path, tracker: "Tracker"
+) -> list[dict[str, Any]]:
+    """Write tables, a figure and a trace of what was measured, and what is predicted; a row a rank.
+
+    If nothing can be predicted or written, a note says so.
+    """
     from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS
     from toolkit.errors import first_line
+    from toolkit.figures import save, timelines
+    from toolkit.files import note_write_errors, write_csv
+    from toolkit.results import track_measured
     from toolkit.training.profiling import beside_prediction
 
     rows: list[dict[str, Any]] = [*measured.by_rank()]
     try:
-        timeline, predicted = beside_prediction(
-            measured, job.build_model(), job.samples.form, job.options
-        )
+        model, form = run.build_model(), run.samples.form
+        lines = [*beside_prediction(measured, model, form, run.options)]
     except (ValueError, RuntimeError) as error:  # what can run cannot always be analysed
         notes.append(f"nothing is predicted beside what was measured: {first_line(error)}")
-        return [measured.timeline()], rows
-    for rank, row in enumerate(rows):
-        if job.options.checkpoint == "none":  # else they live within ops, where none are measured
-            row["predicted_activations"] = predicted.peak_memory(rank, ACTIVATIONS)
-        row["predicted_weights"] = predicted.peak_memory(rank, WEIGHTS)
-    return [timeline, predicted], rows
-
-
-def write_measured(
-    lines: list[Any], ranks: list[dict[str, Any]], folder: Path, tracker: Any
-) -> None:
-    """Tables, a figure and a trace of the steps that were measured.
-
-    Args:
-        lines: the measured timeline, then the predicted one if available.
-    """
-    from toolkit.figures import save, timelines
-    from toolkit.files import write_csv
-    from toolkit.results import track_measured
-
-    figure, timeline = timelines(lines), lines[0]
-    write_csv(folder / "ranks.csv", ranks)
-    save(figure, folder / "timeline")
-    timeline.to_chrome_trace(folder / "trace.json")
-    timeline.to_frame().to_csv(folder / "spans.csv", index=False)
-    track_measured(tracker, timeline, figure, ranks)
+        lines = [measured.timeline()]
+    for rank, row in enumerate(rows if len(lines) > 1 else ()):
+        if run.options.checkpoint == "none":  # else they live within ops, where none are measured
+            row["predicted_activations"] = lines[1].peak_memory(rank, ACTIVATIONS)
+        row["predicted_weights"] = lines[1].peak_memory(rank, WEIGHTS)
+    with note_write_errors(notes, folder):
+        figure = timelines(lines)
+        write_csv(folder / "ranks.csv", rows)
+        save(figure, folder / "timeline")
+        lines[0].to_chrome_trace(folder / "trace.json")
+        lines[0].to_frame().to_csv(folder / "spans.csv", index=False)
+        track_measured(tracker, lines[0], figure, rows)
+    return rows
 
 
 if __name__ == "__main__":

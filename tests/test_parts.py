@@ -55,6 +55,12 @@ def test_modules_next_to_the_packages_import_none():
     assert not wrong(ROOT.glob("*.py"), PARTS)
 
 
+def test_only_cli_imports_hydra():
+    paths = [path for path in MODULES.values() if ROOT / "cli" not in path.parents]
+    roots = {(path, name.partition(".")[0]) for path in paths for name in imported(path)}
+    assert not [path for path, name in roots if name in ("hydra", "omegaconf")]
+
+
 def test_imports_have_no_cycle():
     needed = {
         name: {*imported(path, annotations=False)} & {*MODULES} - {name}

@@ -23,6 +23,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -38,7 +39,6 @@ from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from benchmarks import fuzz
-from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
 from toolkit.training.data.batches import seeded
@@ -47,7 +47,6 @@ from toolkit.training.data.class_folders import evaluation_transform, training_t
 SETS = ("batches", "cifar", "folder")
 PASSED = ("refused", "equal", "changed", "skipped")
 FAILED = ("traceback", "hang", "died", "silent", "needless", "unclear")
-_CONF = Path(__file__).parents[2] / "conf"
 _CPU = torch.device("cpu")
 _SIZE = 16  # pixels of the model's input, for the set "folder"
 _BATCH = 3
@@ -148,9 +147,9 @@ def _judge(case: Case, root: Path, whole: Whole) -> tuple[str, str]:
     try:
         found = _read(case, root, whole.sums)
     except Exception as error:
-        message = explain(error, "train", _CONF, [])
-        if message is None or not isinstance(error, UserError):
+        if not isinstance(error, UserError):
             return "traceback", traceback.format_exc()
+        message = str(error)
         if expected is not None:
             return "needless", message
         clear = len(message.splitlines()) == 1 and str(root) in message
@@ -164,23 +163,20 @@ def _judge(case: Case, root: Path, whole: Whole) -> tuple[str, str]:
         return "silent", f"skipped {found.damaged}, and {expected.damaged} are damaged"
     if found.damaged:
         return "skipped", f"{found.damaged[0]} is skipped"
-    changed = any(map(_difference, found[:2], whole.read[:2]))
-    return ("changed" if changed else "equal"), ""
+    return ("changed" if any(map(_difference, found[:2], whole.read[:2])) else "equal"), ""
 
 
 def _difference(samples: Samples, others: Samples) -> str:
     """Say how samples differ; empty where they are equal, to rounding."""
     if (labels := [y for _, y in samples]) != (expected := [y for _, y in others]):
         return f"classes {labels} for {expected}"
-    pairs = [(x, z) for (x, _), (z, _) in zip(samples, others, strict=True)]
-    worst = max((float((x - z).abs().max()) for x, z in pairs), default=0.0)
+    pairs = zip(samples, others, strict=True)
+    worst = max((float((x - z).abs().max()) for (x, _), (z, _) in pairs), default=0.0)
     return f"{worst:.1f} levels" if worst > 0.01 else ""
 
 
-# What the toolkit reads, and what PIL and torchvision do
-
-
 def _read(case: Case, root: Path, sums: dict[str, str]) -> Read:
+    """Return what the toolkit reads."""
     images: Any
     if case.images == "folder":
         images = image_folder(str(root), _SIZE, case.num_workers, damaged=case.damaged)
@@ -204,11 +200,6 @@ def _read(case: Case, root: Path, sums: dict[str, str]) -> Read:
     return Read(epochs[0], epochs[1], images.damaged)
 
 
-def _sums(root: Path) -> dict[str, str]:
-    files = [path for path in sorted(root.glob("cifar-10-batches-py/*")) if path.is_file()]
-    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
-
-
 def _expected(case: Case, root: Path, whole: Whole) -> Read:
     """Return what PIL decodes, in the order of the toolkit's seeds.
 
@@ -221,17 +212,13 @@ def _expected(case: Case, root: Path, whole: Whole) -> Read:
         return whole.read
     folder = case.images == "folder"
     splits = [ImageFolder(str(root / name)) for name in ("train", "val" if folder else "test")]
-    n_classes = len(splits[0].classes)
-    if splits[0].classes != splits[1].classes or not (folder or n_classes == 10):
-        raise DamagedSetError(f"the classes differ, or {n_classes} are not 10")
+    if splits[0].classes != splits[1].classes or not (folder or len(splits[0].classes) == 10):
+        raise DamagedSetError("the classes differ, or are not 10")
     damaged: set[str] = set()
     epochs: list[Samples] = []
-    for images, training in zip(splits, (True, False), strict=True):
+    for images, make in zip(splits, (training_transform, evaluation_transform), strict=True):
         n, seed, order = len(images), 0, [*range(len(images))]
-        transform = None
-        if folder:
-            transform = (training_transform if training else evaluation_transform)(_SIZE)
-        if training:
+        if make is training_transform:
             if n < _BATCH:
                 raise DamagedSetError(f"{n} images")
             seed = hash((_SEED, _EPOCH))
@@ -240,8 +227,8 @@ def _expected(case: Case, root: Path, whole: Whole) -> Read:
         seen = {}
         for k in order if folder else range(n):  # CIFAR-10 is decoded as a whole
             image, number = _decoded(images, k, case.damaged == "skip", damaged)
-            if transform is not None:
-                seen[k] = seeded(hash((seed, number)), transform, image).float()
+            if folder:
+                seen[k] = seeded(hash((seed, number)), make(_SIZE), image).float()
             elif image.size == (32, 32):
                 seen[k] = pil_to_tensor(image).float()
             else:
@@ -270,12 +257,15 @@ def _decoded(
     raise DamagedSetError(f"all images of class {images.targets[index]} are damaged")
 
 
-# Undamaged sets
+def _sums(root: Path) -> dict[str, str]:
+    files = [path for path in sorted(root.glob("cifar-10-batches-py/*")) if path.is_file()]
+    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
 
 
 def build(name: str, root: Path) -> Whole:
     """Write a small set: images in class folders as ImageNet, or as CIFAR-10; or its batches."""
     random = np.random.default_rng(0)
+    splits, classes, size = {"train": "png png", "test": "png"}, 10, 32
     if name == "batches":
         folder = root / "cifar-10-batches-py"
         folder.mkdir(parents=True)
@@ -284,26 +274,19 @@ def build(name: str, root: Path) -> Whole:
             labels = random.integers(0, 10, 6).tolist()
             (folder / file).write_bytes(pickle.dumps({"data": pixels, "labels": labels}))
         (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["cat"] * 10}))
-    elif name == "cifar":
-        _write(
-            root, [f"class{k}" for k in range(10)], {"train": ("png",) * 2, "test": ("png",)}, 32
-        )
-    else:
-        splits = {"train": ("jpg", "jpg", "jpeg", "png", "bmp"), "val": ("jpg", "jpg")}
-        _write(root, ["cat", "dog", "eel"], splits, 40)
+        splits = {}
+    elif name == "folder":
+        splits, classes, size = {"train": "jpg jpg jpeg png bmp", "val": "jpg jpg"}, 3, 40
+    for split, c in product(splits, range(classes)):
+        (root / split / f"class{c}").mkdir(parents=True)
+        for k, ending in enumerate(splits[split].split()):
+            image = _smooth(size, c + 11 * k + len(split))
+            image.save(root / split / f"class{c}" / f"{k}.{ending}")
     sums = _sums(root)
     read = _read(Case(name), root, sums)
     expected = _expected(Case(name), root, Whole(root, sums, read))
     assert not any(map(_difference, read[:2], expected[:2])), f"{name} is not what PIL decodes"
     return Whole(root, sums, read)
-
-
-def _write(root: Path, classes: list[str], splits: dict[str, tuple[str, ...]], size: int) -> None:
-    for split, endings in splits.items():
-        for c, name in enumerate(classes):
-            (root / split / name).mkdir(parents=True)
-            for k, ending in enumerate(endings):
-                _smooth(size, c + 11 * k + len(split)).save(root / split / name / f"{k}.{ending}")
 
 
 def _smooth(size: int, phase: float) -> Image.Image:
@@ -314,11 +297,6 @@ def _smooth(size: int, phase: float) -> Image.Image:
     return Image.fromarray(np.stack(waves, 2).astype(np.uint8))
 
 
-# Damage
-
-Mutation = Callable[[Path, Random], Any]
-
-
 def damage(kind: str, root: Path, random: Random) -> str:
     """Damage a random file or folder of the set at ``root``; return its path below ``root``."""
     is_file = kind not in FOLDERS
@@ -327,7 +305,9 @@ def damage(kind: str, root: Path, random: Random) -> str:
     if kind in fuzz.BYTES:
         target.write_bytes(fuzz.BYTES[kind](target.read_bytes(), random))
     else:
-        (FILES if is_file else FOLDERS)[kind](target, random)
+        if "becomes" in kind or "emptied" in kind:
+            _remove(target, random)
+        (FILES | FOLDERS)[kind](target, random)
     return str(target.relative_to(root))
 
 
@@ -356,33 +336,26 @@ def _rename(path: Path, random: Random) -> None:
     path.rename(path.with_name(random.choice(names)))
 
 
-def _becomes(make: Mutation) -> Mutation:
-    def mutate(path: Path, random: Random) -> None:
-        _remove(path, random)
-        make(path, random)
-
-    return mutate
-
-
 def _link(path: Path, random: Random) -> None:
     path.symlink_to(random.choice(["nowhere", path.name]))
 
 
+Mutation = Callable[[Path, Random], Any]
 FILES: dict[str, Mutation] = {
     "another file": _another,
     "another format": _another_format,
     "removed": _remove,
     "renamed": _rename,
-    "becomes a folder": _becomes(lambda path, random: path.mkdir()),
-    "becomes a pipe": _becomes(lambda path, random: os.mkfifo(path)),
-    "becomes a link": _becomes(_link),
+    "becomes a folder": lambda path, random: path.mkdir(),
+    "becomes a pipe": lambda path, random: os.mkfifo(path),
+    "becomes a link": _link,
 }
 FOLDERS: dict[str, Mutation] = {
-    "folder emptied": _becomes(lambda path, random: path.mkdir()),
+    "folder emptied": lambda path, random: path.mkdir(),
     "folder removed": _remove,
     "folder renamed": lambda path, random: path.rename(path.with_name(f"{path.name} 2")),
-    "folder becomes a file": _becomes(lambda path, random: path.touch()),
-    "folder becomes a link": _becomes(_link),
+    "folder becomes a file": lambda path, random: path.touch(),
+    "folder becomes a link": _link,
     "folder in itself": lambda path, random: (path / "again").symlink_to(path, True),
     "folder with more": lambda path, random: (path / "labels.csv").write_bytes(b"text"),
 }

@@ -39,6 +39,7 @@ FAULTS = ("killed", "stopped", "cut", "no_port")
 TRAIN = Path(__file__).parents[1] / "train.py"
 UNDER_WAY = 2  # training step that all ranks have reached before the fault
 _PATIENCE = 120.0  # seconds in which training has to begin
+_STARTS = 3  # of training, if a busy machine lets a rank stall before it begins
 _END = 40.0  # seconds beyond the time-out for which the end is waited for
 _LEAVE = 2.0  # seconds in which the last processes follow the command
 
@@ -91,7 +92,12 @@ def one_round(
     alone = fault == "no_port"
     rank = chance.randrange(1 if alone else 0, config.ranks)  # rank 0 alone would listen itself
     done = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
-    size = [f"stages={config.ranks}", f"microbatches={config.ranks}", "epochs=1000"]
+    size = [
+        f"stages={config.ranks}",
+        f"microbatches={config.ranks}",
+        "epochs=1000",
+        "tracking.mode=disabled",
+    ]
     how = ["runtime=distributed", f"runtime.timeout={config.timeout}", f"device={device.type}"]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "output.log"
@@ -113,17 +119,19 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
     start.write_text(faults.START_TOGETHER)
     torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
     command = [*torchrun, f"--master-port={port}", str(start), *training]
-    with Job([sys.executable, *command], _threads(), output) as job:
-        ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
-        job.running()  # so that all are known
-        time.sleep(done.delay)
-        if not ranks or any(rank.process.gone for rank in ranks):
-            done.problems.append("training did not begin, or ended before the fault")
-            return
-        victim = ranks[done.rank]
-        faults.FAULTS[done.fault](victim, port)
-        _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
-        done.place = victim.place
+    for _ in range(_STARTS):
+        shutil.rmtree(start.with_name("here"), ignore_errors=True)
+        with Job([sys.executable, *command], _threads(), output) as job:
+            ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
+            job.running()  # so that all are known
+            time.sleep(done.delay)
+            if ranks and not any(rank.process.gone for rank in ranks):
+                victim = ranks[done.rank]
+                faults.FAULTS[done.fault](victim, port)
+                _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
+                done.place = victim.place
+                return
+    done.problems.append("training did not begin, or ended before the fault")
 
 
 def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -> None:

@@ -40,16 +40,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 START_TOGETHER = """\
 import os, pathlib, runpy, sys, time
-import sklearn.datasets, toolkit.figures, toolkit.results, toolkit.runtime, toolkit.training
-loaded = pathlib.Path(__file__).with_name("loaded")
-loaded.mkdir(exist_ok=True)
-(loaded / os.environ["RANK"]).touch()
-while len(os.listdir(loaded)) < int(os.environ["WORLD_SIZE"]):
-    time.sleep(0.01)
+here = pathlib.Path(__file__).with_name("here")
+here.mkdir(exist_ok=True)
+def hook(event, _):
+    if event == "socket.connect":
+        (here / os.environ["RANK"]).touch()
+        while len(os.listdir(here)) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
+sys.addaudithook(hook)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script once all ranks have their imports, which take longer than a short time-out."""
+"""Runs a script whose ranks wait until all are about to connect, before any time-out counts."""
 
 
 class Job:

@@ -93,13 +93,13 @@ class Plain:
     """A model under plain PyTorch, as one would write it."""
 
     def __init__(self, model: nn.Module, options: StepOptions, device: torch.device) -> None:
-        model = model.train()
-        if options.channels_last:
-            model = model.to(memory_format=torch.channels_last)
-        self.optimizer = _sgd(model.parameters())
-        compiled = options.compile != "none"
-        self.model = torch.compile(model, mode=options.compile) if compiled else model
         self.options, self.device = options, device
+        self.model: Any = model.train()
+        if options.channels_last:
+            self.model = self.model.to(memory_format=torch.channels_last)
+        self.optimizer = _sgd(self.model.parameters())
+        if options.compile != "none":
+            self.model = torch.compile(self.model, mode=options.compile)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The loss of a training step."""

@@ -20,16 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from benchmarks import network
-from benchmarks.links_rank import (
-    ALL,
-    COMPUTE,
-    Link,
-    Task,
-    Times,
-    link_name,
-    step_time,
-    train_all,
-)
+from benchmarks.links_rank import ALL, COMPUTE, Link, Task, Times, link_name, step_time, train_all
 from benchmarks.network import Array, Traffic
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
@@ -75,17 +66,12 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     for workers in config.workers:
         options: Any = OmegaConf.to_container(config)
         train(Task(**options | {"workers": workers, "seed": seed}), folder, links, runs)
-    shown = [
-        {
-            "workers": link.workers,
-            "link": link.name,
-            "Mbit/s": None if link.mbit is None else round(link.mbit, 1),
-            "C (s)": round(link.compute, 4),
-            "M (s)": round(link.one_way, 4),
-            "M/C": round(link.one_way / link.compute, 3),
-        }
-        for link in links
-    ]
+    shown = []
+    for link in links:
+        rate = None if link.mbit is None else round(link.mbit, 1)
+        found = {"workers": link.workers, "link": link.name, "Mbit/s": rate}
+        found |= {"C (s)": round(link.compute, 4), "M (s)": round(link.one_way, 4)}
+        shown.append(found | {"M/C": round(link.one_way / link.compute, 3)})
     print(f"\n{format_table(shown)}\n\n{WORDS}")
     rows = table(runs, links)
     return [*rows, *bars(rows)]
@@ -139,22 +125,21 @@ def check(config: DictConfig, device: torch.device) -> None:
     if device.type != "cpu":
         raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
     check_counts(config, "image_size", "batch", "stages", "rounds", of="bench.")
-
-    def need(holds: bool, name: str, rule: str) -> None:
+    lists = {name: list(config[name]) for name in ("workers", "ratios", "methods")}
+    above_0 = [config[name] is None or config[name] > 0 for name in ("timeout", "chunk_mb")]
+    for name, holds, rule in (
+        ("skip", config.skip >= 0, "is 0 or more"),
+        ("steps", config.steps >= config.skip + 2, "is bench.skip and 2 or more"),
+        ("timeout", above_0[0], "is above 0"),
+        ("chunk_mb", above_0[1], "is above 0"),
+        *((name, len({*found}) == len(found), "are different") for name, found in lists.items()),
+        *((name, len(lists[name]) > 0, "are one or more") for name in ("workers", "ratios")),
+        ("ratios", all(ratio >= 0 for ratio in config.ratios), "are of M to C, 0 for no limit"),
+        ("methods", {*config.methods} <= {*ALL}, f"are of {', '.join(ALL)}"),
+        ("model", config.model in MODELS, f"is one of {', '.join(MODELS)}"),
+    ):
         if not holds:
             raise UserError(f"bench.{name} {rule}: got {config[name]}")
-
-    need(config.skip >= 0, "skip", "is 0 or more")
-    need(config.steps >= config.skip + 2, "steps", "is bench.skip and 2 or more")
-    for name in ("timeout", "chunk_mb"):
-        need(config[name] is None or config[name] > 0, name, "is above 0")
-    for name in ("workers", "ratios", "methods"):
-        need(len(set(config[name])) == len(config[name]), name, "are all different")
-    for name in ("workers", "ratios"):
-        need(len(config[name]) > 0, name, "are one or more")
-    need(min(config.ratios) >= 0, "ratios", "are of M to C, 0 for no limit")
-    need(set(config.methods) <= {*ALL}, "methods", f"are of {', '.join(ALL)}")
-    need(config.model in MODELS, "model", f"is one of {', '.join(MODELS)}")
     for workers in config.workers:
         network.check(workers)
 
@@ -180,31 +165,25 @@ def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
     """A row for each number of workers, link and method."""
     rows: list[Row] = []
     for link in links:
-        taken: dict[str, list[Run]] = {}
-        for run in sorted(runs, key=lambda run: run.round):
-            if (run.workers, run.ratio) == (link.workers, link.ratio):
-                taken.setdefault(run.method, []).append(run)
-        rows += [_row(link, name, taken) for name in ALL if name in taken]
+        on_link = [r for r in runs if (r.workers, r.ratio) == (link.workers, link.ratio)]
+        seconds = {m: {r.round: r.seconds for r in on_link if r.method == m} for m in ALL}
+        ddp = seconds["DDP"]
+        for name in (method for method in ALL if seconds[method]):
+            mine = seconds[name]
+            row: Row = {"workers": link.workers, "link": link.name, "method": name}
+            row |= {"M/C": link.one_way / link.compute, "step (s)": median(mine.values())}
+            row |= {"min": min(mine.values()), "max": max(mine.values())}
+            for base, column in (("DDP", "/ DDP"), ("DDP tuned", "/ tuned")):
+                if seconds[base]:
+                    row[column] = row["step (s)"] / median(seconds[base].values())
+            if paired := [mine[k] / ddp[k] for k in mine.keys() & ddp]:
+                row |= {"least": min(paired), "paired": median(paired), "most": max(paired)}
+            if name != COMPUTE:
+                of_method = [run for run in on_link if run.method == name]
+                row["peak/mean"] = median(run.peak_over_mean for run in of_method)
+                row["MB sent"] = median(run.mb_sent for run in of_method)
+            rows.append(_filled(row))
     return rows
-
-
-def _row(link: Link, name: str, taken: dict[str, list[Run]]) -> Row:
-    seconds = {of: {run.round: run.seconds for run in runs} for of, runs in taken.items()}
-    mine, ddp = seconds[name], seconds.get("DDP", {})
-    step = median(mine.values())
-    paired = [mine[k] / ddp[k] for k in mine.keys() & ddp]
-    row: Row = {"workers": link.workers, "link": link.name, "method": name}
-    row |= {"M/C": link.one_way / link.compute, "step (s)": step}
-    row |= {"min": min(mine.values()), "max": max(mine.values())}
-    for base, column in (("DDP", "/ DDP"), ("DDP tuned", "/ tuned")):
-        if base in seconds:
-            row[column] = step / median(seconds[base].values())
-    if paired:
-        row |= {"least": min(paired), "paired": median(paired), "most": max(paired)}
-    if name != COMPUTE:
-        row["peak/mean"] = median(run.peak_over_mean for run in taken[name])
-        row["MB sent"] = median(run.mb_sent for run in taken[name])
-    return _filled(row)
 
 
 BARS = (
@@ -231,11 +210,11 @@ def bars(rows: Sequence[Row]) -> list[Row]:
             judged.append((ratio, f"{method} / {base}", relative, most))
     free = {name: row for (link, name), row in found.items() if link == link_name(0)}
     ddp = free.get("DDP")
-    others = {name: row["step (s)"] for name, row in free.items() if name not in ("DDP", COMPUTE)}
+    others = {row["step (s)"]: name for name, row in free.items() if name not in ("DDP", COMPUTE)}
     if others and ddp:
-        slowest = max(others, key=others.__getitem__)
-        relative = others[slowest] / ddp["step (s)"]
-        judged.append((0, f"slowest ({slowest}) / DDP", relative, _UNSHAPED))
+        slowest = max(others)
+        what = f"slowest ({others[slowest]}) / DDP"
+        judged.append((0, what, slowest / ddp["step (s)"], _UNSHAPED))
     name, most = _PEAK
     if name in free and free[name]["peak/mean"] is not None:
         known = f" (DDP: {ddp['peak/mean']})" if ddp else ""

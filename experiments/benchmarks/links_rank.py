@@ -200,20 +200,17 @@ def calibrate(
         one_way = median(send(n_bytes) for _ in range(_SENDS))
         return Link(task.workers, ratio, None if rate is None else rate / 1e6, compute, one_way)
 
-    def found(ratio: float) -> Link:
-        if ratio == 0:
-            return measured(ratio, None)
-        rate = 8 * n_bytes / (ratio * compute)
+    links = []
+    for ratio in task.ratios:
+        rate = 8 * n_bytes / (ratio * compute) if ratio else None
         link = measured(ratio, rate)
         for _ in range(_CORRECTIONS):
-            off = link.one_way / (ratio * compute)
-            if abs(off - 1) <= _CLOSE:
+            if rate is None or abs((off := link.one_way / (ratio * compute)) - 1) <= _CLOSE:
                 break
             rate *= off
             link = measured(ratio, rate)
-        return link
-
-    return [found(ratio) for ratio in task.ratios]
+        links.append(link)
+    return links
 
 
 def step_time(times: Times, skip: int) -> float:

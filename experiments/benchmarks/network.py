@@ -53,13 +53,6 @@ class Network:
     ranks: tuple[str, ...]
     hub: str
 
-    def build(self) -> None:
-        commands = _HUB.format(hub=self.hub)
-        for rank, name in enumerate(self.ranks):
-            commands += "\n" + _RANK.format(hub=self.hub, name=name, rank=rank, own=address(rank))
-        for command in commands.splitlines():
-            _run(command)
-
     def shape(self, rate: float | None) -> None:
         """Limit what every rank sends and receives to ``rate`` bits a second; None: no limit."""
         for rank, name in enumerate(self.ranks):
@@ -131,7 +124,11 @@ def network(n: int) -> Iterator[Network]:
     names = [f"cdp-{os.getpid()}-{name}" for name in (*range(n), "hub")]
     made = Network(tuple(names[:-1]), names[-1])
     try:
-        made.build()
+        commands = [_HUB.format(hub=made.hub)]
+        for rank, name in enumerate(made.ranks):
+            commands.append(_RANK.format(hub=made.hub, name=name, rank=rank, own=address(rank)))
+        for command in "\n".join(commands).splitlines():
+            _run(command)
         made.shape(1e9)  # a kernel without token buckets fails here, not in the first run
         made.shape(None)
         yield made

@@ -81,11 +81,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 def held(
     name: str, schedule: Schedule, images: Tensor, options: StepOptions, by: str = "flops"
 ) -> tuple[float, float]:
-    """Bytes that the allocator's peak is above what stays between training steps.
-
-    Returns:
-        those that it gave, and those that it was asked for.
-    """
+    """Bytes above what stays between training steps: given by the allocator, and asked for."""
     model = build(name, _CLASSES, images.shape[-1]).to(images.device)
     runtime = SingleProcess(
         partition(model, schedule.n_stages, images, by),
@@ -104,11 +100,9 @@ def held(
     for result in runtime.run([(inputs, targets)] * _STEPS):
         del result
     found = torch.cuda.memory_stats(images.device)
-    gave, asked_for = (
-        found[f"{which}_bytes.all.peak"] - at_rest[f"{which}_bytes.all.current"]
-        for which in ("allocated", "requested")
-    )
-    return gave, asked_for
+    peaks = [found[f"{which}_bytes.all.peak"] for which in ("allocated", "requested")]
+    rest = [at_rest[f"{which}_bytes.all.current"] for which in ("allocated", "requested")]
+    return peaks[0] - rest[0], peaks[1] - rest[1]
 
 
 def foreseen(

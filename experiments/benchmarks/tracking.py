@@ -24,13 +24,7 @@ from toolkit.training import Step
 from toolkit.training.data import synthetic
 
 _MODES = ("disabled", "offline")
-_OPTIONS: dict[str, Any] = {
-    "project": "bench",
-    "entity": None,
-    "group": None,
-    "name": None,
-    "tags": [],
-}
+_OPTIONS: dict[str, Any] = dict.fromkeys(("entity", "group", "name"))
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
@@ -63,8 +57,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         for k in tqdm(range(config.rounds + 1), unit="round", leave=False):
             for mode in _MODES if k % 2 else reversed(_MODES):
-                options = _OPTIONS | {"mode": mode, "every": config.every}
-                single = OmegaConf.create({"seed": seed, "tracking": options})
+                options = {"project": "bench", "tags": [], "mode": mode, "every": config.every}
+                single = OmegaConf.create({"seed": seed, "tracking": _OPTIONS | options})
                 start, where = time.perf_counter(), describe(device)
                 with track(single, Path(folder), device=where, name=mode) as tracker:
                     seconds = train(Curves(tracker, config.every))

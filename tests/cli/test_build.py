@@ -1,7 +1,6 @@
 """From options to models: what they are called, and for which samples they are made."""
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -71,12 +70,3 @@ def test_a_target_that_is_told_nothing_of_samples_leads_to_the_key_of_the_group(
     why = rf"^_target_: {HERE}.plain takes no image_size, in_channels, .*: write target: {HERE}"
     with pytest.raises(ValueError, match=why):
         build_model(options, Images(3, 8, 8, 10))
-
-
-def test_a_named_decoder_is_made_in_the_length_of_the_data():
-    options = OmegaConf.create(DECODER | {"layers": 1, "width": 4, "heads": 2})
-    assert build_model(options, Sequences(6, 9))(torch.zeros(2, 6, dtype=torch.long)).shape == (
-        2,
-        6,
-        9,
-    )

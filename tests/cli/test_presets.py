@@ -75,45 +75,34 @@ def test_every_benchmark_composes(bench):
     assert composed("bench", f"bench={bench}").bench._target_.startswith("benchmarks.")
 
 
-IMAGENET = {
-    "batch": 32,
-    "epochs": 90,
-    "optimizer": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4, "nesterov": False},
-    "lr": {"every_epochs": 30, "gamma": 0.1, "warmup_epochs": 0, "reference_batch": None},
-}
-CIFAR = {
-    "batch": 64,
-    "epochs": 100,
-    "optimizer": {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": False},
-    "lr": {"every_epochs": 30, "gamma": 0.2, "warmup_epochs": 0, "reference_batch": None},
-}
-
-
+@pytest.mark.parametrize("model", ["resnet18", "resnet50"])
 @pytest.mark.parametrize(
-    ("preset", "model", "data", "settings", "weight_decay"),
+    ("preset", "data", "batch", "epochs", "lr", "gamma", "weight_decays"),
     [
-        ("paper/imagenet_resnet18", "resnet18", "image_folder", IMAGENET, 1e-4),
-        ("paper/imagenet_resnet50", "resnet50", "image_folder", IMAGENET, 1e-4),
-        ("paper/cifar10_resnet18", "resnet18", "cifar10", CIFAR, 5e-4),
-        ("paper/cifar10_resnet50", "resnet50", "cifar10", CIFAR, 1e-3),
+        ("imagenet", "image_folder", 32, 90, 0.1, 0.1, {"resnet18": 1e-4, "resnet50": 1e-4}),
+        ("cifar10", "cifar10", 64, 100, 0.05, 0.2, {"resnet18": 5e-4, "resnet50": 1e-3}),
     ],
 )
-def test_settings_of_the_paper(preset, model, data, settings, weight_decay):
+def test_settings_of_the_paper(preset, model, data, batch, epochs, lr, gamma, weight_decays):
     """arXiv 2403.08837, section 5 and appendix."""
-    config = composed("compare", f"experiment={preset}")
+    config = composed("compare", f"experiment=paper/{preset}_{model}")
     assert (config.stages, config.microbatches) == (4, 8)
-    assert config.model.name == model
+    assert (config.model.name, config.batch, config.epochs) == (model, batch, epochs)
     assert config.data._target_ == f"toolkit.training.data.{data}"
-    assert config.optimizer._target_ == "torch.optim.SGD"
-    assert config.lr._target_ == "toolkit.training.lr.Step"
-    found = OmegaConf.to_container(config)
-    assert {key: found[key] for key in ("batch", "epochs")} == {
-        key: settings[key] for key in ("batch", "epochs")
+    assert config.optimizer == {
+        "_target_": "torch.optim.SGD",
+        "lr": lr,
+        "momentum": 0.9,
+        "nesterov": False,
+        "weight_decay": weight_decays[model],
     }
-    for group in ("optimizer", "lr"):
-        found[group].pop("_target_")
-    assert found["optimizer"] == settings["optimizer"] | {"weight_decay": weight_decay}
-    assert found["lr"] == settings["lr"]
+    assert config.lr == {
+        "_target_": "toolkit.training.lr.Step",
+        "every_epochs": 30,
+        "gamma": gamma,
+        "warmup_epochs": 0,
+        "reference_batch": None,
+    }
     assert [rule.get("delay") for rule in config.rules.values()] == [0, 1, "freshest"]
 
 
@@ -181,8 +170,3 @@ def test_the_steps_of_a_file_may_overlap(schedule, tmp_path):
     delay = [] if schedule == "cdp_v2" else ["+schedule.delay=freshest"]
     built = build_schedule(composed("train", *options, *delay).schedule)
     assert (built.period, built.staleness) == (4, ((1, 1), (0, 0)))
-
-
-def test_workers_stand_for_microbatches():
-    config = composed("train", "microbatches=3")
-    assert build_schedule(config.schedule).n_microbatches == 3

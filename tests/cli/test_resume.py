@@ -30,16 +30,6 @@ def test_without_resume_nothing_changes():
     assert resume_arguments([], "train") == []
 
 
-def test_the_options_of_before_and_the_same_folder(folder):
-    assert resume_arguments([f"resume={folder}"], "train") == [
-        "schedule=dp",
-        "+model.arguments.a=1",
-        "epochs=3",
-        f"resume={folder}",
-        f"hydra.run.dir={folder}",
-    ]
-
-
 def test_a_folder_may_be_called_anything(folder):
     """However it is given, Hydra reads it."""
     odd = folder / "lr=0.1, (it's) [ü]"
@@ -58,39 +48,29 @@ def test_a_folder_of_another_experiment_is_refused(folder):
     assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 
 
-def test_what_is_given_again_counts(folder):
-    assert resume_arguments(
-        ["epochs=9", f"resume={folder}", "hydra.run.dir=elsewhere", "seed=1"], "train"
-    ) == [
-        "schedule=dp",
-        "+model.arguments.a=1",
-        "epochs=9",
-        f"resume={folder}",
-        "seed=1",
-        f"hydra.run.dir={folder}",
-    ]
+USUAL = "schedule=dp +model.arguments.a=1 epochs=3 resume=x hydra.run.dir=y"
+METHOD = "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x workers=4"
 
 
-def test_a_rule_that_was_left_out_comes_back(folder):
-    (folder / ".hydra" / "overrides.yaml").write_text("- ~rules.cdp_v1\n- seeds=2\n")
-    again = "schedule@rules.cdp_v1=cdp_v1"
-    found = resume_arguments([again, f"resume={folder}"], "train")
-    assert found == ["seeds=2", again, f"resume={folder}", f"hydra.run.dir={folder}"]
-
-
-def test_options_of_a_choice_go_with_it(folder):
-    """They may mean something else to the new one, or nothing."""
-    before = ["schedule=cdp_v2", "schedule.delay=1", "data=cifar10", "data.root=x", "workers=4"]
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before))
+@pytest.mark.parametrize(
+    ("before", "given", "kept"),
+    [
+        (USUAL, "", "schedule=dp +model.arguments.a=1 epochs=3"),
+        (USUAL, "epochs=9 seed=1", "schedule=dp +model.arguments.a=1"),
+        ("~rules.cdp_v1 seeds=2", "schedule@rules.cdp_v1=cdp_v1", "seeds=2"),  # it comes back
+        (METHOD, "schedule=dp", "data=cifar10 data.root=x workers=4"),
+        (METHOD, "schedule=dp schedule.delay=2", "data=cifar10 data.root=x workers=4"),
+        (METHOD, "schedule=cdp_v2 data=cifar10", "schedule.delay=1 data.root=x workers=4"),
+        (METHOD, "microbatches=2", "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x"),
+        (METHOD, "workers=2", "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x"),
+    ],
+)
+def test_options_given_anew_replace_those_of_before(folder, before, given, kept):
+    """Options of a choice go with it: they may mean something else to the new one, or nothing."""
+    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before.split()))
     end = [f"resume={folder}", f"hydra.run.dir={folder}"]
-    for given, kept in (
-        (["schedule=dp"], before[2:]),
-        (["schedule=dp", "schedule.delay=2"], before[2:]),
-        (["schedule=cdp_v2", "data=cifar10"], ["schedule.delay=1", "data.root=x", "workers=4"]),
-        (["microbatches=2"], before[:4]),
-        (["workers=2"], before[:4]),
-    ):
-        assert resume_arguments([*given, end[0]], "train") == [*kept, *given, *end]
+    found = resume_arguments([*given.split(), end[0], "hydra.run.dir=elsewhere"], "train")
+    assert found == [*kept.split(), *given.split(), *end]
 
 
 def test_of_one_run_and_of_nothing(folder, tmp_path):

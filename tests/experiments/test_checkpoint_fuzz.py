@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, refused, run
+from tests.experiments.command import EXPERIMENTS, run
 from tests.thorough import more, thorough
 
 
@@ -37,9 +37,3 @@ def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
     assert finished.status == 1
     with (tmp_path / "mutations.csv").open() as file:
         assert {"silent", "traceback"} & {done["outcome"] for done in csv.DictReader(file)}
-
-
-def test_mistakes():
-    assert "bench.mutations is 1 or more: got 0" in refused(
-        "bench", "bench=checkpoint_fuzz", "bench.mutations=0"
-    )

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, refused, run
+from tests.experiments.command import EXPERIMENTS, cases, refused, run
 from tests.experiments.test_results import rows
 from tests.thorough import thorough
 
@@ -85,13 +85,13 @@ def test_a_killed_rank_of_two(tmp_path):
     assert not done["problems"], done
 
 
-@pytest.mark.parametrize(
-    ("option", "expected"),
-    [
-        ("bench.ranks=1", "bench.ranks is 2 or more: got 1"),
-        ("bench.timeout=0", "bench.timeout is a number of seconds above 0: got 0"),
-        ("bench.faults=[burnt]", "bench.faults are some of killed, stopped, cut, no_port: got"),
-    ],
-)
-def test_what_is_refused(option, expected):
-    assert expected in refused("bench", "bench=failure", option)
+REFUSES = r"""
+bench.ranks=1 | bench.ranks .* got 1
+bench.timeout=0 | bench.timeout .* got 0
+bench.faults=[burnt] | bench.faults .*'burnt'
+"""
+
+
+@pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
+def test_refuses(arguments, pattern):
+    refused("bench", "bench=failure", *arguments, match=pattern)

@@ -65,12 +65,6 @@ def test_equal_seeds_give_equal_metrics(trained, tmp_path):
     assert metrics(other) != metrics(first)
 
 
-def test_runtime_orders_give_equal_metrics(trained, tmp_path):
-    _, grouped = trained
-    scheduled = complete("train", tmp_path, *TINY, "epochs=2", "seed=3", "runtime.order=scheduled")
-    assert metrics(scheduled) == pytest.approx(metrics(grouped), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -133,31 +127,6 @@ def test_rules_of_one_name_get_labels(tmp_path):
     assert note in out
     assert "DP 16, CDP-v2 16, CDP delay 2 (late) 16" in note
     assert "DP accumulate 2 32" in note
-
-
-def test_bench_grouped(tmp_path):
-    small = ("image_size=8", "stages=2", "microbatches=2", "batch=2", "rounds=3", "steps=2")
-    more = ("model=resnet8", "precision=bf16", "channels_last=true")
-    arguments = ("bench=grouped", *(f"bench.{option}" for option in (*small, *more)))
-    result = complete("bench", tmp_path, *arguments)
-    assert_provenance(result["provenance"], "bench", *arguments)
-    methods = [row["method"] for row in result["metrics"]]
-    assert methods == [
-        "plain PyTorch, step",
-        "CDP-v2 grouped, step",
-        "plain PyTorch, loop",
-        "DP grouped, loop",
-        "CDP-v2 grouped, loop",
-    ]
-    found = result["metrics"]
-    assert found[0]["operations"] < found[1]["operations"] < 3 * found[0]["operations"]
-    for k, beside in ((0, 1), (2, 3), (2, 4)):
-        plain, grouped = found[k], found[beside]
-        assert (plain["ratio_min"], plain["ratio"], plain["ratio_max"]) == (1, 1, 1)
-        assert 0 < grouped["ratio_min"] <= grouped["ratio"] <= grouped["ratio_max"]
-        for row in (plain, grouped):
-            assert row["images/s"] == pytest.approx(4 / row["seconds"], rel=0.01)
-    assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
 
 
 def test_launches_write_to_separate_folders(tmp_path, monkeypatch):

@@ -100,7 +100,3 @@ ema=2 | ema .* got 2.0
 @pytest.mark.parametrize(("arguments", "pattern"), cases(REFUSES))
 def test_train_refuses(arguments, pattern):
     refused("train", *TINY, *arguments, match=pattern)
-
-
-def test_bench_peak_refuses_a_cpu():
-    refused("bench", "bench=peak", "device=cpu", match="device=cpu")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.experiments.command import TINY, complete, run
+from tests.experiments.command import TINY, run
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.results import Curves, provenance, wandb_run
 
@@ -100,17 +100,6 @@ def test_records_the_signal_that_stops_a_run(tmp_path, monkeypatch, wandb_runs):
     assert (stopped.summary["state"], stopped.exit_code) == ("stopped by SIGTERM", 75)
 
 
-def test_writes_all_results_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    finished = run("train", *TRACKED, f"hydra.run.dir={tmp_path}")
-    assert finished.status == 0, finished.err
-    result = json.loads((tmp_path / "result.json").read_text())
-    (note,) = result["notes"]
-    assert note.startswith("not tracked: there is no wandb")
-    assert (finished.out + finished.err).count(note) == 1
-    assert (tmp_path / "model.pt").exists()
-
-
 @pytest.mark.parametrize("option", ["save.keep=0", "guard_factor=1", "profile=-1"])
 def test_invalid_options_start_no_wandb_run(tmp_path, option):
     finished = run("train", *TRACKED, option, f"hydra.run.dir={tmp_path}")
@@ -141,13 +130,3 @@ def test_diverged_run_of_a_comparison_is_marked_failed(tmp_path, wandb_runs):
     (lost,) = wandb_runs
     assert (lost.exit_code, lost.summary["state"]) == (1, "failed: its loss diverged in epoch 0")
     assert not [name for name in lost.summary if name.startswith("final/")]
-
-
-def test_bench_tracking(tmp_path):
-    sizes = ("image_size=8", "stages=2", "batch=2", "rounds=2", "steps=2", "every=1", "most=1000")
-    options = [f"bench.{size}" for size in sizes]
-    disabled, offline = complete("bench", tmp_path, "bench=tracking", *options)["metrics"]
-    assert (disabled["tracking"], offline["tracking"]) == ("disabled", "offline")
-    assert disabled["ratio"] == 1
-    assert 0 < offline["ratio_min"] <= offline["ratio"] <= offline["ratio_max"]
-    assert not offline["failed"]

@@ -213,11 +213,7 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
 
 
 def model_name(config: DictConfig) -> str:
-    """Return the name of a model.
-
-    Args:
-        config: options of the group ``model``.
-    """
+    """Return the name of a model, from the options of the group ``model``."""
     return str(config.get("target") or config.get("name") or config._target_.rpartition(".")[2])
 
 
@@ -274,13 +270,7 @@ def check_target(config: DictConfig, group: str, such_as: str) -> None:
 
 
 def build_hardware(config: DictConfig) -> Any:
-    """Build the machine that ``config`` describes.
-
-    Args:
-        config: options of the group ``hardware``.
-
-    Returns:
-        a :class:`toolkit.cost.Hardware`.
+    """Build the :class:`toolkit.cost.Hardware` of a group's options.
 
     Raises:
         UserError: it has no ``_target_``, or an impossible value.

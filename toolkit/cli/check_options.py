@@ -13,7 +13,6 @@ from toolkit.errors import UserError
 
 _THREADS_PER_CPU = 16  # far more end the process
 _SAME = ("workers", "microbatches")
-_SIZES = (*_SAME, "stages")
 
 
 def check_counts(config: Mapping[Any, Any], *names: str, of: str = "") -> None:
@@ -46,13 +45,9 @@ def counts(config: Mapping[Any, Any], name: str) -> list[int]:
 
 
 def check_known(config: DictConfig, group: str = "") -> None:
-    """Reject options that were added by ``+`` and that no schema has.
+    """Reject options, added by ``+``, that no schema has; ``group`` is the prefix of their names.
 
     Arguments of a ``_target_`` are left to the function that takes them.
-
-    Args:
-        config: resolved options.
-        group: prefix of their names, with its dot.
 
     Raises:
         UserError: an option does not exist.
@@ -68,12 +63,6 @@ def check_known(config: DictConfig, group: str = "") -> None:
             raise UserError(f"+{group}{name}: there is no option {group}{name}: {hint}")
         if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
             check_known(config[name], f"{group}{name}.")
-
-
-def expand_workers(config: Any) -> None:
-    """Copy ``workers``, if given, to ``microbatches``; ``config`` is changed in place."""
-    if config.get("workers") is not None and "microbatches" in config:
-        config["microbatches"] = config["workers"]
 
 
 def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
@@ -94,7 +83,8 @@ def resolve_options(config: DictConfig, given: Sequence[str]) -> None:
             " instead"
         )
     _read_fresh(config, given)
-    expand_workers(config)
+    if config.get("workers") is not None and "microbatches" in config:
+        config.microbatches = config.workers
     OmegaConf.resolve(config)
     check_known(config)
     if not 0 <= config.get("seed", 0) < 2**63:
@@ -125,7 +115,7 @@ def check_given(arguments: Sequence[str]) -> None:
         raise UserError(f"{both}: workers sets microbatches, so leave one of them out")
     file = options.get("schedule.file", "=null")
     others = any(name.startswith("schedule@also.") for name in options)
-    of_a_file = ("schedule.n_ranks", *(() if others else _SIZES))
+    of_a_file = ("schedule.n_ranks", *(() if others else (*_SAME, "stages")))
     if file.partition("=")[2] not in ("null", "") and (
         sizes := [options[n] for n in of_a_file if n in options]
     ):

@@ -38,15 +38,10 @@ _VERBOSE = "HYDRA_FULL_ERROR"
 
 @dataclass(frozen=True)
 class Ended:
-    """How an experiment has ended.
+    """How an experiment has ended."""
 
-    Attributes:
-        status: exit status.
-        objective: value that a sweep optimizes.
-    """
-
-    status: int = 0
-    objective: float | None = None
+    status: int = 0  # exit status
+    objective: float | None = None  # value that a sweep optimizes
 
 
 Experiment = Callable[[DictConfig], Ended | int | None]

@@ -1,4 +1,4 @@
-"""What of a command line are Hydra's flags, and of what the options are."""
+"""Separate Hydra's flags from options, and quote values."""
 
 import re
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ _MAYBE_WITH_ONE = ("--info", "-i")
 
 
 def key_of(argument: str) -> str:
-    """What an option is of: ``a.b`` of ``+a.b=c``."""
+    """Name of an option: ``a.b`` of ``+a.b=c``."""
     return argument.partition("=")[0].lstrip("+~")
 
 
 def quoted(text: str) -> str:
-    """``text`` as a value that Hydra reads as it is, whatever is in it."""
+    """Quote ``text``, so that Hydra reads it as it is."""
     if re.fullmatch(r"[A-Za-z0-9_./:+-]+", text):
         return text
     # Backslashes count only before a quote.
@@ -31,7 +31,7 @@ def quoted(text: str) -> str:
 
 
 def unquoted(value: str) -> str:
-    """What Hydra reads of a ``value`` that is quoted; another one as it is."""
+    """Return what Hydra reads from ``value``, which may be quoted."""
     if not value.startswith(("'", '"')):
         return value
     try:
@@ -41,7 +41,7 @@ def unquoted(value: str) -> str:
 
 
 def flags_first(arguments: Sequence[str]) -> list[str]:
-    """The command line with its flags before all options, which argparse wants together."""
+    """Put flags before all options, since argparse expects them together."""
     flags: list[str] = []
     options: list[str] = []
     before = ""

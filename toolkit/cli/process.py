@@ -80,11 +80,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def forward_signals(under_way: Callable[[], bool]) -> Iterator[None]:
-    """On SIGTERM and SIGINT, end child processes before this process is interrupted.
-
-    Args:
-        under_way: whether any run is; waiting ends with the last one.
-    """
+    """On SIGTERM and SIGINT, end child processes and wait while a run is ``under_way``."""
     if not _is_main_thread():
         yield
         return

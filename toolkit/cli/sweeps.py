@@ -28,19 +28,12 @@ _NAME = "sweep.json"
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run.
+    """State of a run."""
 
-    Attributes:
-        state: ``running``, also of a run that was killed; ``finished``, ``failed`` or ``stopped``.
-        options: its command line.
-        message: why it failed.
-        objective: value that a sweep optimizes.
-    """
-
-    state: str
-    options: Sequence[str] = ()
-    message: str | None = None
-    objective: float | None = None
+    state: str  # running, also of a run that was killed; finished, failed or stopped
+    options: Sequence[str] = ()  # its command line
+    message: str | None = None  # why it failed
+    objective: float | None = None  # value that a sweep optimizes
 
 
 def write_status(folder: Path, status: Status) -> None:
@@ -152,12 +145,8 @@ def sweep_options(folder: Path) -> list[str] | None:
 def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
     """Status of a run that an earlier start of the sweep has finished; else None.
 
-    Args:
-        folder: of the run.
-        options: of the run, now.
-
     Raises:
-        UserError: its options were others.
+        UserError: the run had other options.
     """
     before = read_status(folder)
     if before is None:
@@ -171,18 +160,14 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
 
 
 def summary(folder: Path) -> tuple[str, bool]:
-    """Summarize a sweep's runs.
-
-    Returns:
-        a line, and one more for each unfinished run; whether all have finished.
-    """
+    """Return a line on a sweep, one more for each unfinished run, and whether all finished."""
     found = {path.parent: read_status(path.parent) for path in folder.glob("**/status.json")}
     runs = {path: status for path, status in found.items() if status is not None}
     states = [status.state for status in runs.values()]
     words = {FINISHED: "finished", FAILED: "failed", STOPPED: "stopped", RUNNING: "broken off"}
     counts = [f"{states.count(s)} {word}" for s, word in words.items() if s in states]
     lines = [f"{len(runs)} run{'s' * (len(runs) != 1)} in {folder}: {', '.join(counts)}"]
-    for path, status in sorted(runs.items(), key=lambda item: _order(item[0])):
+    for path, status in sorted(runs.items(), key=lambda item: (len(item[0].name), item[0])):
         if status.state != FINISHED:
             why = f": {status.message}" if status.message else ""
             name = f"{path.relative_to(folder)} ({' '.join(status.options)})"
@@ -197,7 +182,3 @@ def hint(experiment: str) -> tuple[str, bool]:
     lines, complete = summary(Sweep.folder)
     more = f"\nto continue: python experiments/{experiment}.py -m resume={Sweep.folder}"
     return f"\n{lines}{'' if complete else more}", complete
-
-
-def _order(path: Path) -> tuple[int, str]:
-    return (int(path.name), "") if path.name.isdecimal() else (-1, str(path))
