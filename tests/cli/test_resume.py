@@ -1,13 +1,12 @@
 """A resumed run has the options of the run that it resumes."""
 
-import csv
 import re
 import shutil
 
 import pytest
 import yaml
 
-from tests.experiments.command import TINY, refused, run
+from tests.experiments.command import TINY, refused, rows, run, succeeded
 from toolkit.cli.hydra_args import quoted, unquoted
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import alone_in
@@ -91,35 +90,28 @@ def test_another_folder_is_refused(tmp_path, content):
 
 
 def test_a_run_is_resumed_from_the_command_line(tmp_path):
-    """A run that has ended goes on where it is told to."""
-    first = run("train", *TINY, "schedule=cdp_v1", f"hydra.run.dir={tmp_path}")
-    assert first.status == 0, first.err
-    again = run("train", f"resume={tmp_path}", "epochs=2")
-    assert again.status == 0, again.err
-    assert "CDP-v1" in again.out
-    with (tmp_path / "epochs.csv").open() as file:
-        epochs = list(csv.DictReader(file))
+    """A finished run continues with more epochs."""
+    succeeded("train", tmp_path, *TINY, "schedule=cdp_v1")
+    assert "CDP-v1" in succeeded("train", tmp_path, f"resume={tmp_path}", "epochs=2")
+    epochs = rows(tmp_path / "epochs.csv")
     assert len(epochs) == 2
-    # Half a cosine over two epochs, of which one had ended: the rate is that of the new options.
-    assert float(epochs[1]["learning_rate"]) == pytest.approx(
-        0.5 * float(epochs[0]["learning_rate"])
-    )
+    # The cosine spans the two epochs of the new options.
+    first, second = (float(epoch["learning_rate"]) for epoch in epochs)
+    assert second == pytest.approx(0.5 * first)
 
 
 def test_a_refused_one_leaves_the_run_as_it_was(tmp_path):
-    first = run("train", *TINY, "schedule=dp", f"hydra.run.dir={tmp_path}")
-    assert first.status == 0, first.err
-    told = [tmp_path / "status.json", tmp_path / ".hydra" / "overrides.yaml"]
-    before = [path.read_bytes() for path in told]
+    succeeded("train", tmp_path, *TINY, "schedule=dp")
+    kept = [tmp_path / "status.json", tmp_path / ".hydra" / "overrides.yaml"]
+    before = [path.read_bytes() for path in kept]
     message = refused("train", f"resume={tmp_path}", "model=resnet14")
     assert "the state is of another model: give the one with which it was taken" in message
-    assert [path.read_bytes() for path in told] == before
+    assert [path.read_bytes() for path in kept] == before
 
 
 def test_mistakes(tmp_path):
     assert "is not the output directory of a run" in refused("train", f"resume={tmp_path}")
-    done = run("train", *TINY, "save.epochs=null", f"hydra.run.dir={tmp_path}")
-    assert done.status == 0
+    succeeded("train", tmp_path, *TINY, "save.epochs=null")
     assert "there is no checkpoint in" in refused("train", f"resume={tmp_path}")
     assert "save.keep is 1 or more: got 0" in refused("train", *TINY, "save.keep=0")
 
@@ -129,12 +121,11 @@ def contents(folder):
 
 
 def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path):
-    """Of which the later steps would be taken for its own."""
+    """It would take the later steps for its own."""
     where = f"hydra.run.dir={tmp_path / 'run'}"
     assert run("train", *TINY, where).status == 0
     before = contents(tmp_path)
-    told = refused("train", *TINY, "seed=7", where)
-    assert "run has the checkpoints of a run: resume=" in told
+    refused("train", *TINY, "seed=7", where, match="has the checkpoints .* resume=")
     assert contents(tmp_path) == before
     assert run("train", f"resume={tmp_path / 'run'}", "epochs=2").status == 0
 

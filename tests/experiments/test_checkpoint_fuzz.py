@@ -1,10 +1,8 @@
 """Damaged checkpoints are refused, passed over, or damaged where nothing depends on it."""
 
-import csv
-
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, run
+from tests.experiments.command import EXPERIMENTS, rows, run
 from tests.thorough import more, thorough
 
 
@@ -12,9 +10,7 @@ from tests.thorough import more, thorough
 def fuzzed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     options = [f"bench.mutations={more(11, 22)}", "device=cpu", f"hydra.run.dir={folder}"]
-    finished = run("bench", "bench=checkpoint_fuzz", *options)
-    with (folder / "mutations.csv").open() as file:
-        return finished, list(csv.DictReader(file))
+    return run("bench", "bench=checkpoint_fuzz", *options), rows(folder / "mutations.csv")
 
 
 def test_none_goes_unnoticed(fuzzed):
@@ -35,5 +31,4 @@ def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
     options = ["bench.mutations=11", "device=cpu", f"hydra.run.dir={tmp_path}"]
     finished = run("bench", "bench=checkpoint_fuzz", *options)
     assert finished.status == 1
-    with (tmp_path / "mutations.csv").open() as file:
-        assert {"silent", "traceback"} & {done["outcome"] for done in csv.DictReader(file)}
+    assert {"silent", "traceback"} & {done["outcome"] for done in rows(tmp_path / "mutations.csv")}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.experiments.command import TINY, run
+from tests.experiments.command import TINY, run, succeeded
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.results import Curves, provenance, wandb_run
 
@@ -28,10 +28,9 @@ def files_with(folder, text):
 
 def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
     arguments = *TRACKED, "diagnostics=2", "tracking.checkpoints=true"
-    first = run("train", *arguments, f"hydra.run.dir={tmp_path}")
-    assert first.status == 0, first.err
+    out = succeeded("train", tmp_path, *arguments)
     (begun,) = wandb_runs
-    assert f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{begun.id}*\n" in first.out
+    assert f"tracked offline: wandb sync {tmp_path}/wandb/offline-run-*-{begun.id}*\n" in out
     assert begun.config["model"]["name"] == "resnet8"
     assert begun.config["provenance"]["command"].startswith("python experiments/train.py model=")
     assert [*begun.points("train/loss")] == [*begun.points("train/lr")] == [2, 4]
@@ -45,8 +44,7 @@ def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
         *("schedule/grid", "schedule/activations_by_slot", "schedule/traffic_by_slot")
     }
 
-    again = run("train", f"resume={tmp_path}", "epochs=2")
-    assert again.status == 0, again.err
+    succeeded("train", tmp_path, f"resume={tmp_path}", "epochs=2")
     _, resumed = wandb_runs
     assert resumed.id == begun.id
     assert [*resumed.points("train/loss")] == [6, 8]
