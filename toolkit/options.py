@@ -52,11 +52,6 @@ def option(default: Any, description: str) -> Any:
     return field(default=default, metadata={"help": description})
 
 
-def option_list(default: Sequence[Any], description: str) -> Any:
-    """:func:`option` for a list."""
-    return field(default_factory=lambda: list(default), metadata={"help": description})
-
-
 @dataclass(frozen=True)
 class StepSettings:
     """Values of :class:`toolkit.runtime.StepOptions`, which explains and checks them."""

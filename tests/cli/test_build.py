@@ -13,10 +13,10 @@ HERE = "tests.cli.test_build"
 OWN = NAMED | {"target": f"{HERE}.anything"}
 
 
-def anything(**told):
-    """A user's model that can be told whatever it is told."""
+def anything(**options):
+    """A model of the user that takes any option."""
     model = nn.Flatten()
-    model.told = told
+    model.options = options
     return model
 
 
@@ -55,17 +55,17 @@ def test_the_samples_of_an_analysis(options, expected):
     assert analysed(*options) == expected
 
 
-def test_a_model_of_a_file_of_the_users_is_told_the_form():
+def test_a_model_of_the_user_gets_the_form():
     options = OmegaConf.create({"_target_": f"{HERE}.anything", "depth": 3})
     for form in (Images(3, 8, 8, 5), Sequences(6, 9)):
-        assert build_model(options, form).told == form.arguments | {"depth": 3}
+        assert build_model(options, form).options == form.arguments | {"depth": 3}
 
 
 def plain(width, n_classes):
-    """A user's model that knows nothing of samples."""
+    """A user's model without sample sizes."""
 
 
-def test_a_target_that_is_told_nothing_of_samples_leads_to_the_key_of_the_group():
+def test_refuses_a_target_without_sample_sizes():
     options = OmegaConf.create({"_target_": f"{HERE}.plain", "width": 16, "n_classes": 10})
     why = rf"^_target_: {HERE}.plain takes no image_size, in_channels, .*: write target: {HERE}"
     with pytest.raises(ValueError, match=why):

@@ -9,8 +9,7 @@ import torch
 import toolkit
 from tests.experiments.command import TINY, run
 from toolkit.model import build
-from toolkit.options import SaveOptions, StepSettings, TrainingOptions
-from toolkit.runtime import StepOptions
+from toolkit.options import SaveOptions, TrainingOptions
 from toolkit.schedule import catalog
 from toolkit.training import prepare
 from toolkit.training.data import synthetic
@@ -43,17 +42,15 @@ def test_training_takes_plain_values():
 
 
 @pytest.mark.parametrize(
-    "value", [{"batch": 0}, {"epochs": 0}, {"guard_factor": 1}, {"guard": "x"}]
+    ("kind", "options"),
+    [
+        *((TrainingOptions, {name: 0}) for name in ("batch", "epochs", "guard_factor", "guard")),
+        *((SaveOptions, {name: 0}) for name in ("keep", "steps", "minutes")),
+    ],
 )
-def test_options_out_of_range_are_refused(value):
-    with pytest.raises(ValueError, match=next(iter(value))):
-        TrainingOptions(**value)
-
-
-def test_step_options_have_the_defaults_of_a_run():
-    names = StepSettings.__dataclass_fields__
-    step, training = StepOptions(), TrainingOptions()
-    assert {n: getattr(step, n) for n in names} == {n: getattr(training, n) for n in names}
+def test_refuses_options_out_of_range(kind, options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}.* 0"):
+        kind(**options)
 
 
 @pytest.mark.parametrize("order", ["grouped", "scheduled"])
@@ -74,9 +71,3 @@ def test_at_most_ten_frames_from_main_to_backward(monkeypatch, tmp_path, order):
     options = f"runtime.order={order}", "tracking.mode=disabled", f"hydra.run.dir={tmp_path}"
     assert run("train", *TINY, *options).status == 0
     assert 0 < len(frames) <= 10, frames
-
-
-@pytest.mark.parametrize("value", [{"keep": 0}, {"steps": 0}, {"minutes": -1.0}])
-def test_save_options_out_of_range_are_refused(value):
-    with pytest.raises(ValueError, match=f"save.{next(iter(value))}"):
-        SaveOptions(**value)

@@ -19,14 +19,14 @@ from toolkit.cli.process import (
 )
 
 
-def test_a_signal_interrupts_and_is_given_back():
+def test_a_signal_interrupts_and_its_handler_is_restored():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(TerminatedError), raise_on_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_who_has_a_use_for_it_keeps_it():
+def test_an_existing_handler_is_kept():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
@@ -45,7 +45,7 @@ def test_ranks_leave_it_to_their_watch(monkeypatch):
 
 
 def work(folder):
-    """A run elsewhere, which saves itself when it is told to end."""
+    """A run elsewhere, which saves itself on SIGTERM."""
 
     def save(*_):
         time.sleep(0.3)
@@ -75,7 +75,7 @@ def test_runs_elsewhere_save_themselves_first(tmp_path, number, error):
         process.join()
 
 
-def test_a_run_that_does_not_end_is_not_waited_for_long(monkeypatch):
+def test_waiting_for_a_run_ends_after_a_while(monkeypatch):
     monkeypatch.setattr(process_module, "_PATIENCE", 0.1)
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     process.start()

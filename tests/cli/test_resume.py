@@ -72,7 +72,7 @@ def test_options_given_anew_replace_those_of_before(folder, before, given, kept)
     assert found == [*kept.split(), *given.split(), *end]
 
 
-def test_of_one_run_and_of_nothing(folder, tmp_path):
+def test_refuses_a_sweep_flag_and_missing_folders(folder, tmp_path):
     with pytest.raises(ValueError, match=r"is one run: leave out -m$"):
         resume_arguments(["-m", f"resume={folder}"], "train")
     for wrong in ("", str(tmp_path / "nowhere"), str(folder / ".hydra" / "overrides.yaml")):
@@ -100,7 +100,7 @@ def test_a_run_is_resumed_from_the_command_line(tmp_path):
     assert second == pytest.approx(0.5 * first)
 
 
-def test_a_refused_one_leaves_the_run_as_it_was(tmp_path):
+def test_a_refused_resume_changes_nothing(tmp_path):
     succeeded("train", tmp_path, *TINY, "schedule=dp")
     kept = [tmp_path / "status.json", tmp_path / ".hydra" / "overrides.yaml"]
     before = [path.read_bytes() for path in kept]
@@ -120,7 +120,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path):
+def test_refuses_a_folder_with_checkpoints(tmp_path):
     """It would take the later steps for its own."""
     where = f"hydra.run.dir={tmp_path / 'run'}"
     assert run("train", *TINY, where).status == 0
@@ -130,14 +130,14 @@ def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path):
     assert run("train", f"resume={tmp_path / 'run'}", "epochs=2").status == 0
 
 
-def test_ranks_that_were_started_again_go_on(tmp_path, monkeypatch):
+def test_restarted_ranks_resume(tmp_path, monkeypatch):
     where = f"hydra.run.dir={tmp_path / 'run'}"
     assert run("train", *TINY, where).status == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert run("train", *TINY, where).status == 0
 
 
-def test_two_processes_are_not_at_work_in_one_folder(tmp_path):
+def test_two_processes_cannot_use_one_folder(tmp_path):
     where = f"hydra.run.dir={tmp_path / 'run'}"
     assert run("train", *TINY, where).status == 0
     before = contents(tmp_path)

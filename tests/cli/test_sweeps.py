@@ -1,4 +1,4 @@
-"""A sweep loses nothing: neither the other runs when one fails, nor what was done before."""
+"""A sweep loses nothing: neither the other runs when one fails, nor earlier work."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def test_a_run_that_is_ended_has_failed_unless_it_had_ended(tmp_path):
     assert read_status(tmp_path).message == "rank 1 has died"
 
 
-def test_optuna_is_told_what_to_do_unless_it_has_been():
+def test_optuna_has_defaults():
     asked = ["-m", "hydra/sweeper=optuna", "hydra.sweeper.direction=minimize"]
     rest = ["hydra.sweeper.max_failure_rate=1.0", "hydra.sweeper.sampler.seed=0"]
     assert with_defaults(asked) == [*asked, *rest]
@@ -56,7 +56,7 @@ def test_optuna_is_told_what_to_do_unless_it_has_been():
     assert with_defaults(["-m", "seed=0,1"]) == ["-m", "seed=0,1"]
 
 
-def test_a_sweep_goes_on_with_its_own_options(tmp_path, monkeypatch):
+def test_a_resumed_sweep_keeps_its_options(tmp_path, monkeypatch):
     options = ["-m", "seed=0,1", "hydra.sweep.dir=x", "resume=y", "hydra/launcher=joblib"]
     (tmp_path / "sweep.json").write_text(json.dumps({"options": options}))
     kept = ["-m", "seed=0,1", "hydra/launcher=joblib", f"hydra.sweep.dir={tmp_path}"]
@@ -77,7 +77,7 @@ def test_no_sweep(tmp_path, content):
     assert sweep_options(tmp_path) is None
 
 
-def test_only_what_has_finished_is_passed_over(tmp_path):
+def test_only_finished_runs_are_skipped(tmp_path):
     assert finished_before(tmp_path, ["a=1"]) is None
     for state in ("running", "failed", "stopped"):
         write_status(tmp_path, Status(state, ["a=1"]))
@@ -133,8 +133,8 @@ def test_one_that_fails_does_not_lose_the_others(swept):
     assert not (folder / "1" / "result.json").exists()
 
 
-def test_a_sweep_passes_over_what_is_done_and_resumes_what_is_not(swept):
-    """A run that was killed after its first epoch goes on from there; none runs twice."""
+def test_a_resumed_sweep_skips_finished_runs_and_resumes_others(swept):
+    """A run that was killed after its first epoch continues from there; no run is repeated."""
     folder, _ = swept
     done = (folder / "0" / "result.json").stat().st_mtime_ns
     broken = folder / "2"
@@ -157,7 +157,7 @@ def test_a_sweep_passes_over_what_is_done_and_resumes_what_is_not(swept):
     ]
 
 
-def test_a_bug_in_one_run_is_told_in_its_folder(tmp_path, monkeypatch):
+def test_a_bug_in_one_run_is_written_to_its_folder(tmp_path, monkeypatch):
     from toolkit import training
 
     def prepare(*_, **__):
@@ -210,7 +210,7 @@ def test_sweeps_that_start_in_the_same_second_do_not_share_a_folder():
 
 
 @thorough
-def test_joblib_runs_them_beside_each_other_with_readers_of_their_own(tmp_path):
+def test_joblib_runs_several_at_once_with_their_own_readers(tmp_path):
     random = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in "ab":

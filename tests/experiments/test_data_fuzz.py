@@ -124,7 +124,7 @@ def test_refuses(tmp_path, arguments, pattern):
     refused("bench", "bench=data_fuzz", *arguments, f"hydra.run.dir={tmp_path}", match=pattern)
 
 
-def test_training_goes_on_without_a_damaged_image(fuzz, tmp_path):
+def test_training_skips_a_damaged_image(fuzz, tmp_path):
     """From the command line; and is refused by default."""
     root = tmp_path / "set"
     fuzz.build("folder", root)

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from tests.experiments.command import EXPERIMENTS
 from tests.thorough import more
-from toolkit.cost import profile, simulate
-from toolkit.cost.hardware import UNIT
+from toolkit.cost import profile
 from toolkit.model import build, partition
 from toolkit.model.analysis import Live
 from toolkit.runtime import SingleProcess, StepOptions
@@ -55,22 +54,6 @@ def test_options_reduce_the_predicted_peak(peak, options):
         for which in (PLAIN, options)
     )
     assert less < 0.7 * plain
-
-
-@pytest.mark.parametrize("delay", more(["freshest"], [1, "freshest"]))
-def test_weights_kept_between_steps_are_excluded(peak, delay):
-    """As the measured peak leaves them out."""
-    images = torch.randn(1, 3, 32, 32)
-    stages = partition(build("resnet8", 1000, 32), 3, images)
-    schedule = catalog.cyclic(3, delay, "one")
-    runtime = scheduled(stages, schedule, PLAIN)
-    runtime.step(images.repeat(3, 1, 1, 1), torch.zeros(3, dtype=torch.long))
-    kept = [weights for versions in runtime._versions for weights in versions.values()]
-    at_rest = sum(tensor.nbytes for weights in kept for tensor in weights.values())
-    assert at_rest > sum(p.nbytes for p in stages.model.parameters())
-    timeline = simulate(schedule.lower(3, 1), profile(stages, images), UNIT)
-    found = peak.foreseen("resnet8", schedule, images, PLAIN)
-    assert found == pytest.approx(timeline.peak_memory() - at_rest)
 
 
 @pytest.mark.parametrize("options", [PLAIN, StepOptions(checkpoint="all")], ids=["plain", "again"])
