@@ -43,16 +43,6 @@ def test_scales_with_the_batch(batch, scale):
     assert found == pytest.approx([0.5 * scale, scale, 0.1 * scale, 0.1 * scale])
 
 
-def test_imagenet_of_the_paper():
-    """90 epochs, a tenth every 30."""
-    n_steps = 1_281_167 // 256
-    rate = Step(every_epochs=30, gamma=0.1)
-    at = {epoch: rate.factor(epoch * n_steps, n_steps, 90, 256) for epoch in (0, 30, 60)}
-    before = {epoch: rate.factor(epoch * n_steps - 1, n_steps, 90, 256) for epoch in (30, 60, 90)}
-    assert at == pytest.approx({0: 1, 30: 0.1, 60: 0.01})
-    assert before == pytest.approx({30: 1, 60: 0.1, 90: 0.01})
-
-
 @pytest.mark.parametrize(
     ("rate", "option", "value"),
     [

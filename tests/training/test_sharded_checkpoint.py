@@ -65,7 +65,7 @@ def on_ranks(folder):
 
 def errors(folder, runtime, world):
     """Every rank's errors: a damage that one of them finds, and a file in place of a folder."""
-    said = []
+    found = []
     path = folder / "damaged.ckpt"
     write_sharded(path, {"runtime": runtime.part()}, world)
     if world.rank == 0:
@@ -75,13 +75,13 @@ def errors(folder, runtime, world):
     try:
         read_sharded(path, runtime.own, world)
     except DamagedCheckpointError as error:
-        said.append(str(error))
+        found.append(str(error))
     (folder / "file").touch()
     try:
         write_sharded(folder / "file" / "a.ckpt", {"runtime": runtime.part()}, world)
     except OSError as error:
-        said.append(str(error))
-    return said
+        found.append(str(error))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +127,9 @@ def test_a_single_process_resumes_from_it(folder, found, name):
 
 
 def test_every_rank_raises_the_error_of_one(found):
-    said = [on_rank["errors"] for on_rank in found]
-    assert said[0] == said[1]
-    damaged, blocked = said[0]
+    first, second = (on_rank["errors"] for on_rank in found)
+    assert first == second
+    damaged, blocked = first
     assert "rank_1.ckpt" in damaged
     assert "Not a directory" in blocked
 

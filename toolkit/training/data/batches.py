@@ -45,19 +45,10 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Batches:
-    """A sized iterable of the batches of one epoch, or of the test.
+    """A sized iterable of the batches of one epoch, or of the test, those numbered in ``span``.
 
-    Random numbers are drawn on the CPU, so every device sees the same samples.
-
-    Attributes:
-        source: the samples.
-        order: numbers of the samples, ``[n]``.
-        batch_size: samples of a batch.
-        span: numbers of the batches.
-        device: device of the batches.
-        generator: state with which augmentation begins; None for the test.
-        seed: seed of the epoch.
-        n_parts, wanted: equal parts of a batch, and those to read of each.
+    Random numbers are drawn on the CPU, from ``generator`` on, so every device sees the same
+    samples; the test has no generator. Of ``n_parts`` equal parts of a batch, ``wanted`` are read.
     """
 
     source: Source
