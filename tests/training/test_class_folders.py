@@ -255,7 +255,7 @@ def test_a_rank_counts_the_damaged_images_that_it_reads(root):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_errors_name_the_file_in_one_line(root, num_workers):
-    """Whichever process reads it; batches after the error are read anew."""
+    """Whichever process reads it; an epoch can be read after the error."""
     broken = root / "val/dog/a b.jpg"
     broken.write_bytes(b"none")
     images = image_folder(str(root), 16, num_workers)

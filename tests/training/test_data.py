@@ -344,7 +344,7 @@ def test_a_larger_subset_holds_the_smaller():
 
 
 def test_a_part_of_cifar10(cifar_folders, monkeypatch):
-    """Only what is chosen is decoded; it is what the whole set has at that place."""
+    """Only what is chosen is decoded; each image equals that of the whole set."""
     whole = torch.cat([x for x, _ in cifar10(str(cifar_folders)).test(20, CPU)])
     reads, read = [], in_memory.read_image
     monkeypatch.setattr(in_memory, "read_image", lambda *of: reads.append(of) or read(*of))

@@ -225,7 +225,7 @@ def test_ctrl_c_stops_too_and_a_second_one_at_once(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
-    """Training ends, and says what is lacking."""
+    """Training continues to its end; a note says what is missing."""
     (tmp_path / "checkpoints").write_text("a file in its way")
     outcome = run_with_checkpoints(built(), tmp_path)
     assert len(outcome.epochs) == 3
@@ -491,7 +491,7 @@ def test_a_run_that_was_rolled_back_is_resumed_without_delay(tmp_path, monkeypat
 
     monkeypatch.setattr(loop, "_check", once)
     options = "schedule=cdp_v1", "guard=rollback"
-    stopped(tmp_path, 20, *options)  # of which 8 were in vain
+    stopped(tmp_path, 20, *options)  # 8 of them are trained again
     outcome = run_with_checkpoints(built(*options), tmp_path, resume=True)
     assert outcome.notes == ["it had been rolled back, and continues without delay"]
     assert outcome.run.schedule.max_staleness == 0

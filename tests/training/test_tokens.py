@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def counted(n, n_test=20, length=8):
-    """A text whose tokens are 0, 1, 2, ...: each tells its place."""
+    """A text whose tokens are 0, 1, 2, ...: each is its place."""
     return Tokens(np.arange(n), np.arange(n_test), length, max(n, n_test))
 
 

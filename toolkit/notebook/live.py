@@ -112,19 +112,19 @@ def train_on_ranks(config: Any) -> "Measurements | None":
     from toolkit.runtime import report
     from toolkit.training import Step
 
-    job = build_run(config)
+    run = build_run(config)
     done = 0
 
     def report_step(step: Step) -> None:
         nonlocal done
         done += 1
-        found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * job.options.epochs}
+        found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * run.options.epochs}
         if len(step.result.losses):
             found["loss"] = float(step.result.loss)
         report(found | {"lr": step.learning_rate})
 
-    job.run(on_step=report_step)
-    return job.measurements()
+    run.run(on_step=report_step)
+    return run.measurements()
 
 
 def beside_prediction(found: "Measurements", config: Any) -> tuple["Timeline", "Timeline"]:

@@ -159,16 +159,16 @@ def _trained(
 ) -> RuleRun:
     """Train one run of the comparison, from where it was saved if it was under way."""
     called = f"{name}, seed {seed}"
-    job = build(name, seed)
-    n_epochs = job.options.epochs
-    progress.run(f"{job.schedule.name}, seed {seed}")
+    run = build(name, seed)
+    n_epochs = run.options.epochs
+    progress.run(f"{run.schedule.name}, seed {seed}")
     own = prepare_folder(folder, name, seed, here=is_rank_zero())
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
     notes: list[str] = []
     with track(
-        job.record,
+        run.record,
         folder,
-        device=describe(job.device),
+        device=describe(run.device),
         name=called,
         job_type="compare",
         group=group_of(folder),
@@ -177,7 +177,7 @@ def _trained(
         here=is_rank_zero(),
     ) as tracker:
         curves = Curves(tracker, tracking.every)
-        track_schedule(tracker, job.schedule)
+        track_schedule(tracker, run.schedule)
 
         def count(step: Step) -> None:
             progress.trained(step)
@@ -186,7 +186,7 @@ def _trained(
 
         try:
             outcome = run_with_checkpoints(
-                job,
+                run,
                 own,
                 resume=None,
                 weights=False,
@@ -201,14 +201,14 @@ def _trained(
             epochs, score = lost.all_epochs(n_epochs), "diverged"
             tracker.end(f"failed: its loss diverged in epoch {len(lost.epochs)}", 1)
         else:
-            epochs, score = outcome.epochs, outcome.epochs[-1].text(job.samples.form.metric)
+            epochs, score = outcome.epochs, outcome.epochs[-1].text(run.samples.form.metric)
             final = asdict(epochs[-1]).items()
             tracker.summary({f"final/{k}": v for k, v in final if v is not None})
             notes += outcome.notes
             if outcome.resumed_at:
                 notes.append(f"resumed at step {outcome.resumed_at}")
         progress.ended(n_epochs)
-        progress.note(f"last: {job.schedule.name} {score}")
+        progress.note(f"last: {run.schedule.name} {score}")
     notes = [f"{called}: {note}" for note in notes] + tracker.notes
     return RuleRun(name, seed, [*map(asdict, epochs)], delays.rows(), notes, tracker.where)
 

@@ -9,7 +9,6 @@ import hashlib
 import io
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.files import replacing
@@ -31,7 +30,6 @@ from toolkit.runtime.state import joined, merged
 
 _MAGIC = b"cdp-toolkit checkpoint 2\n"
 _ROWS = "rows by rank"
-_NAME = re.compile(r"step_(\d{9})\.ckpt")
 
 
 class DamagedCheckpointError(UserError):
@@ -110,7 +108,8 @@ def read_sharded(path: Path, own: Collection[int], world: World | None) -> dict[
                         stages[j] = tree_map_only(Tensor, lambda x: x.to("meta"), stages[j])
                 parts.append(part)
             runtime = joined(part.pop("runtime") for part in parts)
-            return _joined_rows(reduce(merged, parts, {}) | {"runtime": runtime})
+            whole = reduce(merged, parts, {}) | {"runtime": runtime}
+            return tree_map(_joined_rows, whole, is_leaf=_has_rows)
         except (LookupError, TypeError, AttributeError) as error:
             raise DamagedCheckpointError(f"{path} was not written by this toolkit") from error
 
@@ -142,15 +141,13 @@ def _rows(rank: int) -> Any:
     return saved
 
 
-def _joined_rows(tree: Any) -> Any:
-    """Return ``tree`` with the rows of all ranks in one tensor."""
-    if isinstance(tree, dict):
-        if tree.keys() == {_ROWS}:
-            return torch.cat([rows for _, rows in sorted(tree[_ROWS].items())])
-        return {key: _joined_rows(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(_joined_rows, tree))
-    return tree
+def _has_rows(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {_ROWS}
+
+
+def _joined_rows(node: Any) -> Any:
+    """Return the rows of all ranks in one tensor; anything else as it is."""
+    return torch.cat([x for _, x in sorted(node[_ROWS].items())]) if _has_rows(node) else node
 
 
 @contextmanager
@@ -218,8 +215,7 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Return the checkpoints, the oldest first."""
-        found = self.folder.glob("step_*.ckpt")
-        return sorted(path for path in found if _NAME.fullmatch(path.name))
+        return sorted(self.folder.glob(f"step_{'[0-9]' * 9}.ckpt"))
 
     def load(self, runtime: Runtime, skip: int = 0) -> tuple[dict[str, Any], list[str]]:
         """Return the latest whole checkpoint, and a sentence on each later one that is damaged.

@@ -1,4 +1,4 @@
-"""Training steps in detail: traces by torch.profiler, and measurements beside the prediction."""
+"""Training steps in detail: traces by torch.profiler, and measurements with their prediction."""
 
 import os
 from collections.abc import Iterator

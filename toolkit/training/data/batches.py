@@ -149,7 +149,7 @@ class SampleSet:
 
 
 class Datasets(SampleSet):
-    """Two of torch's Datasets, whose samples the training process reads in each epoch anew.
+    """Two of torch's Datasets, whose samples the training process reads one by one.
 
     What a Dataset draws from torch's CPU generator, as torchvision's transforms do, follows from
     the seed, the epoch and the sample, so a resumed run sees the same samples.

@@ -99,7 +99,7 @@ def evaluation_transform(size: int) -> Transform:
 
 
 def check_root(name: str, root: str | None, expected: str) -> Path:
-    """Return the folder ``data.root``; raise UserError if it is none."""
+    """Return the folder ``data.root``; raise UserError if it is missing."""
     expected = f"a folder that holds {expected} with one folder of images for each class"
     if root is None:
         raise UserError(f"data={name} reads a folder: set data.root to {expected}")

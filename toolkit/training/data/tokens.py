@@ -21,7 +21,7 @@ Numbers = np.ndarray[Any, np.dtype[np.integer]]
 class Tokens(SampleSet):
     """Sequences of tokens, each with the next token at every place.
 
-    Training sequences are consecutive, from an offset that is drawn anew for each epoch.
+    Training sequences are consecutive, from an offset that each epoch draws.
 
     Args:
         train, test: tokens in the order of the text, whole numbers from 0, ``[n]``; they may be
