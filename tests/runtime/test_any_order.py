@@ -12,7 +12,7 @@ from tests.runtime import models
 from tests.schedule.meetings import COLLECTIVES, METHODS, occasion, other_ends
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.dataflow import Dataflow, in_background
-from toolkit.runtime.scheduled import Scheduled
+from toolkit.runtime.single_process import Scheduled
 from toolkit.runtime.updater import GradientSum
 from toolkit.schedule import Action, Buffer
 

@@ -1,7 +1,7 @@
 """One rank at work: its buffers, and what an instruction does to them.
 
-What crosses from rank to rank is given and taken as a payload. :mod:`toolkit.runtime.scheduled`
-hands it over in memory; :mod:`toolkit.runtime.executor` sends it to another process.
+What crosses from rank to rank is given and taken as a payload. Order "scheduled" of
+``SingleProcess`` hands it over in memory; the executor sends it to another process.
 """
 
 from collections import defaultdict
