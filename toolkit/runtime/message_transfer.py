@@ -120,7 +120,7 @@ class Messages:
         return phases
 
     def received(self, i: Instruction, transfer: Transfer) -> Payload:
-        """Return what ``i`` has left on this rank, after its ``transfer`` has ended."""
+        """Return what ``i`` has left on this rank; its ``transfer`` has ended."""
         return self.layouts.unpack(i, transfer.flat.to(self.world.device))
 
     def n_bytes(self, i: Instruction) -> int:

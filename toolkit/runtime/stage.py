@@ -113,15 +113,13 @@ class StageRunner(Updater):
 
 
 def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
-    """Return ``call`` compiled by torch.compile, for every shape that it meets.
-
-    torch counts the compilations of a code object, and stops compiling after a few. So each stage
-    gets a copy of the code object, and a limit above all numbers of micro-batches in one batch.
-    """
+    """Return ``call`` compiled by torch.compile, for every shape that it meets."""
 
     def run(weights: Weights, inputs: Values) -> Values:
         return call(weights, inputs)
 
+    # torch counts the compilations of a code object, and stops compiling after a few. So each stage
+    # gets a copy of the code object, and a limit above all numbers of micro-batches in one batch.
     own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
     found: Callable[..., Values] = torch.compile(own, mode=mode, dynamic=False)
     more = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)

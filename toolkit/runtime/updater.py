@@ -198,7 +198,7 @@ class Updater:
         self._update_average()
 
     def begin_average(self) -> None:
-        """Start the average, if there is one, with the weights before the first update."""
+        """Start the average, if any, with the weights before the first update."""
         if self.options.ema is not None and not self.averages:
             self.averages = {name: x.detach().clone() for name, x in self.averaged().items()}
 
