@@ -73,7 +73,7 @@ while len(list(folder.iterdir())) < int(os.environ["WORLD_SIZE"]) and time.monot
 if os.environ.get("MACHINES"):  # as if each rank had its own
     shared_status.machine = lambda: os.environ["RANK"]
 here = world.join(device="cpu", timeout=timeout)
-here.watch.on_failure = lambda message: say(f"told {here.rank} {message}")
+here.watch.on_failure = lambda message: say(f"reason {here.rank} {message}")
 token, left, right = torch.zeros(1), (here.rank - 1) % here.size, (here.rank + 1) % here.size
 for step in range(STEP + 3):
     backward = Instruction(0, Action.BACKWARD, here.rank, 0, step)

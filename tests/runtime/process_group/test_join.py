@@ -31,8 +31,8 @@ def gpus(monkeypatch):
     return seen
 
 
-def told(gpus, seen, local_rank):
-    """What a rank tells the others of its GPU, of those that its process sees."""
+def gpu_of(gpus, seen, local_rank):
+    """The identity of a rank's GPU, one of those that its process sees."""
     gpus[:] = seen
     return world._gpu(world._device("auto", local_rank))
 
@@ -49,7 +49,7 @@ def told(gpus, seen, local_rank):
     ],
 )
 def test_nccl_takes_a_gpu_a_rank(gpus, seen, n_gpus):
-    found = [told(gpus, seen(rank), rank) for rank in range(4)]
+    found = [gpu_of(gpus, seen(rank), rank) for rank in range(4)]
     assert world._backend("gloo", found) == "gloo"
     if n_gpus == 4:
         assert found == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
@@ -60,7 +60,7 @@ def test_nccl_takes_a_gpu_a_rank(gpus, seen, n_gpus):
             world._backend("nccl", found)
 
 
-def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
+def test_ranks_share_the_identity_of_their_gpu(monkeypatch):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -71,37 +71,35 @@ def test_ranks_tell_their_gpu_as_they_meet(monkeypatch):
         assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
 
 
+VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+
+
 def joined(monkeypatch, gpus, backend, **environment):
-    """The world of a process that is alone, and what it has asked of torch.distributed."""
+    """The world of a process that is alone, and its calls of torch.distributed."""
     gpus[:] = ["gpu 0"]
-    monkeypatch.setattr("os.environ", {**os.environ})
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
-        os.environ.pop(name, None)
-    os.environ.update(environment)
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    asked = []
+    others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    monkeypatch.setattr("os.environ", others | place | environment)
+    store, calls = HashStore(), []
+    store.set("came/0", "gpu 0")
 
     def new_group(ranks=None, backend=None, timeout=None):
-        asked.append(("group", backend))
+        calls.append(("group", backend))
         return f"group of {backend}"
 
-    monkeypatch.setattr(world, "_joined", None)
-    store = HashStore()
-    store.set("came/0", "gpu 0")
-    monkeypatch.setattr(world, "_meet", lambda *_: store)
     watch = SimpleNamespace(start=lambda: None, timeout=1.0, waiting=lambda *_: nullcontext())
+    monkeypatch.setattr(world, "_joined", None)
+    monkeypatch.setattr(world, "_meet", lambda *_: store)
     monkeypatch.setattr(world, "Watch", lambda *_: watch)
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: asked.append(device))
+    monkeypatch.setattr("torch.cuda.set_device", calls.append)
     monkeypatch.setattr(
-        "torch.distributed.init_process_group", lambda name, **_: asked.append(name)
+        "torch.distributed.init_process_group", lambda name, **_: calls.append(name)
     )
     monkeypatch.setattr("torch.distributed.new_group", new_group)
     monkeypatch.setattr(
-        "torch.distributed.all_gather_object", lambda found, value, group: asked.append(group)
+        "torch.distributed.all_gather_object", lambda found, value, group: calls.append(group)
     )
-    return world.join(backend=backend), asked
+    return world.join(backend=backend), calls
 
 
 @pytest.mark.parametrize(
@@ -109,29 +107,25 @@ def joined(monkeypatch, gpus, backend, **environment):
     [("auto", ["nccl", ("group", "gloo")], "group of gloo"), ("gloo", ["gloo"], None)],
 )
 def test_objects_do_not_go_through_the_gpus_memory(monkeypatch, gpus, backend, made, gathered):
-    here, asked = joined(monkeypatch, gpus, backend)
+    here, calls = joined(monkeypatch, gpus, backend)
     here.gather("anything")
-    assert asked == [here.device, *made, gathered]
+    assert calls == [here.device, *made, gathered]
 
 
-@pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"])
+@pytest.mark.parametrize(("name", "ours"), VARIABLES.items())
 @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
-@pytest.mark.parametrize("told", [None, "1"])
-def test_nothing_waits_for_a_receive_that_waits_for_it(monkeypatch, gpus, name, backend, told):
-    """Each stream has a queue of its own, and kernels are loaded at once.
-
-    Unless the user has chosen otherwise; before CUDA is asked anything.
-    """
-    found = []
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_nothing_waits_for_an_early_receive(monkeypatch, gpus, name, ours, backend, chosen):
+    """CUDA finds the variables at its first call; those that the user has set stay."""
+    found = set()
 
     def available():
-        found.append(os.environ.get(name))
+        found.add(os.environ.get(name))
         return True
 
     monkeypatch.setattr("torch.cuda.is_available", available)
-    joined(monkeypatch, gpus, backend, **({name: told} if told else {}))
-    ours = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-    assert {*found} == {told if told or backend == "gloo" else ours[name]}
+    joined(monkeypatch, gpus, backend, **({name: chosen} if chosen else {}))
+    assert found == {chosen if chosen or backend == "gloo" else ours}
 
 
 # First messages
@@ -218,7 +212,7 @@ def test_first_messages_over_gloo():
     ],
 )
 def test_gloo_takes_the_interface_of_nccl(monkeypatch, nccl, gloo, expected):
-    """Where that is one, and gloo has been told none."""
+    """Where that is one, and gloo has none of its own."""
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
     for name, value in {"NCCL_SOCKET_IFNAME": nccl, "GLOO_SOCKET_IFNAME": gloo}.items():
         monkeypatch.delenv(name, raising=False)

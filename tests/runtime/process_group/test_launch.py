@@ -128,7 +128,7 @@ def test_another_exception_comes_with_its_traceback():
     text = str(caught.value)
     assert "Traceback (most recent call last):" in text
     assert "in fail\n" in text
-    assert "launch.py" not in text
+    assert "/launch.py" not in text
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_fault_ends_the_job_of_torchrun(tmp_path, fault, named):
     job = Job(tmp_path, fault).torchrun()
     message = job.end()
     assert re.match(rf"rank 1 {named} .*{PLACE}", message), message
-    reported = dict(re.findall(r"^told (\d) (.*)", job.path.read_text(), re.MULTILINE))
+    reported = dict(re.findall(r"^reason (\d) (.*)", job.path.read_text(), re.MULTILINE))
     assert reported == {"0": message, "2": message}
 
 
@@ -210,14 +210,14 @@ def test_a_wait_keeps_the_step_and_ends():
     assert here.record.peers == ()
 
 
-def test_an_error_of_the_backend_is_told_where_nobody_watches():
+def test_an_error_of_the_backend_is_raised_without_a_watch():
     here = watch()
-    told = pytest.raises(JobFailedError, match="a sum: reset")
-    with told, here.waiting("a sum", [1]):
+    raised = pytest.raises(JobFailedError, match="a sum: reset")
+    with raised, here.waiting("a sum", [1]):
         raise RuntimeError("[/gloo/pair.cc:5] reset")
 
 
-def test_an_error_where_no_rank_is_waited_for_is_the_users():
+def test_other_errors_are_the_users():
     here = watch()
     with pytest.raises(RuntimeError, match=r"^shapes$"), here.waiting("FORWARD", []):
         raise RuntimeError("shapes")

@@ -130,7 +130,7 @@ class Watch:
             self._reason = message
         else:
             self._write(error=message)
-        self._wake()
+        os.write(self._pipe[1], b"\0")  # wakes the watch's thread
         while True:  # the watch's thread finds the reason, and ends the process
             time.sleep(60)
 
@@ -151,7 +151,7 @@ class Watch:
         if not self._watching:
             return
         self._watching = False
-        self._wake()
+        os.write(self._pipe[1], b"\0")
         self._thread.join()
         if not hasattr(sys, "last_value"):
             self._write(status=RankStatus.DONE)
@@ -192,9 +192,6 @@ class Watch:
             return True
         first_at = self._first_at.setdefault((number, handler), self._clock)
         return number in self._ends and self._clock - first_at >= ECHO
-
-    def _wake(self) -> None:
-        os.write(self._pipe[1], b"\0")
 
     # The watch's thread.
 
@@ -263,27 +260,25 @@ class Watch:
 
     def _end(self, found: Diagnosis) -> NoReturn:
         """Announce the diagnosis, unless another rank does, and leave."""
-        if not self._is_elected():
+        # The first to lock a common memory announces; of several machines, the first in the store.
+        local, store = self._peers.local, self._peers.store
+        lowest = min(local, default=self.rank)
+        shared = local[lowest][1] if lowest < self.rank else self._shared
+        first = shared.lock()
+        if first and self._peers.remote:
+            first = _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
+        if not first:
             end = time.monotonic() + _LINGER
             while not (message := _failure(self._peers.see())) and time.monotonic() < end:
                 time.sleep(_HURRY)
             self._leave_failed(message or found.message)
         with contextlib.suppress(Exception):  # standard error may be closed
             announce(found.message)
-        if found.blamed in self._peers.local:
-            process, shared = self._peers.local[found.blamed]
+        if found.blamed in local:
+            process, shared = local[found.blamed]
             if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
                 process.kill()
         self._leave_failed(found.message)
-
-    def _is_elected(self) -> bool:
-        """Return whether this rank announces: the first to lock a common memory, then a key."""
-        lowest = min(self._peers.local, default=self.rank)
-        shared = self._peers.local[lowest][1] if lowest < self.rank else self._shared
-        if not shared.lock():
-            return False
-        store, remote = self._peers.store, self._peers.remote
-        return not remote or _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
 
     def _leave_failed(self, message: str) -> NoReturn:
         """Report the failure, show it to the other ranks, and leave."""
