@@ -71,24 +71,26 @@ def aligned(*rows):
     return found
 
 
-def test_all_panels_have_room_for_the_most_rows():
-    assert aligned(("rank", 4), ("rank", 1), ("rank", 3)) == [
-        ((3.5, -0.5), [0, 1, 2, 3], "rank"),
-        ((3.5, -0.5), [0], "rank"),
-        ((3.5, -0.5), [0, 1, 2], "rank"),
-    ]
-
-
-def test_rows_as_those_to_the_left_are_named_once():
-    found = aligned(("micro-batch", 2), ("rank", 2), ("rank", 2))
-    assert [(numbers, name) for _, numbers, name in found] == [
-        ([0, 1], "micro-batch"),
-        ([0, 1], "rank"),
-        ([], ""),
-    ]
-
-
-def test_no_more_numbers_than_have_room():
-    (_, many, _), (_, few, _) = aligned(("rank", 64), ("rank", 36))
-    assert many == list(range(0, 64, 4))
-    assert few == list(range(0, 36, 4))
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (
+            [("rank", 4), ("rank", 1), ("rank", 3)],
+            [([0, 1, 2, 3], "rank"), ([0], "rank"), ([0, 1, 2], "rank")],
+        ),
+        # Rows as those to the left are labelled once
+        (
+            [("micro-batch", 2), ("rank", 2), ("rank", 2)],
+            [([0, 1], "micro-batch"), ([0, 1], "rank"), ([], "")],
+        ),
+        # No more numbers than have room
+        (
+            [("rank", 64), ("rank", 36)],
+            [([*range(0, 64, 4)], "rank"), ([*range(0, 36, 4)], "rank")],
+        ),
+    ],
+)
+def test_panels_have_room_for_the_most_rows(rows, expected):
+    found = aligned(*rows)
+    assert [(numbers, name) for _, numbers, name in found] == expected
+    assert {limits for limits, _, _ in found} == {(max(n for _, n in rows) - 0.5, -0.5)}

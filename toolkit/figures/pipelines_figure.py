@@ -136,6 +136,5 @@ def _covered(box: Bbox, taken: Sequence[Bbox], frame: BboxBase) -> float:
 
 
 def _common(box: Bbox, other: BboxBase) -> float:
-    width = min(box.x1, other.x1) - max(box.x0, other.x0)
-    height = min(box.y1, other.y1) - max(box.y0, other.y0)
-    return max(0.0, width) * max(0.0, height)
+    both = Bbox.intersection(box, other)
+    return 0.0 if both is None else both.width * both.height

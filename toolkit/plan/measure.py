@@ -87,7 +87,6 @@ def read(
         )
     inputs, classes = _tensors(images)
     _check_enough(batch_size, len(inputs))
-    labelled = classes is not None
     labels = torch.zeros(len(inputs), dtype=torch.long) if classes is None else classes
     if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.min() < 0:
         raise UserError(
@@ -108,8 +107,8 @@ def read(
         mixed = trained[torch.randperm(len(trained), generator=generator)]
         return batches(mixed[: len(mixed) // batch_size * batch_size], batch_size)
 
-    n_classes = int(labels.max()) + 1
-    return Data(epoch, lambda: batches(tested, 256), labelled, n_tested, n_classes)
+    test, n_classes = batches(tested, 256), int(labels.max()) + 1
+    return Data(epoch, lambda: test, classes is not None, n_tested, n_classes)
 
 
 _TEXT = "text is given as a set of toolkit.training.data: text(), token_files() or Tokens"
@@ -141,15 +140,17 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
                 pixels, labels = default_collate([images[k] for k in sorted(chosen)])
         except (TypeError, ValueError, RuntimeError, KeyError):
             pixels = None
-    got = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else "no tensors"
-    floats_or_bytes = isinstance(pixels, Tensor) and (
-        pixels.is_floating_point() or pixels.dtype == torch.uint8
-    )
-    if not floats_or_bytes or pixels.dim() < 2 or not isinstance(labels, Tensor | None):
+    if (
+        not isinstance(pixels, Tensor)
+        or pixels.dim() < 2
+        or not (pixels.is_floating_point() or pixels.dtype == torch.uint8)
+        or not isinstance(labels, Tensor | None)
+    ):
+        got = f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else ""
         raise UserError(
             "images are floats or bytes [n, channels, height, width], with their classes [n] or"
             " without, a data set of such (image, class), or a set of toolkit.training.data: got a"
-            f" {type(images).__name__} of {got}; {_TEXT}"
+            f" {type(images).__name__}{got}; {_TEXT}"
         )
     return pixels, labels
 
