@@ -1,4 +1,3 @@
-import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,30 +13,21 @@ ROOT = Path(__file__).parents[2]
 CONFIG = {"seed": 3, "betas": (0.9, 0.999), "save": {"keep": 2}}
 
 
-def command_of(monkeypatch, *argv):
-    monkeypatch.setattr(sys, "argv", list(argv))
-    return provenance(CONFIG, "a machine", 1.5)["command"]
-
-
 @pytest.mark.parametrize(
-    ("folder", "script"),
+    ("folder", "script", "shown"),
     [
-        (ROOT, "experiments/train.py"),
-        (ROOT / "experiments", "train.py"),
-        (ROOT / "notebooks", "../experiments/train.py"),
-        (Path("/"), str(ROOT / "experiments/train.py")),
+        (ROOT, "experiments/train.py", "experiments/train.py"),
+        (ROOT / "experiments", "train.py", "experiments/train.py"),
+        (ROOT / "notebooks", "../experiments/train.py", "experiments/train.py"),
+        (Path("/"), str(ROOT / "experiments/train.py"), "experiments/train.py"),
+        (Path("/"), "elsewhere/mine.py", "mine.py"),
     ],
 )
-def test_the_command_is_relative_to_the_project(monkeypatch, folder, script):
+def test_the_command_is_relative_to_the_project(monkeypatch, folder, script, shown):
     monkeypatch.chdir(folder if folder.is_dir() else ROOT / "experiments")
-    command = command_of(monkeypatch, script, "seed=3", "partition=[a, b]")
-    assert command == "python experiments/train.py seed=3 'partition=[a, b]'"
-    assert shlex.split(command)[-1] == "partition=[a, b]"
-
-
-def test_a_script_elsewhere_goes_by_its_name(monkeypatch, tmp_path):
-    command = command_of(monkeypatch, str(tmp_path / "mine.py"))
-    assert command == "python mine.py"
+    monkeypatch.setattr(sys, "argv", [script, "seed=3", "partition=[a, b]"])
+    command = provenance(CONFIG, "a machine", 1.5)["command"]
+    assert command == f"python {shown} seed=3 'partition=[a, b]'"
 
 
 def test_what_a_reader_needs():
@@ -49,32 +39,25 @@ def test_what_a_reader_needs():
     assert found["started"].endswith("+00:00")
 
 
-def git_of(top, status):
-    told = {"HEAD": "0123abcd", "--show-toplevel": top, "--porcelain": status}
+@pytest.mark.parametrize(
+    ("top", "status", "commit"),
+    [
+        (ROOT, "", "0123abcd"),
+        (ROOT, " M toolkit/files.py", "0123abcd+"),
+        (ROOT.parent, "", None),  # of a repository around that of the code
+        (None, "", None),
+    ],
+)
+def test_commit(monkeypatch, top, status, commit):
+    said = {"HEAD": "0123abcd", "--show-toplevel": top, "--porcelain": status}
 
     def git(command, **_):
-        return subprocess.CompletedProcess(command, 0, stdout=f"{told[command[2]]}\n")
+        if top is None:
+            raise subprocess.CalledProcessError(128, "git")
+        return subprocess.CompletedProcess(command, 0, stdout=f"{said[command[2]]}\n")
 
-    return git
-
-
-@pytest.mark.parametrize(("status", "mark"), [("", ""), (" M toolkit/files.py", "+")])
-def test_the_commit_is_marked_where_the_code_has_changed(monkeypatch, status, mark):
-    monkeypatch.setattr(subprocess, "run", git_of(ROOT, status))
-    assert provenance(CONFIG, "a machine", 1)["commit"] == f"0123abcd{mark}"
-
-
-def test_the_commit_of_a_repository_around_it_is_not_that_of_the_code(monkeypatch):
-    monkeypatch.setattr(subprocess, "run", git_of(ROOT.parent, ""))
-    assert provenance(CONFIG, "a machine", 1)["commit"] is None
-
-
-def test_no_commit_outside_git(monkeypatch):
-    def no_git(*_, **__):
-        raise subprocess.CalledProcessError(128, "git")
-
-    monkeypatch.setattr(subprocess, "run", no_git)
-    assert provenance(CONFIG, "a machine", 1)["commit"] is None
+    monkeypatch.setattr(subprocess, "run", git)
+    assert provenance(CONFIG, "a machine", 1)["commit"] == commit
 
 
 def test_the_processor_and_its_threads():

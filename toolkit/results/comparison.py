@@ -39,9 +39,6 @@ Options = Mapping[str, Any]
 Key = tuple[str, int]
 """Rule and seed of a run."""
 
-Build = Callable[[str, int], TrainingRun]
-"""Builds the run of a rule with a seed."""
-
 
 @dataclass(frozen=True)
 class RuleRun:
@@ -87,12 +84,7 @@ def select_runs(options: Options, runs: Sequence[RuleRun]) -> list[RuleRun]:
 def before(options: Options, folder: Path, world: World | None) -> tuple[list[RuleRun], list[Key]]:
     """Read the finished runs in ``folder``, and which others were saved; write the options to it.
 
-    Every rank calls it, and gets what the first rank finds.
-
-    Args:
-        options: options of the comparison.
-        folder: folder of the comparison.
-        world: the ranks, if there are several.
+    Every rank of ``world`` calls it, and gets what the first rank finds.
 
     Raises:
         UserError: runs in ``folder`` were trained with other options.
@@ -112,7 +104,7 @@ def before(options: Options, folder: Path, world: World | None) -> tuple[list[Ru
 
 def train_all(
     options: Options,
-    build: Build,
+    build: Callable[[str, int], TrainingRun],
     folder: Path,
     ended: Sequence[RuleRun],
     under_way: Sequence[Key],
@@ -124,7 +116,7 @@ def train_all(
         options: options of the comparison.
         build: function that builds the run of a rule with a seed.
         folder: folder of the comparison.
-        ended: runs that have ended.
+        ended: runs that are not repeated.
         under_way: rules and seeds of the runs that were saved under way.
         world: the ranks, if there are several.
 
@@ -132,7 +124,7 @@ def train_all(
         UserError: one of them cannot be trained with its options; none has begun then.
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
-    tracking = TrackingOptions(**options["tracking"])
+    every = TrackingOptions(**options["tracking"]).every
     done = {(run.rule, run.seed) for run in ended}
     keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
     wanted = [key for key in keys if key not in done]
@@ -141,26 +133,19 @@ def train_all(
         rollback_schedule(build(name, options["seed"]))
     n_epochs = options["epochs"] * len(wanted)
     with Progress(n_epochs, shown=is_rank_zero()) as progress, Signals().heard() as signals:
-        for name, seed in wanted:
+        for key in wanted:
             # Ranks continue until all know of a signal.
             if number := signals.agreed if world else signals.number:
                 raise StoppedError(number, saved=True)
-            yield _trained(build, name, seed, folder, tracking, progress, signals)
+            yield _trained(build(*key), key, folder, every, progress, signals)
 
 
 def _trained(
-    build: Build,
-    name: str,
-    seed: int,
-    folder: Path,
-    tracking: TrackingOptions,
-    progress: Progress,
-    signals: Signals,
+    run: TrainingRun, key: Key, folder: Path, every: int, progress: Progress, signals: Signals
 ) -> RuleRun:
     """Train one run of the comparison, from where it was saved if it was under way."""
-    called = f"{name}, seed {seed}"
-    run = build(name, seed)
-    n_epochs = run.options.epochs
+    name, seed = key
+    called, n_epochs = f"{name}, seed {seed}", run.options.epochs
     progress.run(f"{run.schedule.name}, seed {seed}")
     own = prepare_folder(folder, name, seed, here=is_rank_zero())
     delays = Ledger(own / "delays.csv", ["step", "stage"], resume=True, here=is_rank_zero())
@@ -176,7 +161,7 @@ def _trained(
         own=own,
         here=is_rank_zero(),
     ) as tracker:
-        curves = Curves(tracker, tracking.every)
+        curves = Curves(tracker, every)
         track_schedule(tracker, run.schedule)
 
         def count(step: Step) -> None:
@@ -216,12 +201,8 @@ def _trained(
 def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     """Return the runs in ``folder`` that reached their last epoch, of all rules and seeds.
 
-    Args:
-        folder: folder of the comparison.
-        options: options of the comparison that continues after them.
-
     Raises:
-        UserError: the runs cannot be read, or were trained with other options.
+        UserError: the runs cannot be read, or were trained with other ``options``.
     """
     found: dict[Key, RuleRun] = {}
     for name, kept in ((ENDED, "epochs"), ("delays.csv", "delays"), ("notes.csv", "notes")):

@@ -46,26 +46,27 @@ def build_report(runs: Sequence[Run], title: str) -> Report:
 
 def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> Iterator[Block]:
     yield Text(f"{count(len(runs), 'run')}: {_states(runs)}.")
-    if rows := [_comparison(name, same) for name, same in _comparisons(groups)]:
+    rows = []
+    for name, same in _comparisons(groups).items():
+        options = [flat_options(group.runs[0].config) for group in same]
+        found = [run for group in same for run in group.runs]
+        seeds = sorted({run.seed for run in found if run.seed is not None})
+        row = {"training": name, "rules": ", ".join(group.label for group in same)}
+        row |= {option: _few([own.get(option) for own in options]) for option in PRINCIPAL[2:]}
+        rows.append(row | {"seeds": _few(seeds), "states": _states(found)})
+    if rows:
         yield Table(rows, "What was trained.")
-    if rows := [_row(run) for run in runs if not run.counts]:
-        yield Table(rows, "Left out of the tables and figures below, and why.")
+    if left := [_left_out(run) for run in runs if not run.counts]:
+        yield Table(left, "Left out of the tables and figures below, and why.")
     if notes := dict.fromkeys((str(run.folder), note) for run in runs for note in run.notes):
         yield Table([{"folder": f, "note": note} for f, note in notes], "Notes of the runs.")
 
 
-def _comparisons(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
-    names = dict.fromkeys(group.comparison for group in groups)
-    return [(name, [g for g in groups if g.comparison == name]) for name in names]
-
-
-def _comparison(name: str, groups: Sequence[Group]) -> dict[str, str]:
-    options = [flat_options(group.runs[0].config) for group in groups]
-    runs = [run for group in groups for run in group.runs]
-    rules = ", ".join(group.label for group in groups)
-    values = {o: _few([own.get(o) for own in options]) for o in PRINCIPAL[2:]}
-    seeds = _few(sorted({run.seed for run in runs if run.seed is not None}))
-    return {"training": name, "rules": rules} | values | {"seeds": seeds, "states": _states(runs)}
+def _comparisons(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.comparison, []).append(group)
+    return found
 
 
 def _few(values: Sequence[object]) -> str:
@@ -78,7 +79,7 @@ def _states(runs: Sequence[Run]) -> str:
     return ", ".join(f"{states[state]} {state}" for state in MESSAGES if states[state])
 
 
-def _row(run: Run) -> dict[str, str]:
+def _left_out(run: Run) -> dict[str, str]:
     lacks = "its result lacks the final accuracy or the schedule" if run.trains else "no training"
     return {
         "folder": str(run.folder),
@@ -94,7 +95,7 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Block]:
     """Curves and final metrics of each comparison, and delay diagnostics."""
     if not any(group.counting for group in groups):
         yield Text("No run has finished with an accuracy.")
-    for name, same in _comparisons(groups):
+    for name, same in _comparisons(groups).items():
         shown = [g for g in same if g.counting or any(run.diverged for run in g.runs)]
         if not any(group.counting for group in shown):
             continue
@@ -115,18 +116,18 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Block]:
         for row in run.delays
         if "stage" in row
     ]
-    if delays := delay_means(rows, ["training", "rule", "stage"]):
-        cells = [
-            {"training": row["training"], "rule": row["rule"], "stage": f"{row['stage']:.0f}"}
-            | {"steps late": f"{row['delay']:.2f}", "cosine": f"{row['cosine']:.3f}"}
-            | {"moved": f"{100 * row['moved'] / (row['weights'] or nan):.2f} %"}
-            for row in delays
-        ]
+    cells = [
+        {"training": row["training"], "rule": row["rule"], "stage": f"{row['stage']:.0f}"}
+        | {"steps late": f"{row['delay']:.2f}", "cosine": f"{row['cosine']:.3f}"}
+        | {"moved": f"{100 * row['moved'] / (row['weights'] or nan):.2f} %"}
+        for row in delay_means(rows, ["training", "rule", "stage"])
+    ]
+    if cells:
         yield Table(
             cells,
             "What the delay does to the gradients, mean over the steps looked into: how many steps"
-            " late the weights were, how far a step moves them by their own size, and the cosine"
-            " between the gradient used and the fresh one.",
+            " late the weights were, the cosine between the gradient used and the fresh one, and"
+            " how far a step moves the weights by their own size.",
         )
 
 
@@ -149,8 +150,7 @@ def _curves(name: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
         figure.set_size_inches(_SIZE)
         yield Figure(
             figure,
-            f"{name}: test {by.name} after each epoch, the mean over seeds and the band that they"
-            " span.",
+            f"{name}: test {by.name} after each epoch, mean over seeds and the band they span.",
             f"Line chart of test {by.name} over epochs, {name}; at the end {ends}.",
         )
 
@@ -207,17 +207,17 @@ def _memory(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
     small = [name for name, of in schedules.items() if rows(of.layout)[1] <= _ROWS]
     for k in range(0, len(small), _GRIDS):
         drawn = small[k : k + _GRIDS]
+        names = ", ".join(drawn)
         yield Figure(
             draw([schedules[name] for name in drawn]),
-            f"{', '.join(drawn)}: the stage that each rank runs in each slot of three training"
-            " steps, above the activations that all ranks together keep.",
-            f"Grids of {', '.join(drawn)}, over their activation memory.",
+            f"{names}: the stage that each rank runs in each slot of three training steps, above"
+            " the activations that all ranks together keep.",
+            f"Grids of {names}, over their activation memory.",
         )
     table = []
     for name, schedule in schedules.items():
         steady, n = steady_state(schedule), schedule.n_stages
         mean_late, most_late = schedule.mean_staleness, schedule.max_staleness
-        late = {"staleness_mean": mean_late, "staleness_max": most_late}
         table.append(
             {
                 "schedule": name,
@@ -226,7 +226,7 @@ def _memory(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
                 "ranks": str(schedule.n_ranks),
                 "peak, all ranks": f"{steady.peak_activations / n:.4g}",
                 "peak, fullest rank": f"{max(map(max, steady.activations)) / n:.4g}",
-                **staleness_cells(late),
+                **staleness_cells({"staleness_mean": mean_late, "staleness_max": most_late}),
             }
         )
     yield Table(
@@ -247,14 +247,11 @@ def _communication(groups: Sequence[Group], schedules: Mapping[str, "Schedule"])
         messages = sum(rank.messages for slot in steady.traffic for rank in slot)
         cells = {"mean in a slot": f"{mean(sent):.4g}", "largest in a slot": f"{max(sent):.4g}"}
         rows.append({"schedule": name} | cells | {"messages a step": str(messages)})
-    if rows:
-        yield Table(
-            rows,
-            "What all ranks together send in a slot of the steady state, in stages' parameters,"
-            " and the messages of one training step.",
-        )
-    else:
-        yield Text("No run has a schedule.")
+    about = (
+        "What all ranks together send in a slot of the steady state, in stages' parameters, and the"
+        " messages of one training step."
+    )
+    yield Table(rows, about) if rows else Text("No run has a schedule.")
     for group in groups:
         # One run shows how all of them ran.
         if run := next((run for run in group.runs if run.ranks), None):
@@ -275,21 +272,17 @@ def _communication(groups: Sequence[Group], schedules: Mapping[str, "Schedule"])
 
 def _commands(runs: Sequence[Run]) -> Iterator[Block]:
     """Each command once, with the runs that it made and where they ran."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for run in runs:
-        if isinstance(command := run.provenance.get("command"), str):
-            found.setdefault((strip_folders(command), _origin(run)), []).append(run)
+        source = run.provenance
+        if isinstance(command := source.get("command"), str):
+            commit, mark, _ = str(source.get("commit")).partition("+")  # + if changed since
+            versions = [f"{k} {v}" for k, v in (source.get("versions") or {}).items()]
+            parts = [f"commit {commit[:10]}{mark}", *versions, str(source.get("device"))]
+            found.setdefault((strip_folders(command), ", ".join(parts)), []).append(str(run.folder))
     if not found:
         yield Text("No run has a command.")
     for (command, origin), same in found.items():
-        folders = [*dict.fromkeys(str(run.folder) for run in same)]
-        more = f" and {len(folders) - 1} more" if len(folders) > 1 else ""
-        yield Command(command, f"{count(len(same), 'run')} in {folders[0]}{more}; {origin}")
-
-
-def _origin(run: Run) -> str:
-    """Commit (with + if the code was changed since), versions and device."""
-    source = run.provenance
-    commit, mark, _ = str(source.get("commit")).partition("+")
-    versions = [f"{k} {v}" for k, v in (source.get("versions") or {}).items()]
-    return ", ".join([f"commit {commit[:10]}{mark}", *versions, str(source.get("device"))])
+        first, *others = dict.fromkeys(same)
+        more = f" and {len(others)} more" if others else ""
+        yield Command(command, f"{count(len(same), 'run')} in {first}{more}; {origin}")

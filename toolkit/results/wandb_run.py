@@ -178,9 +178,9 @@ def track(
         config: the run's options; their ``tracking`` are those of TrackingOptions.
         folder: folder of its results; W&B's files go to ``folder/wandb``.
         device: the device in words.
-        name: name of the run, unless the configuration has one.
+        name: name of the run, unless the options have one.
         job_type: the experiment.
-        group: group of the run, unless the configuration has one.
+        group: group of the run, unless the options have one.
         resume: continue the run that was tracked before in this folder, if there is one.
         own: the run's own folder, if several runs share ``folder``.
         here: whether this process tracks.
