@@ -1,4 +1,4 @@
-"""A comparison that goes on has the runs of before, and trains as they were trained."""
+"""A resumed comparison has its earlier runs, and trains as they were trained."""
 
 import re
 from math import nan
@@ -47,7 +47,7 @@ def test_runs_are_read_as_they_were_kept(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"optimizer": {"lr": 0.2}}, "optimizer.lr=0.2 (was 0.1)"),
         ({"epochs": 3}, "epochs=3 (was 2)"),
@@ -59,8 +59,8 @@ def test_runs_are_read_as_they_were_kept(folder):
         ),
     ],
 )
-def test_other_options_are_refused(folder, change, told):
-    with pytest.raises(UserError, match=re.escape(told)):
+def test_other_options_are_refused(folder, change, expected):
+    with pytest.raises(UserError, match=re.escape(expected)):
         ended_before(folder, options(**change))
 
 

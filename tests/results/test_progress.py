@@ -86,7 +86,7 @@ def test_evaluation_is_not_time_of_a_step(capsys, clock):
 
 
 def test_a_resumed_run_continues_where_it_was(capsys, clock):
-    """In the midst of the third of four epochs, after a run of one epoch."""
+    """In the middle of the third of four epochs, after a run of one epoch."""
     with Progress(5, interval=0) as bar:
         train(bar, range(4), clock=clock)
         bar.ended(1)
