@@ -43,6 +43,7 @@ def main(config: DictConfig) -> Ended:
         plain,
         rule_config,
     )
+    from toolkit.format import count
     from toolkit.results.comparison import before, select_runs, train_all, try_keep_runs
     from toolkit.results.provenance import resume_command
     from toolkit.training import StoppedError, TrainingRun
@@ -56,8 +57,11 @@ def main(config: DictConfig) -> Ended:
     world = join_world(config, next(iter(rules.values())))
     options = plain(config)
     runs, begun = before(options, folder, world)
-    notes = resumed(len(select_runs(options, runs)), len(runs))
-    notes += different_batches(rules, config.batch)
+    notes, n_ended = different_batches(rules, config.batch), len(select_runs(options, runs))
+    if n_more := len(runs) - n_ended:
+        notes.insert(0, f"runs.csv has {n_more} more, of other rules or seeds")
+    if n_ended:
+        notes.insert(0, f"resumed: {count(n_ended, 'run')} had ended before, and take no seconds")
     if is_rank_zero():
         for note in notes:
             print(f"note: {note}")
@@ -154,15 +158,6 @@ staleness: steps by which weights are late, over stages and micro-batches
 peak activations: all workers together, in micro-batches; 1 is all activations of one
 traffic: all workers together, in stages' parameters
 """
-
-
-def resumed(n_ended: int, n_kept: int) -> list[str]:
-    """Notes on runs that had ended before: ``n_ended`` that count, of ``n_kept`` in the folder."""
-    runs = f"{n_ended} run{'s' * (n_ended > 1)}"
-    notes = [f"resumed: {runs} had ended before, and take no seconds"] if n_ended else []
-    if n_kept > n_ended:
-        notes.append(f"runs.csv has {n_kept - n_ended} more, of other rules or seeds")
-    return notes
 
 
 def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:

@@ -93,7 +93,7 @@ checkpoint=[9] | stage 9 in checkpoint
 checkpoint=3 | checkpoint.* 3
 clip=1 clip_by=model | clip_by=stage
 diagnostics=1 runtime.order=scheduled | order=grouped
-ema=2 | ema .* got 2.0
+ema=2 | ema: got 2.0
 """
 
 
