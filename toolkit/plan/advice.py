@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 from math import isfinite, isnan
 from shlex import quote
+from typing import TYPE_CHECKING
 
 from toolkit.format import plus_minus, size
-from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 from toolkit.training.data.tokens import BYTES
+
+if TYPE_CHECKING:
+    from toolkit.plan.findings import Pilot, RuleFindings, TrainingFindings
 
 WORTH = 0.05  # least share of a training step that justifies stale weights
 TOLERANCE = 1.0  # points of accuracy that the interval may reach below 0 without longer runs
@@ -44,7 +47,7 @@ class Advice:
         return "\n".join([*lines, "Next command:", self.command])
 
 
-def advise(found: Pilot) -> Advice:
+def advise(found: "Pilot") -> Advice:
     """Derive the advice from ``found``.
 
     Accuracy decides first: CDP-v2 is refused if it diverges or loses accuracy. Then it has to gain
@@ -62,7 +65,7 @@ def advise(found: Pilot) -> Advice:
     return Advice(choice, tuple(reasons), watch, back, _command(found, choice))
 
 
-def _decide(found: Pilot) -> tuple[str, list[str]]:
+def _decide(found: "Pilot") -> tuple[str, list[str]]:
     trained = found.training
     if found.n_stages < 2:
         return STAY, [
@@ -90,7 +93,7 @@ def _decide(found: Pilot) -> tuple[str, list[str]]:
     return ADOPT if sure else TRY, [*gains, *others, _accuracy(found)]
 
 
-def _gains(found: Pilot) -> tuple[list[str], list[str]]:
+def _gains(found: "Pilot") -> tuple[list[str], list[str]]:
     """What CDP-v2 gains on the user's machines, and the remarks where it gains nothing."""
     gains, others = [], []
     dp, v2 = found.of("DP"), found.of("CDP-v2")
@@ -126,7 +129,7 @@ def _gains(found: Pilot) -> tuple[list[str], list[str]]:
     return gains, others
 
 
-def _accuracy(found: Pilot) -> str:
+def _accuracy(found: "Pilot") -> str:
     trained = found.training
     if trained is None:
         return f"accuracy: not measured, since {found.untrained}"
@@ -146,13 +149,13 @@ def _accuracy(found: Pilot) -> str:
     return f"accuracy: {_difference(trained)}; {excluded}"
 
 
-def _difference(trained: TrainingFindings) -> str:
+def _difference(trained: "TrainingFindings") -> str:
     estimate = trained.difference
     points = plus_minus(estimate.mean, estimate.half_width, "+", decimals=1)
     return f"CDP-v2 is {points} points from DP after {trained.n_steps} training steps"
 
 
-def _watch(found: Pilot) -> tuple[str, ...]:
+def _watch(found: "Pilot") -> tuple[str, ...]:
     trained, cosine, ratio = found.training, "not measured here", "not measured here"
     if trained and trained.learned:
         cosine, ratio = f"{trained.cosine:.2f} here", f"{trained.loss_ratio:.2f} here"
@@ -166,7 +169,7 @@ def _watch(found: Pilot) -> tuple[str, ...]:
     )
 
 
-def _roll_back(found: Pilot, choice: str) -> tuple[str, ...]:
+def _roll_back(found: "Pilot", choice: str) -> tuple[str, ...]:
     bound = f"if the loss is not finite, or {_guard_factor(found):g} times that of the first steps"
     guard = f"guard=rollback returns to the last checkpoint and continues with DP {bound}"
     if found.placement == "per_stage":
@@ -184,7 +187,7 @@ def _roll_back(found: Pilot, choice: str) -> tuple[str, ...]:
     )
 
 
-def _guard_factor(found: Pilot) -> float:
+def _guard_factor(found: "Pilot") -> float:
     """Twice the highest loss ratio of a healthy run, at least 2; 10 where none was seen."""
     trained = found.training
     if trained is None or not trained.learned or not isfinite(trained.highest):
@@ -192,7 +195,7 @@ def _guard_factor(found: Pilot) -> float:
     return max(2.0, round(2 * trained.highest, 1))
 
 
-def _command(found: Pilot, choice: str) -> str:
+def _command(found: "Pilot", choice: str) -> str:
     """Command that trains by the advice, or compares where accuracy is not known yet."""
     data = "data=MY_DATA"
     if found.samples == "sequences" and found.n_classes == BYTES:
@@ -227,6 +230,6 @@ def _command(found: Pilot, choice: str) -> str:
     return f"{start} {rule} {options}"
 
 
-def _need(found: Pilot, rule: RuleFindings) -> str:
+def _need(found: "Pilot", rule: "RuleFindings") -> str:
     peak, memory = found.tightest(rule)
     return f"{size(peak)} of {size(memory)}"

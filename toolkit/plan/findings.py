@@ -12,6 +12,7 @@ from toolkit.cost import Costs, Hardware, simulate
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import check_choice
 from toolkit.format import duration, size
+from toolkit.plan.advice import Advice, advise
 from toolkit.results import Estimate
 from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import schedule_of
@@ -20,7 +21,6 @@ from toolkit.schedule.steady import steps_to_time
 if TYPE_CHECKING:
     import pandas as pd
 
-    from toolkit.plan.advice import Advice
 
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
 
@@ -174,10 +174,8 @@ class Pilot:
         return any(isfinite(self.tightest(found)[1]) for found in self.rules)
 
     @cached_property
-    def advice(self) -> "Advice":
+    def advice(self) -> Advice:
         """What follows from the findings."""
-        from toolkit.plan.advice import advise
-
         return advise(self)
 
     @property
