@@ -38,7 +38,7 @@ def main(config: DictConfig) -> None:
     from toolkit.model import partition
     from toolkit.results import describe, write_result
     from toolkit.schedule import labels
-    from toolkit.schedule.steady import steps_to_time
+    from toolkit.schedule.steady_state import steps_to_time
     from toolkit.training import pick_device
 
     start = time.perf_counter()

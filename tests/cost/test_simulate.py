@@ -15,7 +15,7 @@ from toolkit.cost import UNIT, Hardware, StageCost, recomputing, simulate, unit_
 from toolkit.cost.timeline import INPUTS
 from toolkit.errors import UserError
 from toolkit.schedule import PLACEMENTS, STATES, Action, Schedule, catalog, paper_table
-from toolkit.schedule.steady import footprint, steps_to_time
+from toolkit.schedule.steady_state import footprint, steps_to_time
 
 # A message of 4 bytes takes 2.5 seconds, of 6 bytes 3.5.
 SLOW = Hardware("slow", 1.0, memory_bandwidth=inf, link_bandwidth=2.0, link_latency=0.5)

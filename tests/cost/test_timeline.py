@@ -13,7 +13,7 @@ from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Change, Span, Timeline, simulate, unit_costs
 from toolkit.cost.timeline import LANES
 from toolkit.schedule import catalog, steady_state
-from toolkit.schedule.steady import steps_to_time
+from toolkit.schedule.steady_state import steps_to_time
 
 
 def timeline(spans=(), changes=(), n_ranks=2, step_ends=(1.0,)):

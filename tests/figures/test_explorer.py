@@ -21,7 +21,7 @@ from toolkit.figures.explorer.controls import cost_sources, hardware_presets
 from toolkit.figures.explorer.inspection import analyse, predict, texts
 from toolkit.figures.explorer.page import draw, explored, frame_of, steps
 from toolkit.schedule import RandomDelay, steady_state
-from toolkit.schedule.steady import footprint
+from toolkit.schedule.steady_state import footprint
 
 OURS = Choice(OWN, orders=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
 CHOICES = [

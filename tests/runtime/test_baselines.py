@@ -24,7 +24,7 @@ from toolkit.model import partition
 from toolkit.runtime import SingleProcess, StepOptions, by_name, join
 from toolkit.runtime.baselines import DDP, FSDP, DelayedAllReduce, TorchPipelining, fsdp
 from toolkit.runtime.baselines.ddp import Chain
-from toolkit.runtime.baselines.pipelining import rank_orders
+from toolkit.runtime.baselines.torch_pipelining import rank_orders
 from toolkit.runtime.process_group.launch import launch
 from toolkit.schedule import RandomDelay, Schedule, catalog
 from toolkit.training import optimizers

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, catalog, steady_state, timing
-from toolkit.schedule.steady import belongs_to
+from toolkit.schedule.steady_state import belongs_to
 
 RULES = {
     "DP": catalog.data_parallel,

@@ -9,7 +9,7 @@ from tests.schedule.strategies import programs, quick
 from tests.schedule.test_verify import before, drop, find, put, refusal, twice
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Schedule, catalog
-from toolkit.schedule.steady import footprint
+from toolkit.schedule.steady_state import footprint
 
 SIZES = range(2, 9)
 PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]

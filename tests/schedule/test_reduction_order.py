@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.schedule.strategies import matrices, quick, random_delays, schedules, shifted
 from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Schedule, catalog, steady_state, timing
-from toolkit.schedule.steady import footprint
+from toolkit.schedule.steady_state import footprint
 
 SIZES = range(2, 17)
 SIZED = [*((n, n) for n in SIZES), (2, 4), (3, 6), (4, 8), (5, 15)]

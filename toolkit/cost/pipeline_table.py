@@ -12,7 +12,7 @@ from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import unit_costs
 from toolkit.errors import UserError, whole
 from toolkit.schedule import Schedule, catalog
-from toolkit.schedule.steady import footprint, steps_to_time
+from toolkit.schedule.steady_state import footprint, steps_to_time
 
 
 @dataclass(frozen=True)

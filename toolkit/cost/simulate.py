@@ -41,7 +41,7 @@ from toolkit.schedule import Action, Buffer, Instruction, Program
 from toolkit.schedule.instruction import collector_paused
 from toolkit.schedule.program import traffic_of
 from toolkit.schedule.replay import replay
-from toolkit.schedule.steady import steady_steps
+from toolkit.schedule.steady_state import steady_steps
 
 
 def simulate(

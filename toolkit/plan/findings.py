@@ -16,7 +16,7 @@ from toolkit.plan.advice import Advice, advise
 from toolkit.results import Estimate
 from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import schedule_of
-from toolkit.schedule.steady import steps_to_time
+from toolkit.schedule.steady_state import steps_to_time
 
 if TYPE_CHECKING:
     import pandas as pd

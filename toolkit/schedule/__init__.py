@@ -6,7 +6,7 @@ from toolkit.schedule.placement import CHAINS, PLACEMENTS, Assigned, Placement
 from toolkit.schedule.program import Program
 from toolkit.schedule.schedule import STATES, Schedule, labels
 from toolkit.schedule.staleness import FRESHEST, RandomDelay
-from toolkit.schedule.steady import SteadyState, steady_state
+from toolkit.schedule.steady_state import SteadyState, steady_state
 from toolkit.schedule.timing import Timing
 
 __all__ = [

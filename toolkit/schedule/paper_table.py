@@ -13,7 +13,7 @@ from functools import partial
 from toolkit.errors import whole
 from toolkit.schedule import catalog
 from toolkit.schedule.schedule import Schedule
-from toolkit.schedule.steady import Footprint, footprint
+from toolkit.schedule.steady_state import Footprint, footprint
 
 _METHODS = {catalog.METHODS[k].label: catalog.METHODS[k] for k in ("dp", "cdp_v1", "cdp_v2")}
 RULES = tuple(_METHODS)

@@ -19,7 +19,7 @@ from toolkit.schedule import (
 )
 from toolkit.schedule.dependencies import needs
 from toolkit.schedule.program import units_sent
-from toolkit.schedule.steady import steps_to_time
+from toolkit.schedule.steady_state import steps_to_time
 
 if TYPE_CHECKING:
     from toolkit.cost import Hardware, StageCost, Timeline

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.runtime.baselines.ddp import DDP as DDP
-    from toolkit.runtime.baselines.delayed import DelayedAllReduce as DelayedAllReduce
+    from toolkit.runtime.baselines.delayed_allreduce import DelayedAllReduce as DelayedAllReduce
     from toolkit.runtime.baselines.fsdp import FSDP as FSDP
-    from toolkit.runtime.baselines.pipelining import TorchPipelining as TorchPipelining
+    from toolkit.runtime.baselines.torch_pipelining import TorchPipelining as TorchPipelining
 
 _MODULES = {
     "DDP": "ddp",

@@ -17,7 +17,7 @@ from toolkit.runtime.process_group.launch import report
 from toolkit.schedule import Buffer, Program
 from toolkit.schedule.paper_table import RULES, SETTINGS
 from toolkit.schedule.program import traffic_of
-from toolkit.schedule.steady import belongs_to, footprint, settled_steps, steady_slots
+from toolkit.schedule.steady_state import belongs_to, footprint, settled_steps, steady_slots
 
 _PARAMETERS = (Buffer.GRADIENT, Buffer.WEIGHTS)
 

@@ -25,7 +25,7 @@ from toolkit.schedule import (
     steady_state,
 )
 from toolkit.schedule.program import received_of, traffic_of
-from toolkit.schedule.steady import (
+from toolkit.schedule.steady_state import (
     Footprint,
     footprint,
     settled_steps,
