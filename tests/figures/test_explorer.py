@@ -19,7 +19,7 @@ from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.choice import METHODS, OWN, choice_of
 from toolkit.figures.explorer.controls import cost_sources, hardware_presets
 from toolkit.figures.explorer.inspection import analyse, predict, texts
-from toolkit.figures.explorer.page import draw, explored, frame_of, steps
+from toolkit.figures.explorer.page import draw, frame_of, steps
 from toolkit.schedule import RandomDelay, steady_state
 from toolkit.schedule.steady_state import footprint
 
@@ -284,14 +284,6 @@ def test_widgets_load_with_the_explorer_only():
 def test_a_schedule_is_found_among_the_choices(choice):
     schedule = choice.build()
     assert choice_of(schedule).build() == schedule
-
-
-def test_a_part_of_another_page_has_its_look_with_it():
-    html = explored([Choice("dp", 2, 2), Choice("cdp_v2", 2, 2)])
-    assert html.startswith("<style>")
-    assert html.count("<h3>") == 2
-    assert "body {" not in html
-    assert "<script" not in html
 
 
 def test_costs_of_models_by_name_are_made_when_they_are_asked_for():

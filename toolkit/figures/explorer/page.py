@@ -6,9 +6,8 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
 
-from toolkit.cost import UNIT, unit_costs
 from toolkit.figures.explorer.choice import Choice
-from toolkit.figures.explorer.inspection import Analysis, Number, analyse, predict, texts
+from toolkit.figures.explorer.inspection import Analysis, Number, texts
 from toolkit.figures.schedule_figure import Cell, cells
 from toolkit.schedule import Action, Schedule
 from toolkit.schedule.grid import rows
@@ -209,14 +208,3 @@ def standalone(title: str, body: str) -> str:
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'</head><body style="margin:16px">{body}</body></html>'
     )
-
-
-def explored(choices: Sequence[Choice]) -> str:
-    """HTML without script: drawings side by side, with key numbers of uniform stages.
-
-    Raises:
-        UserError: a choice is impossible.
-    """
-    analyses = [analyse(choice, 3) for choice in choices]
-    shown = [(a, predict(a, unit_costs(a.schedule.n_stages), UNIT)) for a in analyses]
-    return side_by_side(panes(shown, in_slots=True))
