@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "DDP": "ddp",
-    "DelayedAllReduce": "delayed",
+    "DelayedAllReduce": "delayed_allreduce",
     "FSDP": "fsdp",
-    "TorchPipelining": "pipelining",
+    "TorchPipelining": "torch_pipelining",
 }
 
 

@@ -28,7 +28,7 @@ class MeasuredRow:
 
     setting: str
     rule: str
-    measured: dict[str, Fraction]  # in the units of schedule.steady.Footprint
+    measured: dict[str, Fraction]  # in the units of schedule.steady_state.Footprint
     differences: dict[str, tuple[Any, Any]]  # (counted, measured), or cells that differ
     measurements: Measurements
 
