@@ -62,7 +62,10 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
-        """Return a machine of ``conf/hardware``, for example ``a100_nvlink``.
+        """Return a machine of ``conf/hardware``.
+
+        Args:
+            name: of its file, for example ``a100_nvlink``.
 
         Raises:
             UserError: the name is unknown, or the repository's ``conf`` is missing.
@@ -81,7 +84,11 @@ class Hardware:
         return self.memories[rank] if rank < len(self.memories) else self.memory
 
     def roofline(self, work: Work) -> float:
-        """Return the seconds of one kernel: the larger of arithmetic and memory traffic."""
+        """Return the seconds of one kernel: the larger of arithmetic and memory traffic.
+
+        Args:
+            work: floating-point operations, and bytes read and written.
+        """
         flops = self.flops_in_16_bits if work.in_16_bits else None
         return max(work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth)
 
@@ -90,7 +97,12 @@ class Hardware:
         return self.link_latency + n_bytes / self.link_bandwidth
 
     def all_reduce(self, n_bytes: float, n_ranks: int) -> float:
-        """Return the seconds of a ring all-reduce: 2(n-1) rounds of 1/n of the bytes."""
+        """Return the seconds of a ring all-reduce: 2(n-1) rounds of 1/n of the bytes.
+
+        Args:
+            n_bytes: of the tensor on each rank.
+            n_ranks: n.
+        """
         return rounds(Action.ALL_REDUCE, n_ranks) * self.message(n_bytes / n_ranks)
 
     def tree(self, n_bytes: float, n_ranks: int) -> float:

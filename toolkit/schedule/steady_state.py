@@ -114,7 +114,11 @@ def steady_slots(schedule: Schedule, step: int) -> slice:
 def steady_state(schedule: Schedule) -> SteadyState:
     """One period of ``schedule``, once every older step has ended and before the last begins.
 
-    Where delays are random, traffic is that of one step as it was drawn; other steps differ.
+    Args:
+        schedule: any; if its delays are random, traffic is that of one step as it was drawn.
+
+    Returns:
+        activations and traffic by slot and rank, and the most weights of each rank, in stages.
     """
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
