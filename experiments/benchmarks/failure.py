@@ -131,6 +131,7 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
                 _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
                 done.place = victim.place
                 return
+        shutil.copy(output, output_folder() / f"{done.fault}_{done.round}_start.log")
     done.problems.append("training did not begin, or ended before the fault")
 
 

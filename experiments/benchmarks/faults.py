@@ -40,18 +40,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 START_TOGETHER = """\
 import os, pathlib, runpy, sys, time
+del sys.argv[0]
+runpy.run_path(sys.argv[0])
 here = pathlib.Path(__file__).with_name("here")
 here.mkdir(exist_ok=True)
-def hook(event, _):
-    if event == "socket.connect":
-        (here / os.environ["RANK"]).touch()
-        while len(os.listdir(here)) < int(os.environ["WORLD_SIZE"]):
-            time.sleep(0.01)
-sys.addaudithook(hook)
-del sys.argv[0]
+(here / os.environ["RANK"]).touch()
+while len(os.listdir(here)) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script whose ranks wait until all are about to connect, before any time-out counts."""
+"""Runs a script once all ranks have imported what it needs, so that this takes no time-out."""
 
 
 class Job:
@@ -117,17 +115,18 @@ def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float)
     """
     ranks: list[Rank] = []
     end = time.monotonic() + patience
-    with contextlib.suppress(RuntimeError):  # the store is gone, and so is the job
-        while job.status is None and time.monotonic() < end:
-            with contextlib.suppress(OSError):  # nobody listens yet
-                if not ranks:
-                    socket.create_connection(("localhost", port), 1).close()
-                    store = TCPStore("localhost", port, None, False, timedelta(seconds=patience))
-                    ranks = _known_ranks(PrefixStore("watch", store), n_ranks)
-            steps = [rank.status.read().step for rank in ranks]
-            if ranks and all(now is not None and now >= step for now in steps):
-                return ranks
-            time.sleep(_LOOK)
+    store = None
+    while job.status is None and time.monotonic() < end:
+        # Nobody listens yet, or the job has just failed and its store with it.
+        with contextlib.suppress(OSError, RuntimeError):
+            if store is None:
+                socket.create_connection(("localhost", port), 1).close()
+                store = TCPStore("localhost", port, None, False, timedelta(seconds=1))
+            ranks = ranks or _known_ranks(PrefixStore("watch", store), n_ranks)
+        steps = [rank.status.read().step for rank in ranks]
+        if ranks and all(now is not None and now >= step for now in steps):
+            return ranks
+        time.sleep(0.1)  # the ranks need the store themselves
     return []
 
 
