@@ -282,7 +282,7 @@ def test_what_is_sent_is_received(action, n):
 
 
 def test_the_root_of_a_tree():
-    """Of four it sends to two, the second of which sends on; and the other way round."""
+    """A root of four ranks sends to two, and one of these to the fourth; a reduction reversed."""
     ranks = (2, 0, 1, 3)
     broadcast, reduction = (collective(a, ranks) for a in (Action.BROADCAST, Action.REDUCE))
     assert [traffic_of(broadcast, rank).messages for rank in ranks] == [2, 1, 0, 0]

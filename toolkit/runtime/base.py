@@ -3,7 +3,8 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, TypedDict
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,7 @@ from toolkit.schedule import Schedule
 Steps = Generator[StepResult, None, None]
 
 
-class Common(TypedDict, total=False):
-    """Keyword arguments that every runtime passes on to :class:`Runtime`."""
-
-    lr_scheduler: MakeScheduler | None
-    seed: int
-    options: StepOptions
-
-
+@dataclass(eq=False, repr=False)
 class Runtime(ABC):
     """Trains a model on global batches, as one of ``n_ranks`` processes that make the same calls.
 
@@ -46,10 +40,8 @@ class Runtime(ABC):
             advances with each update of the stage.
         seed: seed of the model's random draws in training, such as dropout.
         options: how stages compute and update.
-        world: the ranks; those of this job by default. Unused in a single process.
 
     Attributes:
-        world: the processes that train together; None for a single process.
         steps_done: number of training steps so far.
         distributed: whether each rank of the schedule is a process of its own.
 
@@ -57,52 +49,49 @@ class Runtime(ABC):
         UserError: stages, schedule, optimizer, loss, options and ranks do not fit together.
     """
 
-    world: World | None = None
-    distributed = True
+    stages: Stages
+    schedule: Schedule
+    optimizer: MakeOptimizer
+    loss: Loss
+    _: KW_ONLY
+    lr_scheduler: MakeScheduler | None = None
+    seed: int = 0
+    options: StepOptions = PLAIN
+
+    distributed = False
     _overlaps = False  # whether the last updates are complete only when a run is exhausted
     _way_out = "load a state"
     _whole_step = False  # whether all gradients of a step are known before its first update
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        lr_scheduler: MakeScheduler | None = None,
-        seed: int = 0,
-        options: StepOptions = PLAIN,
-        world: World | None = None,
-    ) -> None:
-        _check_arguments(stages, schedule, optimizer, loss, options)
-        self.check_schedule(schedule)
-        self.stages = stages
-        self.schedule = schedule
+    def __post_init__(self) -> None:
+        _check_arguments(self.stages, self.schedule, self.optimizer, self.loss, self.options)
+        self.check_schedule(self.schedule)
+        self._check_options()
         self.steps_done = 0
-        self._options, self._seed = options, seed
-        self._check_options(stages, schedule, options)  # before the ranks meet
-        if self.distributed:
-            self.world = _checked_world(world, stages, schedule)
-        self._makers = optimizer, lr_scheduler
-        self._loss = options.computed(_scalar(loss))
-        self._form = form_of(stages)
+        self._loss = self.options.computed(_scalar(self.loss))
+        self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
         self._updaters: Sequence[Updater] = ()  # of each stage
-        devices = {parameter.device for parameter in stages.model.parameters()}
+        devices = {parameter.device for parameter in self.stages.model.parameters()}
         self._device = devices.pop() if len(devices) == 1 else None
+
+    @property
+    def world(self) -> World | None:
+        """The processes that train together; None for a single process."""
+        return None
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
         """Raise UserError if the runtime cannot run ``schedule``; by default it runs any."""
         return
 
-    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
-        options.check(schedule, whole_step=self._whole_step)
+    def _check_options(self) -> None:
+        self.options.check(self.schedule, whole_step=self._whole_step)
 
     def _make_runners(self) -> list[StageRunner]:
+        makers = self.optimizer, self.lr_scheduler
         return [
-            StageRunner(stage, j, *self._makers, self._seed, self._options)
+            StageRunner(stage, j, *makers, self.seed, self.options)
             for j, stage in enumerate(self.stages)
         ]
 
@@ -305,6 +294,23 @@ class Runtime(ABC):
     @abstractmethod
     def _load(self, state: Mapping[str, Any]) -> None:
         """Take over a state that has been checked."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class OnRanks(Runtime):
+    """A runtime whose ranks are processes of their own.
+
+    Args:
+        world: the ranks; those of this job by default.
+    """
+
+    world: World = cast(World, None)  # the ranks are known once the arguments have been checked
+
+    distributed = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.world = _checked_world(self.world, self.stages, self.schedule)
 
 
 def _check_arguments(

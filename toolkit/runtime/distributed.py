@@ -1,35 +1,34 @@
 """One rank of a schedule's program, on torch.distributed: a process for each."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.errors import UserError, check_choice
-from toolkit.model import Stages
 from toolkit.model.analysis import differentiable, meta_copy
-from toolkit.runtime.base import Common, Runtime, Steps
+from toolkit.runtime.base import OnRanks, Steps
 from toolkit.runtime.executor import Executor
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout, Layouts, find_layouts
 from toolkit.runtime.message_transfer import Messages, groups_and_pairs, largest_chunk
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, Shape
-from toolkit.runtime.process_group.group import World
 from toolkit.runtime.rank import Rank
 from toolkit.runtime.stage import StageRunner, Values, leaves
 from toolkit.runtime.state import part_of
-from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer, Weights
+from toolkit.runtime.updater import Weights
 from toolkit.runtime.weight_store import WeightStore
-from toolkit.schedule import Program, Schedule
+from toolkit.schedule import Program
 
 _WINDOW = 50_000  # ops of the training steps that are lowered at once
 
 
-class Distributed(Runtime):
+@dataclass(eq=False, repr=False, kw_only=True)
+class Distributed(OnRanks):
     """Trains stages by a schedule, one process a rank.
 
     Every rank makes it with the same arguments, and calls the same methods in the same order;
@@ -64,43 +63,34 @@ class Distributed(Runtime):
         UserError: stages, schedule and ranks do not fit, or an option has no such value.
     """
 
-    world: World
+    record: int = 0
+    overlap: bool = True
+    chunk_mb: float | None = None
+    compression: str = "none"
+    per_machine: int = 0
+    pacing: bool = False
+
     _overlaps = True
     _way_out = "start the ranks again"  # since messages are still under way
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        world: World | None = None,
-        record: int = 0,
-        overlap: bool = True,
-        chunk_mb: float | None = None,
-        compression: str = "none",
-        pacing: bool = False,
-        per_machine: int = 0,
-        **common: Unpack[Common],
-    ) -> None:
-        check_choice("compression", compression, COMPRESSIONS)
-        if chunk_mb is not None and not 0 < chunk_mb < inf:
-            raise UserError(f"chunk_mb: got {chunk_mb}; expected MB above 0, such as 1 to 4")
-        if per_machine < 0:
-            raise UserError(f"per_machine: got {per_machine}; expected a number of ranks, or 0")
-        super().__init__(stages, schedule, optimizer, loss, world=world, **common)
+    def __post_init__(self) -> None:
+        check_choice("compression", self.compression, COMPRESSIONS)
+        if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
+            raise UserError(f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4")
+        if self.per_machine < 0:
+            raise UserError(
+                f"per_machine: got {self.per_machine}; expected a number of ranks, or 0"
+            )
+        super().__post_init__()
         self._updaters = self._runners = self._make_runners()
         self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         self._layouts: dict[Shape, Layouts] = {}
-        self._compressed = COMPRESSIONS[compression]
-        self._chunk_bytes = largest_chunk(chunk_mb, self.world.backend, paced=pacing)
-        self._overlap, self._paced, self._per_machine = overlap, pacing, per_machine
-        self._weight_store = WeightStore(self.world, stages, self.schedule, self._runners)
+        self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
+        self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
         self._meter = (
-            Meter(self.rank, self.world.device, self.world.common_moment()) if record else None
+            Meter(self.rank, self.world.device, self.world.common_moment()) if self.record else None
         )
-        self.record = self._to_record = record
+        self._to_record = self.record
         self.n_recorded = 0
 
     def _steps(self, source: BatchReader) -> Steps:
@@ -111,7 +101,7 @@ class Distributed(Runtime):
         end = self.steps_done + source.n_steps
         window = max(1, _WINDOW // len(self.schedule.timing.starts))
         with Messages(
-            self.world, layouts, self._chunk_bytes, paced=self._paced, per_machine=self._per_machine
+            self.world, layouts, self._chunk_bytes, paced=self.pacing, per_machine=self.per_machine
         ) as messages:
             while (left := end - self.steps_done) > 0:
                 length = min(window, left, self._to_record or left)
@@ -121,7 +111,7 @@ class Distributed(Runtime):
         feed.skip_to(self.steps_done)
 
     def _run(self, program: Program, feed: MicrobatchQueue, messages: Messages) -> Steps:
-        self.world.make_groups(*groups_and_pairs(program, self._per_machine))
+        self.world.make_groups(*groups_and_pairs(program, self.per_machine))
         held = self._weight_store.share(messages, program.first_step)
         runners, updaters = dict(enumerate(self._runners)), {j: self._runners[j] for j in self.own}
         rank = Rank(program, runners, updaters, self._weight_store.versions, self._loss, feed)
@@ -130,7 +120,7 @@ class Distributed(Runtime):
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
-        yield from Executor(rank, messages, program, meter, overlap=self._overlap).run()
+        yield from Executor(rank, messages, program, meter, overlap=self.overlap).run()
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
@@ -201,8 +191,9 @@ class Distributed(Runtime):
         if seen not in self._layouts:
             inputs = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in seen)
             device = self.world.device
-            with self._options.autocast(device):
-                layouts = find_layouts(self._skeletons, inputs, self._compressed, device)
+            compressed = COMPRESSIONS[self.compression]
+            with self.options.autocast(device):
+                layouts = find_layouts(self._skeletons, inputs, compressed, device)
             self._layouts[seen] = layouts
             if self.world.backend == "nccl":
                 self.world.watch.at("the first run of its stages")

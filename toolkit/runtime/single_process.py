@@ -2,20 +2,20 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from torch import nn
 
 from toolkit.errors import UserError, check_choice
-from toolkit.model import Stages
-from toolkit.runtime.base import Common, Runtime, Steps
+from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.grouped import Grouped
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
 from toolkit.runtime.rank import Payload, Rank
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import GradientSum, MakeOptimizer, Weights
+from toolkit.runtime.updater import GradientSum, Weights
 from toolkit.schedule import Action, Instruction, Program, Schedule
 from toolkit.schedule.replay import replay
 
@@ -23,6 +23,7 @@ ORDERS = ("grouped", "scheduled")
 _WINDOW = 64  # training steps lowered at once
 
 
+@dataclass(eq=False, repr=False)
 class SingleProcess(Runtime):
     """Trains stages by a schedule in this process.
 
@@ -48,29 +49,20 @@ class SingleProcess(Runtime):
     Source: the update rules (DP), (CDP-v1) and (CDP-v2) of arXiv 2403.08837, section 3.
     """
 
-    distributed = False
+    order: str = "grouped"
+    _: KW_ONLY
+    diagnostics: int = 0
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        order: str = "grouped",
-        *,
-        diagnostics: int = 0,
-        **common: Unpack[Common],
-    ) -> None:
-        check_choice("order", order, ORDERS)
-        if diagnostics < 0 or (diagnostics and order != "grouped"):
+    def __post_init__(self) -> None:
+        check_choice("order", self.order, ORDERS)
+        self._whole_step = self.order == "grouped"
+        self._overlaps = not self._whole_step
+        if self.diagnostics < 0 or (self.diagnostics and self._overlaps):
             raise UserError(
-                f"diagnostics: got {diagnostics} with order={order}; expected 0 or more steps with"
-                " order=grouped"
+                f"diagnostics: got {self.diagnostics} with order={self.order}; expected 0 or more"
+                " steps with order=grouped"
             )
-        self._whole_step = order == "grouped"
-        self._overlaps = order == "scheduled"
-        self._diagnostics = diagnostics
-        super().__init__(stages, schedule, optimizer, loss, **common)
+        super().__post_init__()
         self._updaters = self._runners = self._make_runners()
         self._versions: list[dict[int, Weights]] = [{0: r.newest()} for r in self._runners]
         self._engine = self._make_engine()
@@ -78,7 +70,7 @@ class SingleProcess(Runtime):
     def _make_engine(self) -> "Grouped | Scheduled":
         if self._overlaps:
             return Scheduled(self._runners, self.schedule, self._loss)
-        return Grouped(self._runners, self.schedule, self._loss, self._diagnostics)
+        return Grouped(self._runners, self.schedule, self._loss, self.diagnostics)
 
     def _module(self) -> nn.Module:
         return self.stages.model

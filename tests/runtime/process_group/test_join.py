@@ -212,7 +212,7 @@ def test_first_messages_over_gloo():
     ],
 )
 def test_gloo_takes_the_interface_of_nccl(monkeypatch, nccl, gloo, expected):
-    """Where that is one, and gloo has none of its own."""
+    """If it names one interface, and gloo's variable is not set."""
     monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
     for name, value in {"NCCL_SOCKET_IFNAME": nccl, "GLOO_SOCKET_IFNAME": gloo}.items():
         monkeypatch.delenv(name, raising=False)

@@ -2,59 +2,44 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.errors import UserError
-from toolkit.model import Stages
-from toolkit.runtime.base import Common, Runtime, Steps
+from toolkit.runtime.base import OnRanks, Steps
 from toolkit.runtime.microbatches import BatchReader, StepResult
-from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import load_model, part_of
-from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer, Updater, Weights
+from toolkit.runtime.updater import Updater, Weights
 from toolkit.schedule import RandomDelay, Schedule
 
 
-class OnRanks(Common, total=False):
-    """Keyword arguments that every baseline passes on to :class:`Runtime`."""
-
-    world: World | None
-
-
-class Baseline(Runtime):
+@dataclass(eq=False, repr=False, kw_only=True)
+class Baseline(OnRanks):
     """A runtime of torch's own, under this toolkit's interface.
 
     Every rank starts with the weights of rank 0.
 
     Args:
-        stages, schedule, optimizer, loss, common: as in ``Runtime``. The schedule is of a kind
-            that the baseline can run; each baseline lists the options that it takes.
+        schedule: of a kind that the baseline can run.
+        options: each baseline takes a few of them.
 
     Raises:
         UserError: stages, schedule, options and ranks do not fit.
     """
 
-    world: World
-    runtime: str  # name of the option
+    runtime: ClassVar[str]  # name of the option
     _all_save = False  # whether each rank saves the state of the stages that it updates
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        **common: Unpack[OnRanks],
-    ) -> None:
-        super().__init__(stages, schedule, optimizer, loss, **common)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._everyone = range(self.world.size)
         with self.world.watch.waiting("the first weights of rank 0", [0]):
-            for tensor in chain(stages.model.parameters(), stages.model.buffers()):
+            for tensor in chain(self.stages.model.parameters(), self.stages.model.buffers()):
                 dist.broadcast(tensor.data, 0, self.world.group)
         self._updaters = self._build()
 

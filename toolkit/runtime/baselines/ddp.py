@@ -5,8 +5,9 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Unpack
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from toolkit.errors import UserError, check_choice
 from toolkit.model import Stages
 from toolkit.model.trace import draws_at_random, in_training
-from toolkit.runtime.baselines.baseline import Baseline, OnRanks, check_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values, channels_last, drawing
-from toolkit.runtime.step_options import Loss, StepOptions
-from toolkit.runtime.updater import MakeOptimizer, Updater
+from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
 # Its newer name; the older one is deprecated there.
@@ -70,6 +70,7 @@ class Chain(nn.Module):
         return [norm for norm in norms if norm.running_mean is not None]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Synchronous(Baseline):
     """Rank m runs micro-batch m; the wrapper averages the gradients over the ranks.
 
@@ -77,20 +78,20 @@ class Synchronous(Baseline):
     statistics, which equals averaging them at each step.
     """
 
-    states: tuple[str, ...]
+    states: ClassVar[tuple[str, ...]]
 
     @classmethod
     def check_schedule(cls, schedule: Schedule) -> None:
         """Raise UserError unless ``schedule`` is data parallelism of delay 0."""
         check_data_parallel(schedule, cls.runtime, "dp", 0, cls.states)
 
-    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
-        options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
-        if options.precision == "fp16":
+    def _check_options(self) -> None:
+        self.options.check_only(self.runtime, "precision", "loss_scale", "channels_last")
+        if self.options.precision == "fp16":
             raise UserError(
                 f"runtime={self.runtime} takes no precision=fp16: use bf16, or runtime=distributed"
             )
-        for name, module in stages.model.named_modules():
+        for name, module in self.stages.model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
                     f"got {name}, a SyncBatchNorm; each micro-batch is normalised by its own"
@@ -98,9 +99,10 @@ class Synchronous(Baseline):
                 )
 
     def _build(self) -> Sequence[Updater]:
-        self._chain = Chain(self.stages, self._seed)
+        self._chain = Chain(self.stages, self.seed)
         self._wrapped = self._wrap(self._chain)
-        return [Updater(stage, *self._makers) for stage in self._chain.stages]
+        makers = self.optimizer, self.lr_scheduler
+        return [Updater(stage, *makers) for stage in self._chain.stages]
 
     @abstractmethod
     def _wrap(self, model: Chain) -> nn.Module:
@@ -112,9 +114,9 @@ class Synchronous(Baseline):
 
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         self._chain.at = step, self.rank
-        if self._options.channels_last:
+        if self.options.channels_last:
             inputs = tuple(channels_last(tensor) for tensor in inputs)
-        with self._in_forward(), self._options.autocast(self.world.device):
+        with self._in_forward(), self.options.autocast(self.world.device):
             outputs = self._wrapped(*inputs)
         loss = self._loss(outputs, targets)
         with self.world.watch.waiting("the gradients of all ranks", self._everyone):
@@ -133,12 +135,14 @@ class Synchronous(Baseline):
                 tensor.copy_(part)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DDP(Synchronous):
     """Data parallelism by torch's DistributedDataParallel.
 
     Args:
-        stages, schedule, optimizer, loss, common: as in ``Baseline``. The schedule is
-            ``catalog.data_parallel(n)``; only precision and memory format may be set.
+        stages, optimizer, loss, lr_scheduler, seed, world: as in ``Distributed``.
+        schedule: ``catalog.data_parallel(n)``.
+        options: only precision and memory format may be set.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
         bucket_mb: size of the messages, in MB.
         bucket_view: whether gradients are views into the messages, which saves their memory.
@@ -150,35 +154,27 @@ class DDP(Synchronous):
     runtime = "ddp"
     states = ("replicated",)
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        compression: str = "none",
-        bucket_mb: float = 25.0,
-        bucket_view: bool = False,
-        **common: Unpack[OnRanks],
-    ) -> None:
-        check_choice("compression", compression, _HOOKS)
-        if not bucket_mb > 0:
-            raise UserError(f"bucket_mb is a size above 0: got {bucket_mb}; torch's is 25")
-        self._hook = _HOOKS[compression]
-        # Buffers are not broadcast: they would change in place between forward and backward.
-        self._ddp_options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_mb,
-            "gradient_as_bucket_view": bucket_view,
-            _BUFFERS: False,
-        }
-        super().__init__(stages, schedule, optimizer, loss, **common)
+    compression: str = "none"
+    bucket_mb: float = 25.0
+    bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("compression", self.compression, _HOOKS)
+        if not self.bucket_mb > 0:
+            raise UserError(f"bucket_mb is a size above 0: got {self.bucket_mb}; torch's is 25")
+        super().__post_init__()
 
     def _wrap(self, model: Chain) -> nn.Module:
-        if self._options.channels_last:
+        if self.options.channels_last:
             model.to(memory_format=torch.channels_last)
         group = self.world.group
-        wrapped = DistributedDataParallel(model, process_group=group, **self._ddp_options)
-        if self._hook is not None:
-            wrapped.register_comm_hook(group, self._hook)
+        options: dict[str, Any] = {
+            "bucket_cap_mb": self.bucket_mb,
+            "gradient_as_bucket_view": self.bucket_view,
+            # Buffers would change in place between forward and backward.
+            _BUFFERS: False,
+        }
+        wrapped = DistributedDataParallel(model, process_group=group, **options)
+        if hook := _HOOKS[self.compression]:
+            wrapped.register_comm_hook(group, hook)
         return wrapped

@@ -1,26 +1,26 @@
 """Data parallelism whose gradients are summed during the next step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from toolkit.errors import check_choice
-from toolkit.model import Stages
 from toolkit.runtime.base import Steps
-from toolkit.runtime.baselines.baseline import Baseline, OnRanks, check_data_parallel
+from toolkit.runtime.baselines.baseline import Baseline, check_data_parallel
 from toolkit.runtime.message_layout import COMPRESSIONS, Layout
 from toolkit.runtime.microbatches import BatchReader, StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import Values, leaves, take_gradients
 from toolkit.runtime.state import loaded
-from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import GradientSum, MakeOptimizer, Updater, Weights
+from toolkit.runtime.updater import GradientSum, Updater, Weights
 from toolkit.schedule import Schedule
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DelayedAllReduce(Baseline):
     """Data parallelism whose all-reduce of step t runs while step t+1 computes.
 
@@ -32,8 +32,8 @@ class DelayedAllReduce(Baseline):
     and keeps the version before it, with which the next run starts.
 
     Args:
-        stages, schedule, optimizer, loss, common: as in ``Baseline``. The schedule is
-            ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
+        stages, optimizer, loss, lr_scheduler, seed, options, world: as in ``Distributed``.
+        schedule: ``catalog.cyclic(n, 1)``, or any other of a rank a micro-batch and delay 1.
         compression: ``none``, or ``fp16`` or ``bf16`` for the gradients' messages.
 
     Raises:
@@ -42,20 +42,12 @@ class DelayedAllReduce(Baseline):
 
     runtime = "delayed_allreduce"
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        compression: str = "none",
-        **common: Unpack[OnRanks],
-    ) -> None:
-        check_choice("compression", compression, COMPRESSIONS)
-        self._wire = COMPRESSIONS[compression]
+    compression: str = "none"
+
+    def __post_init__(self) -> None:
+        check_choice("compression", self.compression, COMPRESSIONS)
         self._under_way: list[list[_Message]] | None = None
-        super().__init__(stages, schedule, optimizer, loss, **common)
+        super().__post_init__()
 
     def _build(self) -> Sequence[Updater]:
         self._runners = self._make_runners()
@@ -95,11 +87,11 @@ class DelayedAllReduce(Baseline):
 
         def send(stage: int) -> None:
             if found := take_gradients(read[stage]):
-                messages[stage].append(_Message(found, self._wire, self.world))
+                messages[stage].append(_Message(found, COMPRESSIONS[self.compression], self.world))
 
         sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
-        (loss / self.n_ranks * self._options.scale).backward()
+        (loss / self.n_ranks * self.options.scale).backward()
         sending.finish()
         self._update(keep_old=False)
         self._read = [runner.newest() for runner in self._runners]

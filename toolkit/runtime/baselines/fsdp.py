@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Unpack, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,26 +14,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
-from toolkit.model import Stages
-from toolkit.runtime.baselines.baseline import OnRanks, Released
+from toolkit.runtime.baselines.baseline import Released
 from toolkit.runtime.baselines.ddp import Chain, Synchronous
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.stage import Values
 from toolkit.runtime.state import joined
-from toolkit.runtime.step_options import Loss
-from toolkit.runtime.updater import MakeOptimizer, Updater
-from toolkit.schedule import Schedule
+from toolkit.runtime.updater import Updater
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class FSDP(Synchronous):
     """Data parallelism with sharded state, by torch's fully_shard of each stage.
 
     While it trains, the model's own parameters are empty; :meth:`module` fills them.
 
     Args:
-        stages, schedule, optimizer, loss, common: as in ``Baseline``. The schedule is
-            ``catalog.data_parallel(n)``, its state sharded or not; only precision and memory format
-            may be set. FSDP cuts only contiguous weights, so ``channels_last`` is for images alone.
+        stages, optimizer, loss, lr_scheduler, seed, world: as in ``Distributed``.
+        schedule: ``catalog.data_parallel(n)``, its state sharded or not.
+        options: only precision and memory format may be set. FSDP cuts only contiguous weights, so
+            ``channels_last`` is for images alone.
         reshard: give back a stage's weights after its forward (ZeRO-3), or keep them until its
             backward (ZeRO-2).
         cpu_offload: keep each rank's share in the CPU's memory, and update it there.
@@ -45,33 +45,22 @@ class FSDP(Synchronous):
     states = ("replicated", "sharded")
     _all_save = True
 
-    def __init__(
-        self,
-        stages: Stages,
-        schedule: Schedule,
-        optimizer: MakeOptimizer,
-        loss: Loss,
-        *,
-        reshard: bool = True,
-        cpu_offload: bool = False,
-        **common: Unpack[OnRanks],
-    ) -> None:
-        self._reshard, self._cpu_offload = reshard, cpu_offload
-        super().__init__(stages, schedule, optimizer, loss, **common)
+    reshard: bool = True
+    cpu_offload: bool = False
 
     def _wrap(self, model: Chain) -> nn.Module:
         device = self.world.device
         self._check_no_gloo_on_gpus()
-        if self._cpu_offload and device.type == "cpu":
+        if self.cpu_offload and device.type == "cpu":
             raise UserError("cpu_offload=True keeps weights off the GPU: got device=cpu")
         self._whole = [dict(stage.named_parameters()) for stage in model.stages]
         self._released = Released(self.stages.model.parameters())
         group = dist.group.WORLD if self.world.group is None else self.world.group
         assert group is not None
         mesh = DeviceMesh.from_group(group, device.type)
-        policy = CPUOffloadPolicy() if self._cpu_offload else OffloadPolicy()
+        policy = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
         for module in (*model.stages, model):
-            reshard = self._reshard and module is not model
+            reshard = self.reshard and module is not model
             fully_shard(module, mesh=mesh, reshard_after_forward=reshard, offload_policy=policy)
         return model
 

@@ -19,14 +19,12 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from toolkit.errors import UserError
-from toolkit.model import Stages
 from toolkit.model.partition import Boundary
 from toolkit.runtime.baselines.baseline import Baseline, Released, describe
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.stage import StageRunner, Values
 from toolkit.runtime.state import load_model
-from toolkit.runtime.step_options import StepOptions
 from toolkit.runtime.updater import GradientSum, Updater
 from toolkit.schedule import Op, Schedule, pipeline_orders
 
@@ -51,14 +49,14 @@ class TorchPipelining(Baseline):
     runtime = "torch_pipelining"
     _all_save = True
 
-    def _check_options(self, stages: Stages, schedule: Schedule, options: StepOptions) -> None:
-        options.check_only(self.runtime, "precision")
-        if options.autocasts:
+    def _check_options(self) -> None:
+        self.options.check_only(self.runtime, "precision")
+        if self.options.autocasts:
             raise UserError(
-                f"runtime=torch_pipelining takes no precision={options.precision}: use fp32 or"
+                f"runtime=torch_pipelining takes no precision={self.options.precision}: use fp32 or"
                 " tf32, or runtime=distributed"
             )
-        for boundary in (tensor for crossing in stages.boundaries[1:] for tensor in crossing):
+        for boundary in (tensor for crossing in self.stages.boundaries[1:] for tensor in crossing):
             if not boundary.dtype.is_floating_point:
                 raise UserError(
                     "runtime=torch_pipelining sends a gradient back for every tensor that crosses"
