@@ -1,6 +1,7 @@
 """The world, without processes: which backend it takes, on GPUs that are made up."""
 
 import os
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -9,13 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
+from tests.ports import free_port
 from tests.thorough import thorough
 from toolkit.errors import UserError
 from toolkit.runtime import join, launch
 from toolkit.runtime.process_group import join as world
 from toolkit.runtime.process_group.group import World
+from toolkit.runtime.process_group.watch import EXIT_FAILED, Watch
 
 
 @pytest.fixture
@@ -221,3 +224,20 @@ def test_gloo_takes_the_interface_of_nccl(monkeypatch, nccl, gloo, expected):
     monkeypatch.setattr("os.environ", {**os.environ})
     world._choose_interface(None)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+
+
+def test_a_store_that_stops_to_answer_is_named(monkeypatch, capsys):
+    def silent(watch):
+        raise DistStoreError("wait timeout after 3000ms, keys: /watch/process/1\nmore")
+
+    place = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(Watch, "start", silent)
+    with pytest.raises(SystemExit) as ended:
+        join(device="cpu", timeout=3)
+    assert ended.value.code == EXIT_FAILED
+    where = f"rank 0 .* localhost:{place['MASTER_PORT']} within 3 s: wait timeout"
+    shown = capsys.readouterr().err
+    assert re.search(f"^error: {where}", shown, re.MULTILINE)
+    assert "more" not in shown

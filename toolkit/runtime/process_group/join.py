@@ -5,7 +5,8 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
 
@@ -74,10 +75,11 @@ def join(
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     on = _device(device, local_rank)
     enter_device(on)
-    store = _meet(rank, size, timeout, _gpu(on))
-    backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
-    watch = Watch(store, rank, size, timeout)
-    watch.start()
+    with _meeting(rank, timeout):
+        store = _meet(rank, size, timeout, _gpu(on))
+        backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
+        watch = Watch(store, rank, size, timeout)
+        watch.start()
     objects = None
     with watch.waiting("connections to all ranks", range(size)):
         dist.init_process_group(
@@ -182,26 +184,35 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
     return ("nccl" if n_gpus == len(gpus) else "gloo") if name == "auto" else name
 
 
+@contextmanager
+def _meeting(rank: int, timeout: float) -> Iterator[None]:
+    """End this rank with one sentence if the store of the ranks cannot be reached within."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
+        watching.announce(
+            f"rank {rank} cannot meet the others at {_where(timeout)}: {first_line(error)}; is"
+            " rank 0 running, and the port open?"
+        )
+        raise SystemExit(watching.EXIT_FAILED) from error
+
+
+def _where(timeout: float) -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
+
+
 def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
     """Return the store that all ranks share, once all have written their GPU to it."""
     # Like torch.distributed's env://, which does not name the ranks that are missing.
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     end = time.monotonic() + timeout
-    where = f"{host}:{port} within {timeout:g} s"
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        if not hosts:
-            _await_port(host, port, end)
-        patience = timedelta(seconds=timeout)
-        store: dist.Store = dist.TCPStore(
-            host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=hosts
-        )
-    except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
-        watching.announce(
-            f"rank {rank} cannot meet the others at {where}: {first_line(error)}; is rank 0"
-            " running, and the port open?"
-        )
-        raise SystemExit(watching.EXIT_FAILED) from error
+    if not hosts:
+        _await_port(host, port, end)
+    patience = timedelta(seconds=timeout)
+    store: dist.Store = dist.TCPStore(
+        host, port, None, hosts, patience, wait_for_workers=False, multi_tenant=hosts
+    )
     if (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         store = dist.PrefixStore(f"attempt_{attempt}", store)  # ignore earlier attempts' keys
     store.set(f"came/{rank}", gpu)
@@ -211,8 +222,8 @@ def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
         if late and time.monotonic() > end:  # the last may have come since the check above
             if store.add("missing", 1) == 1:
                 watching.announce(
-                    f"rank {', '.join(late)} has not come to {where}: look at its log, or start"
-                    " all ranks at the same time"
+                    f"rank {', '.join(late)} did not come to {_where(timeout)}: look at its log, or"
+                    " start all ranks at the same time"
                 )
             time.sleep(1)  # all have seen the store and the announcement before a rank leaves
             raise SystemExit(watching.EXIT_FAILED)
