@@ -99,12 +99,14 @@ def test_every_colour_is_named():
     assert named(schedules(catalog.data_parallel(2))) == whole[:2]
 
 
-def test_figures_of_their_own_can_share_scales():
+def test_columns_share_scales():
     """Memory of 2.5 is not drawn as high as memory of 4."""
     dp, cdp = catalog.data_parallel(4), catalog.cyclic(4)
-    alone, beside = (schedules(cdp, beside=others).axes for others in ([], [dp, cdp]))
-    assert alone[1].get_ylim()[1] < beside[1].get_ylim()[1] == schedules(dp).axes[1].get_ylim()[1]
-    assert schedules(dp, beside=[cdp]).axes[0].get_xlim() == (0, 30)
+    alone, together = schedules(cdp).axes, schedules([dp, cdp]).axes
+    limits = {axes.get_ylim()[1] for axes in together[2:]}
+    assert limits == {schedules(dp).axes[1].get_ylim()[1]}
+    assert alone[1].get_ylim()[1] < min(limits)
+    assert together[0].get_xlim() == (0, 30)
 
 
 @pytest.mark.parametrize(("shown", "got"), [([], "none"), ("cdp_v2", "'cdp_v2'"), ([4], "4")])

@@ -29,25 +29,20 @@ RULES = ("simultaneous", "cyclic", "sequential", "shifted", "split")
 DELAYS = ("freshest", "matrix", "list", "random", 1, 2, 3)
 
 
-def shifted(n_stages, offsets, period):
+def shifted(n_stages, offsets, period, backward=(Kind.BACKWARD,)):
     """Micro-batch m starts ``offsets[m]`` slots after the step, which may be steps later."""
     starts = {}
     for m, offset in enumerate(offsets):
         for j in range(n_stages):
             starts[Op(Kind.FORWARD, j, m)] = offset + j
-            starts[Op(Kind.BACKWARD, j, m)] = offset + 2 * n_stages - 1 - j
+            for k, kind in enumerate(backward, 2):
+                starts[Op(kind, j, m)] = offset + k * n_stages - 1 - j
     return Timing(starts, period)
 
 
 def split(n_stages, offsets, period):
     """As :func:`shifted`, the gradients of the parameters coming after those of the inputs."""
-    starts = {}
-    for m, offset in enumerate(offsets):
-        for j in range(n_stages):
-            starts[Op(Kind.FORWARD, j, m)] = offset + j
-            starts[Op(Kind.BACKWARD_INPUT, j, m)] = offset + 2 * n_stages - 1 - j
-            starts[Op(Kind.BACKWARD_WEIGHT, j, m)] = offset + 3 * n_stages - 1 - j
-    return Timing(starts, period)
+    return shifted(n_stages, offsets, period, (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
 
 
 @st.composite

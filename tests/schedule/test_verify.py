@@ -264,6 +264,26 @@ def test_a_gradient_counted_twice(program, data):
     assert "a micro-batch's gradient is counted twice" in message
 
 
+@pytest.mark.parametrize("action", [Action.REDUCE, Action.BROADCAST], ids=["reduce", "broadcast"])
+def test_a_collective_done_twice_by_all(action):
+    mutant = program = catalog.data_parallel(3, state="sharded").lower(2)
+    _, collective = find(program, lambda i: i.action == action)
+    for rank in collective.peers:
+        mutant = twice(mutant, rank, collective)
+    names_the_place(refusal(mutant))
+
+
+def test_newest_weights_that_are_freed():
+    """What training has made must be there at the end."""
+    program = catalog.cyclic(2).lower(1)
+    rank, update = find(program, lambda i: i.action == Action.UPDATE)
+    free = update._replace(action=Action.FREE, step=None, buffer=Buffer.WEIGHTS)
+    tick = program.ranks[rank][-1].tick
+    message = refusal(edit(program, rank, lambda own: own.append(free._replace(tick=tick))))
+    assert f"rank {rank}" in message.splitlines()[0]
+    assert f"stage {update.stage}" in message.splitlines()[0]
+
+
 def test_a_sum_handed_on_twice():
     mutant = program = catalog.cyclic(3).lower(1)
     rank, send = find(program, lambda i: i.action == Action.SEND)

@@ -38,9 +38,7 @@ class Cell(NamedTuple):
     instruction: Instruction
 
 
-def schedules(
-    shown: Schedule | Sequence[Schedule], n_steps: int = 3, *, beside: Sequence[Schedule] = ()
-) -> Figure:
+def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
     """One column a schedule: its grid, and below it the activations alive in each slot.
 
     A row is a rank; where one rank runs several ops at once, a row is a micro-batch. A cell
@@ -51,7 +49,6 @@ def schedules(
     Args:
         shown: what is drawn, from left to right.
         n_steps: training steps of each.
-        beside: schedules of other figures that share the scales.
 
     Raises:
         UserError: no schedule, or something else among them.
@@ -61,7 +58,7 @@ def schedules(
     if wrong or not shown:
         given = repr(wrong[0]) if wrong else "none"
         raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
-    programs = [schedule.lower(n_steps) for schedule in (*shown, *beside)]
+    programs = [schedule.lower(n_steps) for schedule in shown]
     alive = [
         [held / program.schedule.n_stages for held in program.total_activations()]
         for program in programs
@@ -74,7 +71,7 @@ def schedules(
         grids, memories = figure.subplots(
             2, len(shown), squeeze=False, height_ratios=(height, _MEMORY), sharex=True
         )
-        for program, totals, grid, memory in zip(programs, alive, grids, memories, strict=False):
+        for program, totals, grid, memory in zip(programs, alive, grids, memories, strict=True):
             _draw_grid(grid, program, _WIDE / n_slots, 72 * height / most)
             grid.set_title(program.schedule.name)
             _draw_memory(memory, totals)
