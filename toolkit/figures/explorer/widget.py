@@ -108,8 +108,8 @@ class Explorer(ui.VBox):
         self.costs = field(ui.Dropdown, "stage costs", tip, options=[*self._sources], value=source)
         self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines], value=machine)
         look = {"width": "auto", "margin": "2px 2px 2px 100px"}
-        button: dict[str, Any] = {"description": "compare", "icon": "columns", "layout": look}
-        self.compare = ui.ToggleButton(value=compare is not None, **button)
+        toggle: dict[str, Any] = {"description": "compare", "icon": "columns", "layout": look}
+        self.compare = ui.ToggleButton(value=compare is not None, **toggle)
         self.folder = field(ui.Text, "export to", value=str(folder), **later)
         self.view, self.status = ui.HTML(), ui.HTML()
         self.buttons = [ui.Button(description=x, icon="download") for x in EXPORTS.values()]
