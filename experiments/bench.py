@@ -15,7 +15,7 @@ from toolkit.cli import entry_point
 from toolkit.errors import UserError
 
 
-@entry_point("bench", Path(__file__).parents[1] / "conf")
+@entry_point("bench")
 def main(config: DictConfig) -> int:
     from hydra.utils import get_method
 

@@ -31,7 +31,7 @@ rounds: messages of a stage that wait for each other between two slots
 """
 
 
-@entry_point("communication", Path(__file__).parents[1] / "conf")
+@entry_point("communication")
 def main(config: DictConfig) -> int:
     from toolkit.format import agreement, counted_cells, measured_cells, table
     from toolkit.results import describe_cpu, write_result

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from toolkit.results.comparison import RuleRun
 
 
-@entry_point("compare", Path(__file__).parents[1] / "conf")
+@entry_point("compare")
 def main(config: DictConfig) -> Ended:
     from toolkit.cli.build import (
         build_run,

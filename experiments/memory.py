@@ -7,7 +7,6 @@ Nothing is computed or allocated, except with axis=measured.
 """
 
 import time
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -17,7 +16,7 @@ from toolkit.errors import check_choice
 from toolkit.format import size
 
 
-@entry_point("memory", Path(__file__).parents[1] / "conf")
+@entry_point("memory")
 def main(config: DictConfig) -> None:
     import torch
 

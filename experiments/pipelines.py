@@ -9,7 +9,6 @@ machine: experiments/simulate.py.
 import time
 from dataclasses import asdict
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -29,7 +28,7 @@ flush: whether each step ends before the next begins, so that all weights are fr
 """
 
 
-@entry_point("pipelines", Path(__file__).parents[1] / "conf")
+@entry_point("pipelines")
 def main(config: DictConfig) -> None:
     from toolkit.cost.pipeline_table import assess, pipelines
     from toolkit.figures import pipelines as draw

@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 _MOST_NAMED = 10
 
 
-@entry_point("report", Path(__file__).parents[1] / "conf")
+@entry_point("report")
 def main(config: DictConfig) -> None:
     if config.publish not in (None, "wandb"):
         raise UserError(f"unknown publish {config.publish!r}: choose wandb, or leave it out")

@@ -9,7 +9,6 @@ More schedules next to it: +schedule@also.gpipe=gpipe. The trace opens in ui.per
 import time
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -26,7 +25,7 @@ _MOST_RANKS = 16  # that are printed
 _FIRST = "schedule"  # name of the first schedule among those in also
 
 
-@entry_point("simulate", Path(__file__).parents[1] / "conf")
+@entry_point("simulate")
 def main(config: DictConfig) -> None:
     import torch
 

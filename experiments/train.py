@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from toolkit.training import Epoch, Outcome, Step, TrainingRun
 
 
-@entry_point("train", Path(__file__).parents[1] / "conf")
+@entry_point("train")
 def main(config: DictConfig) -> Ended:
     from toolkit.cli import build_run
     from toolkit.files import write_json

@@ -35,7 +35,6 @@ from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, wr
 
 PASSED = ("refused", "previous", "equal")
 FAILED = ("traceback", "hang", "silent")
-_CONF = Path(__file__).parents[2] / "conf"
 _TINY = (
     "model=resnet8 model.width=4 data=synthetic data.n_train=32 data.n_test=8 data.image_size=8"
     " batch=4 stages=2 microbatches=2 epochs=2 save.steps=2 save.keep=4 device=cpu"
@@ -108,7 +107,7 @@ def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, lim
         done.outcome = "hang"
         return
     except Exception as error:
-        message = explain(error, "train", _CONF, [])
+        message = explain(error, "train")
         plain = message is not None and len(message.splitlines()) == 1
         done.outcome = "refused" if plain else "traceback"
         done.message = message if plain and message else traceback.format_exc()

@@ -105,13 +105,9 @@ def test_train_refuses(tmp_path, arguments, pattern):
 
 
 @pytest.mark.filterwarnings("ignore")  # Optuna's own
-@pytest.mark.parametrize(
-    ("argument", "pattern"),
-    [("seed=interval(1,0.1)", "`low` .* `high`"), ("hydra.sweeper.n_trials=0", "n_trials=1")],
-)
-def test_optuna_refuses(tmp_path, argument, pattern):
-    sweep = "-m", "hydra/sweeper=optuna", f"hydra.sweep.dir={tmp_path}"
-    refused("train", *sweep, argument, match=f"hydra/sweeper=optuna: .*{pattern}")
+def test_optuna_refuses(tmp_path):
+    sweep = "-m", "hydra/sweeper=optuna", f"hydra.sweep.dir={tmp_path}", "seed=interval(1,0.1)"
+    refused("train", *sweep, match="hydra/sweeper=optuna: .*`low` .* `high`")
 
 
 @pytest.mark.parametrize(
@@ -195,7 +191,6 @@ def own(tmp_path):
         "schedule/number": "_target_: fractions.Fraction\n",
         "optimizer/listed": "- lr\n- 0.1\n",
         "experiment/ours": "# @package _global_\ndefaults:\n- override /optimizer: mine\nseed: 7\n",
-        "experiment/eight": "# @package _global_\nworkers: 8\n",
     }
     for name, text in files.items():
         path = tmp_path / "own" / f"{name}.yaml"
@@ -209,10 +204,9 @@ def test_own_choices(own, tmp_path):
     assert finished.status == 0
     config = OmegaConf.load(tmp_path / "run/.hydra/config.yaml")
     assert (config.optimizer._target_, config.seed) == ("torch.optim.RMSprop", 7)
-    for k, flag in enumerate([[], [own], own.split("=")]):
-        again = run("train", f"epochs={2 + k}", *flag, f"resume={tmp_path}/run")
-        assert (again.status, again.err.count("error")) == (0, 0)
-    shown = run("train", "--config-dir", own.partition("=")[2], "--help", "experiment=ours").out
+    again = run("train", "epochs=2", f"resume={tmp_path}/run")
+    assert (again.status, again.err.count("error")) == (0, 0)
+    shown = run("train", *own.split("="), "--help", "experiment=ours").out
     assert {"seed=7", "optimizer.lr=0.001"} <= set(shown.split())
     assert (
         "adamw, broken, lamb, lars, listed, mine, muon, nadam, nothing, nowhere, rate, sgd" in shown
@@ -221,7 +215,6 @@ def test_own_choices(own, tmp_path):
 
 OWN_REFUSES = r"""
 optimizer=mien | optimizer=mien .* mine\? .* adamw, broken, lamb
-experiment=eight microbatches=2 | microbatches=2, .* workers=8
 optimizer=nowhere | nowhere.SGD
 optimizer=nothing | optimizer has no _target_
 optimizer=rate optimizer.bta=3 | option optimizer.bta
@@ -236,8 +229,7 @@ schedule=number | schedule: fractions.Fraction gives a Fraction
 
 @pytest.mark.parametrize(("arguments", "pattern"), cases(OWN_REFUSES))
 def test_own_choices_are_refused(own, arguments, pattern):
-    sizes = () if arguments[0].startswith("experiment") else TINY
-    refused("train", own, *arguments, *sizes, match=pattern)
+    refused("train", own, *arguments, *TINY, match=pattern)
 
 
 def test_own_machine(tmp_path):

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.experiments.command import TINY, refused, rows, run, succeeded
-from toolkit.cli.hydra_args import quoted, unquoted
+from toolkit.cli.hydra_args import flags_first, quoted, unquoted
 from toolkit.cli.resume import resume_arguments
 from toolkit.cli.sweeps import alone_in
 from toolkit.errors import UserError
@@ -15,11 +16,48 @@ from toolkit.errors import UserError
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a=1", "a=1"),
+        ("seed=0,1 -m epochs=1", "-m seed=0,1 epochs=1"),
+        ("a=1 --config-dir=mine b=2", "--config-dir=mine a=1 b=2"),
+        ("a=1 --config-dir mine b=2 --multirun", "--config-dir mine --multirun a=1 b=2"),
+        ("a=1 --cfg job ~b", "--cfg job a=1 ~b"),
+        ("", ""),
+    ],
+)
+def test_flags_may_stand_anywhere(given, expected):
+    assert flags_first(given.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    "text", ["/a/b", "/a=b,(c)/[d]{e}~#ü", "it's", "a\\", "a\\'b", "x y", "", "'q'", '"q"']
+)
+def test_what_is_quoted_is_read_as_it_is(text):
+    assert unquoted(quoted(text)) == text
+    read = OverridesParser.create().parse_override(f"resume={quoted(text)}").value()
+    assert str(read) == text
+
+
+def test_other_values_are_no_quotes():
+    assert [*map(unquoted, ["a", "'a", "'a'b", "a'"])] == ["a", "'a", "'a'b", "a'"]
+
+
+def write_options(folder, before, experiment="train"):
+    """Write the file with which Hydra says how a run was started."""
+    hydra = {"job": {"name": experiment}, "overrides": {"task": [*before]}}
+    hydra["runtime"] = {"config_sources": []}
+    (folder / ".hydra").mkdir(exist_ok=True)
+    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
+
+
+USUAL = "schedule=dp +model.arguments.a=1 epochs=3 resume=x hydra.run.dir=y"
+
+
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / ".hydra").mkdir()
-    before = ["schedule=dp", "+model.arguments.a=1", "epochs=3", "resume=x", "hydra.run.dir=y"]
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before))
+    write_options(tmp_path, USUAL.split())
     return tmp_path
 
 
@@ -40,14 +78,12 @@ def test_a_folder_may_be_called_anything(folder):
 
 
 def test_a_folder_of_another_experiment_is_refused(folder):
-    hydra = {"hydra": {"job": {"name": "compare"}}}
-    (folder / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(hydra))
+    write_options(folder, USUAL.split(), "compare")
     with pytest.raises(UserError, match=re.escape(f"experiments/compare.py resume={folder}")):
         resume_arguments([f"resume={folder}"], "train")
     assert resume_arguments([f"resume={folder}"], "compare")[0] == "schedule=dp"
 
 
-USUAL = "schedule=dp +model.arguments.a=1 epochs=3 resume=x hydra.run.dir=y"
 METHOD = "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x workers=4"
 
 
@@ -66,7 +102,7 @@ METHOD = "schedule=cdp_v2 schedule.delay=1 data=cifar10 data.root=x workers=4"
 )
 def test_options_given_anew_replace_those_of_before(folder, before, given, kept):
     """Options of a choice go with it: they may mean something else to the new one, or nothing."""
-    (folder / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(before.split()))
+    write_options(folder, before.split())
     end = [f"resume={folder}", f"hydra.run.dir={folder}"]
     found = resume_arguments([*given.split(), end[0], "hydra.run.dir=elsewhere"], "train")
     assert found == [*kept.split(), *given.split(), *end]
@@ -75,16 +111,16 @@ def test_options_given_anew_replace_those_of_before(folder, before, given, kept)
 def test_refuses_a_sweep_flag_and_missing_folders(folder, tmp_path):
     with pytest.raises(ValueError, match=r"is one run: leave out -m$"):
         resume_arguments(["-m", f"resume={folder}"], "train")
-    for wrong in ("", str(tmp_path / "nowhere"), str(folder / ".hydra" / "overrides.yaml")):
+    for wrong in ("", str(tmp_path / "nowhere"), str(folder / ".hydra" / "hydra.yaml")):
         with pytest.raises(ValueError, match=rf"^resume={wrong} is not a folder: give"):
             resume_arguments([f"resume={wrong}"], "train")
 
 
-@pytest.mark.parametrize("content", [None, "a: 1", "[1, 2]", "[", "\x00"])
+@pytest.mark.parametrize("content", [None, "hydra: {}", "[1, 2]", "[", "\x00"])
 def test_another_folder_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / ".hydra").mkdir()
-        (tmp_path / ".hydra" / "overrides.yaml").write_text(content)
+        (tmp_path / ".hydra" / "hydra.yaml").write_text(content)
     with pytest.raises(ValueError, match=re.escape(f"resume={tmp_path}")):
         resume_arguments([f"resume={tmp_path}"], "train")
 

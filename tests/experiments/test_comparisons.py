@@ -1,6 +1,5 @@
 """A comparison keeps its runs, and resumes them."""
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
+from tests.cli.test_resume import write_options
 from tests.experiments.command import TINY, complete, refused, rows, run
 from tests.thorough import thorough
 from toolkit.cli import build, settings
@@ -182,8 +182,7 @@ def kept(tmp_path):
     given = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
     keep_options(tmp_path, build.plain(settings("compare", *given)), runs)
     keep_runs(tmp_path, runs)
-    (tmp_path / ".hydra").mkdir()
-    (tmp_path / ".hydra" / "overrides.yaml").write_text(json.dumps(given))
+    write_options(tmp_path, given, "compare")
     return tmp_path
 
 
@@ -243,16 +242,9 @@ def test_refuses_to_resume_other_folders(tmp_path):
     complete("train", tmp_path, *TINY)
     resume = f"resume={tmp_path}"
     refused("compare", resume, *TINY, match=f"experiments/train.py {resume}")
-    (tmp_path / ".hydra" / "hydra.yaml").unlink()
+    write_options(tmp_path, TINY, "compare")
     (tmp_path / "runs.csv").write_text("rule,seed\ndp")
     refused("compare", resume, *TINY, match="runs.csv .* line 2")
-
-
-@pytest.mark.parametrize(("given", "delay"), [([], 0), (["rules.mine.delay=1"], 1)])
-def test_rule_of_a_file_reads_fresh_weights_by_default(given, delay):
-    """Whatever the delay of the method that it was added by."""
-    added = ["+schedule@rules.mine=cdp_v1", "rules.mine.file=mine.csv"]
-    assert settings("compare", *added, *given).rules.mine.delay == delay
 
 
 def test_refuses_a_schedule_file_that_has_changed(tmp_path):

@@ -166,7 +166,7 @@ def test_refuses_slurm_without_its_commands():
 
 def test_submitit_may_be_missing():
     error = MissingConfigException("", missing_cfg_file="hydra/launcher/submitit_slurm")
-    message = explain(error, "train", EXPERIMENTS.parent / "conf", [])
+    message = explain(error, "train")
     assert "pip install hydra-submitit-launcher" in message
 
 

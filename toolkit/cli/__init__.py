@@ -9,8 +9,7 @@ from toolkit.cli.build import (
     load_samples,
     model_name,
 )
-from toolkit.cli.command import Ended, entry_point, output_folder
-from toolkit.cli.settings import settings
+from toolkit.cli.command import Ended, entry_point, output_folder, settings
 from toolkit.options import STOPPED
 from toolkit.torchrun import is_rank_zero
 

@@ -1,6 +1,5 @@
 """From a configuration to plain options and the objects that it describes."""
 
-import importlib
 import os
 import sys
 from dataclasses import fields
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from toolkit.training.data import SampleSet
 
 _JOIN = ("backend", "timeout", "interface")  # options of a runtime that are those of join()
-
 _OF_METHODS = {"placement": "per_microbatch", "chains": "in_order", "accumulate": 1}
 
 
@@ -68,8 +66,10 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
     config.stages, config.microbatches = schedule.n_stages, schedule.n_workers
     world = join_world(config, schedule)
     samples = load_samples(config.data) if samples is None else samples
-    check_target(config.lr, "lr", "toolkit.training.lr.Constant")
-    check_target(config.optimizer, "optimizer", "torch.optim.SGD")
+    lr = _made(config.lr, "lr", "toolkit.training.lr.Constant")
+    # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
+    how = {"_partial_": True, "_convert_": "all"}
+    optimizer = _made(config.optimizer, "optimizer", "torch.optim.SGD", **how)
     if not isinstance(rate := config.optimizer.get("lr", 0), int | float):
         raise UserError(f"optimizer.lr is a number: got {rate!r}")
     runtime = {name: value for name, value in config.runtime.items() if name not in _JOIN}
@@ -78,9 +78,8 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
         model=partial(build_model, config.model, samples.form),
         samples=samples,
         schedule=schedule,
-        # Lists of OmegaConf would be kept in the optimizer's state, and so in checkpoints.
-        optimizer=instantiate(config.optimizer, _partial_=True, _convert_="all"),
-        lr=instantiate(config.lr),
+        optimizer=optimizer,
+        lr=lr,
         runtime=instantiate(runtime, _partial_=True),
         world=world,
         record=plain(config),
@@ -113,14 +112,11 @@ def load_samples(config: DictConfig) -> "SampleSet":
     Raises:
         UserError: the choice does not give a sample set.
     """
-    check_target(config, "data", "toolkit.training.data.digits")
-    look_here()
-    samples: SampleSet = instantiate(config)
+    samples: SampleSet = _made(config, "data", "toolkit.training.data.digits")
     if not all(hasattr(samples, name) for name in ("form", "train", "test")):
         raise UserError(
             f"data: {config._target_} gives a {type(samples).__name__}; expected a set with form,"
-            " train() and test(), such as toolkit.training.data.Datasets makes of two of torch's:"
-            " conf/README.md has an example"
+            " train() and test(), such as toolkit.training.data.Datasets (see conf/README.md)"
         )
     return samples
 
@@ -159,8 +155,8 @@ def build_schedule(config: DictConfig) -> Schedule:
             f"schedule.period={period} belongs to a file's orders, and a named method has its own:"
             " leave it out, or give schedule.file"
         )
-    check_target(config, "schedule", "toolkit.schedule.catalog.cyclic")
-    schedule = instantiate(options, _partial_=True)(**late)
+    how = {"_partial_": True, "_convert_": "all"}
+    schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **how)(**late)
     if not isinstance(schedule, Schedule):
         raise UserError(
             f"schedule: {config._target_} gives a {type(schedule).__name__}; expected a"
@@ -190,26 +186,33 @@ def build_model(config: DictConfig, form: "InputSpec") -> "nn.Module":
     Raises:
         UserError: there is no such model, it takes other samples, or it cannot be built.
     """
-    if config.get("target") is not None:
-        return _own_model(config.target, dict(config.arguments))
+    from torch import nn
+
+    if (target := config.get("target")) is not None:
+        options, more = {"_target_": target, **config.arguments}, {}
+    else:
+        options, more = _named(config, form), form.arguments
+    model = _made(options, "model", "toolkit.model.build", **more)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{options['_target_']} gives a {type(model).__name__}: expected a torch.nn.Module, or"
+            " a function that returns one"
+        )
+    return model
+
+
+def _named(config: DictConfig, form: "InputSpec") -> dict[str, Any]:
+    """The options of a model whose ``_target_`` takes the arguments of ``form``."""
     taken = _parameters(config)
     if taken is not None and (lacking := form.arguments.keys() - taken):
-        names = ", ".join(sorted(lacking))
-        if not config._target_.startswith("toolkit."):
-            raise UserError(
-                f"_target_: {config._target_} takes no {names}, which every _target_ of a model"
-                f" gets: write target: {config._target_} in its file, and what it takes below"
-                " arguments"
-            )
         other = "resnet18" if form.samples == "images" else "gpt"
         raise UserError(
-            f"model={model_name(config)} takes no {form.samples}, since it has no {names}: choose"
-            f" other data (or shape), or another model, such as {other}"
+            f"model={model_name(config)} takes no {form.samples}, since {config._target_} has no"
+            f" {', '.join(sorted(lacking))}: choose other data (or shape), or another model, such"
+            f" as {other}; in a file of your own, write target instead of _target_"
         )
     left_out = {"target", "arguments"} | ({"name"} - taken if taken is not None else set())
-    options = {name: config[name] for name in config if name not in left_out}
-    model: nn.Module = instantiate(options, **form.arguments)
-    return model
+    return {str(name): config[name] for name in config if name not in left_out}
 
 
 def model_name(config: DictConfig) -> str:
@@ -219,7 +222,7 @@ def model_name(config: DictConfig) -> str:
 
 def _parameters(config: DictConfig) -> set[str] | None:
     """Parameters of the function that builds a named model; None: any."""
-    look_here()
+    _look_here()
     parameters = signature(get_method(config._target_)).parameters
     anything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     return None if anything else {*parameters}
@@ -238,9 +241,7 @@ def analysed_form(config: DictConfig) -> "InputSpec":
 
     own = config.model.get("target") is not None
     of_sequences = not own and "length" in (_parameters(config.model) or ())
-    shape = config.shape
-    if shape is None:
-        shape = [1024] if of_sequences else [3, 224, 224]
+    shape = config.shape or ([1024] if of_sequences else [3, 224, 224])
     if len(shape) not in (1, 3) or min(shape) < 1:
         raise UserError(
             "shape is channels, height, width of an image, such as [3,224,224], or the tokens of a"
@@ -254,53 +255,27 @@ def analysed_form(config: DictConfig) -> "InputSpec":
     return Images(channels, height, width, config.classes or 1000)
 
 
-def look_here() -> None:
-    """Also import modules from the current folder."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-
-
-def check_target(config: DictConfig, group: str, such_as: str) -> None:
-    """Raise UserError if a choice of ``group`` has no ``_target_``."""
-    if config.get("_target_") is None:
-        raise UserError(
-            f"this choice of {group} has no _target_: add to its file what makes it, such as"
-            f" _target_: {such_as}"
-        )
-
-
 def build_hardware(config: DictConfig) -> Any:
     """Build the :class:`toolkit.cost.Hardware` of a group's options.
 
     Raises:
         UserError: it has no ``_target_``, or an impossible value.
     """
-    check_target(config, "hardware", "toolkit.cost.Hardware")
-    return instantiate(config)
+    return _made(config, "hardware", "toolkit.cost.Hardware")
 
 
-def _own_model(target: str, arguments: dict[str, Any]) -> "nn.Module":
-    from torch import nn
-
-    module, _, name = target.rpartition(".")
-    look_here()
-    try:
-        make = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+def _made(config: Any, group: str, such_as: str, **more: Any) -> Any:
+    """What a choice of ``group`` makes; raise UserError if it has no ``_target_``."""
+    if config.get("_target_") is None:
         raise UserError(
-            f"model.target={target} cannot be imported ({error}): give package.module.function,"
-            " from the current folder or an installed package"
-        ) from error
-    try:
-        model = make(**arguments)
-    except Exception as error:  # the user's own code, which may raise anything
-        raise UserError(
-            f"{target} cannot be called: {type(error).__name__}: {error}; its arguments are"
-            " model.arguments (+model.arguments.NAME=VALUE)"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise UserError(
-            f"{target} gives a {type(model).__name__}: expected a torch.nn.Module, or a function"
-            " that returns one"
+            f"this choice of {group} has no _target_: add to its file what makes it, such as"
+            f" _target_: {such_as}"
         )
-    return model
+    _look_here()
+    return instantiate(config, **more)
+
+
+def _look_here() -> None:
+    """Also import modules from the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

@@ -8,8 +8,8 @@ traceback. In a sweep neither ends the other runs.
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,20 +19,20 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from toolkit.cli import process, schema, sweeps
-from toolkit.cli.check_options import check_given, resolve_options, use_threads
+from toolkit.cli.check_options import check_given, resolve_options
 from toolkit.cli.errors import explain
 from toolkit.cli.help import help_text
-from toolkit.cli.hydra_args import MULTIRUN, flags_first
-from toolkit.cli.resume import resume_arguments, snapshot
+from toolkit.cli.hydra_args import flags_first, parse
+from toolkit.cli.resume import restore, resume_arguments, snapshot
 from toolkit.cli.sweeps import Status, Sweep, alone_in, write_status
-from toolkit.errors import UserError
-from toolkit.files import ROOT, resumable_in
+from toolkit.errors import UserError, suggest
+from toolkit.files import ROOT, conf, resumable_in
 from toolkit.options import STOPPED
 from toolkit.torchrun import is_rank_zero, restarted
 
 FAILED = 1
 USAGE = 2
-_INTERRUPTED, _TERMINATED = 130, 143
+_INTERRUPTED = 130
 _VERBOSE = "HYDRA_FULL_ERROR"
 
 
@@ -47,18 +47,14 @@ class Ended:
 Experiment = Callable[[DictConfig], Ended | int | None]
 
 
-def entry_point(name: str, conf: Path) -> Callable[[Experiment], Callable[[], None]]:
-    """Make a function of a configuration into the experiment ``name``.
+def entry_point(name: str) -> Callable[[Experiment], Callable[[], None]]:
+    """Make a function of ``conf/<name>.yaml`` into the experiment ``name``.
 
     The function returns the exit status, or an :class:`Ended`.
-
-    Args:
-        name: its configuration is ``conf/<name>.yaml``.
-        conf: folder of the configuration.
     """
 
     def command_line_of(function: Experiment) -> Callable[[], None]:
-        return lambda: _CommandLine(name, conf, function).execute()
+        return lambda: _CommandLine(name, function).execute()
 
     return command_line_of
 
@@ -68,58 +64,74 @@ def output_folder() -> Path:
     return Path(HydraConfig.get().runtime.output_dir)
 
 
-@contextmanager
-def command_of_job(name: str) -> Iterator[None]:
-    """Let ``sys.argv`` be the job's own command if a launcher's script started this process."""
-    before = sys.argv
-    if Path(before[0]).stem != name:
-        script = ROOT / "experiments" / f"{name}.py"
-        sys.argv = [str(script), *HydraConfig.get().overrides.task]
+def settings(experiment: str, *options: str) -> DictConfig:
+    """Compose the options of ``experiments/<experiment>.py`` as its command line does.
+
+    Args:
+        experiment: train, compare, memory, ...
+        options: such as ``epochs=3`` or ``schedule=cdp_v1``.
+
+    Raises:
+        UserError: there is no such experiment or option, or no configuration.
+    """
+    if experiment not in (known := [*schema.schemas()["experiment"]]):
+        raise UserError(f"unknown experiment {experiment!r}: {suggest(experiment, known)}")
+    schema.register()
     try:
-        yield
-    finally:
-        sys.argv = before
+        check_given(options)
+        with hydra.initialize_config_dir(str(conf()), version_base="1.3"):
+            config = hydra.compose(experiment, list(options))
+        resolve_options(config, options)
+    except Exception as error:
+        message = explain(error, experiment)
+        if message is None:
+            raise
+        raise UserError(message) from error
+    return config
+
+
+def command_of_job(name: str) -> list[str]:
+    """Return this process's command; the job's own if a launcher's script started the process."""
+    if Path(sys.argv[0]).stem == name:
+        return sys.argv
+    return [str(ROOT / "experiments" / f"{name}.py"), *HydraConfig.get().overrides.task]
 
 
 class _CommandLine:
     """The command line of this process, and its exit status so far."""
 
-    def __init__(self, name: str, conf: Path, function: Experiment) -> None:
-        self._name, self._conf, self._function = name, conf, function
-        self._arguments = sys.argv[1:]
+    def __init__(self, name: str, function: Experiment) -> None:
+        self._name, self._function = name, function
         self._verbose = _VERBOSE in os.environ
         self._status = 0
-        self._restore = snapshot([])
+        self._before: dict[Path, bytes] = {}
 
     def execute(self) -> None:
         """Run the experiment or print help; exit unless all has succeeded."""
-        with process.lossy_output():
+        with process.lossy_output(), process.interruptible(sweeps.under_way):
             schema.register()
             os.environ[_VERBOSE] = "1"  # Hydra then raises errors instead of printing them
             Sweep.folder, Sweep.options = None, ()
-            if not is_rank_zero():
-                sys.argv += process.scratch_options()
             try:
-                if {"-h", "--help"} & set(self._arguments):
+                given = flags_first(sys.argv[1:])
+                if parse(given).help:
+                    check_given(given)
                     print(sys.modules[self._function.__module__].__doc__)
-                    print(help_text(self._name, self._conf, self._arguments))
+                    print(help_text(self._name, given))
                     return
-                given = flags_first(resume_arguments(flags_first(sys.argv[1:]), self._name))
-                Sweep.options = sweeps.with_defaults(given)
-                check_given(Sweep.options)
-                sys.argv[1:] = Sweep.options
-                self._restore = snapshot(Sweep.options)
-                composed = hydra.main(
-                    version_base="1.3", config_path=str(self._conf), config_name=self._name
-                )
-                is_sweep = {*MULTIRUN} & {*given}
-                with process.forward_signals(sweeps.under_way) if is_sweep else nullcontext():
-                    composed(self._job)()
-            except KeyboardInterrupt as how:
+                given = flags_first(resume_arguments(given, self._name))
+                check_given(given)
+                scratch = [] if is_rank_zero() else process.scratch_options()
+                sys.argv[1:] = Sweep.options = [*sweeps.with_defaults(given), *scratch]
+                self._before = snapshot(Sweep.options)
+                folder = str(conf())
+                hydra.main(version_base="1.3", config_path=folder, config_name=self._name)(
+                    self._job
+                )()
+            except KeyboardInterrupt:
                 if is_rank_zero():
                     print(f"interrupted{sweeps.hint(self._name)[0]}", file=sys.stderr)
-                alone = _TERMINATED if isinstance(how, process.TerminatedError) else _INTERRUPTED
-                sys.exit(alone if Sweep.folder is None else STOPPED)
+                sys.exit(_INTERRUPTED if Sweep.folder is None else STOPPED)
             except Exception as error:
                 self._report(error)
             lines, complete = sweeps.hint(self._name)
@@ -138,7 +150,7 @@ class _CommandLine:
             ended = self._run_of_sweep(config) if is_sweep else self._run(config)
         except Exception as error:
             if isinstance(error, ValueError):
-                self._restore()
+                restore(self._before)
             self._report(error)
             return None
         finally:
@@ -148,8 +160,7 @@ class _CommandLine:
 
     def _run(self, config: DictConfig) -> Ended:
         """Execute a run in a folder that no other run uses or can be resumed from."""
-        folder = output_folder()
-        options = list(HydraConfig.get().overrides.task)
+        folder, options = output_folder(), list(HydraConfig.get().overrides.task)
         first = is_rank_zero()  # other ranks of a resumed run have the same folder
 
         def write(state: str, message: str | None = None, objective: float | None = None) -> None:
@@ -162,15 +173,11 @@ class _CommandLine:
                 hint = f"resume={folder} continues it; " if "resume" in config else ""
                 raise UserError(f"{folder} has {left}: {hint}give a new one another hydra.run.dir")
             write(sweeps.RUNNING)
+            before, sys.argv = sys.argv, command_of_job(self._name)
             try:
-                # Here too: joblib's processes do not pass through execute().
-                with (
-                    process.raise_on_sigterm(),
-                    process.lossy_output(),
-                    command_of_job(self._name),
-                ):
+                # Lossy here too: joblib's processes do not pass through execute().
+                with process.lossy_output():
                     resolve_options(config, options)
-                    use_threads(config)
                     returned = self._function(config)
             except KeyboardInterrupt:
                 write(sweeps.STOPPED)
@@ -178,6 +185,8 @@ class _CommandLine:
             except Exception as error:
                 write(sweeps.FAILED, self._explain(error) or f"{type(error).__name__}: {error}")
                 raise
+            finally:
+                sys.argv = before
             ended = returned if isinstance(returned, Ended) else Ended(returned or 0)
             states = {0: sweeps.FINISHED, STOPPED: sweeps.STOPPED}
             state = states.get(ended.status, sweeps.FAILED)
@@ -214,9 +223,7 @@ class _CommandLine:
         return ended
 
     def _explain(self, error: Exception) -> str | None:
-        if self._verbose:
-            return None
-        return explain(error, self._name, self._conf, self._arguments)
+        return None if self._verbose else explain(error, self._name)
 
     def _report(self, error: Exception) -> None:
         """Print a user's mistake and set the status; raise anything else."""

@@ -1,7 +1,6 @@
 """One clear line for each user's mistake, with the nearest valid choice."""
 
 import re
-from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from traceback import walk_tb
@@ -17,8 +16,7 @@ from hydra.errors import (
 from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.cli import schema
-from toolkit.cli.help import choices, folders, groups
-from toolkit.cli.hydra_args import key_of, quoted
+from toolkit.cli.hydra_args import key_of, quoted, value_of
 from toolkit.errors import UserError, first_line, last_line, suggest
 
 _PLUGINS = {
@@ -35,14 +33,12 @@ _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
 
 
-def explain(error: Exception, experiment: str, conf: Path, arguments: list[str]) -> str | None:
+def explain(error: Exception, experiment: str) -> str | None:
     """Return the message for a user's mistake; None for any other error.
 
     Args:
         error: the exception.
         experiment: name of the experiment.
-        conf: folder of the configuration.
-        arguments: of the command line.
     """
     while isinstance(error, InstantiationException) and isinstance(error.__cause__, Exception):
         found, cause = _TARGET.match(str(error)), error.__cause__
@@ -57,8 +53,6 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
         return str(error)
     if name == "FailedJobError":  # of submitit: a traceback whose last line is the message
         return str(error).strip().splitlines()[-1].partition("Error: ")[2] or None
-    if isinstance(error, RuntimeError) and "Storage size calculation overflowed" in str(error):
-        return "tensors would be larger than any memory: lower batch, or the sizes of the model"
     if isinstance(error, RuntimeError) and 'detect "srun"' in str(error):
         return "hydra/launcher=slurm needs Slurm, and there is no srun here: log in to its cluster"
     if isinstance(error, OSError) and error.filename is not None:
@@ -66,29 +60,17 @@ def explain(error: Exception, experiment: str, conf: Path, arguments: list[str])
     if isinstance(error, yaml.MarkedYAMLError) and (where := error.problem_mark):
         return f"{where.name} line {where.line + 1}: {error.problem}"
     if isinstance(error, ValueError) and _raised_in(error, "optuna", "hydra_plugins"):
-        none_ended = "No trials are completed" in str(error)
-        hint = "no run has finished: give hydra.sweeper.n_trials=1 or more, and mend failed ones"
-        return f"hydra/sweeper=optuna: {hint if none_ended else first_line(error)}"
-    found_in = folders(conf, arguments)
+        return f"hydra/sweeper=optuna: {first_line(error)}"
     if isinstance(error, MissingConfigException):
-        return _missing_choice(error, conf, found_in)
+        return _missing_choice(error)
     if isinstance(error, OverrideParseException):
-        option, _, value = error.override.partition("=")
+        option, value = key_of(error.override), value_of(error.override)
         hint = f'; a path is quoted twice: "{option}={quoted(value)}"' if "/" in value else ""
         return f"{error.override!r} is not OPTION=VALUE{hint}"
     if isinstance(error, ConfigCompositionException):
         return _composition(error, experiment)
     if isinstance(error, OmegaConfBaseException | HydraException):
         return " ".join(str(error).split())
-    if isinstance(error, ValueError) and _raised_in(error, "hydra"):
-        # Hydra does not name a group that is set to null or to a number.
-        for argument in arguments:
-            group, _, choice = argument.partition("=")
-            if not group:
-                return f"{argument!r} is not OPTION=VALUE"
-            if group in groups(conf) and choice not in (known := choices(found_in, group)):
-                return f"{argument} is unknown: {suggest(choice, known)}"
-        return first_line(error)
     return None
 
 
@@ -98,18 +80,14 @@ def _raised_in(error: BaseException, *packages: str) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in packages
 
 
-def _missing_choice(error: MissingConfigException, conf: Path, found_in: Sequence[Path]) -> str:
+def _missing_choice(error: MissingConfigException) -> str:
+    """The message for a choice that Hydra's own groups, or a file of the user's, lack."""
     group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-    if group.startswith("hydra/"):
-        if choice in _PLUGINS:
-            return f"{group}={choice} needs a plugin: pip install {_PLUGINS[choice]}"
-        return f"{group}={choice} is unknown: {suggest(choice, error.options or [])}"
-    while group and group not in groups(conf):
-        group, _, nested = group.rpartition("/")
-        choice = f"{nested}/{choice}"
-    if not group:
+    if choice in _PLUGINS:
+        return f"{group}={choice} needs a plugin: pip install {_PLUGINS[choice]}"
+    if not error.options:
         return first_line(error)
-    return f"{group}={choice} is unknown: {suggest(choice, choices(found_in, group))}"
+    return f"{group}={choice} is unknown: {suggest(choice, error.options)}"
 
 
 def _composition(error: ConfigCompositionException, experiment: str) -> str:
@@ -139,6 +117,10 @@ def _no_option(key: str, known: list[str]) -> str:
     if key in known:
         group = key.partition(".")[0]
         return f"{key} is not an option of this choice of {group}; --help GROUP=CHOICE lists them"
-    near = get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists the options"
-    return f"there is no option {key}: {hint}"
+    return f"there is no option {key}: {nearest(key, known)}"
+
+
+def nearest(option: str, known: list[str]) -> str:
+    """Advice for an unknown option."""
+    near = get_close_matches(option, known, n=1)
+    return f"did you mean {near[0]}?" if near else "--help lists the options"

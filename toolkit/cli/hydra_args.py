@@ -1,24 +1,33 @@
 """Separate Hydra's flags from options, and quote values."""
 
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-MULTIRUN = ("-m", "--multirun")
-OWN_FOLDER = ("--config-dir", "-cd")
-_WITH_A_VALUE = (
-    *OWN_FOLDER,
-    *("--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c", "--package", "-p"),
-    "--experimental-rerun",
-)
-_MAYBE_WITH_ONE = ("--info", "-i")
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """Return Hydra's flags by name, and the options, in any order, as ``overrides``."""
+    return get_args_parser().parse_intermixed_args([*arguments])
+
+
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """Put flags before all options, since Hydra expects the options together."""
+    options = parse(arguments).overrides
+    return [*(argument for argument in arguments if argument not in options), *options]
 
 
 def key_of(argument: str) -> str:
     """Name of an option: ``a.b`` of ``+a.b=c``."""
     return argument.partition("=")[0].lstrip("+~")
+
+
+def value_of(argument: str) -> str:
+    """Value of an option as it is written: ``c`` of ``+a.b=c``."""
+    return argument.partition("=")[2]
 
 
 def quoted(text: str) -> str:
@@ -38,15 +47,3 @@ def unquoted(value: str) -> str:
         return str(OverridesParser.create().parse_override(f"value={value}").value())
     except HydraException:
         return value
-
-
-def flags_first(arguments: Sequence[str]) -> list[str]:
-    """Put flags before all options, since argparse expects them together."""
-    flags: list[str] = []
-    options: list[str] = []
-    before = ""
-    for argument in arguments:
-        is_value = before in _WITH_A_VALUE or (before in _MAYBE_WITH_ONE and "=" not in argument)
-        (flags if is_value or argument.startswith("-") else options).append(argument)
-        before = argument
-    return [*flags, *options]

@@ -26,12 +26,8 @@ def scratch_options() -> list[str]:
     """Options with which Hydra writes to a temporary folder, for every rank but the first."""
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return [
-        "hydra.output_subdir=null",
-        f"hydra.run.dir={folder}",
-        f"hydra.sweep.dir={folder}",
-        "hydra.sweep.subdir=.",
-    ]
+    dirs = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}", "hydra.sweep.subdir=."]
+    return ["hydra.output_subdir=null", *dirs]
 
 
 def exit_with_error(message: str) -> None:
@@ -56,54 +52,34 @@ def _world() -> "World | None":
     return module.joined() if module else None
 
 
-class TerminatedError(KeyboardInterrupt):
-    """SIGTERM has come."""
-
-
 @contextmanager
-def raise_on_sigterm() -> Iterator[None]:
-    """Raise :class:`TerminatedError` on SIGTERM, unless a handler or a rank's watch has it."""
-    is_rank = os.environ.get("WORLD_SIZE", "1") != "1"
-    if is_rank or not _is_main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+def interruptible(under_way: Callable[[], bool]) -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM and SIGINT.
+
+    Before, if a run of a sweep is ``under_way``, end child processes and wait until none is. The
+    watch of a rank has its own handlers.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or os.environ.get("WORLD_SIZE", "1") != "1":
         yield
         return
 
-    def raise_it(number: int, frame: FrameType | None) -> None:
-        raise TerminatedError
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if under_way():
+            for process in multiprocessing.active_children():
+                with suppress(OSError):
+                    os.kill(process.pid or 0, signal.SIGTERM)
+            deadline = time.monotonic() + _PATIENCE
+            while multiprocessing.active_children() and under_way() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, raise_it)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
-def forward_signals(under_way: Callable[[], bool]) -> Iterator[None]:
-    """On SIGTERM and SIGINT, end child processes and wait while a run is ``under_way``."""
-    if not _is_main_thread():
-        yield
-        return
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in multiprocessing.active_children():
-            with suppress(OSError):
-                os.kill(process.pid or 0, signal.SIGTERM)
-        deadline = time.monotonic() + _PATIENCE
-        while multiprocessing.active_children() and under_way() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
-
-    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.signal(n, interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 class LossyStream:
@@ -114,25 +90,26 @@ class LossyStream:
 
     def write(self, text: str) -> int:
         """Write ``text`` if possible; return the characters written or discarded."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._discard(error)
-            return len(text)
+        with self._discarding():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush the stream; discard what cannot be written."""
-        try:
+        with self._discarding():
             self._stream.flush()
-        except OSError as error:
-            self._discard(error)
 
-    def _discard(self, error: OSError) -> None:
-        # A broken pipe stays broken: also silence C code and child processes that write to it.
-        if isinstance(error, BrokenPipeError):
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # It stays broken: also silence C code and child processes that write to it.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
             os.close(null)
+        except OSError:
+            pass  # a full disk may have room again
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -142,14 +119,9 @@ class LossyStream:
 def lossy_output() -> Iterator[None]:
     """Make standard output and error lossy; closed ones discard everything."""
     before = sys.stdout, sys.stderr
-    if None in before:
-        # Descriptors 0 to 2 must be taken, or the next file that is opened gets printed text.
-        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-            os.set_inheritable(fd, True)
-        os.close(fd)
     sys.stdout, sys.stderr = (
-        LossyStream(os.fdopen(fd, "w", closefd=False) if stream is None else stream)
-        for fd, stream in zip((1, 2), before, strict=True)
+        LossyStream(open(os.devnull, "w") if stream is None else stream)  # noqa: SIM115
+        for stream in before
     )
     try:
         yield

@@ -1,22 +1,21 @@
 """``resume=FOLDER`` on a command line: the options of the run or sweep there, and its folder."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from toolkit.cli.hydra_args import MULTIRUN, OWN_FOLDER, key_of, quoted, unquoted
+from toolkit.cli.hydra_args import key_of, parse, quoted, unquoted, value_of
 from toolkit.cli.sweeps import STATUS, sweep_options
 from toolkit.errors import UserError
 from toolkit.torchrun import is_rank_zero
 
-_OVERRIDES = Path(".hydra") / "overrides.yaml"
 _OWN = ("resume", "hydra.run.dir")  # options that are set here
 _SAME = {"workers": "microbatches", "microbatches": "workers"}  # the later one counts
-_UNREADABLE = OSError, UnicodeDecodeError, yaml.YAMLError
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
@@ -26,34 +25,22 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
         UserError: the folder is not that of a run of the ``experiment``.
     """
     given = {key_of(argument): argument for argument in arguments}
-    if "resume" not in given:
+    if value_of(given.get("resume", "resume=null")) == "null":
         return [*arguments]
-    folder = given["resume"].partition("=")[2]
-    if not Path(folder).is_dir():
-        folder = unquoted(folder)
-    if folder == "null":
-        return [*arguments]
-    if not Path(folder).is_dir() or not folder:
-        raise UserError(f"resume={folder} is not a folder: give the output directory of a run")
-    if (of_sweep := sweep_options(Path(folder))) is not None:
+    name = value_of(given["resume"])
+    folder = Path(name if Path(name).is_dir() else unquoted(name))
+    if not folder.is_dir() or not name:
+        raise UserError(f"resume={name} is not a folder: give the output directory of a run")
+    if (of_sweep := sweep_options(folder)) is not None:
         return _sweep_resumed(arguments, of_sweep, folder)
-    if given.keys() & {*MULTIRUN}:
+    if parse(arguments).multirun:
         raise UserError(f"resume={folder} is one run: leave out -m")
-    before = hydra = None
-    with suppress(*_UNREADABLE):
-        before = yaml.safe_load((Path(folder) / _OVERRIDES).read_text())
-    if not isinstance(before, list) or not all(isinstance(o, str) for o in before):
+    made_by, before, own_folder = _before(folder)
+    if made_by != experiment:
         raise UserError(
-            f"resume={folder} is not the output directory of a run or a sweep: it has no list of"
-            f" options in {_OVERRIDES}"
+            f"resume={folder} was made by another experiment: python experiments/{made_by}.py"
+            f" resume={folder}"
         )
-    with suppress(*_UNREADABLE, KeyError, TypeError):
-        hydra = yaml.safe_load((Path(folder) / ".hydra" / "hydra.yaml").read_text())["hydra"]
-        if (made_by := hydra["job"]["name"]) != experiment:
-            raise UserError(
-                f"resume={folder} was made by another experiment: python experiments/{made_by}.py"
-                f" resume={folder}"
-            )
     replaced = {*given, *_OWN}
     replaced |= {other for one, other in _SAME.items() if one in given}
     replaced |= {key.partition("@")[2] for key in given if "@" in key}  # a rule that was left out
@@ -64,45 +51,47 @@ def resume_arguments(arguments: Sequence[str], experiment: str) -> list[str]:
         group, dot, _ = key_of(option).partition(".")
         if key_of(option) not in replaced and not (dot and group in changed):
             kept.append(option)
-    rest = [a if key_of(a) != "resume" else f"resume={quoted(folder)}" for a in arguments]
-    rest = [argument for argument in rest if key_of(argument) != "hydra.run.dir"]
-    own_folder = [] if given.keys() & {*OWN_FOLDER} else _config_dir(hydra)
-    return [*own_folder, *kept, *rest, f"hydra.run.dir={quoted(folder)}"]
+    rest = [argument for argument in arguments if key_of(argument) not in _OWN]
+    where = quoted(str(folder))
+    own_folder = [] if parse(arguments).config_dir else own_folder
+    return [*own_folder, *kept, *rest, f"resume={where}", f"hydra.run.dir={where}"]
 
 
-def _config_dir(hydra: Any) -> list[str]:
-    """The flag for the folder from which a run had choices of its user's own."""
-    with suppress(KeyError, TypeError):
-        for source in hydra["runtime"]["config_sources"]:
-            if source["provider"] == "command-line":
-                return [f"--config-dir={source['path']}"]
-    return []
+def _before(folder: Path) -> tuple[str, list[str], list[str]]:
+    """The experiment of a run, its options, and the flag for a folder of its user's own choices."""
+    try:
+        found = yaml.load((folder / ".hydra" / "hydra.yaml").read_text(), Loader=_Loader)["hydra"]
+        sources: list[dict[str, Any]] = found["runtime"]["config_sources"]
+        own = [s["path"] for s in sources if s["provider"] == "command-line"]
+        options = [str(option) for option in found["overrides"]["task"]]
+        return found["job"]["name"], options, [f"--config-dir={path}" for path in own]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(
+            f"resume={folder} is not the output directory of a run or a sweep: its"
+            " .hydra/hydra.yaml has no options"
+        ) from error
 
 
-def snapshot(arguments: Sequence[str]) -> Callable[[], None]:
-    """Remember the options and status of an existing run; return a function that restores them.
-
-    Hydra writes the options before a resumed run can be refused.
-    """
-    given = {key_of(argument): argument.partition("=")[2] for argument in arguments}
+def snapshot(arguments: Sequence[str]) -> dict[Path, bytes]:
+    """Options and status of the run whose folder is given; Hydra replaces them at its start."""
+    given = {key_of(argument): value_of(argument) for argument in arguments}
     if "hydra.run.dir" not in given or not is_rank_zero():
-        return lambda: None
+        return {}
     folder = Path(unquoted(given["hydra.run.dir"]))
-    paths = [path for path in (*folder.glob(".hydra/*.yaml"), folder / STATUS) if path.is_file()]
-    contents = {path: path.read_bytes() for path in paths}
-
-    def put_back() -> None:
-        for path, content in contents.items():
-            with suppress(OSError):
-                path.write_bytes(content)
-
-    return put_back
+    paths = [*folder.glob(".hydra/*.yaml"), *folder.glob(STATUS)]
+    return {path: path.read_bytes() for path in paths}
 
 
-def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str) -> list[str]:
-    own = (*_OWN, *MULTIRUN, "hydra.sweep.dir")
-    given = [a for a in arguments if key_of(a) not in own and a not in before]
-    if given:
+def restore(files: dict[Path, bytes]) -> None:
+    """Write back what :func:`snapshot` has kept, after the run was refused."""
+    for path, content in files.items():
+        with suppress(OSError):
+            path.write_bytes(content)
+
+
+def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: Path) -> list[str]:
+    own = (*_OWN, "-m", "--multirun", "hydra.sweep.dir")
+    if given := [a for a in arguments if key_of(a) not in own and a not in before]:
         raise UserError(
             f"resume={folder} is a sweep, which continues with its own options: leave out"
             f" {' '.join(given)}"
@@ -113,4 +102,4 @@ def _sweep_resumed(arguments: Sequence[str], before: Sequence[str], folder: str)
             " folder of one"
         )
     kept = [option for option in before if key_of(option) not in own]
-    return ["-m", *kept, f"hydra.sweep.dir={quoted(folder)}"]
+    return ["-m", *kept, f"hydra.sweep.dir={quoted(str(folder))}"]

@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from toolkit.files import conf
-from toolkit.options import SaveOptions, TrackingOptions, TrainingOptions
+from toolkit.options import TrackingOptions, TrainingOptions
 
 Options = dict[str, tuple[Any, Any]]
 """By name, an option's type and its dataclass field."""
@@ -28,7 +28,7 @@ PRESETS = ("experiment", "study", "sweep")
 _LINE = re.compile(r"^(\w+):.*? #(?: (int|float|str|any)(?::|$))? ?(.*)$", re.MULTILINE)
 _DECLARED = {"int": int | None, "float": float | None, "str": str | None, "any": Any}
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
-_GUARD = "guard", "guard_factor"  # in a comparison, only NaN ends a run
+_GUARD = ("guard", "guard_factor")  # in a comparison, only NaN ends a run
 
 
 @cache
@@ -39,12 +39,14 @@ def schemas() -> dict[str, dict[str, type]]:
         inside = path.parent.relative_to(folder).as_posix()
         group, name = "experiment" if inside == "." else inside, path.stem
         if f"schema/{group}/{name}@_here_" in path.read_text():
-            options = _options(path)
+            options = _of_file(path)
             if name in ("train", "compare"):
-                shared = _of_training(*(_GUARD if name == "compare" else ()))
-                options = shared | options | {n: shared[n] for n in ("save", "tracking")}
-            node = make_dataclass(name, [(key, *of_key) for key, of_key in options.items()])
-            found.setdefault(group, {})[name] = node
+                training = _of_dataclass(TrainingOptions)
+                training["tracking"] = _nested("tracking", TrackingOptions)
+                options = training | {k: v for k, v in options.items() if k not in training}
+            if name == "compare":
+                options = {k: v for k, v in options.items() if k not in _GUARD}
+            found.setdefault(group, {})[name] = _made(name, options)
     return found
 
 
@@ -78,7 +80,7 @@ def option_names(experiment: str) -> list[str]:
 
 
 @cache
-def _options(path: Path) -> Options:
+def _of_file(path: Path) -> Options:
     """Options of a file, and of the files that it extends."""
     text = path.read_text()
     values = yaml.load(text, Loader=_Loader)
@@ -87,14 +89,15 @@ def _options(path: Path) -> Options:
     for entry in values.pop("defaults", ()):
         if isinstance(entry, str):
             base = path.parent / f"{entry}.yaml"
-            options |= _options(base) if base.is_file() else {}
+            options |= _of_file(base) if base.is_file() else {}
         elif not (group := next(iter(entry))).startswith("override") and group not in PRESETS:
             place = group.partition("@")[2].partition(".")[0]  # rules of schedule@rules.dp
-            options[place or group] = _option(dict[str, Any] if place else Any)
+            options[place or group] = (dict[str, Any] if place else Any), field(default=MISSING)
     values.pop("hydra", None)
     for name, value in values.items():
-        declared, meaning = described.get(name, ("", ""))
-        options[name] = _option(_DECLARED.get(declared, _type(value)), meaning)
+        declared, text = described.get(name, ("", ""))
+        kind = _DECLARED.get(declared, _type(value))
+        options[name] = kind, field(default=MISSING, metadata={"help": text} if text else {})
     return options
 
 
@@ -104,30 +107,23 @@ def _type(value: Any) -> Any:
     return dict[str, Any] if isinstance(value, dict) else type(value)
 
 
-def _option(kind: Any, text: str = "") -> tuple[Any, Any]:
-    return kind, field(default=MISSING, metadata={"help": text} if text else {})
-
-
-def _of_training(*without: str) -> Options:
-    """Options of ``train`` and ``compare`` that the dataclasses of toolkit.options describe."""
-    found = _copied(TrainingOptions, *without)
-    for name, kind in {"save": SaveOptions, "tracking": TrackingOptions}.items():
-        node = make_dataclass(name, [(key, *of_key) for key, of_key in _copied(kind).items()])
-        found[name] = node, field(default_factory=node)
+def _of_dataclass(kind: Any) -> Options:
+    """Options that a dataclass describes; OmegaConf has no unions with sequences."""
+    found: Options = {}
+    for f in fields(kind):
+        if is_dataclass(f.type):
+            found[f.name] = _nested(f.name, f.type)
+        else:
+            several = any(get_origin(one) is Sequence for one in (f.type, *get_args(f.type)))
+            default: Any = {"default": f.default, "default_factory": f.default_factory}
+            found[f.name] = Any if several else f.type, field(**default, metadata=f.metadata)
     return found
 
 
-def _copied(kind: Any, *without: str) -> Options:
-    """Options of a dataclass; OmegaConf has no unions with sequences."""
+def _nested(name: str, kind: Any) -> tuple[Any, Any]:
+    node = _made(name, _of_dataclass(kind))
+    return node, field(default_factory=node)
 
-    def known(kind: Any) -> Any:
-        return Any if any(get_origin(k) is Sequence for k in (kind, *get_args(kind))) else kind
 
-    return {
-        f.name: (
-            known(f.type),
-            field(default=f.default, default_factory=f.default_factory, metadata=f.metadata),
-        )
-        for f in fields(kind)
-        if f.name not in without
-    }
+def _made(name: str, options: Options) -> type:
+    return make_dataclass(name, [(key, *of_key) for key, of_key in options.items()])

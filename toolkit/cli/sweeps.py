@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from toolkit.cli.hydra_args import key_of
 from toolkit.errors import UserError
 from toolkit.files import write_json
+from toolkit.format import count
 from toolkit.torchrun import is_rank_zero
 
 FINISHED, FAILED, STOPPED, RUNNING = "finished", "failed", "stopped", "running"
@@ -38,11 +39,9 @@ class Status:
 
 def write_status(folder: Path, status: Status) -> None:
     """Write ``status.json``; a folder that cannot be written is left without."""
-    try:
+    with suppress(OSError):  # a full disk does not end the run; the result reports it
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / STATUS, asdict(status))
-    except OSError:
-        return  # a full disk does not end the run; the result reports it
 
 
 def mark_failed(folder: Path, message: str) -> None:
@@ -52,16 +51,12 @@ def mark_failed(folder: Path, message: str) -> None:
         write_status(folder, replace(status, state=FAILED, message=message))
 
 
-def is_under_way(folder: Path) -> bool:
-    """Whether a process runs in ``folder``."""
-    status = read_status(folder)
-    if status is None or status.state != RUNNING:
-        return False
+def read_status(folder: Path) -> Status | None:
+    """Read ``status.json``; None if it is missing or unreadable."""
     try:
-        with alone_in(folder):
-            return False
-    except ValueError:
-        return True
+        return Status(**json.loads((folder / STATUS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 @contextmanager
@@ -73,26 +68,17 @@ def alone_in(folder: Path) -> Iterator[None]:
     """
     held = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another process is at work in {folder}: wait until it has ended, or give another"
-                " hydra.run.dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"another process is at work in {folder}: wait until it has ended, or give"
+                    " another hydra.run.dir"
+                ) from None
         yield
     finally:
         os.close(held)
-
-
-def read_status(folder: Path) -> Status | None:
-    """Read ``status.json``; None if it is missing or unreadable."""
-    try:
-        return Status(**json.loads((folder / STATUS).read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 class Sweep(Callback):
@@ -105,16 +91,23 @@ class Sweep(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Write the command line to the sweep's folder, on rank 0."""
-        if not is_rank_zero():
-            return
-        Sweep.folder = folder = Path(config.hydra.sweep.dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / _NAME, {"options": list(Sweep.options)})
+        if is_rank_zero():
+            Sweep.folder = folder = Path(config.hydra.sweep.dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / _NAME, {"options": list(Sweep.options)})
 
 
 def under_way() -> bool:
-    """Whether a run of this process's sweep still runs."""
-    return Sweep.folder is not None and any(map(is_under_way, Sweep.folder.iterdir()))
+    """Whether a process runs in a folder of this process's sweep."""
+    for folder in Sweep.folder.iterdir() if Sweep.folder else ():
+        status = read_status(folder)
+        if status is not None and status.state == RUNNING:
+            try:
+                with alone_in(folder):
+                    pass  # it was killed
+            except UserError:
+                return True
+    return False
 
 
 def with_defaults(arguments: Sequence[str]) -> list[str]:
@@ -136,8 +129,7 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 def sweep_options(folder: Path) -> list[str] | None:
     """Command line of the sweep in ``folder``; None if it is not a sweep's."""
     try:
-        options = json.loads((folder / _NAME).read_text())["options"]
-        return [str(option) for option in options]
+        return [str(option) for option in json.loads((folder / _NAME).read_text())["options"]]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -161,23 +153,22 @@ def finished_before(folder: Path, options: Sequence[str]) -> Status | None:
 
 def summary(folder: Path) -> tuple[str, bool]:
     """Return a line on a sweep, one more for each unfinished run, and whether all finished."""
-    found = {path.parent: read_status(path.parent) for path in folder.glob("**/status.json")}
-    runs = {path: status for path, status in found.items() if status is not None}
-    states = [status.state for status in runs.values()]
+    runs = {path.parent: read_status(path.parent) for path in folder.glob("*/status.json")}
+    found = {path: status for path, status in runs.items() if status is not None}
+    states = [status.state for status in found.values()]
     words = {FINISHED: "finished", FAILED: "failed", STOPPED: "stopped", RUNNING: "broken off"}
     counts = [f"{states.count(s)} {word}" for s, word in words.items() if s in states]
-    lines = [f"{len(runs)} run{'s' * (len(runs) != 1)} in {folder}: {', '.join(counts)}"]
-    for path, status in sorted(runs.items(), key=lambda item: (len(item[0].name), item[0])):
+    lines = [f"{count(len(states), 'run')} in {folder}: {', '.join(counts)}"]
+    for path, status in sorted(found.items(), key=lambda item: (len(item[0].name), item[0])):
         if status.state != FINISHED:
             why = f": {status.message}" if status.message else ""
-            name = f"{path.relative_to(folder)} ({' '.join(status.options)})"
-            lines.append(f"  {words[status.state]}: {name}{why}")
+            lines.append(f"  {words[status.state]}: {path.name} ({' '.join(status.options)}){why}")
     return "\n".join(lines), all(state == FINISHED for state in states)
 
 
 def hint(experiment: str) -> tuple[str, bool]:
     """Lines on this process's sweep, if there is one, and whether all runs have finished."""
-    if Sweep.folder is None or not any(Sweep.folder.glob("*/status.json")):
+    if Sweep.folder is None or not any(Sweep.folder.glob(f"*/{STATUS}")):
         return "", True
     lines, complete = summary(Sweep.folder)
     more = f"\nto continue: python experiments/{experiment}.py -m resume={Sweep.folder}"

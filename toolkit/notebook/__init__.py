@@ -1,6 +1,6 @@
 """Helpers of the notebooks: settings from any folder, live progress, tables."""
 
-from toolkit.cli.settings import settings
+from toolkit.cli import settings
 from toolkit.files import ROOT
 from toolkit.notebook.live import Live, beside_prediction, train_on_ranks, watched
 from toolkit.notebook.run_tables import (
