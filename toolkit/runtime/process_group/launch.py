@@ -6,11 +6,9 @@ The parent is in :func:`launch`; each rank, in :func:`main`, calls the function 
 import contextlib
 import ctypes
 import math
-import mmap
 import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import socket
 import subprocess
@@ -19,10 +17,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from itertools import repeat
-from multiprocessing.connection import Connection
-from typing import IO, Any
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TextIO
 
 import cloudpickle
 import torch.distributed as dist
@@ -32,7 +30,6 @@ from toolkit.runtime.process_group import join, watch
 from toolkit.runtime.process_group.watch import JobFailedError, is_backend_error
 
 OnReport = Callable[[int, Any], object]
-Event = tuple[int, str, Any]  # rank, what has happened, and its value
 
 # Not -m, which would import a second copy of the module whose state report() needs.
 _BOOT = """\
@@ -40,11 +37,10 @@ import sys
 connection, job, *sys.path[:] = sys.argv[1:]
 del sys.argv[1:]
 from toolkit.runtime.process_group.launch import main
-main(int(connection), int(job))
+main(int(connection), job)
 """
-_LOOK = 0.05  # seconds to wait for an event
-_GRACE = 2.0  # seconds for a rank to end after SIGTERM
-_FAREWELL = 10.0  # seconds for a rank to end once all results are here
+_LOOK = 0.05  # most seconds between looks at the processes
+_FAREWELL = 10.0  # most seconds to wait for the ends of ranks
 
 # Reasons of a failure, the best first, and the seconds to wait for a better one.
 _RAISED, _JOB_FAILED, _DIED, _LOST = range(4)
@@ -97,11 +93,14 @@ def launch(
             " open files and locks have to be made within the function"
         ) from error
     job = _Job(n_ranks, on_report)
-    try:
-        job.start(pickled)
-        return job.results(timeout)
-    finally:
-        job.end()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(pickled)
+        file.flush()
+        try:
+            job.start(file.name)
+            return job.results(timeout)
+        finally:
+            job.end()
 
 
 class _Job:
@@ -109,16 +108,16 @@ class _Job:
 
     def __init__(self, n_ranks: int, on_report: OnReport | None) -> None:
         self._n_ranks, self._on_report = n_ranks, on_report
-        self._events: queue.Queue[Event] = queue.Queue()
-        self._processes: list[subprocess.Popen[str]] = []
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._messages: dict[Any, int] = {}  # connections, and the rank of each
+        self._output: dict[Any, tuple[int, TextIO, bytearray]] = {}  # pipes, and the open line
         self._results: dict[int, bytes] = {}
         self._missing = set(range(n_ranks))  # not yet up
         self._open = set(range(n_ranks))  # neither with a result nor failed
-        self._running = set[int]()
-        self._failures: list[tuple[int, int, Exception, Exception | None]] = []
-        self._decided_at = math.inf  # when to stop waiting for a better reason of a failure
+        self._failure: tuple[int, Exception, Exception | None] | None = None
+        self._decided_at = math.inf  # when to stop waiting for a better reason of the failure
 
-    def start(self, pickled: bytes) -> None:
+    def start(self, job: str) -> None:
         """Start the processes, and the store in which they meet."""
         listening = socket.create_server(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -130,98 +129,59 @@ class _Job:
             master_listen_fd=listening.detach(),  # only this machine reaches it
         )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        defaults = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // self._n_ranks))}
+        variables = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // self._n_ranks))}
         if sys.platform == "linux":
-            defaults["GLOO_SOCKET_IFNAME"] = "lo"
-        variables = {
-            **defaults,
-            **os.environ,
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        variables |= os.environ
+        variables |= {
             "WORLD_SIZE": str(self._n_ranks),
             "LOCAL_WORLD_SIZE": str(self._n_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        with tempfile.TemporaryFile() as file:
-            file.write(pickled)
-            file.flush()
-            for rank in range(self._n_ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                self._processes.append(self._start_rank(rank, variables | own, file))
-                self._running.add(rank)
-
-    def _start_rank(
-        self, rank: int, environment: dict[str, str], file: IO[bytes]
-    ) -> subprocess.Popen[str]:
-        """Start a rank's process, and threads that make events of its messages, output and end."""
-        ours, theirs = multiprocessing.Pipe()
-        with theirs:
-            fds = theirs.fileno(), file.fileno()
-            process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _BOOT, *map(str, fds), *map(str, sys.path)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                encoding="utf-8",
-                errors="replace",
-                env=environment,
-                pass_fds=fds,
-                start_new_session=True,  # Ctrl-C in a terminal is for the parent
-            )
-        out, err = process.stdout, process.stderr
-        assert out is not None
-        assert err is not None
-
-        def read(pipe: Any, source: Iterable[tuple[str, Any]]) -> None:
-            with pipe, contextlib.suppress(EOFError, OSError):
-                for what, value in source:
-                    self._events.put((rank, what, value))
-
-        sources = (
-            (out, zip(repeat("out"), out, strict=False)),
-            (err, zip(repeat("err"), err, strict=False)),
-            (ours, iter(ours.recv, None)),
-        )
-        readers = [threading.Thread(target=read, args=of, daemon=True) for of in sources]
-
-        def follow() -> None:
-            status = process.wait()
-            _kill_group(process)  # what it has started
-            for reader in readers:  # its end comes after all of its output
-                reader.join(_GRACE)
-            self._events.put((rank, "ended", status))
-
-        for thread in (*readers, threading.Thread(target=follow, daemon=True)):
-            thread.start()
-        return process
+        for rank in range(self._n_ranks):
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                self._running[rank] = process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", _BOOT, str(theirs.fileno()), job, *sys.path],
+                    bufsize=0,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C in a terminal is for the parent
+                )
+            self._messages[ours] = rank
+            self._output[process.stdout] = rank, sys.stdout, bytearray()
+            self._output[process.stderr] = rank, sys.stderr, bytearray()
 
     def results(self, timeout: float) -> list[Any]:
         """Wait for the results of all ranks, or for a failure."""
         end = time.monotonic() + timeout
         while self._open and time.monotonic() < self._decided_at:
             self._step()
-            if self._missing and not self._failures and time.monotonic() > end:
+            if self._missing and self._failure is None and time.monotonic() > end:
                 raise JobFailedError(
                     f"rank {', '.join(map(str, sorted(self._missing)))} has not started within"
                     f" {timeout:g} s: start fewer ranks, or raise timeout"
                 )
-        if self._failures:
-            *_, error, cause = min(self._failures, key=lambda failure: failure[:2])
+        if self._failure is not None:
+            _, error, cause = self._failure
             raise error from cause
         self._await_end(_FAREWELL)
         return [pickle.loads(self._results[rank]) for rank in range(self._n_ranks)]
 
     def end(self) -> None:
-        """End the processes that are left: by SIGTERM, then by SIGKILL."""
-        self._on_report = None
-        try:
-            for process in self._processes:
-                process.terminate()
-            self._await_end(_GRACE)
-        finally:
-            for rank in self._running:
-                _kill_group(self._processes[rank])
-            self._await_end(_FAREWELL)
+        """Kill the processes that are left."""
+        # An interrupt may have cut a message short. A connection that is closed ends its rank.
+        connections, self._messages = [*self._messages], {}
+        for process in self._running.values():
+            _kill_group(process)
+        self._await_end(_FAREWELL)
+        for source in (*connections, *self._output):
+            source.close()
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -229,42 +189,70 @@ class _Job:
             self._step()
 
     def _step(self) -> None:
-        """Take the next event, if one comes soon."""
+        """Take what the ranks have sent and printed, and note their ends; wait a little for it."""
+        ended = [rank for rank, process in self._running.items() if process.poll() is not None]
+        for rank in ended:
+            _kill_group(self._running[rank])  # what it has started
+        heard = set()
+        for source in wait([*self._messages, *self._output], _LOOK):
+            if source in self._output:
+                heard.add(self._output[source][0])
+                self._print(source)
+            else:
+                heard.add(self._messages[source])
+                self._receive(source)
+        for rank in {*ended} - heard:  # its end comes after all that it has said
+            status = self._running.pop(rank).returncode
+            if rank in self._open:
+                how = f"ended with status {status} and no result"
+                if status < 0:
+                    how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
+                self._fail(rank, _DIED, JobFailedError(f"rank {rank} {how}"))
+
+    def _print(self, pipe: Any) -> None:
+        """Print the lines that have come from ``pipe``, each with its rank."""
+        rank, stream, line = self._output[pipe]
+        read = pipe.read(1 << 16)
+        line += read or (b"\n" if line else b"")
+        while (length := line.find(b"\n")) >= 0:
+            print(f"rank {rank}:", line[:length].decode(errors="replace"), file=stream, flush=True)
+            del line[: length + 1]
+        if not read:
+            del self._output[pipe]
+            pipe.close()
+
+    def _receive(self, connection: Any) -> None:
+        rank = self._messages[connection]
         try:
-            rank, what, value = self._events.get(timeout=_LOOK)
-        except queue.Empty:
+            what, value = connection.recv()
+        except (EOFError, OSError):
+            del self._messages[connection]
+            connection.close()
             return
         match what:
-            case "out" | "err":
-                stream = sys.stdout if what == "out" else sys.stderr
-                print(f"rank {rank}:", value.rstrip("\n"), file=stream, flush=True)
             case "came":
                 self._missing.discard(rank)
             case "report" if self._on_report is not None:
                 self._on_report(rank, pickle.loads(value))
             case "announced":
-                self._fail(_JOB_FAILED, JobFailedError(value))
+                self._fail(None, _JOB_FAILED, JobFailedError(value))
             case "returned":
                 self._open.discard(rank)
                 self._results[rank] = value
             case "raised":
-                self._open.discard(rank)
-                self._fail(*value)
-            case "ended":
-                self._running.discard(rank)
-                if rank in self._open:
-                    self._open.discard(rank)
-                    how = f"ended with status {value} and no result"
-                    if value < 0:
-                        how = f"was ended by signal {-value} ({signal.strsignal(-value)})"
-                    self._fail(_DIED, JobFailedError(f"rank {rank} {how}"))
+                self._fail(rank, *value)
 
-    def _fail(self, reason: int, error: Exception, cause: Exception | None = None) -> None:
-        self._failures.append((reason, len(self._failures), error, cause))
+    def _fail(
+        self, rank: int | None, reason: int, error: Exception, cause: Exception | None = None
+    ) -> None:
+        """Note a reason why the job fails; ``rank`` has no result then."""
+        self._open -= {rank}
+        if self._failure is None or reason < self._failure[0]:
+            self._failure = reason, error, cause
         self._decided_at = min(self._decided_at, time.monotonic() + _PATIENCE[reason])
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -276,7 +264,7 @@ _sending = threading.Lock()
 
 
 def report(value: object) -> None:
-    """Send ``value`` to the ``on_report`` of ``launch``; do nothing in any other process.
+    """Send ``value`` to the ``on_report`` of ``launch``; do nothing outside its ranks.
 
     Args:
         value: any object that can be pickled.
@@ -288,30 +276,29 @@ def report(value: object) -> None:
         _send("report", _pack(value, "what is reported"))
 
 
-def main(connection: int, job: int) -> None:
+def main(connection: int, job: str) -> None:
     """Run a rank.
 
     Args:
         connection: file descriptor of the connection to the parent.
-        job: file descriptor of a file with the function and its arguments, pickled.
+        job: path of a file with the function and its arguments, pickled.
     """
     global _parent
     _parent = Connection(connection)
-    _end_with_parent(_parent)
+    threading.Thread(target=_end_with_parent, args=(_parent,), name="parent", daemon=True).start()
+    if sys.platform == "linux":  # the thread of a stopped process does not run
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
     watch.announce = lambda message: _send("announced", message)
     _send("came", None)
     try:
-        with mmap.mmap(job, 0, access=mmap.ACCESS_READ) as pickled:  # ranks share the file's offset
-            os.close(job)
-            function, args, kwargs = pickle.loads(pickled)
+        function, args, kwargs = pickle.loads(Path(job).read_bytes())
         result = function(*args, **kwargs)
         join.leave()
         packed = _pack(result, "the result")
     except (Exception, KeyboardInterrupt) as error:
         _send("raised", _describe(error))
-        # Stay, since the others would take this process's end for the reason.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Event().wait()
+        threading.Event().wait()  # the others would take this process's end for the reason
     else:
         _send("returned", packed)
 
@@ -333,7 +320,7 @@ def _pack(value: object, what: str) -> bytes:
 
 
 def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
-    """Return the kind of failure, what the parent raises for ``error``, and its cause."""
+    """Return the reason, what the parent raises for ``error``, and its cause."""
     rank = os.environ["RANK"]
     kinds = UserError, ValueError, JobFailedError
     kind = next((kind for kind in kinds if isinstance(error, kind)), None)
@@ -352,22 +339,6 @@ def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
 
 def _end_with_parent(parent: Connection) -> None:
     """End this process, and those that it has started, as soon as the parent is gone."""
-
-    def listen() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            parent.recv_bytes()  # which never comes
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=listen, name="parent", daemon=True).start()
-    if sys.platform == "linux":  # the thread of a stopped process does not run
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-
-
-def _forget_parent() -> None:
-    """Detach a process forked from a rank."""
-    global _parent
-    _parent = None
-
-
-os.register_at_fork(after_in_child=_forget_parent)
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv_bytes()  # which never comes
+    os.killpg(0, signal.SIGKILL)
