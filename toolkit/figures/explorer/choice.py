@@ -1,26 +1,25 @@
-"""A method and its options as one value, which names its schedule in three equal ways.
+"""A method and its options as one value: an object, a line of Python, or overrides of Hydra."""
 
-They are: as an object, as one line of Python, and as overrides of the experiments' configuration.
-"""
-
-import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from inspect import signature
 from shlex import quote
 from typing import Any
 
 from toolkit.errors import UserError, suggest, whole
 from toolkit.schedule import RandomDelay, Schedule
-from toolkit.schedule.catalog import METHODS
+from toolkit.schedule.catalog import METHODS, Method
 from toolkit.schedule.staleness import Delay, plain
 
 OWN = "your own"
 LARGEST = 32  # stages or micro-batches in a drawing
 ORDERS_FILE = "rank_orders.csv"
 OPTIONS = ("delay", "predict", "placement", "state", "n_ranks", "accumulate")
-SCHEDULES = (*METHODS, OWN)
+SCHEDULES: Mapping[str, Method] = {
+    **METHODS,
+    OWN: Method(OWN, OWN, Schedule.from_rank_orders, "pipeline"),
+}
 
 
 def options_of(schedule: str) -> dict[str, Any]:
@@ -30,14 +29,11 @@ def options_of(schedule: str) -> dict[str, Any]:
         UserError: an unknown schedule.
     """
     if schedule not in SCHEDULES:
-        raise UserError(f"unknown schedule {schedule!r}: {suggest(str(schedule), SCHEDULES)}")
-    parameters = inspect.signature(_factory(schedule)).parameters.items()
+        raise UserError(f"unknown schedule {schedule!r}: {suggest(str(schedule), [*SCHEDULES])}")
+    method = SCHEDULES[schedule]
+    parameters = signature(method.factory).parameters.items()
     usual = {k: None if p.default is p.empty else p.default for k, p in parameters if k in OPTIONS}
-    return usual if schedule == OWN else {**usual, **METHODS[schedule].options}
-
-
-def _factory(schedule: str) -> Any:
-    return Schedule.from_rank_orders if schedule == OWN else METHODS[schedule].factory
+    return {**usual, **method.options}
 
 
 @dataclass(frozen=True)
@@ -81,46 +77,40 @@ class Choice:
             UserError: an option or a size is refused, or the schedule is impossible; the message
                 may end with a grid.
         """
-        return _build(self)
+        arguments = self._arguments()
+        check_sizes(self.stages, self.microbatches, self.accumulate)
+        if bool("".join(self.orders).strip()) != (self.schedule == OWN):
+            raise UserError(
+                f"schedule={OWN!r} takes orders, a line a rank such as 0F0 0F1 0B0 0B1, and no"
+                f" other schedule does: got schedule={self.schedule!r} and orders={self.orders!r}"
+            )
+        built = SCHEDULES[self.schedule].factory(**arguments)
+        check_sizes(built.n_stages, built.n_workers, built.accumulate)
+        return built
 
     def python(self) -> str:
         """One line that makes the schedule from the names of ``toolkit.schedule``."""
-        name = f"catalog.{_factory(self.schedule).__name__}"
-        if self.schedule == OWN:
-            name = "Schedule.from_rank_orders"
-        return f"{name}({', '.join(f'{key}={x!r}' for key, x in self._arguments().items())})"
+        factory = SCHEDULES[self.schedule].factory.__qualname__
+        owner = "" if self.schedule == OWN else "catalog."
+        arguments = ", ".join(f"{key}={x!r}" for key, x in self._arguments().items())
+        return f"{owner}{factory}({arguments})"
 
     def overrides(self) -> str:
         """Options of ``experiments/simulate.py`` and ``train.py`` that make the schedule."""
-        words: dict[str, Any] = {"stages": self.stages, "microbatches": self.microbatches}
         options = {f"schedule.{name}": value for name, value in self.given.items()}
-        if self.schedule == OWN:
-            words = {"schedule.file": ORDERS_FILE, "schedule.delay": 0, **options}
-        else:
-            words = {"schedule": self.schedule, **words, **options}
-        return " ".join(quote(f"{key}={_in_hydra(value)}") for key, value in words.items())
+        words: dict[str, Any] = {"schedule.file": ORDERS_FILE, "schedule.delay": 0}
+        if self.schedule != OWN:
+            words = {"schedule": self.schedule}
+            words |= {"stages": self.stages, "microbatches": self.microbatches}
+        return " ".join(quote(f"{k}={_in_hydra(value)}") for k, value in (words | options).items())
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments of the factory, without those that equal its own defaults."""
         wanted: dict[str, Any] = {"n": self.microbatches, "n_microbatches": self.microbatches}
         wanted |= {"n_stages": self.stages, "orders": list(self.orders)}
         wanted |= options_of(self.schedule) | self.given
-        taken = inspect.signature(_factory(self.schedule)).parameters.items()
+        taken = signature(SCHEDULES[self.schedule].factory).parameters.items()
         return {k: wanted[k] for k, p in taken if k in wanted and wanted[k] != p.default}
-
-
-@lru_cache(maxsize=64)
-def _build(choice: Choice) -> Schedule:
-    arguments = choice._arguments()
-    check_sizes(choice.stages, choice.microbatches, choice.accumulate)
-    if bool("".join(choice.orders).strip()) != (choice.schedule == OWN):
-        raise UserError(
-            f"schedule={OWN!r} takes orders, a line a rank such as 0F0 0F1 0B0 0B1, and no other"
-            f" schedule does: got schedule={choice.schedule!r} and orders={choice.orders!r}"
-        )
-    built = _factory(choice.schedule)(**arguments)
-    check_sizes(built.n_stages, built.n_workers, built.accumulate)
-    return built
 
 
 def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -> None:
@@ -137,25 +127,33 @@ def check_sizes(stages: int, microbatches: int, accumulate: int | None = None) -
             raise UserError(f"{name} is at most {LARGEST} in a drawing: got {value}")
 
 
-def choice_of(schedule: Schedule) -> Choice | None:
-    """The choice that makes ``schedule``, under the same name if possible, or None."""
-    alike = None
+def choice_of(schedule: Schedule) -> Choice:
+    """The choice that makes ``schedule``, under the same name if possible.
+
+    Raises:
+        UserError: it is too large to draw, or no choice makes it.
+    """
+    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
+    alike: list[tuple[Choice, Schedule]] = []
     for choice in _candidates(schedule):
-        with suppress(ValueError):
+        with suppress(UserError):
             built = choice.build()
             # Rank orders have a placement of their own
             placement = schedule.placement if choice.schedule == OWN else built.placement
             if replace(built, name=schedule.name, placement=placement) == schedule:
-                if built.name == schedule.name:
-                    return choice
-                alike = alike or choice
-    return alike
+                alike.append((choice, built))
+    if not alike:
+        raise UserError(
+            f"no controls of the explorer make {schedule!r}: it takes schedules of the catalogue,"
+            " and rank orders that drain; toolkit.figures.schedules draws any"
+        )
+    return min(alike, key=lambda found: found[1].name != schedule.name)[0]
 
 
 def _candidates(schedule: Schedule) -> Iterator[Choice]:
     named = {name: getattr(schedule, name) for name in OPTIONS if hasattr(schedule, name)}
     orders: tuple[str, ...] = ()
-    with suppress(ValueError):  # not a pipeline
+    with suppress(UserError):  # not a pipeline
         orders = tuple(line.replace(",", " ") for line in schedule.to_csv().splitlines())
     for name in SCHEDULES:
         options: dict[str, Any] = {k: v for k, v in named.items() if k in options_of(name)}

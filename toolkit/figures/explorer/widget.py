@@ -1,7 +1,6 @@
 """Schedules to play with in a notebook: controls, and what each change does to the costs."""
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -11,28 +10,42 @@ import ipywidgets as ui
 from toolkit.cost import Hardware, StageCost, Timeline
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice
-from toolkit.figures.explorer import page
-from toolkit.figures.explorer.choice import ORDERS_FILE, OWN, Choice, check_sizes, choice_of
-from toolkit.figures.explorer.controls import (
-    UNIFORM,
-    Column,
-    Costs,
-    cost_sources,
-    field,
-    hardware_presets,
-    in_columns,
-    lines_of,
-    show,
+from toolkit.figures.explorer.choice import (
+    LARGEST,
+    ORDERS_FILE,
+    OWN,
+    SCHEDULES,
+    Choice,
+    choice_of,
+    options_of,
 )
-from toolkit.figures.explorer.inspection import Analysis, analyse, predict
+from toolkit.figures.explorer.inspection import (
+    UNIFORM,
+    Analysis,
+    Costs,
+    analyse,
+    cost_sources,
+    hardware_presets,
+    predict,
+)
+from toolkit.figures.explorer.page import HTML, panes
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
-from toolkit.schedule import Schedule
+from toolkit.schedule import FRESHEST, PLACEMENTS, STATES, Schedule
 from toolkit.schedule.instruction import collector_paused
 
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
+_EXAMPLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+_OPTIONS: dict[str, tuple[str, Sequence[Any]]] = {  # what it is, and the values on offer
+    "delay": ("training steps by which weights are late", (0, 1, 2, 3, FRESHEST)),
+    "predict": ("extrapolate late weights to the step that reads them", (False, True)),
+    "placement": ("the rank of each op", PLACEMENTS),
+    "state": ("whether parameters, gradients and optimizer state have one owner", STATES),
+    "n_ranks": ("devices of an interleaved pipeline", range(2, 2 * LARGEST + 1)),
+    "accumulate": ("micro-batches of a worker, one after another", range(1, LARGEST + 1)),
+}
 
 
 class Explorer(ui.VBox):
@@ -89,15 +102,14 @@ class Explorer(ui.VBox):
             # The simulation refuses costs of another number of stages.
             self._sources[source] = costs if callable(costs) else lambda n_stages: costs
         if hardware is not None:
-            check_hardware(hardware)
-            machine = hardware.name
+            machine = check_hardware(hardware).name
             self._machines[machine] = hardware
-        self.columns = [Column(choice) for choice in (first, second)]
-        self._panes, self._quiet = ["", ""], False
+        self._drawn, self._quiet = ["", ""], False  # last possible panes; while options change
         self._good: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
+
         later: dict[str, Any] = {"continuous_update": False}
         self.stages, self.microbatches, self.n_steps = (
-            field(ui.IntSlider, name, value=value, min=1, max=max(most, value), **later)
+            _field(ui.IntSlider, name, value=value, min=1, max=max(most, value), **later)
             for name, value, most in (
                 ("stages", first.stages, _STAGES),
                 ("micro-batches", first.microbatches, _STAGES),
@@ -105,35 +117,32 @@ class Explorer(ui.VBox):
             )
         )
         tip = "uniform: a forward and a whole backward take a slot each"
-        self.costs = field(ui.Dropdown, "stage costs", tip, options=[*self._sources], value=source)
-        self.hardware = field(ui.Dropdown, "hardware", options=[*self._machines], value=machine)
+        self.costs = _field(ui.Dropdown, "stage costs", tip, options=[*self._sources], value=source)
+        self.hardware = _field(ui.Dropdown, "hardware", options=[*self._machines], value=machine)
         look = {"width": "auto", "margin": "2px 2px 2px 100px"}
-        toggle: dict[str, Any] = {"description": "compare", "icon": "columns", "layout": look}
-        self.compare = ui.ToggleButton(value=compare is not None, **toggle)
-        self.folder = field(ui.Text, "export to", value=str(folder), **later)
+        self.compare = ui.ToggleButton(
+            value=compare is not None, description="compare", icon="columns", layout=look
+        )
+        self.folder = _field(ui.Text, "export to", value=str(folder), **later)
         self.view, self.status = ui.HTML(), ui.HTML()
         self.buttons = [ui.Button(description=x, icon="download") for x in EXPORTS.values()]
         for kind, button in zip(EXPORTS, self.buttons, strict=True):
             button.on_click(lambda _, kind=kind: self._export(kind))
+        self.columns = [Column(choice) for choice in (first, second)]
         self.shared = (
             self.stages, self.microbatches, self.n_steps, self.costs, self.hardware, self.compare,
         )  # fmt: skip
-        boxes = [column.box for column in self.columns]
-        super().__init__(
-            [
-                in_columns(*self.shared, least="250px"),
-                ui.HBox(boxes, layout={"width": "100%", "grid_gap": "20px"}),
-                self.view,
-                in_columns(self.folder, ui.HBox(self.buttons), least="400px"),
-                self.status,
-            ]
-        )
+        columns = ui.HBox(self.columns, layout={"width": "100%", "grid_gap": "20px"})
+        exports = _in_columns(self.folder, ui.HBox(self.buttons), least="400px")
+        shared = _in_columns(*self.shared, least="250px")
+        super().__init__([shared, columns, self.view, exports, self.status])
         self.add_class("cdp-explorer")
+        for control in self.shared:
+            control.observe(self._redraw, "value")
         for column in self.columns:
             column.schedule.observe(lambda _, column=column: self._switch(column), "value")
-        options_and_orders = [(*c.options.values(), c.orders) for c in self.columns]
-        for control in (*self.shared, *options_and_orders[0], *options_and_orders[1]):
-            control.observe(self._redraw, "value")
+            for control in (*column.options.values(), column.orders):
+                control.observe(self._redraw, "value")
         self._redraw()
 
     @property
@@ -149,7 +158,7 @@ class Explorer(ui.VBox):
             UserError: the last choice is impossible.
         """
         self._check()
-        return page.standalone("Schedules", self.view.value)
+        return HTML.document("Schedules", self.view.value)
 
     def _check(self) -> None:
         if len(self._good) < len(self.choices):
@@ -157,7 +166,7 @@ class Explorer(ui.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The widget, and the page for where widgets cannot be shown."""
-        shown = page.standalone("Schedules", self.view.value)
+        shown = HTML.document("Schedules", self.view.value)
         return {**super()._repr_mimebundle_(**kwargs), "text/html": shown}
 
     def export(self, kind: str) -> list[Path]:
@@ -165,7 +174,8 @@ class Explorer(ui.VBox):
 
         Args:
             kind: ``png``, the figure (also as SVG); ``csv``, the rank orders of each pipeline and
-                the ops of any other schedule; ``trace``, simulated timelines for ui.perfetto.dev.
+                the simulated spans of any other schedule; ``trace``, simulated timelines for
+                ui.perfetto.dev.
 
         Raises:
             UserError: a schedule is impossible, or an unknown kind.
@@ -184,8 +194,11 @@ class Explorer(ui.VBox):
         for path, (analysis, timeline) in zip(paths, self._good, strict=True):
             if kind == "trace":
                 timeline.to_chrome_trace(path)
-            else:
-                path.write_text(_csv(analysis.schedule))
+                continue
+            try:
+                path.write_text(analysis.schedule.to_csv())
+            except UserError:  # not a pipeline
+                timeline.to_frame().to_csv(path, index=False)
         return paths
 
     def _export(self, kind: str) -> None:
@@ -195,7 +208,7 @@ class Explorer(ui.VBox):
             said = str(error)
         self.status.value = f'<span role="status">{escape(said)}</span>'
 
-    def _switch(self, column: Column) -> None:
+    def _switch(self, column: "Column") -> None:
         """Offer another schedule's options, and redraw once afterwards."""
         self._quiet = True
         column.offer(Choice(column.schedule.value))
@@ -211,11 +224,10 @@ class Explorer(ui.VBox):
         if not uniform and self.hardware.value == "unit" != real:
             self.hardware.value = real  # a model's times mean nothing on the unit machine
             return  # the change has redrawn
-        show(self.columns[1].box, self.compare.value)
-        machine = self._machines[self.hardware.value]
+        _show(self.columns[1], self.compare.value)
+        choices, machine = self.choices, self._machines[self.hardware.value]
         good: dict[int, tuple[Analysis, Timeline]] = {}
-        wrong: dict[int, ValueError] = {}
-        choices = self.choices
+        shown = [""] * len(choices)
         with collector_paused():
             for k, choice in enumerate(choices):
                 try:
@@ -223,19 +235,72 @@ class Explorer(ui.VBox):
                     costs = self._sources[self.costs.value](analysis.schedule.n_stages)
                     good[k] = analysis, predict(analysis, costs, machine)
                 except ValueError as error:
-                    wrong[k] = error
+                    shown[k] = HTML.impossible(error, self._drawn[k])
             self._good = [*good.values()]
-            drawn = page.panes(self._good, in_slots=uniform) if good else []
-            for k, pane in zip(good, drawn, strict=True):
-                self._panes[k] = pane
-        self.view.value = page.side_by_side(
-            [
-                f'{page.message(wrong[k])}<div class="cdp-faded">{self._panes[k]}</div>'
-                if k in wrong
-                else self._panes[k] + page.lines(choice)
-                for k, choice in enumerate(choices)
-            ]
-        )
+            drawn = panes(self._good, in_slots=uniform) if good else []
+        for k, pane in zip(good, drawn, strict=True):
+            self._drawn[k] = pane
+            shown[k] = pane + HTML.lines(choices[k])
+        self.view.value = HTML.side_by_side(shown)
+
+
+class Column(ui.VBox):
+    """Controls of one schedule: its name, its options by name, and rank orders."""
+
+    def __init__(self, choice: Choice) -> None:
+        tip = "a choice of conf/schedule, or rank orders of your own"
+        names = {"options": [*SCHEDULES], "value": choice.schedule}
+        self.schedule = _field(ui.Dropdown, "schedule", tip, **names)
+        self.options = {name: _field(ui.Dropdown, name, tip) for name, (tip, _) in _OPTIONS.items()}
+        tip = "each rank's ops in order: stage, kind (F, B, I or W), micro-batch"
+        lines: dict[str, Any] = {"value": "\n".join(choice.orders) or _EXAMPLE, "rows": 4}
+        self.orders = _field(ui.Textarea, "rank orders", tip, continuous_update=False, **lines)
+        grid = _in_columns(self.schedule, *self.options.values(), least="260px")
+        super().__init__([grid, self.orders], layout={"flex": "1 1 0", "min_width": "0"})
+        self.add_class("cdp-column")
+        self.offer(choice)
+
+    def offer(self, choice: Choice) -> None:
+        """Offer the options that the schedule takes, with the values of ``choice``."""
+        usual = options_of(choice.schedule)
+        for name, control in self.options.items():
+            values, given = _OPTIONS[name][1], getattr(choice, name)
+            value = usual.get(name) if given is None else given
+            value = values[0] if value is None else value
+            control.options = [(str(v), v) for v in dict.fromkeys((*values, value))]
+            control.value = value
+            _show(control, name in usual)
+        _show(self.orders, choice.schedule == OWN)
+
+    def choice(self, stages: int, microbatches: int) -> Choice:
+        """The choice that the controls hold."""
+        name = self.schedule.value
+        options = {option: self.options[option].value for option in options_of(name)}
+        if name == OWN:
+            return Choice(OWN, orders=_lines_of(self.orders.value), **options)
+        return Choice(name, stages, microbatches, **options)
+
+
+def _field(kind: Callable[..., Any], name: str, tip: str | None = None, **options: Any) -> Any:
+    """A labelled control as wide as its place."""
+    look = {"layout": {"width": "auto"}, "style": {"description_width": "96px"}}
+    return kind(description=name, tooltip=tip, **look, **options)
+
+
+def _in_columns(*widgets: ui.Widget, least: str) -> ui.GridBox:
+    """As many equal columns as there is room for."""
+    columns = f"repeat(auto-fit, minmax({least}, 1fr))"
+    return ui.GridBox(widgets, layout={"grid_template_columns": columns, "width": "100%"})
+
+
+def _show(widget: ui.DOMWidget, visible: bool) -> None:
+    """Show or hide ``widget``."""
+    widget.layout.display = None if visible else "none"
+
+
+def _lines_of(text: str) -> tuple[str, ...]:
+    """Lines of ``text`` that are not blank."""
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def _chosen(
@@ -244,7 +309,7 @@ def _chosen(
     """The choice by name and options, or the one that makes a schedule."""
     if isinstance(schedule, str):
         orders = options.get("orders", ())
-        orders = lines_of(orders) if isinstance(orders, str) else tuple(orders)
+        orders = _lines_of(orders) if isinstance(orders, str) else tuple(orders)
         choice = Choice(schedule, stages, microbatches, **{**options, "orders": orders})
         choice.build()
         return choice
@@ -252,14 +317,7 @@ def _chosen(
         raise UserError(f"a schedule is a Schedule, or a name such as 'cdp_v2': got {schedule!r}")
     if options:
         raise UserError(f"a Schedule has its own options: leave out {', '.join(options)}")
-    check_sizes(schedule.n_stages, schedule.n_workers, schedule.accumulate)
-    found = choice_of(schedule)
-    if found is None:
-        raise UserError(
-            f"no controls of the explorer make {schedule!r}: it takes schedules of the catalogue,"
-            " and rank orders that drain; toolkit.figures.schedules draws any"
-        )
-    return found
+    return choice_of(schedule)
 
 
 def _file_name(analysis: Analysis) -> str:
@@ -267,24 +325,3 @@ def _file_name(analysis: Analysis) -> str:
     if name == OWN:
         return Path(ORDERS_FILE).stem
     return f"{name}_{schedule.n_stages}x{schedule.n_microbatches}"
-
-
-def _csv(schedule: Schedule) -> str:
-    """Rank orders of a pipeline; of any other schedule a row an op, in the order of time."""
-    import pandas as pd
-
-    with suppress(ValueError):  # not a pipeline
-        return schedule.to_csv()
-    rows = [
-        {
-            "op": str(op),
-            "kind": op.kind.name,
-            "stage": op.stage,
-            "microbatch": op.microbatch,
-            "rank": schedule.rank(op.stage, op.microbatch),
-            "slot": f"{start / schedule.timing.ticks_per_slot:g}",
-            "staleness": schedule.staleness[op.stage][op.microbatch],
-        }
-        for op, start in sorted(schedule.timing.starts.items(), key=lambda x: (x[1], x[0]))
-    ]
-    return pd.DataFrame(rows).to_csv(index=False)
