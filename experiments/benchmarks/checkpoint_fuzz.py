@@ -11,15 +11,11 @@ Anything else is a failure: a traceback, a hang, or another end (silent).
 """
 
 import shutil
-import signal
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 import hydra
@@ -29,7 +25,6 @@ from torch import Tensor
 
 from benchmarks import fuzz
 from toolkit.cli import build_run
-from toolkit.cli.errors import explain
 from toolkit.training import Outcome, run_with_checkpoints
 from toolkit.training.checkpoint import Checkpoints, read, read_parts, write, write_sharded
 
@@ -100,17 +95,10 @@ def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, lim
         state = read(last)
         done.target = _mutate(state, done.kind, chance)
         write(last, state)
-    try:
-        with _no_longer_than(limit):
-            outcome = run_with_checkpoints(build_run(whole.config), folder, resume=True)
-    except TimeoutError:
-        done.outcome = "hang"
-        return
-    except Exception as error:
-        message = explain(error, "train")
-        plain = message is not None and len(message.splitlines()) == 1
-        done.outcome = "refused" if plain else "traceback"
-        done.message = message if plain and message else traceback.format_exc()
+    outcome = fuzz.attempt(
+        done, limit, lambda: run_with_checkpoints(build_run(whole.config), folder, resume=True)
+    )
+    if outcome is None:
         return
     found, scores = _end(outcome)
     alike = all(torch.equal(found[name], tensor) for name, tensor in whole.weights.items())
@@ -118,20 +106,6 @@ def _one_round(done: fuzz.Round, whole: Whole, folder: Path, chance: Random, lim
     named = any(last.name in note for note in outcome.notes)
     done.outcome = "silent" if not alike else "previous" if named else "equal"
     done.message = " / ".join(outcome.notes)
-
-
-@contextmanager
-def _no_longer_than(seconds: float) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # Damage to contents

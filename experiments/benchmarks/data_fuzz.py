@@ -1,83 +1,67 @@
-"""Damaged image sets: whether each is refused by one clear error, or read as its files say.
+"""Damaged image folders: whether each is refused by one clear error, or read as its files say.
 
-Each round damages a small set at random; a process of its own then reads one epoch of it, with
-data.damaged=refuse or skip, alone or with workers. The batches are compared with what PIL decodes:
+Each round damages a small set at random and reads an epoch and the test images, with
+data.damaged=refuse or skip, alone or with workers. The test images are compared with what PIL
+decodes:
 
 refused    one sentence that names the damaged file or folder, and PIL cannot read it either
-equal      the batches of the undamaged set
-changed    batches as PIL decodes the damaged files: a valid image, though another, or fewer images
+equal      the test images of the undamaged set, and as many training images
+changed    as PIL decodes the damaged files: a valid image, though another, or fewer images
 skipped    the next image of the class replaces each damaged one, and exactly these are counted
 
-Anything else is a failure: a traceback, a hang, a dead process, a needless or unclear error, or
-other batches (silent).
+Anything else is a failure: a traceback, a hang, a needless or unclear error, or other images
+(silent).
 """
 
-import hashlib
-import multiprocessing
 import os
-import pickle
 import shutil
-import signal
-import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor
-from torchvision.datasets import CIFAR10, ImageFolder
+from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from benchmarks import fuzz
-from toolkit.errors import UserError
 from toolkit.training.data import cifar10, image_folder
-from toolkit.training.data.batches import seeded
-from toolkit.training.data.class_folders import evaluation_transform, training_transform
+from toolkit.training.data.batches import normalise
+from toolkit.training.data.class_folders import evaluation_transform
 
-SETS = ("batches", "cifar", "folder")
 PASSED = ("refused", "equal", "changed", "skipped")
-FAILED = ("traceback", "hang", "died", "silent", "needless", "unclear")
+FAILED = ("traceback", "hang", "silent", "needless", "unclear")
 _CPU = torch.device("cpu")
-_SIZE = 16  # pixels of the model's input, for the set "folder"
-_BATCH = 3
-_SEED, _EPOCH = 5, 1
-
-Samples = list[tuple[Tensor, int]]
-"""Pixels ``[3, size, size]`` from 0 to 255, and classes."""
+_STATISTICS = {
+    "cifar": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "folder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
 
 
 class Read(NamedTuple):
-    """An epoch and the test samples, in order; paths of damaged images that were replaced."""
+    """What is read of a set."""
 
-    train: Samples
-    test: Samples
-    damaged: tuple[str, ...] = ()
+    n_train: int
+    test: Tensor  # [n, 3, size, size], normalised
+    labels: list[int]
+    damaged: list[str]  # paths of images that others replace
 
 
 class Case(NamedTuple):
     """Which set is read, and how."""
 
-    images: str
+    images: str = "folder"
     damaged: str = "refuse"
     num_workers: int = 0
-
-
-class Whole(NamedTuple):
-    """An undamaged set: its folder, the MD5 sums of its batch files, and its samples."""
-
-    root: Path
-    sums: dict[str, str]
-    read: Read
 
 
 class DamagedSetError(Exception):
@@ -86,207 +70,132 @@ class DamagedSetError(Exception):
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, Any]]:
     """Return a row for each kind of damage: the number of rounds by outcome, and a message."""
-    if not hasattr(os, "fork"):
-        raise UserError(f"bench=data_fuzz forks processes, as on Linux: this is {sys.platform}")
-    for name, known in (("kinds", KINDS), ("sets", SETS)):
-        if unknown := [each for each in config[name] if each not in known]:
-            raise UserError(f"unknown bench.{name} {unknown[0]!r}: choose of {', '.join(known)}")
-    if not config.sets:
-        raise UserError(f"bench.sets are some of {', '.join(SETS)}: got none")
     with tempfile.TemporaryDirectory() as scratch:
-        wholes = {name: build(name, Path(scratch) / name) for name in set(config.sets)}
+        wholes = {name: build(name, Path(scratch) / name) for name in _STATISTICS}
 
         def one(done: fuzz.Round, chance: Random) -> None:
             damaged, num_workers = chance.choice(["refuse", "skip"]), chance.choice([0, 0, 0, 2])
-            case = Case(chance.choice(config.sets), damaged, num_workers)
+            case = Case(chance.choice([*wholes]), damaged, num_workers)
             one_round(done, wholes[case.images], case, chance, config.limit)
 
-        return fuzz.run(config, seed, [*config.kinds] or [*KINDS], one, PASSED, FAILED)
+        return fuzz.run(config, seed, KINDS, one, PASSED, FAILED)
 
 
-def one_round(done: fuzz.Round, whole: Whole, case: Case, chance: Random, limit: float) -> None:
-    """Damage a copy of ``whole``, read it in another process, and complete the round."""
+def one_round(done: fuzz.Round, whole: Path, case: Case, chance: Random, limit: float) -> None:
+    """Damage a copy of the set ``whole``, read it, and complete the round."""
     done.subject = f"{case.images} {case.damaged} num_workers={case.num_workers}"
-    with tempfile.TemporaryDirectory(dir=whole.root.parent) as scratch:
+    with tempfile.TemporaryDirectory(dir=whole.parent) as scratch:
         root = Path(scratch) / "set"
-        shutil.copytree(whole.root, root)
+        shutil.copytree(whole, root)
         done.target = damage(done.kind, root, chance)
-        context = multiprocessing.get_context("fork")
-        mine, other = context.Pipe(duplex=False)
-        process = context.Process(target=_reader, args=(other, case, root, whole))
-        process.start()
-        other.close()
-        try:
-            done.outcome, done.message = mine.recv() if mine.poll(limit) else ("hang", "")
-        except EOFError:
-            process.join()
-            done.outcome, done.message = "died", f"status {process.exitcode}"
-        if done.outcome == "hang" and process.pid is not None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
+        with warnings.catch_warnings(action="ignore"), redirect_stderr(StringIO()):
+            found = fuzz.attempt(done, limit, lambda: read(case, root))
+            _judge(done, case, root, whole, found)
         done.message = done.message.replace(str(root), "SET")
 
 
-def _reader(connection: Connection, case: Case, root: Path, whole: Whole) -> None:
-    os.setsid()  # a group of its own, so that a hang is killed together with its workers
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    connection.send(_judge(case, root, whole))
-
-
-def _judge(case: Case, root: Path, whole: Whole) -> tuple[str, str]:
-    """Return the outcome and a message."""
+def _judge(done: fuzz.Round, case: Case, root: Path, whole: Path, found: Read | None) -> None:
+    """Compare with what PIL decodes, and complete the outcome and the message."""
     expected, reason = None, ""
     try:
-        expected = _expected(case, root, whole)
+        expected = _decoded(case, root)
     except (DamagedSetError, OSError) as error:
         reason = str(error)
-    try:
-        found = _read(case, root, whole.sums)
-    except Exception as error:
-        if not isinstance(error, UserError):
-            return "traceback", traceback.format_exc()
-        message = str(error)
-        if expected is not None:
-            return "needless", message
-        clear = len(message.splitlines()) == 1 and str(root) in message
-        return ("refused" if clear else "unclear"), message
-    if expected is None:
-        return "silent", f"read, though {reason}"
-    for samples, others in zip(found[:2], expected[:2], strict=True):
-        if difference := _difference(samples, others):
-            return "silent", f"other batches: {difference}"
+    if done.outcome == "refused":
+        clear = "refused" if str(root) in done.message else "unclear"
+        done.outcome = clear if expected is None else "needless"
+    elif found is not None and expected is None:
+        done.outcome, done.message = "silent", f"read, though {reason}"
+    elif found is not None and expected is not None:
+        done.outcome, done.message = "silent", _difference(found, expected)
+        if not done.message and found.damaged:
+            done.outcome, done.message = "skipped", f"{found.damaged[0]} is skipped"
+        elif not done.message:
+            changed = _difference(found, _decoded(case, whole))
+            done.outcome = "changed" if changed else "equal"
+
+
+def _difference(found: Read, expected: Read) -> str:
+    """Say how two readings differ; empty where they are equal, to rounding."""
+    if found.n_train != expected.n_train:
+        return f"{found.n_train} training images for {expected.n_train}"
+    if found.labels != expected.labels:
+        return f"classes {found.labels} for {expected.labels}"
     if sorted(found.damaged) != sorted(expected.damaged):
-        return "silent", f"skipped {found.damaged}, and {expected.damaged} are damaged"
-    if found.damaged:
-        return "skipped", f"{found.damaged[0]} is skipped"
-    return ("changed" if any(map(_difference, found[:2], whole.read[:2])) else "equal"), ""
+        return f"skipped {found.damaged}, and {expected.damaged} are damaged"
+    worst = float((found.test - expected.test).abs().max())
+    return f"other pixels, by {worst:.2f} standard deviations" if worst > 1e-3 else ""
 
 
-def _difference(samples: Samples, others: Samples) -> str:
-    """Say how samples differ; empty where they are equal, to rounding."""
-    if (labels := [y for _, y in samples]) != (expected := [y for _, y in others]):
-        return f"classes {labels} for {expected}"
-    pairs = zip(samples, others, strict=True)
-    worst = max((float((x - z).abs().max()) for (x, _), (z, _) in pairs), default=0.0)
-    return f"{worst:.1f} levels" if worst > 0.01 else ""
-
-
-def _read(case: Case, root: Path, sums: dict[str, str]) -> Read:
+def read(case: Case, root: Path) -> Read:
     """Return what the toolkit reads."""
     images: Any
     if case.images == "folder":
-        images = image_folder(str(root), _SIZE, case.num_workers, damaged=case.damaged)
-        mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+        images = image_folder(str(root), 16, case.num_workers, damaged=case.damaged)
     else:
-        train, test = ([[n, sums[n]] for n in sums if n.startswith(w)] for w in ("data", "test"))
-        meta = CIFAR10.meta | {"md5": sums.get("batches.meta")}
-        # Take the small files for the published ones.
-        with mock.patch.multiple(CIFAR10, train_list=train, test_list=test, meta=meta):
-            images = cifar10(str(root), crop_padding=0, flip=False, damaged=case.damaged)
-        mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    offset, scale = (torch.tensor(c).view(3, 1, 1) for c in (mean, std))
-    epochs = [
-        [
-            ((pixels * scale + offset) * 255, int(label))
-            for inputs, targets in batches
-            for pixels, label in zip(inputs, targets, strict=True)
-        ]
-        for batches in (images.train(_BATCH, _SEED, _EPOCH, _CPU), images.test(_BATCH, _CPU))
-    ]
-    return Read(epochs[0], epochs[1], images.damaged)
+        images = cifar10(str(root), crop_padding=0, flip=False, damaged=case.damaged)
+    n_train = sum(len(labels) for _, labels in images.train(1, 5, 1, _CPU))
+    test, labels = zip(*images.test(3, _CPU), strict=True)
+    return Read(n_train, torch.cat(test), torch.cat(labels).tolist(), [*images.damaged])
 
 
-def _expected(case: Case, root: Path, whole: Whole) -> Read:
-    """Return what PIL decodes, in the order of the toolkit's seeds.
+def _decoded(case: Case, root: Path) -> Read:
+    """Return what PIL decodes.
 
     Raises:
         DamagedSetError, OSError: the set cannot be read.
     """
-    if case.images == "batches":
-        if not whole.sums.items() <= _sums(root).items():
-            raise DamagedSetError("a batch file is not the published one")
-        return whole.read
     folder = case.images == "folder"
     splits = [ImageFolder(str(root / name)) for name in ("train", "val" if folder else "test")]
     if splits[0].classes != splits[1].classes or not (folder or len(splits[0].classes) == 10):
         raise DamagedSetError("the classes differ, or are not 10")
-    damaged: set[str] = set()
-    epochs: list[Samples] = []
-    for images, make in zip(splits, (training_transform, evaluation_transform), strict=True):
-        n, seed, order = len(images), 0, [*range(len(images))]
-        if make is training_transform:
-            if n < _BATCH:
-                raise DamagedSetError(f"{n} images")
-            seed = hash((_SEED, _EPOCH))
-            generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(n, generator=generator).tolist()[: n // _BATCH * _BATCH]
-        seen = {}
-        for k in order if folder else range(n):  # CIFAR-10 is decoded as a whole
-            image, number = _decoded(images, k, case.damaged == "skip", damaged)
-            if folder:
-                seen[k] = seeded(hash((seed, number)), make(_SIZE), image).float()
-            elif image.size == (32, 32):
-                seen[k] = pil_to_tensor(image).float()
-            else:
-                raise DamagedSetError(f"image {number} has another size")
-        epochs.append([(seen[k], images.targets[k]) for k in order])
-    return Read(epochs[0], epochs[1], tuple(damaged))
+    damaged, samples = list[str](), list[Image.Image]()
+    for split in splits:
+        decoded = {path: _image(path) for path, _ in split.samples}
+        broken = [path for path, image in decoded.items() if image is None]
+        if broken and case.damaged == "refuse":
+            raise DamagedSetError(f"{broken[0]} is damaged")
+        damaged += broken
+        samples = []
+        for k, label in enumerate(split.targets):
+            same = [n for n, other in enumerate(split.targets) if other == label]
+            start = same.index(k)
+            paths = [split.samples[n][0] for n in same[start:] + same[:start]]
+            usable = [image for path in paths if (image := decoded[path]) is not None]
+            if not usable:
+                raise DamagedSetError(f"all images of class {label} are damaged")
+            if not folder and usable[0].size != (32, 32):
+                raise DamagedSetError(f"{paths[0]} has another size")
+            samples.append(usable[0])
+    transform = evaluation_transform(16) if folder else pil_to_tensor
+    pixels = torch.stack([transform(image) for image in samples])
+    test = normalise(pixels, *_STATISTICS[case.images])
+    return Read(len(splits[0]), test, splits[1].targets, damaged)
 
 
-def _decoded(
-    images: ImageFolder, index: int, skip: bool, damaged: set[str]
-) -> tuple[Image.Image, int]:
-    """Return the image, or the next one of its class that PIL can read, and its number."""
-    same = [k for k, label in enumerate(images.targets) if label == images.targets[index]]
-    start = same.index(index)
-    for k in same[start:] + same[:start]:
-        path = images.samples[k][0]
-        try:
-            if not os.path.isfile(path):
-                raise FileNotFoundError(path)
-            with Image.open(path) as image:
-                return image.convert("RGB"), k
-        except Exception as error:
-            if not skip:
-                raise DamagedSetError(f"{path} is damaged: {error!r}") from error
-            damaged.add(path)
-    raise DamagedSetError(f"all images of class {images.targets[index]} are damaged")
+def _image(path: str) -> Image.Image | None:
+    """The image, or None if PIL cannot read it."""
+    if not os.path.isfile(path):
+        return None
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except Exception:  # decoders raise anything on garbled bytes
+        return None
 
 
-def _sums(root: Path) -> dict[str, str]:
-    files = [path for path in sorted(root.glob("cifar-10-batches-py/*")) if path.is_file()]
-    return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
-
-
-def build(name: str, root: Path) -> Whole:
-    """Write a small set: images in class folders as ImageNet, or as CIFAR-10; or its batches."""
-    random = np.random.default_rng(0)
+def build(name: str, root: Path) -> Path:
+    """Write a small set of images in class folders, as ImageNet or as CIFAR-10."""
     splits, classes, size = {"train": "png png", "test": "png"}, 10, 32
-    if name == "batches":
-        folder = root / "cifar-10-batches-py"
-        folder.mkdir(parents=True)
-        for file in (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch"):
-            pixels = random.integers(0, 256, (6, 3072), dtype=np.uint8)
-            labels = random.integers(0, 10, 6).tolist()
-            (folder / file).write_bytes(pickle.dumps({"data": pixels, "labels": labels}))
-        (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": ["cat"] * 10}))
-        splits = {}
-    elif name == "folder":
-        splits, classes, size = {"train": "jpg jpg jpeg png bmp", "val": "jpg jpg"}, 3, 40
+    if name == "folder":
+        splits, classes, size = {"train": "jpg jpeg png bmp", "val": "jpg jpg"}, 3, 40
     for split, c in product(splits, range(classes)):
         (root / split / f"class{c}").mkdir(parents=True)
         for k, ending in enumerate(splits[split].split()):
             image = _smooth(size, c + 11 * k + len(split))
             image.save(root / split / f"class{c}" / f"{k}.{ending}")
-    sums = _sums(root)
-    read = _read(Case(name), root, sums)
-    expected = _expected(Case(name), root, Whole(root, sums, read))
-    assert not any(map(_difference, read[:2], expected[:2])), f"{name} is not what PIL decodes"
-    return Whole(root, sums, read)
+    assert not _difference(read(Case(name), root), _decoded(Case(name), root))
+    return root
 
 
 def _smooth(size: int, phase: float) -> Image.Image:
@@ -317,12 +226,12 @@ def _another(path: Path, random: Random) -> None:
 
 
 def _another_format(path: Path, random: Random) -> None:
-    image = _smooth(random.choice([32, 40]), random.random() * 9)
     form = random.choice(["GIF", "PNG", "JPEG", "TIFF", "WEBP", "BMP", "PPM", "HTML"])
     if form == "HTML":
         path.write_bytes(b"<!DOCTYPE html><html>404</html>")
     else:
         modes = {"PNG": ["L", "1", "RGBA", "P", "I;16"], "JPEG": ["L", "CMYK", "RGB"]}
+        image = _smooth(random.choice([32, 40]), random.random() * 9)
         image.convert(random.choice(modes.get(form, ["RGB"]))).save(path, form)
 
 

@@ -1,19 +1,26 @@
 """Damage files at random, one kind after another, and tabulate the outcomes."""
 
+import signal
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from random import Random
-from typing import Any
+from types import FrameType
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 from tqdm import tqdm
 
 from toolkit.cli import output_folder
 from toolkit.cli.check_options import check_counts
+from toolkit.cli.errors import explain
 from toolkit.errors import UserError
 from toolkit.files import write_csv
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -53,12 +60,37 @@ def run(
         one(done, Random(f"{seed} {done.number}"))
         if done.outcome not in passed:
             tqdm.write(f"mutation {done.number} fails: {asdict(done)}", file=sys.stderr)
-    output = output_folder()
-    write_csv(output / "mutations.csv", [asdict(done) for done in rounds])
-    return [
-        summary([done for done in rounds if done.kind == kind], passed, failed)
-        for kind in kinds[: len(rounds)]
-    ]
+    write_csv(output_folder() / "mutations.csv", [asdict(done) for done in rounds])
+    by_kind = ([done for done in rounds if done.kind == kind] for kind in kinds[: len(rounds)])
+    return [summary(of_kind, passed, failed) for of_kind in by_kind]
+
+
+def attempt(done: Round, limit: float, read: Callable[[], T]) -> T | None:
+    """Return what ``read`` returns; if it fails or takes too long, ``done`` says how."""
+    try:
+        with _no_longer_than(limit):
+            return read()
+    except TimeoutError:
+        done.outcome = "hang"
+    except Exception as error:
+        message = explain(error, "train")
+        done.outcome = "refused" if message and "\n" not in message else "traceback"
+        done.message = message if message else traceback.format_exc()
+    return None
+
+
+@contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def summary(
