@@ -85,9 +85,9 @@ def _bench(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _links(result: Result) -> Rows:
-    """A row a method; those that only judge a bar are left out."""
+    """A row a method, without the rows on bars that older results have."""
     shown: dict[tuple[int, str], dict[str, Any]] = {}
-    for row in (row for row in result["metrics"] if row["at most"] is None):
+    for row in (row for row in result["metrics"] if row.get("at most") is None):
         key = (row["workers"], row["method"])
         found = shown.setdefault(key, {"workers": key[0], "method": key[1]})
         found[row["link"]] = f"{row['/ DDP']:.2f}"

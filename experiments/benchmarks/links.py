@@ -11,10 +11,10 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from math import isnan
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
@@ -28,17 +28,16 @@ from toolkit.errors import UserError
 from toolkit.figures import link_times, save
 from toolkit.files import write_csv
 from toolkit.format import table as format_table
-from toolkit.model import MODELS
 from toolkit.runtime import launch
 
 _DRAWN = ("DDP", "CDP-v1", "CDP-v1 paced")  # whose traffic is shown ...
 _DRAWN_AT = (1.0, 0.0)  # ... at these ratios
+_DIGITS = {
+    "step (s)": 4, "min": 4, "max": 4, "M/C": 3, "/ DDP": 3, "/ tuned": 3, "least": 3, "paired": 3,
+    "most": 3, "peak/mean": 2, "MB sent": 2,
+}  # fmt: skip
 
 Row = dict[str, Any]
-WORDS = """\
-Where the speed comes from: one step of staleness lets messages travel while the next step computes.
-Delayed all-reduce buys the same overlap with the same staleness. What CDP adds is balance in time,
-messages from one rank to one other, and less activation memory."""
 
 Curves = dict[str, dict[str, Array]]
 """Mbit/s of all ranks together in each window of two training steps, by link and method."""
@@ -58,7 +57,7 @@ class Run:
 
 
 def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
-    """A row for each number of workers, link and method; then one a bar."""
+    """A row for each number of workers, link and method."""
     check(config, device)
     folder = output_folder()
     runs: list[Run] = []
@@ -66,15 +65,19 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[Row]:
     for workers in config.workers:
         options: Any = OmegaConf.to_container(config)
         train(Task(**options | {"workers": workers, "seed": seed}), folder, links, runs)
-    shown = []
-    for link in links:
-        rate = None if link.mbit is None else round(link.mbit, 1)
-        found = {"workers": link.workers, "link": link.name, "Mbit/s": rate}
-        found |= {"C (s)": round(link.compute, 4), "M (s)": round(link.one_way, 4)}
-        shown.append(found | {"M/C": round(link.one_way / link.compute, 3)})
-    print(f"\n{format_table(shown)}\n\n{WORDS}")
-    rows = table(runs, links)
-    return [*rows, *bars(rows)]
+    shown = [
+        {
+            "workers": link.workers,
+            "link": link.name,
+            "Mbit/s": None if link.mbit is None else round(link.mbit, 1),
+            "C (s)": round(link.compute, 4),
+            "M (s)": round(link.one_way, 4),
+            "M/C": round(link.one_way / link.compute, 3),
+        }
+        for link in links
+    ]
+    print(f"\n{format_table(shown)}")
+    return table(runs, links)
 
 
 def train(task: Task, folder: Path, links: list[Link], runs: list[Run]) -> None:
@@ -124,19 +127,16 @@ def check(config: DictConfig, device: torch.device) -> None:
     """Refuse what cannot be measured, or not here."""
     if device.type != "cpu":
         raise UserError(f"bench=links computes on the CPU: got {device}; give device=cpu")
-    check_counts(config, "image_size", "batch", "stages", "rounds", of="bench.")
-    lists = {name: list(config[name]) for name in ("workers", "ratios", "methods")}
-    above_0 = [config[name] is None or config[name] > 0 for name in ("timeout", "chunk_mb")]
+    check_counts(config, "workers", "image_size", "batch", "stages", "rounds", of="bench.")
     for name, holds, rule in (
         ("skip", config.skip >= 0, "is 0 or more"),
         ("steps", config.steps >= config.skip + 2, "is bench.skip and 2 or more"),
-        ("timeout", above_0[0], "is above 0"),
-        ("chunk_mb", above_0[1], "is above 0"),
-        *((name, len({*found}) == len(found), "are different") for name, found in lists.items()),
-        *((name, len(lists[name]) > 0, "are one or more") for name in ("workers", "ratios")),
-        ("ratios", all(ratio >= 0 for ratio in config.ratios), "are of M to C, 0 for no limit"),
+        ("ratios", min(config.ratios, default=-1) >= 0, "are of M to C, 0 for no limit"),
         ("methods", {*config.methods} <= {*ALL}, f"are of {', '.join(ALL)}"),
-        ("model", config.model in MODELS, f"is one of {', '.join(MODELS)}"),
+        *(
+            (name, len({*config[name]}) == len(config[name]), "are different")
+            for name in ("workers", "ratios", "methods")
+        ),
     ):
         if not holds:
             raise UserError(f"bench.{name} {rule}: got {config[name]}")
@@ -144,83 +144,28 @@ def check(config: DictConfig, device: torch.device) -> None:
         network.check(workers)
 
 
-_DIGITS = {
-    "workers": 0, "link": 0, "M/C": 3, "method": 0, "step (s)": 4, "min": 4, "max": 4, "/ DDP": 3,
-    "paired": 3, "least": 3, "most": 3, "/ tuned": 3, "peak/mean": 2, "MB sent": 2, "measured": 3,
-    "at most": 3, "failed": 0,
-}  # fmt: skip
-"""The columns of the table, and the decimals of those that are rounded."""
-
-
-def _filled(values: Row) -> Row:
-    """A row with all columns; None where there is no number."""
-    row = {name: values.get(name) for name in _DIGITS}
-    for name, value in row.items():
-        if isinstance(value, float):
-            row[name] = None if isnan(value) else round(value, _DIGITS[name])
-    return row
-
-
 def table(runs: Sequence[Run], links: Sequence[Link]) -> list[Row]:
-    """A row for each number of workers, link and method."""
+    """A row for each number of workers, link and method; None where there is no number."""
     rows: list[Row] = []
+    every = pd.DataFrame([asdict(run) for run in runs])
     for link in links:
-        on_link = [r for r in runs if (r.workers, r.ratio) == (link.workers, link.ratio)]
-        seconds = {m: {r.round: r.seconds for r in on_link if r.method == m} for m in ALL}
-        ddp = seconds["DDP"]
-        for name in (method for method in ALL if seconds[method]):
-            mine = seconds[name]
+        here = every[(every.workers == link.workers) & (every.ratio == link.ratio)]
+        seconds = here.pivot(index="round", columns="method", values="seconds")
+        seconds = seconds.reindex(columns=ALL).dropna(axis="columns", how="all")
+        for name, mine in seconds.items():
             row: Row = {"workers": link.workers, "link": link.name, "method": name}
-            row |= {"M/C": link.one_way / link.compute, "step (s)": median(mine.values())}
-            row |= {"min": min(mine.values()), "max": max(mine.values())}
+            numbers = {"M/C": link.one_way / link.compute, "step (s)": mine.median()}
+            numbers |= {"min": mine.min(), "max": mine.max()}
             for base, column in (("DDP", "/ DDP"), ("DDP tuned", "/ tuned")):
-                if seconds[base]:
-                    row[column] = row["step (s)"] / median(seconds[base].values())
-            if paired := [mine[k] / ddp[k] for k in mine.keys() & ddp]:
-                row |= {"least": min(paired), "paired": median(paired), "most": max(paired)}
-            if name != COMPUTE:
-                of_method = [run for run in on_link if run.method == name]
-                row["peak/mean"] = median(run.peak_over_mean for run in of_method)
-                row["MB sent"] = median(run.mb_sent for run in of_method)
-            rows.append(_filled(row))
+                theirs = seconds.get(base, pd.Series(dtype=float))
+                numbers[column] = mine.median() / theirs.median()
+            paired = mine / seconds.get("DDP", np.nan)
+            numbers |= {"least": paired.min(), "paired": paired.median(), "most": paired.max()}
+            of_method = here[here.method == name].median(numeric_only=True)
+            sends = name != COMPUTE
+            numbers["peak/mean"] = of_method.peak_over_mean if sends else np.nan
+            numbers["MB sent"] = of_method.mb_sent if sends else np.nan
+            for column, value in numbers.items():
+                row[column] = None if isnan(value) else round(float(value), _DIGITS[column])
+            rows.append(row)
     return rows
-
-
-BARS = (
-    (1.0, "CDP-v1", "DDP", 0.72),
-    (1.0, "CDP-v1", "DDP tuned", 0.78),
-    (1.0, "CDP-v1", "delayed all-reduce", 1.05),
-    (1.0, "CDP-v2", "DDP", 0.78),
-    (2.0, "CDP-v1 16-bit", "DDP 16-bit", 0.90),
-)
-"""At this ratio, the step time of a method by that of another is at most this much."""
-_UNSHAPED = 1.05  # every method's step by DDP's, where messages cost nothing
-_PEAK = ("CDP-v1 paced", 3.0)  # of traffic in 10 ms windows, by the mean
-_WORKERS = 2
-
-
-def bars(rows: Sequence[Row]) -> list[Row]:
-    """Return a row for each bar with both sides measured; ``failed`` is 0 or 1."""
-    found = {(row["link"], row["method"]): row for row in rows if row["workers"] == _WORKERS}
-    judged: list[tuple[float, str, float, float]] = []
-    for ratio, method, base, most in BARS:
-        one, other = (found.get((link_name(ratio), name)) for name in (method, base))
-        if one and other:
-            relative = one["step (s)"] / other["step (s)"]
-            judged.append((ratio, f"{method} / {base}", relative, most))
-    free = {name: row for (link, name), row in found.items() if link == link_name(0)}
-    ddp = free.get("DDP")
-    others = {row["step (s)"]: name for name, row in free.items() if name not in ("DDP", COMPUTE)}
-    if others and ddp:
-        slowest = max(others)
-        what = f"slowest ({others[slowest]}) / DDP"
-        judged.append((0, what, slowest / ddp["step (s)"], _UNSHAPED))
-    name, most = _PEAK
-    if name in free and free[name]["peak/mean"] is not None:
-        known = f" (DDP: {ddp['peak/mean']})" if ddp else ""
-        judged.append((0, f"peak/mean of {name}{known}", free[name]["peak/mean"], most))
-    return [
-        _filled({"workers": _WORKERS, "link": link_name(ratio), "method": what})
-        | {"measured": round(value, 3), "at most": most, "failed": int(value > most)}
-        for ratio, what, value, most in judged
-    ]

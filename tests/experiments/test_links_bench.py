@@ -112,7 +112,6 @@ def test_rows_are_medians_and_ratios(bench):
     assert (cdp["/ DDP"], cdp["/ tuned"]) == (0.8, 1.2)
     assert (cdp["link"], cdp["M/C"]) == ("M = C", 0.99)
     assert (cdp["peak/mean"], cdp["MB sent"]) == (2.0, 44.7)
-    assert cdp["failed"] is None
 
 
 def test_links_and_workers_do_not_mix(bench):
@@ -136,39 +135,6 @@ def test_rows_without_ddp_have_no_ratio_and_compute_no_traffic(bench):
     assert [row[name] for name in names] == [None] * 7
 
 
-def measured(bench, ratio, seconds, workers=2):
-    runs = [ran(bench, *run, ratio=ratio, peak=2.5, workers=workers) for run in seconds.items()]
-    return bench.links.table(runs, [link(bench, ratio, workers)])
-
-
-def test_bars_are_ratios_of_medians(bench):
-    rows = measured(bench, 1.0, {"DDP": 10.0, "DDP tuned": 9.0, "CDP-v1": 7.1, "CDP-v2": 7.9})
-    found = bench.links.bars(rows)
-    assert [(row["method"], row["measured"], row["at most"], row["failed"]) for row in found] == [
-        ("CDP-v1 / DDP", 0.71, 0.72, 0),
-        ("CDP-v1 / DDP tuned", 0.789, 0.78, 1),
-        ("CDP-v2 / DDP", 0.79, 0.78, 1),
-    ]
-    assert {(row["workers"], row["link"]) for row in found} == {(2, "M = C")}
-    assert found[0].keys() == rows[0].keys()
-
-
-def test_bars_without_limit_judge_the_slowest(bench):
-    seconds = {"compute": 50.0, "DDP": 10.0, "CDP-v1": 10.1, "CDP-v1 paced": 10.6}
-    slowest, calm = bench.links.bars(measured(bench, 0.0, seconds))
-    assert slowest["method"] == "slowest (CDP-v1 paced) / DDP"
-    assert (slowest["measured"], slowest["failed"]) == (1.06, 1)
-    assert calm["method"] == "peak/mean of CDP-v1 paced (DDP: 2.5)"
-    assert (calm["measured"], calm["at most"], calm["failed"]) == (2.5, 3, 0)
-
-
-def test_bars_need_two_workers_and_both_methods(bench):
-    assert bench.links.bars(measured(bench, 1.0, {"DDP": 1.0, "CDP-v1": 1.0}, workers=4)) == []
-    assert bench.links.bars(measured(bench, 2.0, {"DDP": 1.0, "CDP-v1": 1.0})) == []
-    (bar,) = bench.links.bars(measured(bench, 2.0, {"DDP 16-bit": 1.0, "CDP-v1 16-bit": 1.0}))
-    assert (bar["method"], bar["link"]) == ("CDP-v1 16-bit / DDP 16-bit", "M = 2 C")
-
-
 @pytest.mark.parametrize(
     ("changes", "value"),
     [
@@ -181,9 +147,6 @@ def test_bars_need_two_workers_and_both_methods(bench):
         ({"ratios": []}, r"bench.ratios .*\[\]"),
         ({"workers": [2, 2]}, r"bench.workers .*\[2, 2\]"),
         ({"workers": [1]}, "ranks: got 1$"),
-        ({"timeout": 0}, "bench.timeout .* 0"),
-        ({"chunk_mb": -1}, "bench.chunk_mb .* -1"),
-        ({"model": "alexnet"}, "bench.model .* alexnet"),
     ],
 )
 def test_refuses(bench, changes, value):
@@ -269,8 +232,8 @@ def test_a_small_one(tmp_path):
     more = ("image_size=8", "batch=2", "stages=3", "methods=[DDP,CDP-v1]", "timeout=60")
     options = [f"bench.{option}" for option in (*small, *more)]
     finished = run("bench", "bench=links", *options, "device=cpu", f"hydra.run.dir={tmp_path}")
-    assert finished.status in (0, 1), finished.err  # 1: a bar is missed, as may be with so little
-    methods = [row for row in rows(tmp_path / "bench.csv") if not row["at most"]]
+    assert finished.status == 0, finished.err
+    methods = rows(tmp_path / "bench.csv")
     assert [(row["link"], row["method"]) for row in methods] == [
         (link, method) for link in ("M = C", "unshaped") for method in ("DDP", "CDP-v1")
     ]
