@@ -11,19 +11,17 @@ A round passes if all processes have ended within the time-out and a margin, not
 with one line "error: ..." that names the rank and, where it trained, the step and instruction.
 """
 
-import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import pandas as pd
 import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -58,7 +56,6 @@ class Round:
     status: int | None = None
     left: int = 0  # processes that had to be killed
     messages: list[str] = field(default_factory=list)
-    n_lines: int = 0  # that begin with "error:"
     problems: list[str] = field(default_factory=list)
 
 
@@ -67,20 +64,16 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     _check(config)
     folder = output_folder()
     rounds: list[Round] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     todo = [(number, fault) for number in range(config.rounds) for fault in config.faults]
-    try:
-        for number, fault in (bar := tqdm(todo, unit="round", leave=False)):
-            bar.set_description_str(fault)
-            rounds.append(done := one_round(config, device, seed, fault, number, folder))
-            lists = ("messages", "problems")
-            rows = [asdict(r) | {n: " | ".join(getattr(r, n)) for n in lists} for r in rounds]
-            write_csv(folder / "rounds.csv", rows)
-            if done.problems:
-                bar.write(f"{fault}_{number} fails: {'; '.join(done.problems)}")
-                bar.write(f"its output is {folder}/{fault}_{number}.log")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    for number, fault in (bar := tqdm(todo, unit="round", leave=False)):
+        bar.set_description_str(fault)
+        rounds.append(done := one_round(config, device, seed, fault, number, folder))
+        lists = ("messages", "problems")
+        rows = [asdict(r) | {n: " | ".join(getattr(r, n)) for n in lists} for r in rounds]
+        write_csv(folder / "rounds.csv", rows)
+        if done.problems:
+            log = f"{folder}/{fault}_{number}.log"
+            bar.write(f"{fault}_{number} fails: {'; '.join(done.problems)}; its output is {log}")
     return [summary([r for r in rounds if r.fault == f], config.timeout) for f in config.faults]
 
 
@@ -92,21 +85,15 @@ def one_round(
     alone = fault == "no_port"
     rank = chance.randrange(1 if alone else 0, config.ranks)  # rank 0 alone would listen itself
     done = Round(fault, number, rank, round(chance.uniform(0.3, 2), 3))
-    size = [
-        f"stages={config.ranks}",
-        f"microbatches={config.ranks}",
-        "epochs=1000",
-        "tracking.mode=disabled",
-    ]
-    how = ["runtime=distributed", f"runtime.timeout={config.timeout}", f"device={device.type}"]
+    options = [f"stages={config.ranks}", f"microbatches={config.ranks}", "epochs=1000"]
+    options += ["schedule=cdp_v2", "data=digits", "runtime=distributed", "tracking.mode=disabled"]
+    options += [f"runtime.timeout={config.timeout}", f"device={device.type}"]
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "output.log"
-        training = [str(TRAIN), "schedule=cdp_v2", "data=digits", *size, *how]
-        training.append(f"hydra.run.dir={scratch}/train")
+        training = [str(TRAIN), *options, f"hydra.run.dir={scratch}/train"]
         (_alone if alone else _broken)(done, config, training, output)
         text = output.read_bytes().decode(errors="replace")  # with its carriage returns
-        done.messages = re.findall(r"(?:^|\])error: (.*)", text, re.MULTILINE)  # or behind a bar
-        done.n_lines = len(re.findall(r"^error: ", text, re.MULTILINE))
+        done.messages = re.findall(r"^error: (.*)", text, re.MULTILINE)
         done.problems += problems(done, config.timeout + config.margin)
         if done.problems:
             shutil.copy(output, folder / f"{fault}_{number}.log")
@@ -117,11 +104,10 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
     """Train under torchrun until the fault and its end."""
     port, start = faults.free_port(), output.with_name("start.py")
     start.write_text(faults.START_TOGETHER)
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
-    command = [*torchrun, f"--master-port={port}", str(start), *training]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={config.ranks}"]
     for _ in range(_STARTS):
         shutil.rmtree(start.with_name("here"), ignore_errors=True)
-        with Job([sys.executable, *command], _threads(), output) as job:
+        with Job([*torchrun, f"--master-port={port}", str(start), *training], {}, output) as job:
             ranks = faults.ranks_at_work(job, port, config.ranks, UNDER_WAY, _PATIENCE)
             job.running()  # so that all are known
             time.sleep(done.delay)
@@ -131,7 +117,6 @@ def _broken(done: Round, config: DictConfig, training: list[str], output: Path) 
                 _await_end(done, job, [rank.process for rank in ranks], time.monotonic(), config)
                 done.place = victim.place
                 return
-        shutil.copy(output, output_folder() / f"{done.fault}_{done.round}_start.log")
     done.problems.append("training did not begin, or ended before the fault")
 
 
@@ -139,8 +124,8 @@ def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -
     """Start a rank where no other is."""
     place = {"RANK": done.rank, "LOCAL_RANK": done.rank, "WORLD_SIZE": config.ranks}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": faults.free_port()}
-    variables = _threads() | {name: str(value) for name, value in place.items()}
-    with Job([sys.executable, "-c", faults.SAYS_WHEN, *training], variables, output) as job:
+    command = [sys.executable, "-c", faults.SAYS_WHEN, *training]
+    with Job(command, {name: str(value) for name, value in place.items()}, output) as job:
         end = time.monotonic() + _PATIENCE
         while not (said := re.search(r"^connects (\S+)\n", output.read_text(), re.MULTILINE)):
             if job.status is not None or time.monotonic() > end:
@@ -150,10 +135,6 @@ def _alone(done: Round, config: DictConfig, training: list[str], output: Path) -
         start = time.monotonic() - (time.time() - float(said[1]))
         _await_end(done, job, job.running(), start, config)
         done.place = f"localhost:{place['MASTER_PORT']}"
-
-
-def _threads() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def _await_end(
@@ -178,45 +159,39 @@ def problems(done: Round, bar: float) -> list[str]:
     """Return what is wrong with a round whose processes had to end within ``bar`` seconds."""
     if done.problems:
         return []
-    found = []
-    if done.seconds is None:
-        found.append("it does not end")
-    elif done.seconds > bar:
-        found.append(f"it ended after {done.seconds} s, and not within {bar:g}")
-    if done.left:
-        found.append(f"{done.left} processes are left")
-    if done.status == 0:
-        found.append("its status is 0")
     if len(done.messages) != 1:
-        return [*found, f"{len(done.messages)} messages begin with error:"]
+        return [f"{len(done.messages)} lines begin with error:"]
     (message,) = done.messages
-    if done.n_lines != 1:
-        found.append("the message does not begin a line, but follows a progress bar")
     blamed = re.findall(r"\d+", re.split(" is lost| has | cannot ", message)[0])
-    if str(done.rank) not in blamed or (done.fault != "cut" and len(blamed) != 1):
-        found.append(f"the message blames {', '.join(blamed)}, and not rank {done.rank}")
+    named = str(done.rank) in blamed and (done.fault == "cut" or len(blamed) == 1)
     # After a cut the rank continued, to a place that only the message shows.
-    cut_places = len(re.findall(r"in step \d+ at \S+", message)) >= 2
-    places = cut_places if done.fault == "cut" else done.place in message
-    if not places:
-        found.append(f"the message does not say where rank {done.rank} was: {done.place}")
-    return found
+    places = re.findall(r"in step \d+ at \S+", message)
+    placed = len(places) >= 2 if done.fault == "cut" else done.place in message
+    late = f"it ended after {done.seconds} s, and not within {bar:g}"
+    found = {
+        late if done.seconds else "it does not end": done.seconds is None or done.seconds > bar,
+        f"{done.left} processes are left": done.left,
+        "its status is 0": done.status == 0,
+        f"the message blames {', '.join(blamed)}, and not rank {done.rank}": not named,
+        f"the message does not say where rank {done.rank} was: {done.place}": not placed,
+    }
+    return [problem for problem, is_true in found.items() if is_true]
 
 
 def summary(rounds: list[Round], timeout: float) -> dict[str, Any]:
     """Return the row of a fault."""
     passed = [done for done in rounds if not done.problems]
-    seconds = [done.seconds for done in rounds if done.seconds is not None]
-    of_ranks = [done.ranks_seconds for done in rounds if done.ranks_seconds is not None]
+    ends = pd.DataFrame([(r.ranks_seconds, r.seconds) for r in rounds], dtype=float)
+    of_ranks, end = ends.median()
     messages = [done.messages[0] for done in passed or rounds if done.messages]
     return {
         "fault": rounds[0].fault,
         "rounds": len(rounds),
         "failed": len(rounds) - len(passed),
-        "ranks' end (s)": round(median(of_ranks), 2) if of_ranks else None,
-        "end (s)": round(median(seconds), 2) if seconds else None,
-        "beyond time-out (s)": round(median(seconds) - timeout, 2) if seconds else None,
-        "at most (s)": round(max(seconds) - timeout, 2) if seconds else None,
+        "ranks' end (s)": round(of_ranks, 2),
+        "end (s)": round(end, 2),
+        "beyond time-out (s)": round(end - timeout, 2),
+        "at most (s)": round(ends[1].max() - timeout, 2),
         "left": sum(done.left for done in rounds),
         "message": next(iter(messages), ""),
     }
@@ -226,11 +201,11 @@ def _check(config: DictConfig) -> None:
     if sys.platform != "linux":
         raise UserError(f"bench=failure looks into /proc, on Linux: this is {sys.platform}")
     check_counts(config, "rounds", of="bench.")
-    if config.ranks < 2:
-        raise UserError(f"bench.ranks is 2 or more: got {config.ranks}")
-    for name in ("timeout", "margin"):
-        if not config[name] > 0:
-            raise UserError(f"bench.{name} is a number of seconds above 0: got {config[name]}")
-    unknown = set(config.faults) - set(FAULTS)
-    if unknown or not config.faults:
-        raise UserError(f"bench.faults are some of {', '.join(FAULTS)}: got {config.faults}")
+    for name, holds, rule in (
+        ("ranks", config.ranks >= 2, "is 2 or more"),
+        ("timeout", config.timeout > 0, "is above 0, in seconds"),
+        ("margin", config.margin > 0, "is above 0, in seconds"),
+        ("faults", config.faults and {*config.faults} <= {*FAULTS}, f"are of {', '.join(FAULTS)}"),
+    ):
+        if not holds:
+            raise UserError(f"bench.{name} {rule}: got {config[name]}")

@@ -58,17 +58,14 @@ class Job:
     A context, at whose end nothing of it is left. All of it writes to the file ``output``.
     """
 
-    def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
-        name, value = "FAILURE_BENCH", uuid.uuid4().hex
-        self._mark = f"{name}={value}".encode()
+    def __init__(self, command: Sequence[str], variables: dict[str, str], output: Path) -> None:
+        mark = {"FAILURE_BENCH": uuid.uuid4().hex}
+        self._mark = "=".join(*mark.items()).encode()
         self._known: dict[tuple[int, str], Process] = {}
+        env = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | variables | mark
         with output.open("wb") as file:
             self._process = subprocess.Popen(
-                command,
-                env=dict(os.environ) | environment | {name: value},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
+                command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
 
     def __enter__(self) -> "Job":

@@ -78,10 +78,9 @@ def link_name(ratio: float) -> str:
 
 def images_of(task: Task) -> tuple[Tensor, Tensor]:
     """Random images of all workers ``[workers * batch, 3, size, size]``, and their classes."""
-    generator = torch.Generator().manual_seed(task.seed)
+    torch.manual_seed(task.seed)
     n, size = task.workers * task.batch, task.image_size
-    images = torch.randn(n, 3, size, size, generator=generator)
-    return images, torch.randint(10, (n,), generator=generator)
+    return torch.randn(n, 3, size, size), torch.randint(10, (n,))
 
 
 def fresh_model(task: Task) -> nn.Module:
@@ -93,9 +92,8 @@ def schedule_of(task: Task, method: str) -> Schedule:
     runtime, delay, _ = METHODS[method]
     if delay == 0:
         return catalog.data_parallel(task.workers, n_stages=task.stages)
-    chained = runtime is Distributed and delay == 1 and task.chains is not None
-    more = {"chains": task.chains} if chained else {}
-    return catalog.cyclic(task.workers, delay, n_stages=task.stages, **more)
+    chains = "rotated" if runtime is Distributed and delay == 1 else "in_order"
+    return catalog.cyclic(task.workers, delay, n_stages=task.stages, chains=chains)
 
 
 def make(task: Task, method: str, world: World) -> Train:
@@ -107,8 +105,6 @@ def make(task: Task, method: str, world: World) -> Train:
         return _plain(model, *mine)
     runtime, _, options = METHODS[method]
     stages = partition(model, task.stages, images[: task.batch], by=task.partition)
-    if runtime is Distributed and task.chunk_mb is not None:
-        options = options | {"chunk_mb": task.chunk_mb}
     schedule = schedule_of(task, method)
     made = runtime(stages, schedule, _sgd, F.cross_entropy, world=world, **options)
     return lambda n_steps: made.run([(images, classes)] * n_steps)

@@ -2,9 +2,7 @@
 
 Order "scheduled" on one device holds what all workers of the schedule hold together. CUDA's own
 allocator measures it. The table compares it with the peak of the lowered program, from the stages'
-costs, and, unless stages compute their forward twice, with that of experiments/memory.py, which
-shifts one worker's memory curve operation by operation. Workers shifted by stages hold more: where
-stages keep equally much, (N + 1) / 2N of what all hold together.
+costs.
 """
 
 import gc
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from toolkit.cli.check_options import check_counts
-from toolkit.cost import memory_curve, profile, recomputing, simulate
+from toolkit.cost import profile, recomputing, simulate
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.timeline import WEIGHTS
 from toolkit.errors import UserError
@@ -50,14 +48,10 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     for name, n in tqdm(settings, unit="setting", leave=False):
         torch.manual_seed(seed)
         images = torch.randn(config.batch, 3, config.image_size, config.image_size, device=device)
-        curve = None
-        if options.checkpoint == "none":
-            model = build(name, _CLASSES, config.image_size).to(device)
-            curve = memory_curve(model, images, "measured", precision=options.precision)
-        for schedule, shifted in (
-            (catalog.data_parallel(n, "one"), False),
-            (catalog.cyclic(n, 1, "one"), True),
-            (catalog.cyclic(n, "freshest", "one"), True),
+        for schedule in (
+            catalog.data_parallel(n, "one"),
+            catalog.cyclic(n, 1, "one"),
+            catalog.cyclic(n, "freshest", "one"),
         ):
             measured, asked_for = held(name, schedule, images, options, config.partition)
             predicted = foreseen(name, schedule, images, options, config.partition)
@@ -71,9 +65,6 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
                 "asked for": asked_for / GIB,
                 "asked for / program": asked_for / predicted,
             }
-            if curve:
-                expected = float(curve.shifted(n)[1].max()) if shifted else n * curve.peak
-                row |= {"curve": expected / GIB, "/ curve": measured / expected}
             rows.append({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
     return rows
 

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, cases, refused, run
-from tests.experiments.test_results import rows
+from tests.experiments.command import EXPERIMENTS, cases, refused, rows, run
 from tests.thorough import thorough
 
 PLACE = "in step 8 at UPDATE stage 1 step 8 version 9"
@@ -25,41 +24,43 @@ def bench(monkeypatch):
     return failure
 
 
-def ended(bench, fault="killed", message=KILLED, place=PLACE, **changes):
-    usual = {"ranks_seconds": 1.0, "seconds": 2.0, "status": 1, "n_lines": 1}
-    return bench.Round(fault, 0, 1, 0.5, place, messages=[message], **usual | changes)
-
-
-def test_a_round_passes_whose_message_names_the_rank_and_its_place(bench):
-    assert bench.problems(ended(bench), 10) == []
-    assert bench.problems(ended(bench, "cut", CUT), 10) == []
-    assert bench.problems(ended(bench, "no_port", NO_PORT, "localhost:4000"), 10) == []
+def ended(bench, fault="killed", messages=(KILLED,), place=PLACE, **changes):
+    usual = {"ranks_seconds": 1.0, "seconds": 2.0, "status": 1}
+    return bench.Round(fault, 0, 1, 0.5, place, messages=[*messages], **usual | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"seconds": None}, "it does not end"),
-        ({"seconds": 10.5}, "it ended after 10.5 s, and not within 10"),
-        ({"left": 2}, "2 processes are left"),
-        ({"status": 0}, "its status is 0"),
-        ({"n_lines": 0}, "the message does not begin a line"),
-        ({"message": KILLED.replace("1 has", "0 has")}, "blames 0, and not rank 1"),
-        ({"message": KILLED.replace("UPDATE", "BACKWARD")}, "does not say where rank 1 was"),
-        ({"fault": "cut", "message": CUT.replace("rank 1", "rank 2")}, "blames 3, 2, and not"),
-        ({"fault": "cut", "message": CUT.replace("in step 9", "")}, "does not say where rank 1"),
+        ({}, []),
+        ({"fault": "cut", "messages": [CUT]}, []),
+        ({"fault": "no_port", "messages": [NO_PORT], "place": "localhost:4000"}, []),
+        ({"messages": []}, ["0 lines begin with error:"]),
+        ({"messages": [KILLED, KILLED]}, ["2 lines begin with error:"]),
+        ({"seconds": None}, ["it does not end"]),
+        ({"seconds": 10.5}, ["it ended after 10.5 s, and not within 10"]),
+        ({"left": 2}, ["2 processes are left"]),
+        ({"status": 0}, ["its status is 0"]),
+        (
+            {"messages": [KILLED.replace("1 has", "0 has")]},
+            ["the message blames 0, and not rank 1"],
+        ),
+        (
+            {"messages": [KILLED.replace("UPDATE", "BACKWARD")]},
+            [f"the message does not say where rank 1 was: {PLACE}"],
+        ),
+        (
+            {"fault": "cut", "messages": [CUT.replace("rank 1", "rank 2")]},
+            ["the message blames 3, 2, and not rank 1"],
+        ),
+        (
+            {"fault": "cut", "messages": [CUT.replace("in step 9", "")]},
+            [f"the message does not say where rank 1 was: {PLACE}"],
+        ),
     ],
 )
-def test_a_round_fails_for_one_reason(bench, changes, expected):
-    (problem,) = bench.problems(ended(bench, **changes), 10)
-    assert expected in problem
-
-
-def test_a_round_fails_without_a_message_or_with_two(bench):
-    for messages in ([], [KILLED, KILLED]):
-        done = ended(bench)
-        done.messages = messages
-        assert bench.problems(done, 10) == [f"{len(messages)} messages begin with error:"]
+def test_problems_of_a_round(bench, changes, expected):
+    assert bench.problems(ended(bench, **changes), 10) == expected
 
 
 def test_the_row_of_a_fault(bench):

@@ -50,11 +50,11 @@ def test_sampler_reads_what_ports_have_received(bench):
 
 def task(**changes):
     usual = {"workers": 2, "model": "resnet8", "image_size": 8, "batch": 2, "stages": 3, "seed": 3}
-    return SimpleNamespace(**usual | {"chains": None, "ratios": [1], "skip": 1} | changes)
+    return SimpleNamespace(**usual | {"ratios": [1], "skip": 1} | changes)
 
 
 @pytest.mark.parametrize(
-    ("method", "name", "staleness"), [("DDP", "DP", {0}), ("CDP-v1", "CDP-v1", {1})]
+    ("method", "name", "staleness"), [("DDP", "DP", {0}), ("CDP-v1", "CDP-v1 rotated", {1})]
 )
 def test_schedules(bench, method, name, staleness):
     schedule = bench.rank.schedule_of(task(), method)
