@@ -22,11 +22,14 @@ from torch.utils._pytree import tree_map_only
 
 from toolkit.errors import UserError
 from toolkit.options import INDIFFERENT, RESUMED_OTHERWISE, differing, flat, without
-from toolkit.runtime.process_group.watch import ECHO
 from toolkit.schedule import Schedule, timing
 from toolkit.training.checkpoint import Checkpoints, from_rank_0, write
 from toolkit.training.loop import DivergedError, Epoch, LoopCallback, Position, Step, is_best
 from toolkit.training.training_run import TrainingRun
+
+ECHO = 2.0
+"""Seconds in which a repeated signal counts as the same one: torchrun passes to its ranks what
+Slurm sends to every process."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PAUSE = 5.0  # seconds between two pauses

@@ -2,9 +2,7 @@
 
 import pytest
 
-from toolkit.runtime.process_group.diagnosis import Diagnosis, RankStatus, Record, diagnose
-
-TIMEOUT = 10.0
+from toolkit.runtime.process_group.diagnosis import RankStatus, Record, diagnose
 
 
 def at(what="FORWARD", *peers, seconds=0.0, status=RankStatus.RUNNING, **more):
@@ -15,22 +13,16 @@ def waits(*peers, **more):
     return at("RECV", *peers, **more)
 
 
-def find(*ranks, patience=5.0) -> Diagnosis | None:
-    return diagnose(dict(enumerate(ranks)), 0, TIMEOUT, patience)
+def find(*ranks, patience=5.0):
+    return diagnose(dict(enumerate(ranks)), 0, 10.0, patience)
 
 
-def found(*ranks, patience=5.0) -> Diagnosis:
-    diagnosis = find(*ranks, patience=patience)
-    assert diagnosis is not None
-    return diagnosis
-
-
-DEAD, STOPPED = at("UPDATE", status=RankStatus.DEAD), at("UPDATE", status=RankStatus.STOPPED)
-SILENT, DONE = at("UPDATE", status=RankStatus.SILENT), at("the end", status=RankStatus.DONE)
-STUCK, TERMINATED = at("BACKWARD", seconds=12), at(status=RankStatus.TERMINATED)
+DEAD, SILENT = at("UPDATE", status=RankStatus.DEAD), at("UPDATE", status=RankStatus.SILENT)
+ENDED, STUCK = at("the end", status=RankStatus.ENDED), at("BACKWARD", seconds=12)
 GATHER, HURT = at("ALL_REDUCE", 0, 1, 2), at("ALL_REDUCE", 0, 1, 2, error="closed by peer")
 EVERYONE = at("ALL_REDUCE", 0, 1, 2, 3, seconds=11)
 SAME_PLACE = at("the gradients", 0, 1, 2, seconds=11)
+LOST = waits(1, error="closed by peer")
 
 
 @pytest.mark.parametrize(
@@ -38,18 +30,16 @@ SAME_PLACE = at("the gradients", 0, 1, 2, seconds=11)
     [
         (at(seconds=99), at(seconds=99)),
         (waits(1, seconds=99), at(seconds=9)),
-        (waits(1, seconds=9.9), STOPPED),
         (waits(1, seconds=9.9), SILENT),
         (waits(1, seconds=11), at(seconds=3), STUCK),
         (waits(1, seconds=9), STUCK),
         (waits(1, seconds=11), waits(2, seconds=12), waits(0, seconds=1)),
         # Torch's wrappers both compute and wait for the others in one place.
         (SAME_PLACE, SAME_PLACE, SAME_PLACE),
-        (waits(1, error="closed by peer"), at("SEND", 0, error="reset"), at()),
-        (at(seconds=11), DONE),
-        (waits(1), DONE),
-        (waits(1, error="closed by peer"), TERMINATED),
-        (waits(1, error="closed by peer"), DONE),
+        (LOST, at("SEND", 0, error="reset"), at()),
+        (at(seconds=11), ENDED),
+        (waits(1), ENDED),
+        (LOST, ENDED),
     ],
 )
 def test_no_rank_is_blamed_too_early(ranks):
@@ -62,47 +52,45 @@ def test_no_rank_is_blamed_too_early(ranks):
         (2, (waits(1), waits(2), DEAD)),
         (2, (at(), at(), DEAD)),
         (2, (waits(2), DEAD, DEAD)),
-        (1, (waits(1, seconds=10), STOPPED)),
         (1, (waits(1, seconds=10), SILENT)),
-        (1, (at(seconds=10), STOPPED)),
+        (1, (at(seconds=10), SILENT)),
         (2, (waits(1, seconds=11), waits(2, seconds=11), STUCK)),
         (2, (EVERYONE, EVERYONE, at("UPDATE", seconds=11), EVERYONE)),
-        (3, (waits(1, 2, 3, seconds=11), STUCK, STOPPED, DEAD)),
-        (2, (waits(1, 2, 3, seconds=11), STUCK, STOPPED, STUCK)),
+        (3, (waits(1, 2, 3, seconds=11), STUCK, SILENT, DEAD)),
+        (2, (waits(1, 2, 3, seconds=11), STUCK, SILENT, STUCK)),
         (1, (waits(1, 2, 3, seconds=11), STUCK, STUCK, STUCK)),
-        (1, (waits(1, seconds=10), DONE)),
+        (1, (waits(1, seconds=10), ENDED)),
     ],
 )
 def test_the_rank_at_fault_is_blamed(blamed, ranks):
-    diagnosis = found(*ranks)
+    diagnosis = find(*ranks)
     assert diagnosis.blamed == blamed
     assert diagnosis.message.startswith(f"rank {blamed} ")
     assert f", {ranks[blamed].position};" in diagnosis.message
 
 
 def test_the_message_says_who_waited_and_where():
-    message = found(waits(1), at(status=RankStatus.DEAD, host="b")).message
+    message = find(waits(1), DEAD._replace(host="b")).message
     assert "rank 1 (on b) " in message
     assert "last seen in" in message
-    assert found(waits(1), waits(2), DEAD).message.endswith(
+    assert find(waits(1), waits(2), DEAD).message.endswith(
         "in step 7 at UPDATE; rank 1 waited for it in step 7 at RECV"
     )
-    assert found(at(), at(), DEAD).message.endswith("rank 0 was in step 7 at FORWARD")
+    assert find(at(), at(), DEAD).message.endswith("rank 0 was in step 7 at FORWARD")
 
 
 @pytest.mark.parametrize(
     ("ranks", "ends"),
     [
-        ((waits(1, error="closed by peer"), at("SEND", 0, error="reset"), at()), "rank 1 "),
+        ((LOST, at("SEND", 0, error="reset"), at()), "rank 1 "),
         ((HURT, GATHER, HURT), "rank 2 "),
         ((HURT, HURT, HURT), "one of ranks 1, 2 "),
     ],
 )
 def test_a_lost_connection_names_both_ends_after_the_patience(ranks, ends):
-    """A rank that has left explains it, though."""
-    diagnosis = found(*ranks, patience=0.0)
+    """A rank that has ended explains it, though."""
+    diagnosis = find(*ranks, patience=0.0)
     assert diagnosis.blamed is None
     assert f"between rank 0 and {ends}" in diagnosis.message
     assert "(closed by peer)" in diagnosis.message
-    for left in (DONE, TERMINATED):
-        assert found(waits(1, error="closed by peer"), left, patience=0.0).blamed == 1
+    assert find(LOST, ENDED, patience=0.0).blamed == 1

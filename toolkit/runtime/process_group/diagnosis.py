@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 
 class RankStatus(IntEnum):
-    """State of a rank. It reports the first four itself; others observe the last three."""
+    """State of a rank. It reports the first three itself; others observe the last two."""
 
-    RUNNING, DONE, TERMINATED, FAILED = range(4)  # the last two: by a signal, by a diagnosis
-    DEAD = 4  # its process is gone
-    STOPPED = 5  # its process is stopped, as by SIGSTOP
-    SILENT = 6  # its record is old
+    RUNNING = 0
+    ENDED = 1  # it has finished, or was asked to end by a signal
+    FAILED = 2  # it has a diagnosis
+    DEAD = 3  # its process is gone
+    SILENT = 4  # its record is old
 
 
 class Record(NamedTuple):
@@ -48,10 +49,8 @@ class Record(NamedTuple):
     @property
     def position(self) -> str:
         """Step and instruction; on another machine, where it was last seen."""
-        seen = "last seen " if self.host else ""
-        return seen + (
-            f"{self.what}" if self.step is None else f"in step {self.step} at {self.what}"
-        )
+        place = f"{self.what}" if self.step is None else f"in step {self.step} at {self.what}"
+        return f"last seen {place}" if self.host else place
 
 
 class Diagnosis(NamedTuple):
@@ -72,20 +71,18 @@ def diagnose(
     late, lost = mine.seconds >= timeout, bool(mine.error) and not patience
     queue = [me]  # then the ranks that it waits for, directly or not; nearest first
     for waiter in queue:
-        if ranks[waiter].status in (RankStatus.RUNNING, RankStatus.FAILED):
+        if ranks[waiter].status == RankStatus.RUNNING:
             queue += (r for r in ranks[waiter].peers if r in ranks and r not in queue)
     waited = queue[1:]
     everyone = [*waited, *(r for r in ranks if r not in queue)]
     stuck = [r for r in waited if not ranks[r].peers and ranks[r].seconds >= timeout]
-    stalled = f"has stalled: for {timeout:g} s it has not "
+    stalled = f"has stalled: for {timeout:g} s it has not"
     # The best reason first: a dead rank explains all that others show.
     for status, among, enough, how in (
         (RankStatus.DEAD, everyone, True, "has died (its process is gone)"),
-        (RankStatus.DONE, waited, late or lost, "has finished"),
-        (RankStatus.TERMINATED, waited, late or lost, "was ended by a signal"),
-        (RankStatus.STOPPED, everyone, late, f"{stalled}answered (its process is stopped)"),
-        (RankStatus.SILENT, everyone, late, f"{stalled}answered (its process or network hangs)"),
-        (RankStatus.RUNNING, stuck, late, f"{stalled}moved (it runs; if slow, raise timeout)"),
+        (RankStatus.ENDED, waited, late or lost, "has ended (it finished, or by a signal)"),
+        (RankStatus.SILENT, everyone, late, f"{stalled} answered (stopped, or its network hangs)"),
+        (RankStatus.RUNNING, stuck, late, f"{stalled} moved (it runs; if slow, raise timeout)"),
     ):
         for rank in among if enough else ():
             if ranks[rank].status == status:
@@ -99,7 +96,7 @@ def diagnose(
     peers = [r for r in mine.peers if r != me and r in ranks]
     ends = [r for r in peers if ranks[r].error and me in ranks[r].peers] or peers
     if not ends:
-        return Diagnosis(me, f"rank {me} cannot continue, {mine.position}: {mine.error}")
+        return Diagnosis(None, f"rank {me} cannot continue, {mine.position}: {mine.error}")
     whom = "rank " if len(ends) == 1 else "one of ranks "
     places = "".join(f"; rank {r} was {ranks[r].position}" for r in ends)
     return Diagnosis(

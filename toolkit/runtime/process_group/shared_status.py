@@ -25,31 +25,26 @@ class Process:
 
     def __init__(self, pid: int, started: str = "") -> None:
         self.pid = pid
-        self.started = started or self._stat()[1]
-
-    @property
-    def state(self) -> str:
-        """Its letter in proc(5), such as T if it is stopped; empty if it has ended."""
-        state, started = self._stat()
-        return "" if state in ("Z", "X") or started != self.started else state
+        self.started = started or self._start()
 
     @property
     def gone(self) -> bool:
         """Whether the process has ended."""
-        return not self.state
+        started = self._start()
+        return not started or started != self.started
 
     def kill(self) -> None:
         """Send SIGKILL, unless the process has ended."""
-        if not self.gone:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if not self.gone:
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _stat(self) -> tuple[str, str]:
-        try:
+    def _start(self) -> str:
+        """Return when it started, by proc(5); empty if it has ended."""
+        with contextlib.suppress(OSError):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return "", ""
-        return fields[0], fields[19]
+            return "" if fields[0] in ("Z", "X") else fields[19]
+        return ""
 
 
 class SharedStatus:
@@ -101,7 +96,7 @@ class SharedStatus:
 
 
 class Peers:
-    """The other ranks: ``local`` ones' processes and memory, ``remote`` ones' latest records.
+    """All ranks: processes and memory of ``local`` ones, latest records of ``remote`` ones.
 
     All ranks construct it at the same time. A store hangs if its host does, so a thread of its own
     publishes this rank's record and, while ``listening``, reads those of other machines.
@@ -112,11 +107,11 @@ class Peers:
     ) -> None:
         self.store = dist.PrefixStore("watch", store.clone())
         self.listening = False
-        self.local: dict[int, tuple[Process, SharedStatus]] = {}
+        process, here = Process(os.getpid()), machine()
+        self.local: dict[int, tuple[Process, SharedStatus]] = {rank: (process, own)}
         self.remote: dict[int, Record] = {}
         self._rank, self._own = rank, own
         self._publish()  # before the process can be found
-        process, here = Process(os.getpid()), machine()
         entry = [here, process.pid, process.started, own.fd]
         self.store.set(f"process/{rank}", json.dumps(entry))
         keys = [f"process/{r}" for r in range(size)]
@@ -134,13 +129,13 @@ class Peers:
             self._thread.start()
 
     def see(self) -> dict[int, Record]:
-        """Return the latest record of each other rank."""
+        """Return the latest record of each rank."""
         seen = dict(self.remote)
         for rank, (process, shared) in self.local.items():
-            state = process.state  # before its last record is read
+            gone = process.gone  # before its last record is read
             record = shared.read()
-            if record.status == RankStatus.RUNNING and state in ("", "T", "t"):
-                record = record._replace(status=RankStatus.STOPPED if state else RankStatus.DEAD)
+            if gone and record.status == RankStatus.RUNNING:
+                record = record._replace(status=RankStatus.DEAD)
             seen[rank] = record
         return seen
 

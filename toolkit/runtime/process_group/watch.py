@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -27,10 +27,6 @@ from toolkit.runtime.process_group.shared_status import BEAT, Peers, SharedStatu
 
 EXIT_FAILED = 70
 """Exit status of a rank that leaves because the job has failed."""
-
-ECHO = 2.0
-"""Seconds in which a repeated signal counts as the same one: torchrun passes to its ranks what
-Slurm sends to every process."""
 
 _HURRY = 0.05  # seconds between looks once something is wrong
 _GRACE = 0.3  # seconds in which a failure is looked for that explains a signal
@@ -87,7 +83,6 @@ class Watch:
         self._well_at = 0.0  # when the backend had no error yet
         self._reason = ""  # for which the main thread ends the job
         self._signal, self._signal_at = 0, 0.0  # signal that asks this rank to end
-        self._first_at: dict[tuple[int, object], float] = {}  # of a signal left to its handler
         self._changed: dict[int, tuple[float, float]] = {}  # a rank's last clock, and when seen
         self._watching = False
 
@@ -136,12 +131,20 @@ class Watch:
 
     def start(self) -> None:
         """Start to watch. In the main thread, also take over SIGTERM."""
+        global _signalled
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
         self._peers = Peers(self.store, self.rank, self.size, self._shared, self.timeout)
         self._watching = True
-        self._take_signals()
+        if threading.current_thread() is threading.main_thread():
+            # While the main thread is blocked in C++, no Python handler runs, but a signal's number
+            # reaches the pipe at once.
+            signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+            # An existing handler stays: submitit's makes Slurm's first SIGTERM harmless.
+            if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+                signal.signal(signal.SIGTERM, _leave_to_watch)
+            _signalled = self
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -154,44 +157,12 @@ class Watch:
         os.write(self._pipe[1], b"\0")
         self._thread.join()
         if not hasattr(sys, "last_value"):
-            self._write(status=RankStatus.DONE)
-        self._give_signals_back()
+            self._write(status=RankStatus.ENDED)
+        _give_signals_back()
         self._peers.stop(_LINGER)
         for end in self._pipe:
             os.close(end)
         atexit.unregister(self.stop)
-
-    # While the main thread is blocked in C++, no Python handler runs, but a signal's number reaches
-    # the pipe at once. A user's handler, such as a training's that saves itself, has the first
-    # signal to itself.
-
-    def _take_signals(self) -> None:
-        global _signalled
-        self._ends = {signal.SIGINT}
-        if threading.current_thread() is not threading.main_thread():
-            return
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        # An existing handler stays: submitit's makes Slurm's first SIGTERM harmless.
-        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _leave_to_watch)
-            self._ends.add(signal.SIGTERM)
-        _signalled = self
-
-    def _give_signals_back(self) -> None:
-        global _signalled
-        if _signalled is self:
-            signal.set_wakeup_fd(-1)
-            if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            _signalled = None
-
-    def _obeys(self, number: int) -> bool:
-        """Return whether a signal asks this rank to end: a handler of the user has the first."""
-        handler = signal.getsignal(number)
-        if handler in (signal.default_int_handler, _leave_to_watch):
-            return True
-        first_at = self._first_at.setdefault((number, handler), self._clock)
-        return number in self._ends and self._clock - first_at >= ECHO
 
     # The watch's thread.
 
@@ -217,7 +188,7 @@ class Watch:
         else:
             self._changed.clear()
         if self._signal and self._clock - self._signal_at >= _GRACE:
-            self._obey()
+            _leave(128 + self._signal)  # no failure of another rank explains the signal
         self._sleep(_HURRY if hurry else self._beat)
 
     def _sleep(self, seconds: float) -> None:
@@ -227,23 +198,17 @@ class Watch:
         # Bounded, so that a job that is stopped as a whole and continued blames nobody.
         self._clock += min(time.monotonic() - before, 2 * self._beat)
         for number in filter(None, os.read(self._pipe[0], 512) if ready else b""):
-            if self._obeys(number):
+            handler = signal.getsignal(number)
+            # A user's handler, such as a training's that saves itself, has the signal to itself. So
+            # has Python's of Ctrl-C, unless the main thread waits where it cannot run.
+            blocked = handler == signal.default_int_handler and self.record.peers
+            if handler == _leave_to_watch or blocked:
                 self._signal, self._signal_at = number, self._clock
-                self._write(status=RankStatus.TERMINATED)
-
-    def _obey(self) -> None:
-        """Do as the signal says: no failure of another rank explains it."""
-        if self._signal == signal.SIGTERM or self.record.peers:
-            _leave(128 + self._signal)
-        if self._clock - self._signal_at > 1:  # by now the main thread has its KeyboardInterrupt
-            self._signal = 0
-            self._write(status=RankStatus.RUNNING)
+                self._write(status=RankStatus.ENDED)
 
     def _judge(self) -> None:
         """End the job if what the ranks show is a reason."""
-        ranks = self._peers.see()
-        if message := _failure(ranks):
-            self._leave_failed(message)
+        ranks = self._see()
         for rank, seen in ranks.items():
             if seen.now != self._changed.get(rank, (None, 0.0))[0]:
                 self._changed[rank] = seen.now, self._clock
@@ -251,33 +216,37 @@ class Watch:
             # This rank stood for a while before it listened.
             if seen.status == RankStatus.RUNNING and silent >= self.timeout - 3 * self._beat:
                 ranks[rank] = seen._replace(status=RankStatus.SILENT)
-            if self._signal and seen.status == RankStatus.TERMINATED:  # like this rank
-                ranks[rank] = seen._replace(status=RankStatus.RUNNING)
-        ranks[self.rank] = self.record
+        ranks[self.rank] = self.record._replace(status=RankStatus.RUNNING)
         patience = max(0.0, min(self.timeout, _PATIENCE) - (self._clock - self._well_at))
         if found := diagnose(ranks, self.rank, self.timeout, patience):
             self._end(found)
+
+    def _see(self) -> dict[int, Record]:
+        """Return what the ranks show; leave if one of them has a diagnosis."""
+        ranks = self._peers.see()
+        for seen in ranks.values():
+            if seen.status == RankStatus.FAILED:
+                self._leave_failed(seen.error)
+        return ranks
 
     def _end(self, found: Diagnosis) -> NoReturn:
         """Announce the diagnosis, unless another rank does, and leave."""
         # The first to lock a common memory announces; of several machines, the first in the store.
         local, store = self._peers.local, self._peers.store
-        lowest = min(local, default=self.rank)
-        shared = local[lowest][1] if lowest < self.rank else self._shared
-        first = shared.lock()
+        first = local[min(local)][1].lock()
         if first and self._peers.remote:
             first = _within(_LINGER, lambda: store.add("announcers", 1)) in (1, None)
-        if not first:
-            end = time.monotonic() + _LINGER
-            while not (message := _failure(self._peers.see())) and time.monotonic() < end:
-                time.sleep(_HURRY)
-            self._leave_failed(message or found.message)
-        with contextlib.suppress(Exception):  # standard error may be closed
-            announce(found.message)
-        if found.blamed in local:
-            process, shared = local[found.blamed]
-            if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
-                process.kill()
+        end = time.monotonic() + _LINGER
+        while not first and time.monotonic() < end:
+            self._see()
+            time.sleep(_HURRY)
+        if first:
+            with contextlib.suppress(Exception):  # standard error may be closed
+                announce(found.message)
+            if found.blamed in local:
+                process, shared = local[found.blamed]
+                if shared.read().status == RankStatus.RUNNING:  # it cannot leave on its own
+                    process.kill()
         self._leave_failed(found.message)
 
     def _leave_failed(self, message: str) -> NoReturn:
@@ -303,23 +272,21 @@ def _within(seconds: float, call: Callable[[], _T]) -> _T | None:
     return None
 
 
-def _failure(ranks: Mapping[int, Record]) -> str:
-    """Return the diagnosis with which a rank left; empty if none has."""
-    return next((r.error for r in ranks.values() if r.status == RankStatus.FAILED), "")
+_signalled: Watch | None = None  # the watch that hears this process's signals
 
 
 def _leave_to_watch(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM: the watch's thread acts on it."""
 
 
-_signalled: Watch | None = None
+def _give_signals_back() -> None:
+    global _signalled
+    if _signalled is not None:
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) == _leave_to_watch:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _signalled._watching = False  # also in a forked process, whose signals are not the rank's
+        _signalled = None
 
 
-def _forget_signals() -> None:
-    """Detach a process forked from a rank: a signal to it is not one to the rank."""
-    if (watch := _signalled) is not None:
-        watch._watching = False
-        watch._give_signals_back()
-
-
-os.register_at_fork(after_in_child=_forget_signals)
+os.register_at_fork(after_in_child=_give_signals_back)
