@@ -17,20 +17,17 @@ SECONDS = 20  # in which all must be over, on whatever machine
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The pacer's clock: time passes only as somebody waits, and waits end at once."""
-    found = SimpleNamespace(now=100.0)
+    """The pacer's clock, from 0: time passes only as somebody waits, and waits end at once."""
+    found = SimpleNamespace(now=0.0)
     found.monotonic = found.perf_counter = lambda: found.now
-    wait = threading.Condition.wait
 
-    class Condition(threading.Condition):
-        def wait(self, timeout=None):
-            if timeout is None:
-                return wait(self)
+    class Event(threading.Event):
+        def wait(self, timeout):
             found.now += timeout
-            return True
+            return self.is_set()
 
     monkeypatch.setattr(pacing, "time", found)
-    replaced = SimpleNamespace(Condition=Condition, Thread=threading.Thread)
+    replaced = SimpleNamespace(Event=Event, Thread=threading.Thread)
     monkeypatch.setattr(pacing, "threading", replaced)
     return found
 
@@ -75,14 +72,6 @@ def gaps(sent):
     return [b - a for a, b in pairwise(times)]
 
 
-def learn(pacer, clock, step_bytes=1000, seconds=10.0):
-    """Two steps, after which the rate is known: 1.25 times the bytes a second."""
-    pacer.begin(step_bytes)
-    pacer.end_step()
-    clock.now += seconds
-    pacer.end_step()
-
-
 class Gate:
     """A message that holds the pacer up until others have been put."""
 
@@ -100,36 +89,31 @@ class Gate:
         self.begun.result(SECONDS)
 
 
-def test_nothing_is_held_back_before_two_steps(pacer, sent):
+def test_rate_is_that_of_the_shortest_step(pacer, clock, sent):
+    """Of any program; the time between two programs is not a step. At first nothing waits."""
     pacer.begin(1000)
     assert begin_all(pacer, sent, "a", [10**6] * 3) == ["a0", "a1", "a2"]
     pacer.end_step()
     begin_all(pacer, sent, "b", [10**6] * 3)
-    assert gaps(sent) == [0] * 5
-    assert pacer.rate is None
-
-
-def test_rate_is_that_of_the_shortest_step(pacer, clock):
-    """Of any program; the time between two programs is not a step."""
-    learn(pacer, clock, 1000, 10)
-    for seconds, rate in ((20, 125), (5, 250)):
+    assert (gaps(sent), pacer.rate) == ([0] * 5, None)
+    for seconds, rate in ((10, 125), (20, 125), (5, 250)):
         clock.now += seconds
         pacer.end_step()
         assert pacer.rate == pytest.approx(rate)
     pacer.begin(2000)
-    clock.now += 0.001
-    pacer.end_step()
-    assert pacer.rate == pytest.approx(250)
-    clock.now += 20
-    pacer.end_step()
-    assert pacer.rate == pytest.approx(500)  # 2000 bytes in the shortest step, of 5 s
+    for seconds, rate in ((0.001, 250), (20, 500)):  # 2000 bytes in the shortest step, of 5 s
+        clock.now += seconds
+        pacer.end_step()
+        assert pacer.rate == pytest.approx(rate)
 
 
 def test_no_rate_without_bytes(pacer, clock, sent):
-    learn(pacer, clock, 0)
-    assert pacer.rate is None
+    pacer.begin(0)
+    for _ in range(2):
+        clock.now += 10
+        pacer.end_step()
     begin_all(pacer, sent, "a", [0] * 3)
-    assert gaps(sent) == [0, 0]
+    assert (gaps(sent), pacer.rate) == ([0, 0], None)
 
 
 def test_chunks_begin_at_the_rate(pacer, clock, sent):
@@ -137,21 +121,13 @@ def test_chunks_begin_at_the_rate(pacer, clock, sent):
 
     After any pause two chunks go at once, and no more.
     """
-    learn(pacer, clock, 1000, 10)
+    pacer.rate = 125.0
     begin_all(pacer, sent, "a", [125, 250, 50])
     begin_all(pacer, sent, "b", [125, 125])
     assert gaps(sent) == pytest.approx([0, 2, 0.4, 1])
     clock.now += 1000
     begin_all(pacer, sent, "c", [125] * 4)
     assert gaps(sent)[5:] == pytest.approx([0, 1, 1])
-
-
-def test_clock_may_start_at_zero(clock, pacer, sent):
-    """As on a machine that has just started."""
-    clock.now = 0.0
-    pacer.rate = 1.0
-    begin_all(pacer, sent, "a", [3600] * 3)
-    assert [when for _, when in sent] == [0, 0, 3600]
 
 
 def test_most_urgent_goes_first(pacer, sent):
@@ -177,18 +153,17 @@ def test_an_urgent_message_comes_between_chunks(pacer, sent):
     assert names(sent) == ["a0", "urgent0", "urgent1", "a1", "a2"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no connection"), ValueError("no such rank")])
-def test_an_error_reaches_its_message_only(pacer, sent, error):
+def test_an_error_reaches_its_message_only(pacer, sent):
     """The rest of that message is not sent, others are."""
 
     def broken():
-        raise error
+        raise RuntimeError("no connection")
 
     gate = Gate(pacer)
     future = send(pacer, sent, "a", [1] * 3, before=broken)
     other = send(pacer, sent, "b", [1, 1], 1)
     gate.open()
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(RuntimeError, match="no connection"):
         future.result(SECONDS)
     assert other.result(SECONDS) == ["b0", "b1"]
     assert names(sent) == ["b0", "b1"]
@@ -197,32 +172,29 @@ def test_an_error_reaches_its_message_only(pacer, sent, error):
 def test_close_sends_nothing_more(clock, sent):
     pacer = Pacer(CPU)
     gate = Gate(pacer)
-    future = send(pacer, sent, "a", [1, 1])
+    future = send(pacer, sent, "a", [1, 1], -2)
     closing = threading.Thread(target=pacer.close)
     closing.start()
-    while not pacer._closed:
+    while not pacer._closed.is_set():
         time.sleep(0.001)
     gate.open()
     closing.join(SECONDS)
-    assert not closing.is_alive()
-    assert not pacer._thread.is_alive()
-    assert not future.done()
-    assert sent == []
+    alive = closing.is_alive() or pacer._thread.is_alive()
+    assert (alive, future.done(), sent) == (False, False, [])
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_close_wakes_the_thread(waits):
+@pytest.mark.parametrize("n_sent", [0, 2])
+def test_close_wakes_the_thread(n_sent):
     """By the real clock: idle, or an hour before the next chunk may begin."""
     pacer, sent = Pacer(CPU), []
     pacer.rate = 1.0
-    if waits:
+    if n_sent:
         future = send(pacer, sent, "a", [3600] * 3)
-        while len(sent) < 2:
+        while len(sent) < n_sent:
             time.sleep(0.001)
     before = time.monotonic()
     pacer.close()
     assert time.monotonic() - before < SECONDS
     assert not pacer._thread.is_alive()
-    if waits:
-        assert not future.done()
-        assert names(sent) == ["a0", "a1"]
+    assert len(sent) == n_sent
+    assert not n_sent or not future.done()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from toolkit.runtime.pacing import Pacer
-from toolkit.runtime.streams import Streams, finish_stream, own_stream
+from toolkit.runtime.streams import after, finish_stream, mark, own_stream
 
 GPU = torch.device("cuda", 3)
 
@@ -36,39 +36,31 @@ class Event:
 
 
 @pytest.fixture
-def done(monkeypatch):
+def used():
+    """Each stream as a thread enters it."""
+    return []
+
+
+@pytest.fixture
+def done(monkeypatch, used):
     """What is done on the GPU, in order."""
-    found = []
+    found, here = [], threading.local()
 
     @contextmanager
     def entered(stream):
         found.append(f"on {stream.name}")
+        used.append(stream)
+        here.stream = stream
         yield
 
-    monkeypatch.setattr("torch.cuda.current_stream", lambda device: Stream(found, "ops"))
+    ops = Stream(found, "ops")
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: getattr(here, "stream", ops))
     monkeypatch.setattr("torch.cuda.Stream", lambda device, priority: Stream(found, "own"))
     monkeypatch.setattr("toolkit.runtime.streams._spare", defaultdict(list))
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.stream", entered)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(device))
     return found
-
-
-def test_a_thread_takes_its_device_before_all_else(done):
-    """Once. Whatever is done on another device makes a context there."""
-    streams = Streams(GPU)
-    mark = streams.mark()
-
-    def work():
-        for _ in range(2):
-            with streams.after([mark, None]):
-                done.append("work")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    each = ["ops is through", "on own", "work", "own is through"]
-    assert done == [GPU, *each, *each]
 
 
 def in_threads(n, work):
@@ -78,31 +70,31 @@ def in_threads(n, work):
         return [*pool.map(lambda _: work(together), range(n))]
 
 
-def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, monkeypatch):
+def test_a_thread_takes_its_device_before_all_else(done):
+    """Whatever is done on another device makes a context there."""
+    end = mark(GPU)
+
+    def work(together):
+        with own_stream(GPU):
+            for _ in range(2):
+                with after(GPU, [end, None]):
+                    done.append("work")
+
+    in_threads(1, work)
+    each = ["ops is through", "work", "own is through"]
+    assert done == [GPU, "on own", *each, *each]
+
+
+def test_no_thread_has_the_stream_of_another_and_all_are_used_again(done, used):
     """Torch has 32 streams; a later one would be NCCL's, or that of another thread."""
-    used = []
 
-    @contextmanager
-    def entered(stream):
-        used.append(stream)
-        yield
+    def work(together):
+        with own_stream(GPU):
+            together.wait()
 
-    monkeypatch.setattr("torch.cuda.stream", entered)
     for _ in range(20):
-        streams = Streams(GPU)
-
-        def work(together, streams=streams):
-            with streams.after():
-                together.wait()
-
         in_threads(3, work)
-        streams.close()
-
-        def alone(together):
-            with own_stream(GPU):
-                together.wait()
-
-        in_threads(2, alone)
+        in_threads(2, work)
     assert len(used) == 100
     assert len({*map(id, used)}) == 3
     assert all(len({*map(id, used[k : k + 3])}) == 3 for k in range(0, 100, 5))
@@ -116,7 +108,7 @@ def test_the_pacer_is_on_the_device_of_its_rank_before_it_begins_a_chunk(done):
 
 
 def test_on_the_cpu_there_is_nothing_to_do(done):
-    with Streams(torch.device("cpu")).after([None]):
+    with own_stream(torch.device("cpu")), after(torch.device("cpu"), [None]):
         done.append("work")
     assert done == ["work"]
 

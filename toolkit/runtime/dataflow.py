@@ -14,6 +14,17 @@ def in_background(i: Instruction) -> bool:
     return i.action.communicates or i.action == Action.UPDATE or frees_weights
 
 
+def queue_of(i: Instruction, *, ordered: bool) -> tuple | None:
+    """The queue of an instruction, whose members begin in order."""
+    if i.action == Action.SEND:
+        return ("send", *i.peers) if ordered else None
+    if i.action == Action.RECV:
+        # One waiter for each sender, buffer and stage waits for its messages in order.
+        return ("receive", *i.peers) if ordered else ("receive", *i.peers, i.buffer, i.stage)
+    # All ranks must begin collectives in one order.
+    return ("collective",) if i.action.communicates else None
+
+
 class Dataflow:
     """The instructions of a rank, by their positions in its program.
 
@@ -36,7 +47,7 @@ class Dataflow:
         queues: defaultdict[tuple, deque[int]] = defaultdict(deque)
         self._queue_of: dict[int, deque[int]] = {}
         for position, i in enumerate(instructions):
-            if (name := _queue(i, ordered)) is not None:
+            if (name := queue_of(i, ordered=ordered)) is not None:
                 self._queue_of[position] = queues[name]
                 queues[name].append(position)
 
@@ -94,14 +105,3 @@ class Dataflow:
         its_turn = queue is None or (bool(queue) and queue[0] == position)
         if position < self._n_opened and its_turn and self._lacking[position] == 0:
             heappush(self._ready, position)
-
-
-def _queue(i: Instruction, ordered: bool) -> tuple | None:
-    """The queue of an instruction, whose members begin in order."""
-    if i.action == Action.SEND:
-        return ("send", *i.peers) if ordered else None
-    if i.action == Action.RECV:
-        # One waiter for each sender, buffer and stage waits for its messages in order.
-        return ("receive", *i.peers) if ordered else ("receive", *i.peers, i.buffer, i.stage)
-    # All ranks must begin collectives in one order.
-    return ("collective",) if i.action.communicates else None

@@ -14,14 +14,14 @@ from queue import SimpleQueue
 
 import torch
 
-from toolkit.runtime.dataflow import Dataflow, in_background
+from toolkit.runtime.dataflow import Dataflow, in_background, queue_of
 from toolkit.runtime.message_transfer import Messages, Transfer, tags
 from toolkit.runtime.meters.meter import Meter
 from toolkit.runtime.microbatches import StepResult
 from toolkit.runtime.process_group.group import World
 from toolkit.runtime.process_group.watch import is_backend_error
 from toolkit.runtime.rank import Payload, Rank
-from toolkit.runtime.streams import Streams
+from toolkit.runtime.streams import after, mark, own_stream
 from toolkit.schedule import Action, Buffer, Instruction, Program
 
 _Coming = SimpleQueue["tuple[int, Transfer, float] | None"]  # None ends a waiter
@@ -57,7 +57,8 @@ class Executor:
         self._ahead = program.schedule.lookahead
         self._received: defaultdict[tuple, list[tuple[int, Payload]]] = defaultdict(list)
         self._marks: dict[int, torch.cuda.Event] = {}
-        self._streams = Streams(self._world.device)
+        self._device = device = self._world.device
+        self._ops = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._unsent: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
         self._closed = False
@@ -65,7 +66,7 @@ class Executor:
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # for the second thread
         self._news = threading.Condition(lock)  # for the main one
-        self._waiters: dict[tuple, _Coming] = {}
+        self._waiters: dict[tuple, tuple[_Coming, threading.Thread]] = {}
 
     def run(self) -> Iterator[StepResult]:
         """Carry out the program; yield the result of each training step after its last op."""
@@ -88,10 +89,11 @@ class Executor:
                 self._work.notify()
             # The second thread creates waiters, so it ends before they do.
             thread.join()
-            for waiter in self._waiters.values():
-                waiter.put(None)
-        # Not after a failure: a waiter may still use its stream.
-        self._streams.close()
+            for coming, _ in self._waiters.values():
+                coming.put(None)
+        # Not after a failure: a message from a dead rank never ends.
+        for _, waiter in self._waiters.values():
+            waiter.join()
 
     def _perform(self, position: int, i: Instruction) -> None:
         """Carry out an instruction on the main thread, or wait for it."""
@@ -111,8 +113,8 @@ class Executor:
         self._watch.at(i, i.step)
         self._measured(i, self._compute)
         # The op is only queued on the device. The mark lets other streams wait for its end.
-        if (mark := self._streams.mark()) is not None:
-            self._marks[position] = mark
+        if (end := mark(self._device)) is not None:
+            self._marks[position] = end
         self._end(position)
 
     def _finish(self) -> None:
@@ -170,12 +172,13 @@ class Executor:
     # The second thread.
 
     def _begin_all(self) -> None:
-        while (position := self._take()) is not None:
-            try:
-                self._begin(position)
-            except BaseException as error:
-                self._fail(position, error)
-                return
+        with own_stream(self._device):
+            while (position := self._take()) is not None:
+                try:
+                    self._begin(position)
+                except BaseException as error:
+                    self._fail(position, error)
+                    return
 
     def _take(self) -> int | None:
         """The next instruction to begin; None at the end."""
@@ -192,7 +195,7 @@ class Executor:
         # Keep inputs alive until the device is done with them: after() ends before this returns.
         used: list[object] = [self._rank.sums.get(key), self._received.get(key)]
         # On another stream than the ops: it waits for those whose results it uses, and no others.
-        with self._streams.after(self._marks.get(p) for p in self._flow.needs[position]):
+        with after(self._device, [self._marks.get(p) for p in self._flow.needs[position]]):
             if i.action == Action.RECV:
                 self._put(position, self._messages.receive(i, tag))
                 return
@@ -224,31 +227,33 @@ class Executor:
         """Let a waiter wait for the end of ``transfer``."""
         i = self._order[position]
         # One waiter per peer, stage and kind: a late message must not hold up the others.
-        name: tuple = ("collective",)
-        if i.action in (Action.SEND, Action.RECV):
-            name = (i.action, *i.peers, *((i.buffer, i.stage) if i.action == Action.RECV else ()))
+        name = queue_of(i, ordered=False) or ("send", *i.peers)
         if name not in self._waiters:
-            self._waiters[name] = coming = _Coming()
+            coming = _Coming()
             # Daemons: a message from a dead rank never ends, and must not keep the process alive.
-            target, args = self._wait_for_all, (coming,)
-            threading.Thread(target=target, args=args, name="waiter", daemon=True).start()
+            waiter = threading.Thread(
+                target=self._wait_for_all, args=(coming,), name="waiter", daemon=True
+            )
+            self._waiters[name] = coming, waiter
+            waiter.start()
         began = 0.0 if self._meter is None else self._meter.now()
-        self._waiters[name].put((position, transfer, began))
+        self._waiters[name][0].put((position, transfer, began))
 
     # The waiters' threads.
 
     def _wait_for_all(self, coming: _Coming) -> None:
-        while (item := coming.get()) is not None:
-            try:
-                self._wait_for(*item)
-            except BaseException as error:
-                self._fail(item[0], error)
-                return
-            del item  # or the message would live until the next one
+        with own_stream(self._device):
+            while (item := coming.get()) is not None:
+                try:
+                    self._wait_for(*item)
+                except BaseException as error:
+                    self._fail(item[0], error)
+                    return
+                del item  # or the message would live until the next one
 
     def _wait_for(self, position: int, transfer: Transfer, began: float) -> None:
         i = self._order[position]
-        with self._streams.after():
+        with after(self._device):
             transfer.wait()
             if i.leaves(self._world.rank):
                 self._store(position, self._messages.received(i, transfer))
@@ -267,9 +272,11 @@ class Executor:
         if i.action == Action.RECV and i.buffer == Buffer.GRADIENT:
             self._received[i.stage, i.step].append((position, payload))
             return
-        if isinstance(payload, tuple):
+        if isinstance(payload, tuple) and self._ops is not None:
             # The ops' stream reads memory that this stream allocated; the allocator must know.
-            self._streams.lend(payload)
+            for tensor in payload:
+                if tensor is not None:
+                    tensor.record_stream(self._ops)
         self._rank.take(i, payload)
 
 

@@ -5,9 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from queue import PriorityQueue
 from typing import NamedTuple
 
 import torch
@@ -22,8 +22,8 @@ Works = list[dist.Work | None]
 
 
 class _Message(NamedTuple):
-    urgency: int  # smaller numbers begin sooner
-    number: int  # unique, so that a heap compares no further
+    urgency: float  # smaller numbers begin sooner
+    number: int  # unique, so that the queue compares no further
     chunks: deque[tuple[Begin, int]]
     works: Works
     begun: "Future[Works]"
@@ -42,11 +42,9 @@ class Pacer:
         self._step_bytes = 0.0
         self._shortest = inf
         self._step_began: float | None = None
-        self._waiting: list[_Message] = []  # a heap
+        self._waiting: PriorityQueue[_Message] = PriorityQueue()
         self._numbers = count()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._next = -inf  # when the next chunk may begin
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pacer", daemon=True)
         self._thread.start()
 
@@ -63,26 +61,27 @@ class Pacer:
             self.rate = _HEADROOM * self._step_bytes / self._shortest
         self._step_began = now
 
-    def put(self, begin: Sequence[Begin], sizes: Sequence[int], urgency: int) -> "Future[Works]":
+    def put(self, begin: Sequence[Begin], sizes: Sequence[int], urgency: float) -> "Future[Works]":
         """Queue the chunks of a message; the result is their works, once all have begun."""
         chunks = deque(zip(begin, sizes, strict=True))
         message = _Message(urgency, next(self._numbers), chunks, [], Future())
-        with self._changed:
-            heappush(self._waiting, message)
-            self._changed.notify()
+        self._waiting.put(message)
         return message.begun
 
     def close(self) -> None:
         """End the thread; what waits is not sent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._closed.set()
+        self.put((), (), -inf)  # wakes the thread
         self._thread.join()
 
     def _run(self) -> None:
+        next_begin = -inf  # when the next chunk may begin
         # A chunk waits for all earlier work on its thread's stream: on the ops' own, for all ops.
         with own_stream(self._device):
-            while (message := self._take()) is not None:
+            while not self._closed.wait(max(0.0, next_begin - time.monotonic())):
+                message = self._waiting.get()
+                if self._closed.is_set():
+                    return
                 begin, size = message.chunks.popleft()
                 try:
                     message.works.append(begin())
@@ -90,21 +89,10 @@ class Pacer:
                     message.begun.set_exception(error)
                     continue
                 if message.chunks:
-                    with self._changed:  # a more urgent message may come before the next chunk
-                        heappush(self._waiting, message)
+                    self._waiting.put(message)  # a more urgent one may come before the next chunk
                 else:
                     message.begun.set_result(message.works)
                 if self.rate is not None:
                     seconds = size / self.rate
                     # A late thread may catch up by one chunk, and no more.
-                    self._next = max(self._next, time.monotonic() - seconds) + seconds
-
-    def _take(self) -> _Message | None:
-        """The most urgent message, when its next chunk may begin; None at the end."""
-        with self._changed:
-            while not self._closed:
-                left = self._next - time.monotonic()
-                if self._waiting and left <= 0:
-                    return heappop(self._waiting)
-                self._changed.wait(left if self._waiting else None)
-        return None
+                    next_begin = max(next_begin, time.monotonic() - seconds) + seconds

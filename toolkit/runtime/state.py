@@ -1,6 +1,6 @@
 """The state of a training run, the same for every runtime that follows the update rule."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -111,8 +111,9 @@ def check_state(
     """
     if missing := sorted(_KEYS - state.keys()):
         raise UserError(f"this is not the state of a runtime: it lacks {missing}")
-    if fault := next(_faults_outside(state), None):
-        raise UserError(f"this is not the state of a runtime: {fault}")
+    if not _well_formed(**state):
+        raise UserError("this is not the state of a runtime: it is malformed")
+    steps_done = state["steps_done"]
     names = [set(updater.masters) for updater in updaters]
     theirs = [set(next(iter(versions.values()))) for versions in state["versions"]]
     if set().union(*names) != set().union(*theirs):
@@ -122,65 +123,54 @@ def check_state(
             f"the state is of {len(theirs)} stages cut otherwise than these {len(names)}: partition"
             " the model as it was when the state was taken"
         )
-    steps_done = state["steps_done"]
     for j, versions in enumerate(state["versions"]):
         if lacking := sorted({*schedule.versions(j, steps_done)} - versions.keys()):
             raise UserError(
                 f"the schedule reads version {lacking[0]} of stage {j} at step {steps_done}, which"
                 " the state lacks: continue with the schedule (delays, predict) that saved it"
             )
-    if fault := next(filter(None, _faults_inside(state, updaters, model, own)), None):
+    faults = [difference(state["model"], model, "model")]
+    for j in own:
+        faults += _faults_of_stage(state, j, updaters[j])
+    if fault := next(filter(None, faults), None):
         raise UserError(
             f"the state is not of this run: {fault}; give the model, optimizer and options with"
             " which it was taken"
         )
 
 
-def _faults_outside(state: Mapping[str, Any]) -> Iterator[str]:
-    if fault := difference(state["steps_done"], 0, "steps_done"):
-        yield fault
-    for name in ("versions", "stages"):
-        parts = state[name]
-        if not isinstance(parts, list | tuple) or not all(isinstance(p, dict) for p in parts):
-            yield f"{name} is not a list of mappings"
-    for versions in state["versions"]:
-        numbered = all(type(v) is int and isinstance(w, dict) for v, w in versions.items())
-        if not versions or not numbered:
-            yield "versions are not weights by their number"
-    if len(state["stages"]) != len(state["versions"]):
-        yield f"it is of {len(state['stages'])} stages and of {len(state['versions'])}"
+def _well_formed(steps_done: Any, versions: Any, stages: Any, **others: Any) -> bool:
+    """Whether a state has, for each stage, a mapping and weights by the number of the version."""
+    return (
+        type(steps_done) is int
+        and all(isinstance(parts, list | tuple) for parts in (versions, stages))
+        and len(versions) == len(stages)
+        and all(isinstance(part, dict) for part in (*versions, *stages))
+        and all(versions)
+        and all(
+            type(v) is int and isinstance(w, dict) for kept in versions for v, w in kept.items()
+        )
+    )
 
 
-def _faults_inside(
-    state: Mapping[str, Any],
-    updaters: Sequence[Updater],
-    model: Mapping[str, Tensor],
-    own: Collection[int],
-) -> Iterator[str | None]:
-    yield difference(state["model"], model, "model")
-    for j in own:
-        newest = updaters[j].newest()
-        for version, weights in state["versions"][j].items():
-            yield difference(weights, newest, f"versions[{j}].{version}")
-        yield _fault_of_stage(state["stages"][j], state["steps_done"], updaters[j], f"stages[{j}]")
-
-
-def _fault_of_stage(
-    found: Mapping[str, Any], steps_done: int, updater: Updater, where: str
-) -> str | None:
+def _faults_of_stage(state: Mapping[str, Any], j: int, updater: Updater) -> list[str | None]:
+    steps_done, found, where = state["steps_done"], state["stages"][j], f"stages.{j}"
+    newest = updater.newest()
+    faults = [
+        difference(weights, newest, f"versions.{j}.{version}")
+        for version, weights in state["versions"][j].items()
+    ]
     unused, n_skipped = found.get("unused"), found.get("n_skipped")
     if not isinstance(unused, list) or not all(name in updater.masters for name in unused):
-        return f"{where}.unused does not name weights of the stage"
+        return [*faults, f"{where}.unused does not name weights of the stage"]
     updated = isinstance(n_skipped, int) and steps_done > n_skipped
     expected = updater.form(updated=updated, unused=unused) | {"unused": unused}
     average = found.get("average")
-    if expected["average"] is None:
+    if updater.options.ema is None:
         expected["average"] = average  # this run keeps no average, so any will do
-    elif isinstance(average, dict) and average.get("weights"):
+    elif steps_done > 0 or (isinstance(average, dict) and average.get("weights")):
         expected["average"] = {"weights": updater.averaged(), "n_updates": 0}
-    elif steps_done > 0:
-        return f"{where}.average has no weights"
-    return difference(found, expected, where)
+    return [*faults, difference(found, expected, where)]
 
 
 def difference(found: Any, expected: Any, where: str) -> str | None:
@@ -189,27 +179,21 @@ def difference(found: Any, expected: Any, where: str) -> str | None:
     Mappings need the same keys, sequences the same length, tensors the same shape and dtype, other
     values the same type; an int may stand for a float. ``where`` names ``found`` in the answer.
     """
-    if isinstance(expected, Tensor):
-        if not isinstance(found, Tensor) or _kind(found) != _kind(expected):
-            return f"{where} is {_kind(found)}, not {_kind(expected)}"
-        return None
-    if isinstance(expected, dict):
-        if not isinstance(found, dict):
-            return f"{where} is {_kind(found)}, not a mapping"
-        if lacking := [key for key in expected if key not in found]:
-            return f"{where} lacks {lacking[0]}"
-        if more := [key for key in found if key not in expected]:
-            return f"{where} has {more[0]}, which is unknown"
-        parts = ((found[key], expected[key], f"{where}.{key}") for key in expected)
-    elif isinstance(expected, list | tuple):
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for key in [*expected, *found]:
+            if key not in found:
+                return f"{where} lacks {key}"
+            if key not in expected:
+                return f"{where} has {key}, which is unknown"
+        parts = [(found[key], expected[key], f"{where}.{key}") for key in expected]
+        return next(filter(None, (difference(*part) for part in parts)), None)
+    if isinstance(expected, list | tuple):
         if not isinstance(found, list | tuple) or len(found) != len(expected):
             return f"{where} is not of {len(expected)} values"
-        pairs = zip(found, expected, strict=True)
-        parts = ((*pair, f"{where}[{k}]") for k, pair in enumerate(pairs))
-    else:
-        same = type(found) is type(expected) or (type(found), type(expected)) == (int, float)
-        return None if same else f"{where} is {_kind(found)}, not {_kind(expected)}"
-    return next(filter(None, (difference(*part) for part in parts)), None)
+        return difference(dict(enumerate(found)), dict(enumerate(expected)), where)
+    numbers = (type(found), type(expected)) == (int, float)
+    same = numbers or _kind(found) == _kind(expected)
+    return None if same else f"{where} is {_kind(found)}, not {_kind(expected)}"
 
 
 def _kind(value: Any) -> str:

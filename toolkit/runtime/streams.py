@@ -10,19 +10,13 @@ the default priority. On a shared stream a thread would wait for what NCCL waits
 for that thread: a deadlock. So these streams have high priority, and are used again.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
-
-def finish_stream(device: torch.device) -> None:
-    """Wait until ``device`` has done what this thread gave it."""
-    if device.type == "cuda":
-        _end_of(torch.cuda.current_stream(device)).synchronize()
+_spare: "defaultdict[torch.device, list[torch.cuda.Stream]]" = defaultdict(list)
 
 
 def enter_device(device: torch.device) -> None:
@@ -31,25 +25,30 @@ def enter_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-_spare: "defaultdict[torch.device, list[torch.cuda.Stream]]" = defaultdict(list)
+def mark(device: torch.device) -> "torch.cuda.Event | None":
+    """Return a blocking event after what this thread has given ``device``; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(blocking=True))
 
 
-def _take(device: torch.device) -> "torch.cuda.Stream":
-    """A stream that nobody else has, as long as there are no more than 32 at once."""
-    try:
-        return _spare[device].pop()
-    except IndexError:
-        return torch.cuda.Stream(device, priority=-1)
+def finish_stream(device: torch.device) -> None:
+    """Wait until ``device`` has done what this thread gave it."""
+    if (end := mark(device)) is not None:
+        end.synchronize()
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work on ``device`` on a stream that only this thread uses."""
+    """Work on ``device`` on a stream that only this thread uses, if there are at most 32."""
     enter_device(device)
     if device.type != "cuda":
         yield
         return
-    stream = _take(device)
+    try:
+        stream = _spare[device].pop()
+    except IndexError:
+        stream = torch.cuda.Stream(device, priority=-1)
     try:
         with torch.cuda.stream(stream):
             yield
@@ -57,55 +56,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
         _spare[device].append(stream)
 
 
-class Streams:
-    """The streams of a rank's threads; the ops are on that of the thread that makes it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu = device.type == "cuda"
-        if self._gpu:
-            self._device = device
-            self._ops = torch.cuda.current_stream(device)
-            self._threads = threading.local()
-            self._taken: list[torch.cuda.Stream] = []
-
-    def mark(self) -> "torch.cuda.Event | None":
-        """Return an event at the end of the ops launched so far; None on the CPU."""
-        return _end_of(self._ops) if self._gpu else None
-
-    @contextmanager
-    def after(self, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
-        """Work on this thread's stream, after ``marks``; at the end all has been done."""
-        if not self._gpu:
-            yield
-            return
-        if not hasattr(self._threads, "stream"):
-            enter_device(self._device)
-            self._threads.stream = _take(self._device)
-            self._taken.append(self._threads.stream)
-        for mark in marks:
-            if mark is not None:
-                mark.synchronize()
-        with torch.cuda.stream(self._threads.stream):
-            yield
-            _end_of(self._threads.stream).synchronize()
-
-    def close(self) -> None:
-        """Give the threads' streams back, when the threads have done all their work."""
-        if self._gpu:
-            _spare[self._device].extend(self._taken)
-            self._taken.clear()
-
-    def lend(self, tensors: Iterable[Tensor | None]) -> None:
-        """Record that the ops use ``tensors``, whose memory this thread's stream allocated.
-
-        Otherwise the allocator could reuse it before the ops are done.
-        """
-        if self._gpu:
-            for tensor in tensors:
-                if tensor is not None and tensor.is_cuda:
-                    tensor.record_stream(self._ops)
-
-
-def _end_of(stream: "torch.cuda.Stream") -> "torch.cuda.Event":
-    """Record a blocking event on ``stream``."""
-    return stream.record_event(torch.cuda.Event(blocking=True))
+@contextmanager
+def after(device: torch.device, marks: "Iterable[torch.cuda.Event | None]" = ()) -> Iterator[None]:
+    """Work after ``marks``, on this thread's stream; at the end all has been done."""
+    for end in marks:
+        if end is not None:
+            end.synchronize()
+    yield
+    finish_stream(device)
