@@ -2,7 +2,6 @@
 
 import os
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import permutations
@@ -34,25 +33,21 @@ def gpus(monkeypatch):
     return seen
 
 
-def gpu_of(gpus, seen, local_rank):
-    """The identity of a rank's GPU, one of those that its process sees."""
-    gpus[:] = seen
-    return world._gpu(world._device("auto", local_rank))
-
-
 @pytest.mark.parametrize(
     ("seen", "n_gpus"),
     [
         (lambda rank: [f"gpu {rank}"], 4),  # as Slurm's tasks see with gpus_per_task=1
         (lambda rank: [f"gpu {k}" for k in range(4)], 4),
         (lambda rank: ["gpu 0", "gpu 1", "gpu 2"], 3),
-        (lambda rank: ["gpu 0"], 1),
         (lambda rank: ["gpu 0"] if rank else [], 1),
         (lambda rank: [], 0),
     ],
 )
 def test_nccl_takes_a_gpu_a_rank(gpus, seen, n_gpus):
-    found = [gpu_of(gpus, seen(rank), rank) for rank in range(4)]
+    found = []
+    for rank in range(4):
+        gpus[:] = seen(rank)
+        found.append(world._gpu(world._device("auto", rank)))
     assert world._backend("gloo", found) == "gloo"
     if n_gpus == 4:
         assert found == ["gpu 0", "gpu 1", "gpu 2", "gpu 3"]
@@ -74,6 +69,7 @@ def test_ranks_share_the_identity_of_their_gpu(monkeypatch):
         assert [met.result().get(f"came/{rank}") for rank in range(2)] == [b"gpu 0", b"gpu 1"]
 
 
+WATCH = SimpleNamespace(start=lambda: None, timeout=1.0, waiting=lambda *_: nullcontext())
 VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
@@ -86,22 +82,20 @@ def joined(monkeypatch, gpus, backend, **environment):
     store, calls = HashStore(), []
     store.set("came/0", "gpu 0")
 
-    def new_group(ranks=None, backend=None, timeout=None):
+    def new_group(backend, timeout):
         calls.append(("group", backend))
         return f"group of {backend}"
 
-    watch = SimpleNamespace(start=lambda: None, timeout=1.0, waiting=lambda *_: nullcontext())
     monkeypatch.setattr(world, "_joined", None)
     monkeypatch.setattr(world, "_meet", lambda *_: store)
-    monkeypatch.setattr(world, "Watch", lambda *_: watch)
-    monkeypatch.setattr("torch.cuda.set_device", calls.append)
-    monkeypatch.setattr(
-        "torch.distributed.init_process_group", lambda name, **_: calls.append(name)
-    )
-    monkeypatch.setattr("torch.distributed.new_group", new_group)
-    monkeypatch.setattr(
-        "torch.distributed.all_gather_object", lambda found, value, group: calls.append(group)
-    )
+    monkeypatch.setattr(world, "Watch", lambda *_: WATCH)
+    for name, fake in {
+        "cuda.set_device": calls.append,
+        "distributed.init_process_group": lambda name, **_: calls.append(name),
+        "distributed.new_group": new_group,
+        "distributed.all_gather_object": lambda found, value, group: calls.append(group),
+    }.items():
+        monkeypatch.setattr(f"torch.{name}", fake)
     return world.join(backend=backend), calls
 
 
@@ -115,80 +109,44 @@ def test_objects_do_not_go_through_the_gpus_memory(monkeypatch, gpus, backend, m
     assert calls == [here.device, *made, gathered]
 
 
-@pytest.mark.parametrize(("name", "ours"), VARIABLES.items())
 @pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
-@pytest.mark.parametrize("chosen", [None, "1"])
-def test_nothing_waits_for_an_early_receive(monkeypatch, gpus, name, ours, backend, chosen):
+@pytest.mark.parametrize("chosen", [{}, dict.fromkeys(VARIABLES, "1")])
+def test_nothing_waits_for_an_early_receive(monkeypatch, gpus, backend, chosen):
     """CUDA finds the variables at its first call; those that the user has set stay."""
-    found = set()
+    found = []
 
     def available():
-        found.add(os.environ.get(name))
+        found.append({name: os.environ[name] for name in VARIABLES if name in os.environ})
         return True
 
     monkeypatch.setattr("torch.cuda.is_available", available)
-    joined(monkeypatch, gpus, backend, **({name: chosen} if chosen else {}))
-    assert found == {chosen if chosen or backend == "gloo" else ours}
+    joined(monkeypatch, gpus, backend, **chosen)
+    assert found[0] == (chosen if chosen or backend == "gloo" else VARIABLES)
 
-
-# First messages
 
 PAIRS = sorted(permutations(range(3), 2))
 GROUPS = [("all", (0, 1)), ("all", (0, 1, 2)), ("gather", (1, 2))]
 
 
-@pytest.fixture
-def meetings(monkeypatch):
-    """Calls of torch.distributed that return when all who take part have come, as NCCL's first do.
-
-    ``met[rank]`` is what a thread that goes by that rank has been through.
-    """
-    met, here = {}, threading.local()
-    lock, places = threading.Lock(), {}
-
-    def meet(what, n):
-        with lock:
-            place = places.setdefault(what, threading.Barrier(n))
-        place.wait(10)
-        met.setdefault(here.rank, []).append(what)
-
-    def meet_all(number, group):
-        assert number.numel() == 1
-        meet(group, len(group[1]))
-
-    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: ("made", (*ranks,)))
-    monkeypatch.setattr("torch.distributed.all_reduce", meet_all)
+def test_first_messages_do_not_wait_for_each_other(monkeypatch):
+    """All ranks send them in one order, and where these have been sent, nothing more."""
+    met, finished = [], []
+    monkeypatch.setattr("torch.distributed.new_group", lambda ranks, timeout: (*ranks,))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda number, group: met.append(group))
     for call in ("send", "recv"):
         monkeypatch.setattr(
-            f"torch.distributed.{call}", lambda number, peer, group: meet_all(number, group)
+            f"torch.distributed.{call}", lambda number, peer, group: met.append(group)
         )
-    return SimpleNamespace(met=met, here=here)
-
-
-def test_first_messages_do_not_wait_for_each_other(monkeypatch, meetings):
-    """With channels both ways between all of three ranks, each of which waits for its peer.
-
-    Where these are there already, nothing more is sent.
-    """
-    watch = SimpleNamespace(waiting=lambda *_: nullcontext(), timeout=1.0)
-    finished = []
     monkeypatch.setattr(World, "finish_computing", lambda self: finished.append(self.rank))
-
-    def work(rank):
-        meetings.here.rank = rank
-        here = World(rank, 3, torch.device("cpu"), "nccl", watch, HashStore())
+    order = [(0, 1), PAIRS[0], *(ranks for _, ranks in GROUPS[1:]), *PAIRS[1:]]
+    for rank in range(3):
+        met.clear()
+        here = World(rank, 3, torch.device("cpu"), "nccl", WATCH, HashStore())
         here.make_groups(GROUPS[:1], PAIRS[:1])
         here.make_groups(GROUPS, PAIRS)
         here.make_groups(GROUPS, PAIRS)
-
-    with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(work, rank) for rank in range(3)]:
-            done.result(20)
-    order = [(0, 1), PAIRS[0], *(ranks for _, ranks in GROUPS[1:]), *PAIRS[1:]]
-    for rank, through in meetings.met.items():
-        own = [("made", ranks) for ranks in order if rank in ranks]
-        assert through == own
-        assert finished.count(rank) == len(own)
+        assert met == [ranks for ranks in order if rank in ranks]
+        assert finished.count(rank) == len(met)
 
 
 def connect():
@@ -201,29 +159,6 @@ def connect():
 @thorough
 def test_first_messages_over_gloo():
     assert launch(connect, 3) == [3.0] * 3
-
-
-@pytest.mark.parametrize(
-    ("nccl", "gloo", "expected"),
-    [
-        ("eth1", None, "eth1"),
-        ("=eth1", None, "eth1"),
-        ("eth", None, None),
-        ("^lo", None, None),
-        ("eth1", "eth0", "eth0"),
-        (None, None, None),
-    ],
-)
-def test_gloo_takes_the_interface_of_nccl(monkeypatch, nccl, gloo, expected):
-    """If it names one interface, and gloo's variable is not set."""
-    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
-    for name, value in {"NCCL_SOCKET_IFNAME": nccl, "GLOO_SOCKET_IFNAME": gloo}.items():
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    monkeypatch.setattr("os.environ", {**os.environ})
-    world._choose_interface(None)
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 def test_a_store_that_stops_to_answer_is_named(monkeypatch, capsys):
@@ -241,3 +176,9 @@ def test_a_store_that_stops_to_answer_is_named(monkeypatch, capsys):
     shown = capsys.readouterr().err
     assert re.search(f"^error: {where}", shown, re.MULTILINE)
     assert "more" not in shown
+
+
+def test_an_unknown_interface_is_refused(monkeypatch):
+    monkeypatch.setattr(world, "_place", lambda n_ranks: (0, 1, 0))
+    with pytest.raises(UserError, match=r"interface 'eth99'.*lo"):
+        join(interface="eth99")

@@ -44,8 +44,11 @@ def test_ranks_meet_report_print_and_return():
         print("to the output\nand more")
         print("an error", file=sys.stderr)
         total = here.total(torch.tensor([1.0, here.rank])).tolist()
-        threads = os.environ["OMP_NUM_THREADS"], os.environ["ADDED"]
-        return first + second + added, here.rank, here.gather(here.rank), total, threads
+        variables = os.environ["OMP_NUM_THREADS"], os.environ["ADDED"]
+        gathered = here.gather(here.rank)
+        world.leave()
+        threads = {thread.name for thread in threading.enumerate()}
+        return first + second + added, here.rank, gathered, total, variables, threads
 
     def heard(rank, value):
         assert threading.current_thread() is threading.main_thread()
@@ -58,8 +61,8 @@ def test_ranks_meet_report_print_and_return():
         mock.patch.dict(os.environ, {"ADDED": "yes"}),
     ):
         results = launch(function, 2, 1, second=2, on_report=heard)
-    variables = os.environ["OMP_NUM_THREADS"], "yes"
-    assert results == [(13, rank, [0, 1], [2.0, 1.0], variables) for rank in range(2)]
+    last = [0, 1], [2.0, 1.0], (os.environ["OMP_NUM_THREADS"], "yes"), {"MainThread", "parent"}
+    assert results == [(13, rank, *last) for rank in range(2)]
     for rank in range(2):
         assert [r for r in reports if r[0] == rank] == [(rank, n, rank) for n in range(3)]
         own = [line for line in out.getvalue().splitlines() if line.startswith(f"rank {rank}: ")]

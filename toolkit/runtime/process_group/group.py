@@ -1,4 +1,4 @@
-"""The ranks of a job, seen from one of them, and the sums and groups that they make together."""
+"""The ranks of a job, seen from one of them: their sums, groups and moments."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -67,16 +67,13 @@ class World:
         Raises:
             UserError: this is a part of a job, so the other processes do not call it.
         """
-        whole = self.group is not None
-        new_groups = [
-            group
-            for group in dict.fromkeys(groups)
-            if group not in self._groups and not (whole and len(group[1]) == self.size)
-        ]
-        self._groups |= {group: self._own_group(group[1]) for group in new_groups}
+        # The group of a part is that of its collectives over all ranks.
+        known = {g for g in groups if self.group is not None and len(g[1]) == self.size}
+        new_groups = [g for g in dict.fromkeys(groups) if g not in known | self._groups.keys()]
+        self._groups |= {group: self._new_group(group[1]) for group in new_groups}
         if self.backend == "nccl":
             new_pairs = [p for p in dict.fromkeys(pairs) if p not in self._channels]
-            self._channels |= {pair: self._own_group(pair) for pair in new_pairs}
+            self._channels |= {pair: self._new_group(pair) for pair in new_pairs}
             self.connect(new_groups, new_pairs)
 
     def connect(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> None:
@@ -173,15 +170,12 @@ class World:
         # No gloo group of objects: in torch 2.11 ranks outside it split NCCL's group, and hang.
         return replace(self, size=n_ranks, group=group, objects=group, _name=name)
 
-    def _own_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         if self.group is not None:
             raise UserError(
                 f"got ranks {list(ranks)} of a part of the job, which cannot make a group of their"
                 f" own: start {self.size} processes"
             )
-        return self._new_group(ranks)
-
-    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         with self.watch.waiting("new process group", range(self.size)):
             group = dist.new_group(list(ranks), timeout=backend_timeout(self.watch.timeout))
         return cast(dist.ProcessGroup, group)  # or a mark, on ranks that are not in it

@@ -44,8 +44,8 @@ def join(
         backend: ``auto`` is NCCL if every rank has a GPU of its own, else gloo, whose messages
             go through the CPU's memory.
         timeout: seconds after which a rank that does not answer ends the job.
-        interface: network interface of this machine's messages, such as ``eth1``; by the
-            environment (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
+        interface: network interface of this machine's messages, such as ``eth1``; as the
+            environment says (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) unless given.
 
     Returns:
         The ranks of the job, seen from this process.
@@ -60,13 +60,11 @@ def join(
     if not timeout > 0:
         raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
     rank, size, local_rank = _place(n_ranks)
-    if n_ranks is not None and size != n_ranks:
-        raise UserError(
-            f"the schedule has {n_ranks} ranks and {size} were started: {_command(n_ranks)}"
-        )
     if _joined is not None:
         return _joined
-    _choose_interface(interface)
+    if interface is not None:
+        check_choice("interface", interface, [name for _, name in socket.if_nameindex()])
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     if backend != "gloo" and device != "cpu":
         # NCCL's channels have a stream each. A stream that shares one of a GPU's 8 queues with an
         # early receive waits as long as that. CUDA reads the variable as it starts.
@@ -75,24 +73,24 @@ def join(
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     on = _device(device, local_rank)
     enter_device(on)
-    with _meeting(rank, timeout):
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
+    with _meeting(rank, where):
         store = _meet(rank, size, timeout, _gpu(on))
         backend = _backend(backend, [store.get(f"came/{r}").decode() for r in range(size)])
         watch = Watch(store, rank, size, timeout)
         watch.start()
-    objects = None
+    patience, objects = backend_timeout(timeout), None
     with watch.waiting("connections to all ranks", range(size)):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=size,
-            timeout=backend_timeout(timeout),
+            timeout=patience,
             device_id=on if backend == "nccl" else None,
         )
         if backend == "nccl":
-            made = dist.new_group(backend="gloo", timeout=backend_timeout(timeout))
-            objects = cast(dist.ProcessGroup, made)
+            objects = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=patience))
     _joined = World(rank, size, on, backend, watch, store, objects=objects)
     return _joined
 
@@ -118,9 +116,8 @@ def _command(n_ranks: int) -> str:
     script, *arguments = sys.argv
     if not script.endswith(".py"):
         return f"toolkit.runtime.launch(function, {n_ranks})"
-    return (
-        f"torchrun --nproc-per-node {n_ranks} {shlex.join([os.path.relpath(script), *arguments])}"
-    )
+    program = shlex.join([os.path.relpath(script), *arguments])
+    return f"torchrun --nproc-per-node {n_ranks} {program}"
 
 
 def _place(n_ranks: int | None) -> tuple[int, int, int]:
@@ -141,6 +138,10 @@ def _place(n_ranks: int | None) -> tuple[int, int, int]:
         raise UserError(f"torchrun's variables are whole numbers: {error}") from error
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} is outside WORLD_SIZE={size}: start with torchrun")
+    if n_ranks is not None and size != n_ranks:
+        raise UserError(
+            f"the schedule has {n_ranks} ranks and {size} were started: {_command(n_ranks)}"
+        )
     return rank, size, local_rank
 
 
@@ -152,19 +153,6 @@ def _device(name: str, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError("device=cuda cannot be used: there is no GPU; try device=auto")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
-
-
-def _choose_interface(name: str | None) -> None:
-    there = [interface for _, interface in socket.if_nameindex()]
-    if name is None:
-        # With NCCL, too, objects are gathered over gloo, by the same interface if one is named.
-        named = os.environ.get("NCCL_SOCKET_IFNAME", "").removeprefix("=")
-        if named in there:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", named)
-        return
-    if name not in there:
-        raise UserError(f"no network interface {name!r} here: choose one of {', '.join(there)}")
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
 
 
 def _gpu(device: torch.device) -> str:
@@ -185,20 +173,16 @@ def _backend(name: str, gpus: Sequence[str]) -> str:
 
 
 @contextmanager
-def _meeting(rank: int, timeout: float) -> Iterator[None]:
+def _meeting(rank: int, where: str) -> Iterator[None]:
     """End this rank with one sentence if the store of the ranks cannot be reached within."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.distributed's errors are RuntimeErrors
         watching.announce(
-            f"rank {rank} cannot meet the others at {_where(timeout)}: {first_line(error)}; is"
-            " rank 0 running, and the port open?"
+            f"rank {rank} cannot meet the others at {where}: {first_line(error)}; is rank 0"
+            " running, and the port open?"
         )
         raise SystemExit(watching.EXIT_FAILED) from error
-
-
-def _where(timeout: float) -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout:g} s"
 
 
 def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
@@ -222,8 +206,8 @@ def _meet(rank: int, size: int, timeout: float, gpu: str) -> dist.Store:
         if late and time.monotonic() > end:  # the last may have come since the check above
             if store.add("missing", 1) == 1:
                 watching.announce(
-                    f"rank {', '.join(late)} did not come to {_where(timeout)}: look at its log, or"
-                    " start all ranks at the same time"
+                    f"rank {', '.join(late)} did not come to {host}:{port} within {timeout:g} s:"
+                    " look at its log, or start all ranks at the same time"
                 )
             time.sleep(1)  # all have seen the store and the announcement before a rank leaves
             raise SystemExit(watching.EXIT_FAILED)
