@@ -67,6 +67,7 @@ class Job:
             self._process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
+        self.pid, self.wait = self._process.pid, self._process.wait
 
     def __enter__(self) -> "Job":
         return self
@@ -112,14 +113,10 @@ def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float)
     """
     ranks: list[Rank] = []
     end = time.monotonic() + patience
-    store = None
     while job.status is None and time.monotonic() < end:
         # Nobody listens yet, or the job has just failed and its store with it.
         with contextlib.suppress(OSError, RuntimeError):
-            if store is None:
-                socket.create_connection(("localhost", port), 1).close()
-                store = TCPStore("localhost", port, None, False, timedelta(seconds=1))
-            ranks = ranks or _known_ranks(PrefixStore("watch", store), n_ranks)
+            ranks = ranks or _known_ranks(port, n_ranks)
         steps = [rank.status.read().step for rank in ranks]
         if ranks and all(now is not None and now >= step for now in steps):
             return ranks
@@ -127,11 +124,11 @@ def ranks_at_work(job: Job, port: int, n_ranks: int, step: int, patience: float)
     return []
 
 
-def _known_ranks(store: PrefixStore, n_ranks: int) -> list[Rank]:
+def _known_ranks(port: int, n_ranks: int) -> list[Rank]:
+    socket.create_connection(("localhost", port), 1).close()
+    store = PrefixStore("watch", TCPStore("localhost", port, None, False, timedelta(seconds=1)))
     keys = [f"process/{rank}" for rank in range(n_ranks)]
-    if not store.check(keys):
-        return []
-    entries = [json.loads(store.get(key)) for key in keys]
+    entries = [json.loads(store.get(key)) for key in keys] if store.check(keys) else []
     found = [(Process(pid, start), SharedStatus.of(pid, fd)) for _, pid, start, fd in entries]
     return [Rank(process, status) for process, status in found if status is not None]
 

@@ -4,7 +4,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +16,9 @@ import torch
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from benchmarks.faults import Job
 from toolkit.cli.check_options import check_counts
-from toolkit.errors import UserError
+from toolkit.errors import check_choice
 
 _TRAIN = Path(__file__).parents[1] / "train.py"
 _RUNTIMES = ("single_process", "distributed", "restarted")
@@ -30,8 +30,8 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     ``restarted`` is runtime=distributed. One of its ranks is killed; torchrun starts all again.
     """
     check_counts(config, "runs", "kills", "ranks", "epochs", of="bench.")
-    if unknown := [name for name in config.runtimes if name not in _RUNTIMES]:
-        raise UserError(f"bench.runtimes are of {', '.join(_RUNTIMES)}: got {unknown[0]}")
+    for name in config.runtimes:
+        check_choice("bench.runtimes", name, _RUNTIMES)
     cases = [*product(config.runtimes, config.rules)]
     rows = []
     with (
@@ -63,9 +63,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
     return rows
 
 
-def _start(
-    config: DictConfig, options: list[str], folder: Path, *torchrun: str
-) -> subprocess.Popen[bytes]:
+def _start(config: DictConfig, options: list[str], folder: Path, *torchrun: str) -> Job:
     """Start training, or resume it where there is a checkpoint."""
     command = [sys.executable]
     if "runtime=distributed" in options:
@@ -77,24 +75,16 @@ def _start(
         sizes = [f"workers={config.ranks}", f"stages={config.ranks}", f"epochs={config.epochs}"]
         sizes += ["threads=1", "save.steps=3", *config.options, f"hydra.run.dir={folder}"]
         command += [str(_TRAIN), *options, *sizes]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    return Job(command, {}, folder.with_suffix(".log"))
 
 
 def _train(config: DictConfig, options: list[str], folder: Path) -> None:
     """Train to the end."""
-    process = _start(config, options, folder)
-    _, printed = process.communicate()
-    if process.returncode:
-        lines = printed.decode(errors="replace").strip().splitlines()
-        errors = [line for line in lines if line.startswith("error: ")] or lines[-60:]
-        ended = f"training ended with status {process.returncode}"
-        raise RuntimeError("\n  ".join([ended, *errors]))
+    with _start(config, options, folder) as job:
+        if status := job.wait():
+            lines = folder.with_suffix(".log").read_text(errors="replace").splitlines()
+            errors = [line for line in lines if line.startswith("error: ")] or lines[-60:]
+            raise RuntimeError("\n  ".join([f"training ended with status {status}", *errors]))
 
 
 def _killed(
@@ -102,42 +92,32 @@ def _killed(
 ) -> bool:
     """Train, and kill every process on the way; return whether one was alive."""
     step = chance.uniform(max(_saved(folder), default=0), n_steps - 1)
-    process = _start(config, options, folder)
-    while process.poll() is None and max(_saved(folder), default=0) < step:
-        time.sleep(0.01)
-    time.sleep(chance.uniform(0, 0.1))
-    alive = process.poll() is None
-    for pid in (process.pid, *_children(process.pid)) if alive else ():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    return alive
+    with _start(config, options, folder) as job:
+        while job.status is None and max(_saved(folder), default=0) < step:
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.1))
+        return job.status is None
 
 
 def _restarted(config: DictConfig, options: list[str], folder: Path, chance: random.Random) -> bool:
     """Train to the end under torchrun, with one rank killed on the way."""
-    process = _start(config, options, folder, "--max-restarts=3")
     wanted = min(2, chance.randrange(1, 4))
-    while process.poll() is None and len(_saved(folder)) < wanted:
-        time.sleep(0.02)
-    time.sleep(chance.uniform(0, 0.3))
-    ranks = _children(process.pid)
-    if ranks and process.poll() is None:
-        os.kill(chance.choice(ranks), signal.SIGKILL)
-    process.communicate()
-    return bool(ranks)
+    with _start(config, options, folder, "--max-restarts=3") as job:
+        while job.status is None and len(_saved(folder)) < wanted:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 0.3))
+        ranks: list[int] = []
+        with suppress(OSError):  # it has ended
+            children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()
+            ranks = [*map(int, children.split())]
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        job.wait()
+        return bool(ranks)
 
 
 def _saved(folder: Path) -> list[int]:
     """The training steps of the checkpoints."""
     return sorted(int(path.stem[5:]) for path in folder.glob("checkpoints/step_*.ckpt"))
-
-
-def _children(pid: int) -> list[int]:
-    """Ranks of torchrun, which have sessions of their own; empty if it has ended."""
-    with suppress(FileNotFoundError):
-        return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    return []
 
 
 def _same_weights(whole: Path, again: Path) -> bool:
