@@ -115,8 +115,8 @@ Container = Any  # a dict or a list
 
 def _mutate(state: dict[str, Any], kind: str, chance: Random) -> str:
     """Change one value, anywhere in ``state``, to which that can be done; return its path."""
-    fits, change = CONTENTS[kind]
-    places = [place for place in _places(state, "") if fits(place[1], place[1][place[2]])]
+    taken, change = CONTENTS[kind]
+    places = [place for place in _places(state, "") if isinstance(place[1][place[2]], taken)]
     path, container, key = chance.choice(places)
     change(container, key, chance)
     return path
@@ -128,14 +128,6 @@ def _places(container: Container, path: str) -> Iterator[tuple[str, Container, A
         yield f"{path}/{key}", container, key
         if isinstance(value, dict | list):
             yield from _places(value, f"{path}/{key}")
-
-
-def _remove(container: Container, key: Any, chance: Random) -> None:
-    del container[key]
-
-
-def _rename(container: Container, key: Any, chance: Random) -> None:
-    container[f"{key}_"] = container.pop(key)
 
 
 def _add(container: Container, key: Any, chance: Random) -> None:
@@ -163,12 +155,11 @@ def _kind(container: Container, key: Any, chance: Random) -> None:
     container[key] = chance.choice([o for o in others if type(o) is not type(container[key])])
 
 
-CONTENTS: dict[str, tuple[Callable[[Container, Any], bool], Callable[..., None]]] = {
-    "key removed": (lambda container, value: True, _remove),
-    "key renamed": (lambda container, value: isinstance(container, dict), _rename),
-    "value added": (lambda container, value: isinstance(value, dict | list), _add),
-    "shape changed": (lambda container, value: isinstance(value, Tensor), _shape),
-    "dtype changed": (lambda container, value: isinstance(value, Tensor), _dtype),
-    "value of another type": (lambda container, value: True, _kind),
+CONTENTS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "key removed": (object, lambda container, key, chance: container.pop(key)),
+    "value added": (dict | list, _add),
+    "shape changed": (Tensor, _shape),
+    "dtype changed": (Tensor, _dtype),
+    "value of another type": (object, _kind),
 }
-"""By kind of damage, whether a value in a container can be so damaged, and what does it."""
+"""By kind of damage, the type of values that can be so damaged, and what does it."""

@@ -4,20 +4,22 @@ import pytest
 import torch
 from torch import nn
 
-from tests.experiments.command import EXPERIMENTS, complete, refused, rows
-from tests.thorough import thorough
+from tests.experiments.command import complete, refused, rows, run
+from tests.thorough import more, thorough
 from toolkit.runtime import StepOptions
 
 
+def options(**values):
+    return [f"bench.{name}={value}" for name, value in values.items()]
+
+
 def test_bench_grouped(tmp_path):
-    small = ("image_size=8", "stages=2", "microbatches=2", "batch=2", "rounds=3", "steps=2")
-    more = ("model=resnet8", "precision=bf16", "channels_last=true")
-    arguments = ("bench=grouped", *(f"bench.{option}" for option in (*small, *more)))
-    result = complete("bench", tmp_path, *arguments)
-    methods = [row["method"] for row in result["metrics"]]
+    small = options(image_size=8, stages=2, microbatches=2, batch=2, rounds=3, steps=2)
+    given = options(model="resnet8", precision="bf16", channels_last="true")
+    found = complete("bench", tmp_path, "bench=grouped", *small, *given)["metrics"]
+    methods = [row["method"] for row in found]
     steps = ["plain PyTorch, step", "CDP-v2 grouped, step"]
     assert methods == [*steps, "plain PyTorch, loop", "DP grouped, loop", "CDP-v2 grouped, loop"]
-    found = result["metrics"]
     assert found[0]["operations"] < found[1]["operations"] < 3 * found[0]["operations"]
     for k, beside in ((0, 1), (2, 3), (2, 4)):
         plain, grouped = found[k], found[beside]
@@ -29,9 +31,8 @@ def test_bench_grouped(tmp_path):
 
 
 def test_bench_tracking(tmp_path):
-    sizes = ("image_size=8", "stages=2", "batch=2", "rounds=2", "steps=2", "every=1", "most=1000")
-    options = [f"bench.{size}" for size in sizes]
-    disabled, offline = complete("bench", tmp_path, "bench=tracking", *options)["metrics"]
+    sizes = options(image_size=8, stages=2, batch=2, rounds=2, steps=2, every=1, most=1000)
+    disabled, offline = complete("bench", tmp_path, "bench=tracking", *sizes)["metrics"]
     assert (disabled["tracking"], offline["tracking"]) == ("disabled", "offline")
     assert disabled["ratio"] == 1
     assert 0 < offline["ratio_min"] <= offline["ratio"] <= offline["ratio_max"]
@@ -42,34 +43,46 @@ def test_bench_peak_refuses_a_cpu():
     refused("bench", "bench=peak", "device=cpu", match="device=cpu")
 
 
-def test_cuda_graphs_know_where_its_steps_begin(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from benchmarks.grouped import Plain
-
+def test_cuda_graphs_know_where_its_steps_begin(monkeypatch, benchmark):
     begun = []
     monkeypatch.setattr("torch.compile", lambda model, mode: model)
     monkeypatch.setattr("torch.compiler.cudagraph_mark_step_begin", lambda: begun.append("step"))
     for compile in ("reduce-overhead", "default"):
-        plain = Plain(nn.Linear(3, 2), StepOptions(compile=compile), torch.device("cpu"))
-        plain.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+        given = nn.Linear(3, 2), StepOptions(compile=compile), torch.device("cpu")
+        benchmark("grouped").Plain(*given).step(torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
     assert begun == ["step"]
 
 
-SHORT = ("bench.runs=1", "bench.kills=1", "bench.rules=[cdp_v2]", "bench.runtimes=[single_process]")
-SMALL = "'model=resnet8','data=synthetic','data.n_train=400','data.image_size=8','batch=4'"
+@thorough
+def test_bench_resume(tmp_path):
+    small = "'model=resnet8','data=synthetic','data.n_train=200','data.image_size=8','batch=4'"
+    short = options(runs=1, kills=1, rules="[cdp_v2]", runtimes="[single_process]")
+    given = *short, f"bench.options=[{small}]", "device=cpu"
+    (row,) = complete("bench", tmp_path, "bench=resume", *given)["metrics"]
+    done = {"runs": 1, "kills": 1, "bit-identical": 1, "failed": 0}
+    assert row == {"runtime": "single_process", "rule": "cdp_v2"} | done
+
+
+def fuzz_checkpoints(folder, mutations):
+    given = *options(mutations=mutations), f"hydra.run.dir={folder}", "device=cpu"
+    finished = run("bench", "bench=checkpoint_fuzz", *given)
+    return finished, rows(folder / "mutations.csv")
+
+
+def test_damaged_checkpoints_do_not_go_unnoticed(tmp_path):
+    finished, rounds = fuzz_checkpoints(tmp_path, more(10, 20))
+    assert finished.status == 0, finished.err
+    damaged = {"bits flipped", "cut", "grown", "zeroed", "noise"}
+    for done in rounds:
+        wanted = {"previous"} if done["kind"] in damaged else {"refused", "previous"}
+        assert done["outcome"] in wanted, done
+    assert {done["subject"] for done in rounds} >= {"sgd", "adamw", "sharded"}
+    assert all(done["target"] for done in rounds if done["outcome"] == "refused")
 
 
 @thorough
-def test_a_short_one(tmp_path):
-    result = complete(
-        "bench", tmp_path, "bench=resume", *SHORT, f"bench.options=[{SMALL}]", "device=cpu"
-    )
-    (row,) = result["metrics"]
-    assert row == {
-        "runtime": "single_process",
-        "rule": "cdp_v2",
-        "runs": 1,
-        "kills": 1,
-        "bit-identical": 1,
-        "failed": 0,
-    }
+def test_a_runtime_that_takes_any_state_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr("toolkit.runtime.state._faults_inside", lambda *a: [])
+    finished, rounds = fuzz_checkpoints(tmp_path, 10)
+    assert finished.status == 1
+    assert {"silent", "traceback"} & {done["outcome"] for done in rounds}

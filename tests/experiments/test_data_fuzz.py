@@ -7,17 +7,14 @@ from collections import Counter
 
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, cases, refused, rows, run
+from tests.experiments.command import cases, refused, rows, run
 from tests.thorough import thorough
 from toolkit.training.data import image_folder
 
 
 @pytest.fixture
-def fuzz(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from benchmarks import data_fuzz
-
-    return data_fuzz
+def fuzz(benchmark):
+    return benchmark("data_fuzz")
 
 
 @thorough

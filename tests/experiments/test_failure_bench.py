@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.experiments.command import EXPERIMENTS, cases, refused, rows, run
+from tests.experiments.command import cases, refused, rows, run
 from tests.thorough import thorough
 
 PLACE = "in step 8 at UPDATE stage 1 step 8 version 9"
@@ -17,11 +17,8 @@ NO_PORT = "rank 1 cannot meet the others at localhost:4000 within 5 s: refused"
 
 
 @pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from benchmarks import failure
-
-    return failure
+def bench(benchmark):
+    return benchmark("failure")
 
 
 def ended(bench, fault="killed", messages=(KILLED,), place=PLACE, **changes):

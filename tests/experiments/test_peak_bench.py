@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.experiments.command import EXPERIMENTS
 from tests.thorough import more
 from toolkit.cost import profile
 from toolkit.model import build, partition
@@ -15,22 +14,20 @@ from toolkit.runtime import SingleProcess, StepOptions
 from toolkit.runtime.step_options import PLAIN
 from toolkit.schedule import catalog
 
-USUAL = [catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")]
+DP, CDP = catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")
+AGAIN = StepOptions(checkpoint="all")
+MORE = [
+    catalog.cyclic(4, 2, "one"),
+    catalog.cyclic(4, placement="one", accumulate=2),
+    replace(CDP, name="CDP-v2 predicted", predict=True),
+    catalog.data_parallel(4, "one", delay=1),
+    catalog.gradient_accumulation(4, 6),
+]
 
 
 @pytest.fixture
-def peak(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    from benchmarks import peak
-
-    return peak
-
-
-def scheduled(stages, schedule, options):
-    def optimizer(parameters):
-        return torch.optim.SGD(parameters, 0.01)
-
-    return SingleProcess(stages, schedule, optimizer, F.cross_entropy, "scheduled", options=options)
+def peak(benchmark):
+    return benchmark("peak")
 
 
 def test_simultaneous_workers_keep_n_times_the_activations(peak):
@@ -39,48 +36,37 @@ def test_simultaneous_workers_keep_n_times_the_activations(peak):
         stages = partition(build("resnet8", 1000, 64), 4, images)
     costs = profile(stages, images)
     one = sum(cost.kept_bytes + cost.extra_input_bytes for cost in costs)
-    together = peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, PLAIN)
+    together = peak.foreseen("resnet8", DP, images, PLAIN)
     assert together == pytest.approx(4 * one, rel=0.02)  # gradients and the last op's come on top
-    shifted = peak.foreseen("resnet8", catalog.cyclic(4, placement="one"), images, PLAIN)
+    shifted = peak.foreseen("resnet8", CDP, images, PLAIN)
     of_an_op = max(max(cost.working_bytes) for cost in costs)
     assert 0.45 * together < shifted - of_an_op < 0.8 * together
+    for less in (StepOptions("bf16"), AGAIN):
+        assert peak.foreseen("resnet8", DP, images, less) < 0.7 * together
 
 
-@pytest.mark.parametrize("options", [StepOptions("bf16"), StepOptions(checkpoint="all")])
-def test_options_reduce_the_predicted_peak(peak, options):
-    images = torch.empty(8, 3, 64, 64, device="meta")
-    plain, less = (
-        peak.foreseen("resnet8", catalog.data_parallel(4, "one"), images, which)
-        for which in (PLAIN, options)
-    )
-    assert less < 0.7 * plain
-
-
-@pytest.mark.parametrize("options", [PLAIN, StepOptions(checkpoint="all")], ids=["plain", "again"])
 @pytest.mark.parametrize(
-    "schedule",
-    more(
-        USUAL,
-        [
-            *USUAL,
-            catalog.cyclic(4, 2, "one"),
-            catalog.cyclic(4, placement="one", accumulate=2),
-            replace(catalog.cyclic(4, placement="one"), name="CDP-v2 predicted", predict=True),
-            catalog.data_parallel(4, "one", delay=1),
-            catalog.gradient_accumulation(4, 6),
-        ],
-    ),
-    ids=lambda schedule: schedule.name,
+    ("schedule", "options"),
+    [
+        *((schedule, options) for schedule in (DP, CDP) for options in (PLAIN, AGAIN)),
+        *((schedule, PLAIN) for schedule in more([], MORE)),
+    ],
+    ids=lambda value: getattr(value, "name", None) or value.checkpoint,
 )
-@pytest.mark.parametrize("size", [4, 32])
-def test_meta_tensors_have_the_predicted_peak(peak, size, schedule, options):
+def test_meta_tensors_have_the_predicted_peak(peak, schedule, options):
     """Without cuDNN's workspace and the allocator's blocks, which only a GPU has."""
-    images = torch.empty(size, 3, 64, 64, device="meta")
+    images = torch.empty(8, 3, 64, 64, device="meta")
     with torch.device("meta"):
         stages = partition(build("resnet18", 1000, 64), 4, images)
-    runtime = scheduled(stages, schedule, options)
+
+    def optimizer(parameters):
+        return torch.optim.SGD(parameters, 0.01)
+
+    runtime = SingleProcess(
+        stages, schedule, optimizer, F.cross_entropy, "scheduled", options=options
+    )
     n = schedule.n_microbatches
-    batch = images.repeat(n, 1, 1, 1), torch.zeros(n * size, dtype=torch.long, device="meta")
+    batch = images.repeat(n, 1, 1, 1), torch.zeros(n * 8, dtype=torch.long, device="meta")
     with Live() as found:
         for _ in range(2):  # by then no version is left that was made outside
             runtime.step(*batch)
@@ -93,10 +79,10 @@ def test_meta_tensors_have_the_predicted_peak(peak, size, schedule, options):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("options", [PLAIN, StepOptions("bf16"), StepOptions(checkpoint="all")])
+@pytest.mark.parametrize("options", [PLAIN, StepOptions("bf16"), AGAIN])
 def test_cuda_allocator_has_the_predicted_peak(peak, options):
     images = torch.randn(32, 3, 64, 64, device="cuda")
-    for schedule in (catalog.data_parallel(4, "one"), catalog.cyclic(4, placement="one")):
+    for schedule in (DP, CDP):
         _, asked_for = peak.held("resnet18", schedule, images, options)
         expected = peak.foreseen("resnet18", schedule, images, options)
         assert asked_for == pytest.approx(expected, rel=0.1)
