@@ -26,8 +26,8 @@ def test_pages_show_the_kept_results(results, page):
     assert results.rendered(page.read_text()) == page.read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=["readme", "results"])
-def test_check_finds_a_typed_number(results, page, tmp_path, monkeypatch):
+def test_check_finds_a_typed_number(results, tmp_path, monkeypatch):
+    page = PAGES[0]
     typed = tmp_path / "README.md"
     typed.write_text(page.read_text().replace("| DP ", "| DQ ", 1))
     monkeypatch.setattr(results, "PAGES", (typed,))
@@ -59,6 +59,5 @@ def test_table_shows_a_measurement_that_differs(results):
 @pytest.mark.parametrize("name", KEPT)
 def test_results_have_provenance(name):
     provenance = json.loads((RESULTS / name / "result.json").read_text())["provenance"]
-    assert provenance["commit"]
-    assert not provenance["commit"].endswith("+")
+    assert re.fullmatch("[0-9a-f]{40}", provenance["commit"])
     assert provenance["command"].startswith("python experiments/")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.experiments.command import assert_figures, cases, refused, rows, run, succeeded
+from tests.experiments.command import assert_figures, cases, complete, refused, rows, run, succeeded
 from toolkit.cli import build_schedule, settings
 from toolkit.cost import memory_curve
 from toolkit.model import build
@@ -32,10 +32,6 @@ def own(tmp_path, monkeypatch):
     return "my_package.mine"
 
 
-def provenance(folder):
-    return json.loads((folder / "result.json").read_text())["provenance"]
-
-
 @pytest.mark.parametrize("measured", [(), ("axis=measured", "device=cpu")])
 def test_memory(tmp_path, measured):
     succeeded("memory", tmp_path, *SMALL, "workers=[2,4]", *measured)
@@ -47,18 +43,17 @@ def test_memory(tmp_path, measured):
     }
     for row in found:
         assert 0 < float(row["reduction"]) <= float(row["largest_reduction"]) + 1e-9
-    assert measured or provenance(tmp_path)["device"] == "meta tensors"
 
 
 def test_memory_in_16_bits(tmp_path):
-    out = succeeded("memory", tmp_path, *SMALL, "precision=bf16", "workers=[2]")
-    assert "resnet8 in bf16" in out
+    result = complete("memory", tmp_path, *SMALL, "precision=bf16", "workers=[2]")
+    assert result["provenance"]["device"] == "meta tensors"
     example = torch.empty(4, 3, 16, 16, device="meta")
     full, cast = (
         memory_curve(build("resnet8", 10, 16), example, "flops", precision=precision).peak
         for precision in ("fp32", "bf16")
     )
-    assert float(rows(tmp_path / "memory.csv")[0]["peak_bytes_together"]) == 2 * cast < 2 * full
+    assert result["metrics"][0]["peak_bytes_together"] == 2 * cast < 2 * full
 
 
 def test_memory_of_the_users_own_model(own, tmp_path):
@@ -78,16 +73,13 @@ def test_decoder_is_analysed_in_its_usual_length(experiment, tmp_path):
 
 @pytest.mark.parametrize("experiment", ["memory", "simulate"])
 def test_refuses_a_model_that_does_not_take_the_shape(experiment, own):
-    message = refused(experiment, f"model.target={own}", "shape=[16]", "batch=2", "workers=2")
-    assert "Sequential" in message
-    assert "shape [2, 16]" in message
+    given = f"model.target={own}", "shape=[16]", "batch=2", "workers=2"
+    refused(experiment, *given, match=r"Sequential.* shape \[2, 16\]")
 
 
 MEMORY_REFUSES = r"""
 workers=[0] | workers .* got \[0\]
 workers=four | workers .* got four
-workers=null | workers .* got None
-workers=[true] | workers .* got \[True\]
 shape=[3,8] | shape .* got \[3, 8\]
 shape=[0] | shape .* got \[0\]
 shape=[8] | model=resnet8 .* length, vocabulary
@@ -111,12 +103,10 @@ def test_memory_refuses(own, arguments, pattern):
 
 
 def test_communication(tmp_path):
-    out = succeeded("communication", tmp_path, "workers=3")
-    assert "every formula equals its count" in out
-    found = rows(tmp_path / "communication.csv")
+    found = complete("communication", tmp_path, "workers=3")["metrics"]
     assert len(found) == 15
-    shared = [row for row in found if row["setting"] == "with model parallelism"]
-    assert [float(row["ranks"]) for row in shared] == [9, 6, 6]
+    shared = [row["ranks"] for row in found if row["setting"] == "with model parallelism"]
+    assert shared == [9, 6, 6]
 
 
 def test_communication_fails_where_a_formula_differs(monkeypatch, tmp_path):
@@ -147,13 +137,8 @@ def test_pipelines(tmp_path):
     assert (float(gpipe["activations"]), float(gpipe["idle"])) == pytest.approx((2.5, 1 / 6))
     assert gpipe["flush"] == "True"
     assert "5 micro-batches, without CDP-v2: " in out
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["provenance"]["command"].startswith("python experiments/pipelines.py ranks=2")
-    assert [missing["method"] for missing in result["left_out"]] == [
-        "interleaved 1F1B",
-        "CDP-v1",
-        "CDP-v2",
-    ]
+    left_out = json.loads((tmp_path / "result.json").read_text())["left_out"]
+    assert [each["method"] for each in left_out] == ["interleaved 1F1B", "CDP-v1", "CDP-v2"]
 
 
 def test_pipelines_of_one_number_of_microbatches(tmp_path):
@@ -163,12 +148,10 @@ def test_pipelines_of_one_number_of_microbatches(tmp_path):
 
 PIPELINES_REFUSES = r"""
 ranks=0 | ranks .* got 0
-ranks=two | ranks=two
 microbatches=[] | microbatches .* got \[\]
 microbatches=[8,0] | microbatches .* got \[8, 0\]
 microbatches=-1 | microbatches .* got -1
 rank=4 | option rank: .* ranks
-microbatch=8 | option microbatch: .* microbatches
 """
 
 
@@ -177,9 +160,7 @@ def test_pipelines_refuses(arguments, pattern, tmp_path):
     refused("pipelines", *arguments, f"hydra.run.dir={tmp_path}", match=pattern)
 
 
-@pytest.mark.parametrize(
-    "schedule", ["gpipe", "one_f_one_b", "zero_bubble", "v_half", "pipedream_2bw", "zero_cdp_v2"]
-)
+@pytest.mark.parametrize("schedule", ["zero_bubble", "v_half", "zero_cdp_v2"])
 def test_simulate(schedule, tmp_path):
     succeeded("simulate", tmp_path, *SMALL, f"schedule={schedule}", "stages=2", "microbatches=4")
     assert_figures(tmp_path, "timeline")
@@ -200,9 +181,8 @@ def test_simulate_with_measured_stages(tmp_path):
 
 def test_simulate_counts_optimizer_state_and_recomputation(tmp_path):
     def predicted(name, *options):
-        folder = tmp_path / name
-        succeeded("simulate", folder, *SMALL, *options, "schedule=dp", "schedule.placement=one")
-        (row,) = json.loads((folder / "result.json").read_text())["metrics"]
+        on_one = "schedule=dp", "schedule.placement=one"
+        (row,) = complete("simulate", tmp_path / name, *SMALL, *options, *on_one)["metrics"]
         return row["GiB, fullest rank"], row["ms a step"]
 
     usual = predicted("usual")
@@ -214,12 +194,10 @@ def test_simulate_counts_optimizer_state_and_recomputation(tmp_path):
 
 def test_simulate_several_schedules(tmp_path):
     also = ("schedule=dp", "+schedule@also.cyclic=cdp_v2", "stages=2", "microbatches=2")
-    succeeded("simulate", tmp_path, *SMALL, *also)
-    assert [row["schedule"] for row in rows(tmp_path / "simulation.csv")] == ["DP", "CDP-v2"]
-    ranks = rows(tmp_path / "ranks.csv")
-    assert [(row["schedule"], row["rank"]) for row in ranks] == [
-        (name, str(rank)) for name in ("DP", "CDP-v2") for rank in range(2)
-    ]
+    found = complete("simulate", tmp_path, *SMALL, *also)["metrics"]
+    assert [row["schedule"] for row in found] == ["DP", "CDP-v2"]
+    ranks = [(row["schedule"], row["rank"]) for row in rows(tmp_path / "ranks.csv")]
+    assert ranks == [(name, rank) for name in ("DP", "CDP-v2") for rank in "01"]
 
 
 def test_simulate_warns_of_different_sizes(tmp_path):

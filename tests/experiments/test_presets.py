@@ -10,8 +10,6 @@ from toolkit.cli.help import choices
 
 pytestmark = pytest.mark.usefixtures("analysed_once")
 
-QUICK = ("epochs=1", "seeds=1")
-
 
 def folders(root, test):
     write_images(root / "train", TEN, n=4)
@@ -42,22 +40,17 @@ DATA = {function.__name__: function for function in (cifar10, image_folder, digi
 
 
 @thorough
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_trains(preset, tmp_path):
-    chosen = f"experiment={preset}"
-    config = composed("compare", chosen)
-    small = DATA[config.data._target_.rpartition(".")[2]](tmp_path / "data")
-    assert_trained(config, complete("compare", tmp_path / "run", chosen, *small, *QUICK))
-
-
-@thorough
-@pytest.mark.parametrize("study", choices([CONF], "study"))
-def test_every_study_trains(study, tmp_path):
-    chosen = f"study={study}"
-    config = composed("compare", chosen)
-    assert_trained(config, complete("compare", tmp_path, chosen, *TINY, *QUICK))
-
-
-def assert_trained(config, result):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        *(f"experiment={preset}" for preset in PRESETS),
+        *(f"study={study}" for study in choices([CONF], "study")),
+    ],
+)
+def test_every_preset_and_study_trains(chosen, tmp_path):
+    config, small = composed("compare", chosen), TINY
+    if chosen.startswith("experiment="):
+        small = DATA[config.data._target_.rpartition(".")[2]](tmp_path / "data")
+    result = complete("compare", tmp_path / "run", chosen, *small, "epochs=1", "seeds=1")
     found = [(row["rule"], row["diverged"]) for row in result["metrics"]]
     assert found == [(rule, 0) for rule in config.rules]

@@ -33,9 +33,8 @@ def trained(tmp_path_factory):
 
 def test_train(trained):
     folder, result = trained
-    assert result["schedule"] == "CDP-v2"
+    assert (result["schedule"], result["judged_by"]) == ("CDP-v2", "accuracy")
     assert_provenance(result["provenance"], "train", *TINY)
-    assert result["judged_by"] == "accuracy"
     assert result["provenance"]["seed"] == 3
     assert result["provenance"]["config"]["model"]["name"] == "resnet8"
     epochs = rows(folder / "epochs.csv")
@@ -71,8 +70,7 @@ def test_equal_seeds_give_equal_metrics(trained, tmp_path):
         ["schedule=gradient_accumulation", "optimizer=adamw", "lr=constant"],
         ["schedule=dp", "lr=step", "workers=2", "stages=3", "partition=parameters"],
         ["schedule.placement=per_stage", "partition=[layer1_0,layer2_0,fc]"],
-        ["schedule.n=2", "schedule.n_stages=2"],
-        ["model.width=4", "optimizer=lars", "label_smoothing=0.1"],
+        ["model.width=4", "optimizer=lars", "label_smoothing=0.1", "schedule.n=2"],
         ["data=digits", "epochs=1", "batch=150"],
     ],
     ids=" ".join,
@@ -82,12 +80,8 @@ def test_variants_of_training(tmp_path, arguments):
     complete("train", tmp_path, *tiny, *arguments)
 
 
-def test_schedule_sets_the_number_of_microbatches(tmp_path):
-    result = complete("train", tmp_path, *TINY, "schedule.n=2", "batch=32")
-    assert result["provenance"]["config"]["schedule"]["n"] == 2
-
-
 def test_compare(tmp_path):
+    """A run of a comparison is the training run of its rule and seed."""
     result = complete("compare", tmp_path, *TINY, "seeds=2", "epochs=2", "seed=5")
     assert_provenance(result["provenance"], "compare", *TINY)
     assert [row["rule"] for row in result["metrics"]] == ["dp", "cdp_v1", "cdp_v2"]
@@ -103,37 +97,27 @@ def test_compare(tmp_path):
         assert row["accuracy"] == pytest.approx(50 * sum(float(r["top1"]) for r in last))
         assert written == {k: "nan" if v is None else str(v) for k, v in row.items()}
     assert_figures(tmp_path, "accuracy", "schedules")
-
-
-def test_compare_trains_as_train_does(tmp_path):
-    """The first rule and seed of a comparison are a training run of that rule and seed."""
-    single = complete("train", tmp_path / "train", *TINY, "schedule=cdp_v1", "seed=2")
-    complete("compare", tmp_path / "compare", *TINY, "seeds=1", "seed=2", "~rules.cdp_v2")
-    runs = rows(tmp_path / "compare" / "runs.csv")
-    assert {row["rule"] for row in runs} == {"dp", "cdp_v1"}
-    (found,) = (row for row in runs if row["rule"] == "cdp_v1")
+    single = complete("train", tmp_path / "one", *TINY, "schedule=cdp_v1", "seed=6", "epochs=2")
+    (found,) = (r for r in runs if (r["rule"], r["seed"], r["epoch"]) == ("cdp_v1", "6", "1"))
     assert {key: float(found[key]) for key in metrics(single)} == metrics(single)
 
 
 def test_rules_of_one_name_get_labels(tmp_path):
     more = "+schedule@rules.late=cdp_v1", "rules.late.delay=2", "+schedule@rules.later=cdp_v1"
-    larger = "+schedule@rules.larger=dp", "rules.larger.accumulate=2", "~rules.cdp_v1"
-    arguments = *TINY, *more, "rules.later.delay=2", *larger, "seeds=1"
-    out = succeeded("compare", tmp_path, *arguments)
-    for name in ("CDP delay 2 (late)", "CDP delay 2 (later)"):
-        assert name in out
-    assert len(rows(tmp_path / "comparison.csv")) == 5
-    (note,) = json.loads((tmp_path / "result.json").read_text())["notes"]
-    assert note in out
-    assert "DP 16, CDP-v2 16, CDP delay 2 (late) 16" in note
-    assert "DP accumulate 2 32" in note
+    larger = "+schedule@rules.larger=dp", "rules.larger.accumulate=2"
+    arguments = *TINY, "~rules.cdp_v1", "~rules.cdp_v2", *more, "rules.later.delay=2", *larger
+    result = complete("compare", tmp_path, *arguments, "seeds=1")
+    (note,) = result["notes"]
+    late = "DP 16, CDP delay 2 (late) 16, CDP delay 2 (later) 16"
+    assert f"({late}, DP accumulate 2 32)" in note
+    assert [row["rule"] for row in result["metrics"]] == ["dp", "late", "later", "larger"]
 
 
 def test_launches_write_to_separate_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert run("train", *TINY).status == 0
-    assert len([*Path("outputs/train").glob("*/result.json")]) == 2
+        assert run("communication", "workers=2").status == 0
+    assert len([*Path("outputs/communication").glob("*/result.json")]) == 2
     assert os.listdir() == ["outputs"]
 
 
@@ -141,21 +125,21 @@ def test_decoders_are_compared_by_their_loss(tmp_path):
     (tmp_path / "mine.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 40)
     small = ("model=gpt", "model.layers=1", "model.width=8", "model.heads=2", "data=text")
     small += (f"data.root={tmp_path}", "data.length=16", "epochs=2", "batch=4", "workers=2")
-    out = succeeded("compare", tmp_path, *small, "stages=2", "seeds=2", "optimizer=adamw")
+    small += ("stages=2", "seeds=2", "optimizer=adamw", "~rules.cdp_v1")
+    out = succeeded("compare", tmp_path, *small)
     assert_figures(tmp_path, "loss")
     assert "paired difference from DP" in out
     assert "in nats" in out
     assert "accuracy" not in out
     assert json.loads((tmp_path / "result.json").read_text())["judged_by"] == "loss"
-    base, *others = rows(tmp_path / "comparison.csv")
+    base, other = rows(tmp_path / "comparison.csv")
     ended = [row for row in rows(tmp_path / "runs.csv") if row["epoch"] == "1"]
-    for row in (base, *others):
+    for row in (base, other):
         mine = [run for run in ended if run["rule"] == row["rule"]]
         for name, column, factor in (("loss", "test_loss", 1), ("accuracy", "top1", 100)):
             found = sum(factor * float(run[column]) for run in mine) / len(mine)
             assert float(row[name]) == pytest.approx(found)
     assert float(base["loss_difference"]) == 0
-    for row in others:
-        expected = float(row["loss"]) - float(base["loss"])
-        assert float(row["loss_difference"]) == pytest.approx(expected)
-        assert f"{float(row['loss']):.3f} ± {float(row['loss_sd']):.3f}" in out
+    expected = float(other["loss"]) - float(base["loss"])
+    assert float(other["loss_difference"]) == pytest.approx(expected)
+    assert f"{float(other['loss']):.3f} ± {float(other['loss_sd']):.3f}" in out
