@@ -7,7 +7,6 @@ machine: experiments/simulate.py.
 """
 
 import time
-from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
@@ -47,8 +46,7 @@ def main(config: DictConfig) -> None:
     rows = []
     for (m, method), schedule in (bar := tqdm(found.items())):
         bar.set_description(f"{method}, {m} micro-batches")
-        row = assess(method, schedule)
-        rows.append(asdict(row) | {"flush": row.flush})
+        rows.append(assess(method, schedule))
 
     folder = output_folder()
     records = [{k: float(v) if isinstance(v, Fraction) else v for k, v in r.items()} for r in rows]

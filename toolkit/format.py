@@ -147,7 +147,7 @@ def agreement(row: Row, how: str) -> str:
 
 
 def pipeline_cells(row: Row) -> Cells:
-    """Return one :class:`toolkit.cost.pipeline_table.Pipeline`."""
+    """Return a pipeline that :func:`toolkit.cost.pipeline_table.assess` counted."""
     return {
         "micro-batches": row["microbatches"],
         "method": row["method"],

@@ -153,7 +153,7 @@ def test_who_is_ready_need_not_wait_for_who_is_not():
 def test_an_all_reduce_is_a_ring(n):
     """Stage 1's overlaps with the backward of stage 0; stage 0's waits for the port."""
     timeline = simulate(catalog.data_parallel(n, n_stages=2).lower(1), (FIRST, SECOND), SLOW)
-    late, early = SLOW.all_reduce(8, n), SLOW.all_reduce(12, n)
+    late, early = (SLOW.collective(Action.ALL_REDUCE, size, n) for size in (8, 12))
     reduced = [(s.stage, s.start, s.end) for s in timeline.spans if s.name == "all-reduce"]
     ready = max(8, 5 + early)
     assert set(reduced) == {(1, 5, 5 + early), (0, ready, ready + late)}
@@ -166,7 +166,7 @@ def test_broadcasts_and_reductions_are_trees(n):
     stage = replace(FIRST, parameter_bytes=6.0)
     program = catalog.data_parallel(n, state="sharded", n_stages=1).lower(1)
     timeline = simulate(program, [stage], SLOW)
-    tree = SLOW.tree(6, n)
+    tree = SLOW.collective(Action.REDUCE, 6, n)
     (owner,) = {s.rank for s in timeline.spans if s.lane == "compute" and s.start == 0}
     assert when(timeline, "send", "receive")[f"{owner} broadcast"] == (0, tree)
     starts = {s.rank: s.start for s in timeline.spans if s.lane == "compute" and "F" in s.name}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.cost.test_simulate import FIRST, SECOND, SLOW, costs, machines
 from tests.schedule.strategies import programs, quick
 from toolkit.cost import UNIT, Change, Span, Timeline, simulate, unit_costs
-from toolkit.cost.timeline import LANES
+from toolkit.cost.timeline import KINDS, LANES
 from toolkit.schedule import catalog, steady_state
 from toolkit.schedule.steady_state import steps_to_time
 
@@ -20,8 +20,8 @@ def timeline(spans=(), changes=(), n_ranks=2, step_ends=(1.0,)):
     return Timeline("hand", n_ranks, spans, changes, step_ends)
 
 
-def compute(rank, start, end):
-    return Span(rank, "compute", start, end, "0F0", 0, 0, 0)
+def compute(rank, start, end, step=0):
+    return Span(rank, "compute", start, end, "0F0", 0, 0, step)
 
 
 def message(source, target, n_bytes):
@@ -72,6 +72,9 @@ def test_rates_are_of_the_steady_steps():
     assert timeline(step_ends=(5.0,)).step_time == 5
     spans = [compute(0, 0.0, 3.0), compute(1, 1.0, 2.0), *message(0, 1, 1.0)]
     assert timeline(spans).idle_share == pytest.approx(1 - 4 / 6)
+    # The first step takes longer where ranks are new to it
+    spans = [compute(0, 0.0, 100.0), compute(0, 100.0, 101.0, 1), compute(0, 102.0, 103.0, 2)]
+    assert timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0)).idle_share == 0.5
 
 
 def test_what_a_rank_holds_at_its_peak():
@@ -85,12 +88,9 @@ def test_what_a_rank_holds_at_its_peak():
         Change(3.0, 0, "activations", -6.0),
     ]
     held = timeline(changes=changes).at_peak(0)
-    assert {kind: n for kind, n in held.items() if n} == {
-        "weights": 4,
-        "activations": 6,
-        "gradients": 5,
-    }
-    assert sum(held.values()) == timeline(changes=changes).peak_memory(0)
+    expected = {"weights": 4, "activations": 6, "gradients": 5}
+    assert held == dict.fromkeys(KINDS, 0) | expected
+    assert timeline(changes=changes).peak_memory(0) == 15
 
 
 def test_a_moment_of_which_two_sums_of_seconds_differ():
@@ -103,24 +103,12 @@ def test_a_moment_of_which_two_sums_of_seconds_differ():
     assert found.memory(kind="activations") == [(0.0, 1.0), (0.1 + 0.2, 1.0)]
 
 
-@pytest.mark.parametrize(("n", "s"), [(6, 4), (8, 3), (5, 2), (7, 7), (1, 1)])
+@pytest.mark.parametrize(("n", "s"), [(6, 4), (8, 3), (7, 7), (1, 1)])
 def test_all_ranks_peak_is_that_of_the_schedule(n, s):
     """Though stages begin at fractions of slots."""
     schedule = catalog.cyclic(n, n_stages=s)
     found = simulate(schedule.lower(steps_to_time(schedule)), unit_costs(s), UNIT)
     assert found.peak_memory(kind="activations") == steady_state(schedule).peak_activations
-
-
-def test_idle_share_is_of_the_steps_that_are_timed():
-    """Not of the first, which takes longer where ranks are new to it."""
-    spans = [
-        Span(0, "compute", 0.0, 100.0, "0F0", 0, 0, 0),
-        Span(0, "compute", 100.0, 101.0, "0F0", 0, 0, 1),
-        Span(0, "compute", 102.0, 103.0, "0F0", 0, 0, 2),
-    ]
-    found = timeline(spans, n_ranks=1, step_ends=(100.0, 102.0, 104.0))
-    assert found.step_time == 2
-    assert found.idle_share == 0.5
 
 
 @pytest.mark.parametrize("n_steps", [2, 3, 7])
@@ -145,9 +133,8 @@ def test_to_chrome_trace(tmp_path):
     found = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, SECOND), SLOW)
     found.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    rows = (*LANES, "slots")
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {(rank, k): lane for rank in range(2) for k, lane in enumerate(rows)}
+    assert names == {(rank, k): lane for rank in range(2) for k, lane in enumerate(LANES)}
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert processes == {0: "rank 0", 1: "rank 1"}
     assert {
@@ -160,31 +147,16 @@ def test_to_chrome_trace(tmp_path):
         "dur": 2.5e6,
         "args": {"stage": 0, "microbatch": 0, "step": 0, "bytes": 4.0, "peer": 1, "slot": 1},
     } in events
-    slots = [e for e in events if e["ph"] == "X" and e["tid"] == len(LANES) and e["pid"] == 0]
-    assert [(e["name"], e["ts"], e["dur"]) for e in slots] == [
-        ("slot 0", 0.0, 2e6),
-        ("slot 3", 11e6, 3e6),
-    ]
+    assert sum(e["ph"] == "X" for e in events) == len(found.spans)
     memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
     assert memory == [(1e6 * time, n_bytes) for time, n_bytes in found.memory(0)]
 
 
 @given(programs(), machines(), st.data())
 @quick
-def test_a_lane_does_one_thing_at_a_time(tmp_path_factory, program, hardware, data):
-    """So the trace's rows can be drawn; and what is sent is received at the same moment."""
+def test_a_lane_does_one_thing_at_a_time(program, hardware, data):
+    """So a trace's rows can be drawn; and what is sent is received at the same moment."""
     found = simulate(program, data.draw(costs(program.schedule.n_stages)), hardware)
-    path = tmp_path_factory.mktemp("trace") / "trace.json"
-    found.to_chrome_trace(path)
-    events = json.loads(path.read_text())["traceEvents"]
-    rows = {}
-    for event in events:
-        assert event["ph"] in "MXC"
-        assert event["pid"] in range(found.n_ranks)
-        if event["ph"] == "X" and event["tid"] < len(LANES):
-            assert event["dur"] >= 0
-            rows.setdefault((event["pid"], event["tid"]), []).append(event)
-    assert sum(map(len, rows.values())) == len(found.spans)
     for lane in LANES:
         for rank in range(found.n_ranks):
             here = [s for s in found.spans if (s.rank, s.lane) == (rank, lane)]
@@ -192,6 +164,7 @@ def test_a_lane_does_one_thing_at_a_time(tmp_path_factory, program, hardware, da
             assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     ends = {"send": [], "receive": []}
     for s in found.spans:
+        assert s.end >= s.start >= 0
         if s.peer is not None:
             pair = (s.rank, s.peer) if s.lane == "send" else (s.peer, s.rank)
             ends[s.lane].append((pair, s.start, s.end, s.name, s.bytes))

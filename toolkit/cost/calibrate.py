@@ -8,7 +8,7 @@ from statistics import median
 from toolkit.cost.hardware import Hardware
 from toolkit.cost.simulate import simulate
 from toolkit.cost.stage_costs import Costs, StageCost
-from toolkit.cost.timeline import COMPUTE, RECEIVE, SEND, UPDATE, Span, Timeline
+from toolkit.cost.timeline import COMPUTE, UPDATE, Span, Timeline
 from toolkit.schedule import Action, Schedule
 from toolkit.schedule.program import rounds
 
@@ -23,40 +23,32 @@ def calibrate(timeline: Timeline, costs: Costs) -> tuple[tuple[StageCost, ...], 
         costs: of the stages that ran.
     """
     seconds: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    updates: list[float] = []  # seconds a byte
+    meetings: defaultdict[tuple, list[Span]] = defaultdict(list)  # spans of one message
     for span in timeline.spans:
+        taken, moved = span.end - span.start, costs[span.stage].update_bytes()
         if span.lane == COMPUTE:
-            seconds[span.stage, span.computed].append(span.end - span.start)
+            seconds[span.stage, span.computed].append(taken)
+        elif span.lane == UPDATE:
+            updates += [taken / moved] if moved else []
+        else:
+            meetings[span.name, span.stage, span.step, span.microbatch, span.start].append(span)
     timed = []
     for stage, cost in enumerate(costs):
         halves = [median(seconds[stage, kind]) for kind in "IW" if seconds[stage, kind]]
         whole = [median(seconds[stage, "B"])] if seconds[stage, "B"] else halves
         forward = median(seconds[stage, "F"])
-        again = forward if cost.recomputes else 0.0
-        backward = max(0.0, sum(whole) - again)
+        backward = max(0.0, sum(whole) - (forward if cost.recomputes else 0.0))
         timed.append(replace(cost, forward_seconds=forward, backward_seconds=backward))
-    meetings: defaultdict[tuple, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.lane in (SEND, RECEIVE):
-            meetings[span.name, span.stage, span.step, span.microbatch, span.start].append(span)
     messages = []
     for met in meetings.values():
         for span in met:  # a collective is several messages that wait for each other
             action = Action[span.name.upper().replace("-", "_")] if span.peer is None else None
             n = rounds(action, len(met)) if action else 1
             messages.append((span.end - span.start) / max(1, n))
-    updates = [
-        (s.end - s.start) / costs[s.stage].update_bytes()
-        for s in timeline.spans
-        if s.lane == UPDATE and costs[s.stage].update_bytes()
-    ]
-    links = Hardware(
-        name="calibrated",
-        flops=inf,
-        memory_bandwidth=1 / median(updates) if updates and median(updates) else inf,
-        link_bandwidth=inf,
-        link_latency=median(messages) if messages else 0.0,
-    )
-    return tuple(timed), links
+    bandwidth = 1 / median(updates) if updates and median(updates) else inf
+    latency = median(messages) if messages else 0.0
+    return tuple(timed), Hardware("calibrated", inf, bandwidth, inf, latency)
 
 
 def predict_calibrated(timeline: Timeline, schedule: Schedule, costs: Costs) -> Timeline:

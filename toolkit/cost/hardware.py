@@ -47,14 +47,13 @@ class Hardware:
     flops_in_16_bits: float | None = None
 
     def __post_init__(self) -> None:
-        names = ("flops", "memory_bandwidth", "link_bandwidth", "memory")
-        positive: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fast = self.flops if self.flops_in_16_bits is None else self.flops_in_16_bits
+        positive = vars(self) | {"flops_in_16_bits": fast}
         for name in ("speeds", "memories"):
-            positive |= {f"{name}[{k}]": value for k, value in enumerate(getattr(self, name))}
-        if self.flops_in_16_bits is not None:
-            positive["flops_in_16_bits"] = self.flops_in_16_bits
+            positive |= {f"{name}[{k}]": value for k, value in enumerate(positive.pop(name))}
         for name, value in positive.items():
-            if not (isinstance(value, float | int) and value > 0):
+            numeric = isinstance(value, float | int) and value > 0
+            if not numeric and name not in ("name", "link_latency"):
                 raise UserError(f"hardware.{name} is a positive number: got {value!r}")
         latency = self.link_latency
         if not (isinstance(latency, float | int) and 0 <= latency < inf):
@@ -62,10 +61,7 @@ class Hardware:
 
     @classmethod
     def preset(cls, name: str) -> "Hardware":
-        """Return a machine of ``conf/hardware``.
-
-        Args:
-            name: of its file, for example ``a100_nvlink``.
+        """Return the machine of a file in ``conf/hardware``, for example ``a100_nvlink``.
 
         Raises:
             UserError: the name is unknown, or the repository's ``conf`` is missing.
@@ -84,11 +80,7 @@ class Hardware:
         return self.memories[rank] if rank < len(self.memories) else self.memory
 
     def roofline(self, work: Work) -> float:
-        """Return the seconds of one kernel: the larger of arithmetic and memory traffic.
-
-        Args:
-            work: floating-point operations, and bytes read and written.
-        """
+        """Return the seconds of one kernel: the larger of arithmetic and memory traffic."""
         flops = self.flops_in_16_bits if work.in_16_bits else None
         return max(work.flops / (flops or self.flops), work.bytes / self.memory_bandwidth)
 
@@ -96,18 +88,17 @@ class Hardware:
         """Return the seconds of a point-to-point message."""
         return self.link_latency + n_bytes / self.link_bandwidth
 
-    def all_reduce(self, n_bytes: float, n_ranks: int) -> float:
-        """Return the seconds of a ring all-reduce: 2(n-1) rounds of 1/n of the bytes.
+    def collective(self, action: Action, n_bytes: float, n_ranks: int) -> float:
+        """Return the seconds of a ring all-reduce, or a broadcast or reduction over a tree.
 
         Args:
+            action: the ring takes 2(n-1) rounds of 1/n of the bytes, a binomial tree log2(n) of
+                all, rounded up.
             n_bytes: of the tensor on each rank.
             n_ranks: n.
         """
-        return rounds(Action.ALL_REDUCE, n_ranks) * self.message(n_bytes / n_ranks)
-
-    def tree(self, n_bytes: float, n_ranks: int) -> float:
-        """Return the seconds of a broadcast or a reduction over a binomial tree."""
-        return rounds(Action.BROADCAST, n_ranks) * self.message(n_bytes)
+        part = n_bytes / n_ranks if action == Action.ALL_REDUCE else n_bytes
+        return rounds(action, n_ranks) * self.message(part)
 
 
 def check_hardware(hardware: Hardware | None) -> Hardware:

@@ -1,9 +1,9 @@
 """Memory of one micro-batch over its forward and backward, and of several in staggered order."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from toolkit.cost.hardware import Hardware, check_hardware
-from toolkit.cost.stage_costs import synchronized_time
+from toolkit.cost.stage_costs import timed
 from toolkit.errors import UserError, check_choice
-from toolkit.model.analysis import Work, cut_off, node_costs, tensors_in
-from toolkit.model.precision import autocast, check_precision
+from toolkit.model.analysis import Work, cut_off, node_costs
+from toolkit.model.precision import check_precision
 from toolkit.model.trace import in_training, kept_generators, refused, trace
 
 AXES = ("roofline", "flops", "bytes", "measured")
+_REPEATS = 3  # counted runs of the measured axis
 
 
 @dataclass(frozen=True)
@@ -115,13 +116,12 @@ def memory_curve(
         if inputs[0].device.type == "meta":
             raise UserError("axis=measured runs the model: give an example on a real device")
         with refused(model, inputs), kept_generators(inputs):
-            seconds = _measured(traced, inputs, precision)
-        forward, backward = zip(*(seconds[name] for name in costs), strict=True)
+            forward, backward = _measured(traced, inputs, precision, costs)
     else:
-        forward = tuple(_duration(node.forward, axis, hardware) for node in costs.values())
-        backward = tuple(_duration(node.backward, axis, hardware) for node in costs.values())
+        forward = [_duration(node.forward, axis, hardware) for node in costs.values()]
+        backward = [_duration(node.backward, axis, hardware) for node in costs.values()]
     kept = np.cumsum([node.activations for node in costs.values()])
-    durations = [*forward, *reversed(backward)]
+    durations = [*forward, *backward[::-1]]
     if not any(durations) or not (curve := _curve(durations, [*kept, *reversed(kept)])).peak:
         raise UserError(
             f"{type(model).__name__} keeps no activations over axis={axis}: choose another axis or"
@@ -143,19 +143,15 @@ def _duration(work: Work, axis: str, hardware: Hardware | None) -> float:
 
 
 def _measured(
-    traced: fx.GraphModule, inputs: tuple[Tensor, ...], precision: str, repeats: int = 3
-) -> dict[str, tuple[float, float]]:
-    """Return each node's median forward and backward seconds on the device of ``inputs``."""
+    traced: fx.GraphModule, inputs: tuple[Tensor, ...], precision: str, names: Iterable[str]
+) -> NDArray[np.float64]:
+    """Return median seconds on the device of ``inputs``: ``[2 (forward, backward), nodes]``."""
     runs = []
-    for _ in range(1 + repeats):
+    for _ in range(1 + _REPEATS):
         stopwatch = _Stopwatch(in_training(copy.deepcopy(traced)), inputs[0].device, precision)
         stopwatch.run(*inputs)
-        runs.append(stopwatch.seconds)
-    counted = runs[1:]  # the first run warms up
-    return {
-        name: (median(run[name][0] for run in counted), median(run[name][1] for run in counted))
-        for name in runs[0]
-    }
+        runs.append([stopwatch.seconds[name] for name in names])
+    return np.median(runs[1:], axis=0).T  # the first run warms up
 
 
 class _Stopwatch(fx.Interpreter):
@@ -169,12 +165,7 @@ class _Stopwatch(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         (args, kwargs), _ = cut_off((args, kwargs), changed=True)
-        begin = synchronized_time(self.device)
-        with autocast(self.precision, self.device):
-            output = getattr(self, n.op)(n.target, args, kwargs)
-        middle = end = synchronized_time(self.device)
-        if trained := [x for x in tensors_in(output) if x.grad_fn]:
-            torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-            end = synchronized_time(self.device)
-        self.seconds[n.name] = (middle - begin, end - middle)
+        run = partial(getattr(self, n.op), n.target, args, kwargs)
+        forward, backward, output = timed(run, self.device, self.precision)
+        self.seconds[n.name] = forward, backward
         return output

@@ -4,8 +4,7 @@ A backward takes twice its forward, each half of it as long as the forward; mess
 take no time.
 """
 
-from dataclasses import dataclass
-from fractions import Fraction
+from typing import Any
 
 from toolkit.cost.hardware import UNIT
 from toolkit.cost.simulate import simulate
@@ -14,37 +13,13 @@ from toolkit.errors import UserError, whole
 from toolkit.schedule import Schedule, catalog
 from toolkit.schedule.steady_state import footprint, steps_to_time
 
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Steady-state cost of a pipeline method.
-
-    Attributes:
-        method: name, independent of the sizes.
-        microbatches: per training step.
-        ranks: devices.
-        activations: peak of one rank; 1 is what one micro-batch keeps over the whole model.
-        total_activations: peak of all ranks together, in the same unit.
-        idle: share of the ranks' time without compute.
-        weights: peak of one rank over all versions, in models; updates hold a stage twice.
-        staleness_mean: mean steps of delay over stages and micro-batches.
-        staleness_max: largest delay.
-    """
-
-    method: str
-    microbatches: int
-    ranks: int
-    activations: Fraction
-    total_activations: Fraction
-    idle: float
-    weights: Fraction
-    staleness_mean: float
-    staleness_max: int
-
-    @property
-    def flush(self) -> bool:
-        """Whether each step ends before the next begins, so that all weights are fresh."""
-        return self.staleness_max == 0
+METHODS: dict[str, catalog.Method] = {
+    method.label: method
+    for kind in ("pipeline", "cyclic")
+    for method in catalog.METHODS.values()
+    if method.kind == kind and "state" not in method.options
+}
+"""The methods of the table: every pipeline, and CDP with a rank for each stage."""
 
 
 def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], dict[str, str]]:
@@ -75,28 +50,27 @@ def pipelines(n_ranks: int, n_microbatches: int) -> tuple[dict[str, Schedule], d
     return made, left_out
 
 
-def assess(method: str, schedule: Schedule) -> Pipeline:
-    """Count and simulate a schedule of :func:`pipelines`."""
+def assess(method: str, schedule: Schedule) -> dict[str, Any]:
+    """Count and simulate a schedule of :func:`pipelines` in its steady state.
+
+    Returns:
+        ``method``, ``microbatches`` of a training step and ``ranks``; ``activations``, the peak of
+        one rank, and ``total_activations`` of all together, where 1 is what one micro-batch keeps
+        over the whole model; ``idle``, the share of the ranks' time without compute; ``weights``,
+        the peak of one rank over all versions, in models (updates hold a stage twice);
+        ``staleness_mean`` and ``staleness_max`` in steps; ``flush``, whether all weights are fresh.
+    """
     counted = footprint(schedule)
     program = schedule.lower(steps_to_time(schedule)).verify()
-    timeline = simulate(program, unit_costs(schedule.n_stages, backward=2.0), UNIT)
-    return Pipeline(
-        method=method,
-        microbatches=schedule.n_microbatches,
-        ranks=counted.ranks,
-        activations=counted.activations,
-        total_activations=counted.total_activations,
-        idle=timeline.idle_share,
-        weights=counted.weights,
-        staleness_mean=schedule.mean_staleness,
-        staleness_max=schedule.max_staleness,
-    )
-
-
-METHODS: dict[str, catalog.Method] = {
-    method.label: method
-    for kind in ("pipeline", "cyclic")
-    for method in catalog.METHODS.values()
-    if method.kind == kind and "state" not in method.options
-}
-"""The methods of the table: every pipeline, and CDP with a rank for each stage."""
+    return {
+        "method": method,
+        "microbatches": schedule.n_microbatches,
+        "ranks": counted.ranks,
+        "activations": counted.activations,
+        "total_activations": counted.total_activations,
+        "idle": simulate(program, unit_costs(schedule.n_stages, backward=2.0), UNIT).idle_share,
+        "weights": counted.weights,
+        "staleness_mean": schedule.mean_staleness,
+        "staleness_max": schedule.max_staleness,
+        "flush": schedule.max_staleness == 0,
+    }

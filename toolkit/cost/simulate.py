@@ -18,6 +18,7 @@ Cost: one event per instruction, in replay order: linear in the number of instru
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from toolkit.cost.hardware import Hardware, Port, check_hardware, reserve
 from toolkit.cost.stage_costs import Costs
@@ -68,6 +69,9 @@ def simulate(
     return simulation.timeline()
 
 
+_FROM_OUTPUT = (Action.BACKWARD, Action.BACKWARD_INPUT)  # start from the output's gradient
+
+
 def _check(
     program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
 ) -> None:
@@ -78,15 +82,14 @@ def _check(
         )
     check_hardware(hardware)
     n, n_ranks = program.schedule.n_stages, len(program.ranks)
-    if len(costs) != n:
-        raise UserError(f"costs need one entry for each of the {n} stages: got {len(costs)}")
-    if (given := len(optimizer_bytes)) not in (0, n):
-        raise UserError(f"optimizer_bytes has an entry for each of {n} stages or none: got {given}")
-    for name in ("speeds", "memories"):
-        if 0 < (given := len(getattr(hardware, name))) < n_ranks:
-            raise UserError(
-                f"hardware.{name} has an entry for each of {n_ranks} ranks, or none: got {given}"
-            )
+    for name, given, wanted, what in (
+        ("costs", costs, n, "stages"),
+        ("optimizer_bytes", optimizer_bytes or costs, n, "stages"),
+        ("hardware.speeds", hardware.speeds[:n_ranks] or program.ranks, n_ranks, "ranks"),
+        ("hardware.memories", hardware.memories[:n_ranks] or program.ranks, n_ranks, "ranks"),
+    ):
+        if len(given) != wanted:
+            raise UserError(f"{name} needs an entry for each of {wanted} {what}: got {len(given)}")
 
 
 class _Simulation:
@@ -95,35 +98,8 @@ class _Simulation:
     def __init__(
         self, program: Program, costs: Costs, hardware: Hardware, optimizer_bytes: Sequence[float]
     ) -> None:
+        schedule, n_ranks = program.schedule, len(program.ranks)
         self.program, self.costs, self.hardware = program, costs, hardware
-        states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
-        updates = zip(costs, states, strict=True)
-        self.moved = [cost.update_bytes(state) for cost, state in updates]  # bytes per update
-        self.working = [cost.working_bytes for cost in costs]
-        n_ranks = len(program.ranks)
-        self.computed = [0.0] * n_ranks  # time at which the compute lane is free
-        self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
-        self.ahead = program.schedule.lookahead
-        self.updated = [0.0] * n_ranks  # time at which the optimizer is free
-        self.sending = [Port() for _ in range(n_ranks)]
-        self.receiving = [Port() for _ in range(n_ranks)]
-        self.met = [0.0] * n_ranks  # start of the last collective
-        self.seconds = [self._seconds(stage) for stage in range(len(costs))]
-        self._stagger()
-        self.boundaries: dict[tuple, float] = {}
-        self.inputs: dict[tuple, float] = {}  # bytes of the inputs that stages keep
-        self.weights: dict[tuple, float] = {}
-        self.sums: dict[tuple, float] = {}
-        self.begun: dict[tuple, float] = {}  # first contribution of each sum
-        self.in_use_until: dict[tuple, float] = {}  # weights and activations
-        self.arrival = 0.0
-        self.spans: list[Span] = []
-        self.changes: list[Change] = []
-        self.steps: dict[int, float] = {}
-        for rank in range(n_ranks if optimizer_bytes else 0):
-            for stage in program.updated(rank):
-                self.changes.append(Change(0.0, rank, OPTIMIZER, optimizer_bytes[stage]))
-        self.names: dict[tuple, str] = {op: str(op) for op in program.schedule.timing.starts}
         self.handlers = {
             action: self._collective if action.communicates else self._compute for action in Action
         } | {
@@ -133,27 +109,44 @@ class _Simulation:
             Action.RECV: self._receive,
             Action.FREE: self._free,
         }
-        schedule = program.schedule
-        for j in range(schedule.n_stages):
-            for rank in schedule.first_holders(j):
-                for version in schedule.versions(j, program.first_step):
-                    self._hold_weights(0.0, rank, j, version)
+        self.names: dict[tuple, str] = {op: str(op) for op in schedule.timing.starts}
+        self.spans: list[Span] = []
+        self.changes: list[Change] = []
+        self.step_ends: dict[int, float] = {}
+        # Of each stage
+        self.seconds = [self._seconds(stage) for stage in range(len(costs))]
+        self.working = [cost.working_bytes for cost in costs]
+        states: Sequence[float | None] = optimizer_bytes or [None] * len(costs)
+        self.moved_by_update = [c.update_bytes(s) for c, s in zip(costs, states, strict=True)]
+        # Of each rank: when its lanes are free, when its ops end, when its last collective began
+        self.computed = self._first_starts()
+        self.updated = [0.0] * n_ranks
+        self.sending = [Port() for _ in range(n_ranks)]
+        self.receiving = [Port() for _ in range(n_ranks)]
+        self.ops: list[tuple[list[int], list[float]]] = [([], []) for _ in range(n_ranks)]
+        self.met = [0.0] * n_ranks
+        self.ahead = schedule.lookahead
+        # When buffers are ready; a key without a rank has one holder at a time
+        self.boundaries: dict[tuple, float] = {}
+        self.weights: dict[tuple, float] = {}
+        self.sums: dict[tuple, float] = {}
+        self.begun: dict[tuple, float] = {}  # first contribution of each sum
+        self.in_use_until: dict[tuple, float] = {}  # weights and activations
+        self.inputs: dict[tuple, float] = {}  # bytes of the inputs that stages keep
+        self.arrival = 0.0  # end of the last message: replay receives it next
+        for rank in range(n_ranks if optimizer_bytes else 0):
+            for stage in program.updated(rank):
+                self._hold(0.0, rank, OPTIMIZER, optimizer_bytes[stage])
+        for stage in range(schedule.n_stages):
+            for rank in schedule.first_holders(stage):
+                for version in schedule.versions(stage, program.first_step):
+                    self._hold_weights(0.0, rank, stage, version)
 
     def timeline(self) -> Timeline:
-        ends = tuple(self.steps[step] for step in sorted(self.steps))
+        ends = tuple(self.step_ends[step] for step in sorted(self.step_ends))
         schedule, n_ranks = self.program.schedule, len(self.program.ranks)
         steady = steady_steps(schedule, len(ends))
         return Timeline(schedule.name, n_ranks, self.spans, self.changes, ends, steady)
-
-    def _stagger(self) -> None:
-        """Delay each rank that begins with stage 0 to its start in the schedule."""
-        timing = self.program.schedule.timing
-        busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
-        for op in timing.starts:
-            rank = self.program.schedule.rank(op.stage, op.microbatch)
-            busy[rank] += self.seconds[op.stage][op.kind] / self.hardware.speed(rank)
-        for rank, tick in self.program.first_forwards().items():
-            self.computed[rank] = tick / timing.period * max(busy)
 
     def _seconds(self, stage: int) -> list[float]:
         """Seconds of each kind of op."""
@@ -162,18 +155,29 @@ class _Simulation:
             return [forward, forward + backward, forward + backward, 0.0]
         return [forward, backward, backward / 2, backward / 2]
 
+    def _first_starts(self) -> list[float]:
+        """Earliest start of each rank: its start in the schedule if it begins with stage 0."""
+        timing = self.program.schedule.timing
+        busy = [0.0] * len(self.program.ranks)  # seconds of compute in a training step
+        for op in timing.starts:
+            rank = self.program.schedule.rank(op.stage, op.microbatch)
+            busy[rank] += self.seconds[op.stage][op.kind] / self.hardware.speed(rank)
+        starts = [0.0] * len(busy)
+        for rank, tick in self.program.first_forwards().items():
+            starts[rank] = tick / timing.period * max(busy)
+        return starts
+
     def _compute(self, rank: int, i: Instruction) -> None:
-        stage, action = i.stage, i.action
-        start = max(self.computed[rank], self.weights[rank, *i.weights])
+        stage, action, cost = i.stage, i.action, self.costs[i.stage]
         key = (stage, i.microbatch, i.step)
-        if action == Action.FORWARD:
-            if stage > 0:
-                before = (Buffer.ACTIVATION, stage - 1, i.microbatch, i.step)
-                made = self.boundaries.pop(before)
-                start = max(start, made)
-                if (rank, *key) not in self.inputs:  # produced on this rank
-                    self._hold_inputs(made, (rank, *key), self.costs[stage].extra_input_bytes)
-        elif action != Action.BACKWARD_WEIGHT and stage < len(self.costs) - 1:
+        start = max(self.computed[rank], self.weights[rank, *i.weights])
+        if action == Action.FORWARD and stage > 0:
+            made = self.boundaries.pop((Buffer.ACTIVATION, stage - 1, i.microbatch, i.step))
+            start = max(start, made)
+            if (rank, *key) not in self.inputs:  # produced on this rank
+                self.inputs[rank, *key] = cost.extra_input_bytes
+                self._hold(made, rank, INPUTS, cost.extra_input_bytes)
+        elif action in _FROM_OUTPUT and stage < len(self.costs) - 1:
             after = (Buffer.ACTIVATION_GRADIENT, stage + 1, i.microbatch, i.step)
             arrived = self.boundaries.pop(after)
             start = max(start, arrived)
@@ -184,89 +188,115 @@ class _Simulation:
         ticks, ends = self.ops[rank]
         ticks.append(i.tick)
         ends.append(end)
-        in_forward, in_backward = self.working[stage]
-        name, slot = self.names[i[1:4]], self.program.slot(i)
-        self.spans.append(Span(rank, COMPUTE, start, end, name, *key, slot=slot))
+        self._record(i, rank, COMPUTE, start, end)
+        self._work(rank, start, end, self.working[stage][action != Action.FORWARD])
         if action == Action.FORWARD:
             self.boundaries[Buffer.ACTIVATION, *key] = end
-            held = self.costs[stage].kept_bytes
-            self.changes.append(Change(start, rank, ACTIVATIONS, held))
-            self._work(rank, start, end, in_forward)
+            self._hold(start, rank, ACTIVATIONS, cost.kept_bytes)
             return
         self._use((rank, Buffer.ACTIVATION, *key), end)
-        if self.costs[stage].recomputes and action != Action.BACKWARD_WEIGHT:
-            again = self.costs[stage].activation_bytes
-            self.changes.append(Change(start, rank, ACTIVATIONS, again))
-            self.changes.append(Change(end, rank, ACTIVATIONS, -again))
-        self._work(rank, start, end, in_backward)
-        if action != Action.BACKWARD_WEIGHT:
+        if action in _FROM_OUTPUT:
             self.boundaries[Buffer.ACTIVATION_GRADIENT, *key] = end
+            if cost.recomputes:
+                self._hold(start, rank, ACTIVATIONS, cost.activation_bytes)
+                self._hold(end, rank, ACTIVATIONS, -cost.activation_bytes)
         if action != Action.BACKWARD_INPUT:
             self._add_to_sum(rank, stage, i.step, end)
 
-    def _work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
-        """Hold workspace from ``start`` to ``end``."""
-        if n_bytes > 0 and end > start:
-            self.changes.append(Change(start, rank, WORKING, n_bytes))
-            self.changes.append(Change(end, rank, WORKING, -n_bytes))
-
-    def _hold_inputs(self, when: float, key: tuple, n_bytes: float) -> None:
-        """Hold the inputs of ``key`` = (rank, stage, microbatch, step)."""
-        self.inputs[key] = n_bytes
-        self.changes.append(Change(when, key[0], INPUTS, n_bytes))
-
-    def _add_to_sum(self, rank: int, stage: int, step: int | None, when: float) -> None:
-        key = (rank, stage, step)
-        self.begun[key] = min(self.begun.get(key, when), when)
-        self.sums[key] = max(self.sums.get(key, 0.0), when)
-
-    def _drop_sum(self, rank: int, i: Instruction, when: float) -> None:
-        """Free the rank's gradient sum at ``when``, or when it is ready if that is later."""
-        key = (rank, i.stage, i.step)
-        ready, held = self.sums.pop(key), self.costs[i.stage].gradient_bytes
-        self.changes.append(Change(self.begun.pop(key, ready), rank, GRADIENTS, held))
-        self.changes.append(Change(max(when, ready), rank, GRADIENTS, -held))
-
     def _update(self, rank: int, i: Instruction) -> None:
-        step = i.step or 0
         key = (rank, i.stage, i.step)
         start = max(self.updated[rank], self.weights[key], self.sums[key])
-        seconds = self.moved[i.stage] / self.hardware.memory_bandwidth / self.hardware.speed(rank)
-        self.updated[rank] = end = start + seconds
+        end = start + self._moving(rank, self.moved_by_update[i.stage])
+        self.updated[rank] = end
         self._drop_sum(rank, i, end)
         # The new version is a separate tensor: late readers still use the old one.
         self._hold_weights(start, rank, i.stage, i.version, ready=end)
         self._use(key, end)
-        self.steps[step] = max(self.steps.get(step, 0.0), end)
-        if seconds > 0:
-            what = (i.label, i.stage, None, i.step)
-            self.spans.append(Span(rank, UPDATE, start, end, *what, slot=self.program.slot(i)))
+        step = i.step or 0
+        self.step_ends[step] = max(self.step_ends.get(step, 0.0), end)
+        if end > start:
+            self._record(i, rank, UPDATE, start, end)
 
     def _predict(self, rank: int, i: Instruction) -> None:
         """Read two weight versions and write one, before the next op."""
         ready = (self.weights[rank, *weights] for weights in i.predicted_from)
         start = max(self.computed[rank], *ready)
-        moved = 3 * self.costs[i.stage].parameter_bytes
-        end = start + moved / self.hardware.memory_bandwidth / self.hardware.speed(rank)
+        end = start + self._moving(rank, 3 * self.costs[i.stage].parameter_bytes)
         self.computed[rank] = end
         for weights in i.predicted_from:
             self._use((rank, *weights), end)
         self._hold_weights(start, rank, i.stage, i.version, i.step)
         if end > start:
-            what = (i.label, i.stage, None, i.step)
-            self.spans.append(Span(rank, COMPUTE, start, end, *what, slot=self.program.slot(i)))
+            self._record(i, rank, COMPUTE, start, end)
 
-    def _hold_weights(
-        self, when: float, rank: int, stage: int, *which: int | None, ready: float | None = None
-    ) -> None:
-        """Hold weights from ``when`` on; they can be read from ``ready`` on."""
-        self.weights[rank, stage, *which] = when if ready is None else ready
-        held = self.costs[stage].parameter_bytes
-        self.changes.append(Change(when, rank, WEIGHTS, held))
+    def _send(self, rank: int, i: Instruction) -> None:
+        peer = i.peers[0]
+        made, n_bytes = self._content(rank, i)
+        ready = max(made, self._open(i, (rank, peer)))
+        seconds = self.hardware.message(n_bytes)
+        start = reserve([self.sending[rank], self.receiving[peer]], ready, seconds)
+        self.arrival = end = start + seconds
+        self._record(i, rank, SEND, start, end, n_bytes, peer)
+        self._record(i, peer, RECEIVE, start, end, n_bytes, rank)
+        if i.buffer == Buffer.GRADIENT:
+            self._drop_sum(rank, i, end)
+        elif i.buffer == Buffer.WEIGHTS:
+            self._use((rank, i.stage, i.version), end)
+        elif i.buffer == Buffer.ACTIVATION_GRADIENT:
+            self._work(rank, made, end, n_bytes)
+        else:
+            self._work(rank, made, end, self.costs[i.stage + 1].extra_input_bytes)
 
-    def _use(self, key: tuple, until: float) -> None:
-        """Extend the use of weights or activations to ``until``."""
-        self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), until)
+    def _receive(self, rank: int, i: Instruction) -> None:
+        if i.buffer == Buffer.WEIGHTS:
+            self._hold_weights(self.arrival, rank, i.stage, i.version)
+        elif i.buffer == Buffer.GRADIENT:
+            self._add_to_sum(rank, i.stage, i.step, self.arrival)
+        else:
+            self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = self.arrival
+            if i.buffer == Buffer.ACTIVATION:
+                n_bytes = self.costs[i.stage + 1].input_bytes
+                self.inputs[rank, i.stage + 1, i.microbatch, i.step] = n_bytes
+                self._hold(self.arrival, rank, INPUTS, n_bytes)
+
+    def _collective(self, rank: int, i: Instruction) -> None:
+        if rank != i.peers[0]:
+            return  # the root's instruction stands for all
+        n_bytes = self._content(rank, i)[1]
+        holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
+        ready = max(self._content(peer, i)[0] for peer in holders)
+        ready = max(ready, self._open(i, i.peers), *(self.met[peer] for peer in i.peers))
+        seconds = self.hardware.collective(i.action, n_bytes, len(i.peers))
+        ports = [port[peer] for port in (self.sending, self.receiving) for peer in i.peers]
+        start = reserve(ports, ready, seconds)
+        end = start + seconds
+        for peer in i.peers:
+            self.met[peer] = start
+            if units := float(traffic_of(i, peer).units):
+                self._record(i, peer, SEND, start, end, units * n_bytes, None)
+            else:
+                self._record(i, peer, RECEIVE, start, end, n_bytes, None)
+            if i.action == Action.BROADCAST:
+                if peer == rank:
+                    self._use((rank, i.stage, i.version), end)
+                else:
+                    self._hold_weights(end, peer, i.stage, i.version)
+            elif i.action == Action.REDUCE and peer != rank:
+                self._drop_sum(peer, i, end)
+            else:
+                self.sums[peer, i.stage, i.step] = end
+
+    def _free(self, rank: int, i: Instruction) -> None:
+        cost = self.costs[i.stage]
+        if i.buffer != Buffer.ACTIVATION:
+            key = (rank, *i.weights)
+            when = max(self.weights.pop(key), self.in_use_until.pop(key, 0.0))
+            self._hold(when, rank, WEIGHTS, -cost.parameter_bytes)
+            return
+        when = self.in_use_until.pop((rank, Buffer.ACTIVATION, i.stage, i.microbatch, i.step))
+        self._hold(when, rank, ACTIVATIONS, -cost.kept_bytes)
+        if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
+            self._hold(when, rank, INPUTS, -inputs)
 
     def _content(self, rank: int, i: Instruction) -> tuple[float, float]:
         """Return when a message's content is ready, and its bytes."""
@@ -288,77 +318,48 @@ class _Simulation:
                 opened = max(opened, ends[before - 1])
         return opened
 
-    def _send(self, rank: int, i: Instruction) -> None:
-        peer = i.peers[0]
-        made, n_bytes = self._content(rank, i)
-        ready = max(made, self._open(i, (rank, peer)))
-        seconds = self.hardware.message(n_bytes)
-        ports = [self.sending[rank], self.receiving[peer]]
-        start = reserve(ports, ready, seconds)
-        self.arrival = end = start + seconds
-        what = (i.label, i.stage, i.microbatch, i.of_step, n_bytes)
-        slot = self.program.slot(i)
-        self.spans.append(Span(rank, SEND, start, end, *what, peer, slot))
-        self.spans.append(Span(peer, RECEIVE, start, end, *what, rank, slot))
-        if i.buffer == Buffer.GRADIENT:
-            self._drop_sum(rank, i, end)
-        elif i.buffer == Buffer.WEIGHTS:
-            self._use((rank, i.stage, i.version), end)
-        elif i.buffer == Buffer.ACTIVATION_GRADIENT:
-            self._work(rank, made, end, n_bytes)
-        else:
-            self._work(rank, made, end, self.costs[i.stage + 1].extra_input_bytes)
+    def _moving(self, rank: int, n_bytes: float) -> float:
+        """Seconds to move bytes between a rank and its memory."""
+        return n_bytes / self.hardware.memory_bandwidth / self.hardware.speed(rank)
 
-    def _receive(self, rank: int, i: Instruction) -> None:
-        if i.buffer == Buffer.WEIGHTS:
-            self._hold_weights(self.arrival, rank, i.stage, i.version)
-        elif i.buffer == Buffer.GRADIENT:
-            self._add_to_sum(rank, i.stage, i.step, self.arrival)
-        else:
-            self.boundaries[i.buffer, i.stage, i.microbatch, i.step] = self.arrival
-            if i.buffer == Buffer.ACTIVATION:
-                key = (rank, i.stage + 1, i.microbatch, i.step)
-                self._hold_inputs(self.arrival, key, self.costs[i.stage + 1].input_bytes)
+    def _record(
+        self, i: Instruction, rank: int, lane: str, start: float, end: float, *sent: Any
+    ) -> None:
+        """Add a span; ``sent``: its bytes and peer."""
+        n_bytes, peer = sent or (0.0, None)
+        name, slot = self.names.get(i[1:4]) or i.label, self.program.slot(i)
+        what = (name, i.stage, i.microbatch, i.of_step, n_bytes, peer, slot)
+        self.spans.append(Span(rank, lane, start, end, *what))
 
-    def _collective(self, rank: int, i: Instruction) -> None:
-        if rank != i.peers[0]:
-            return
-        n_ranks, n_bytes = len(i.peers), self._content(i.peers[0], i)[1]
-        holders = i.peers[:1] if i.action == Action.BROADCAST else i.peers
-        ready = max(self._content(peer, i)[0] for peer in holders)
-        ready = max(ready, self._open(i, i.peers), *(self.met[peer] for peer in i.peers))
-        ring = i.action == Action.ALL_REDUCE
-        cost = self.hardware.all_reduce if ring else self.hardware.tree
-        seconds = cost(n_bytes, n_ranks)
-        ports = [port[peer] for port in (self.sending, self.receiving) for peer in i.peers]
-        start = reserve(ports, ready, seconds)
-        end = start + seconds
-        name = i.label
-        for peer in i.peers:
-            self.met[peer] = start
-            units = float(traffic_of(i, peer).units)
-            lane, through = (SEND, units * n_bytes) if units else (RECEIVE, n_bytes)
-            what = (i.stage, None, i.of_step, through, None, self.program.slot(i))
-            self.spans.append(Span(peer, lane, start, end, name, *what))
-            if i.action == Action.BROADCAST:
-                if peer == rank:
-                    self._use((rank, i.stage, i.version), end)
-                else:
-                    self._hold_weights(end, peer, i.stage, i.version)
-            elif i.action == Action.REDUCE and peer != rank:
-                self._drop_sum(peer, i, end)
-            else:
-                self.sums[peer, i.stage, i.step] = end
+    def _use(self, key: tuple, until: float) -> None:
+        """Extend the use of weights or activations to ``until``."""
+        self.in_use_until[key] = max(self.in_use_until.get(key, 0.0), until)
 
-    def _free(self, rank: int, i: Instruction) -> None:
-        if i.buffer != Buffer.ACTIVATION:
-            key = (rank, *i.weights)
-            when = max(self.weights.pop(key), self.in_use_until.pop(key, 0.0))
-            self.changes.append(Change(when, rank, WEIGHTS, -self.costs[i.stage].parameter_bytes))
-        else:
-            held = self.costs[i.stage].kept_bytes
-            key = (rank, Buffer.ACTIVATION, i.stage, i.microbatch, i.step)
-            when = self.in_use_until.pop(key)
-            self.changes.append(Change(when, rank, ACTIVATIONS, -held))
-            if inputs := self.inputs.pop((rank, i.stage, i.microbatch, i.step), 0.0):
-                self.changes.append(Change(when, rank, INPUTS, -inputs))
+    def _hold(self, when: float, rank: int, kind: str, n_bytes: float) -> None:
+        """Hold bytes from ``when`` on; fewer if negative."""
+        self.changes.append(Change(when, rank, kind, n_bytes))
+
+    def _work(self, rank: int, start: float, end: float, n_bytes: float) -> None:
+        """Hold workspace from ``start`` to ``end``."""
+        if n_bytes > 0 and end > start:
+            self._hold(start, rank, WORKING, n_bytes)
+            self._hold(end, rank, WORKING, -n_bytes)
+
+    def _hold_weights(
+        self, when: float, rank: int, stage: int, *which: int | None, ready: float | None = None
+    ) -> None:
+        """Hold weights from ``when`` on; they can be read from ``ready`` on."""
+        self.weights[rank, stage, *which] = when if ready is None else ready
+        self._hold(when, rank, WEIGHTS, self.costs[stage].parameter_bytes)
+
+    def _add_to_sum(self, rank: int, stage: int, step: int | None, when: float) -> None:
+        key = (rank, stage, step)
+        self.begun[key] = min(self.begun.get(key, when), when)
+        self.sums[key] = max(self.sums.get(key, 0.0), when)
+
+    def _drop_sum(self, rank: int, i: Instruction, when: float) -> None:
+        """Free the rank's gradient sum at ``when``, or when it is ready if that is later."""
+        key = (rank, i.stage, i.step)
+        ready, held = self.sums.pop(key), self.costs[i.stage].gradient_bytes
+        self._hold(self.begun.pop(key, ready), rank, GRADIENTS, held)
+        self._hold(max(when, ready), rank, GRADIENTS, -held)

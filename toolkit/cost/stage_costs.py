@@ -2,10 +2,12 @@
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
-from toolkit.model.analysis import Work, differentiable, node_costs, working_bytes
+from toolkit.model.analysis import Work, differentiable, node_costs, tensors_in, working_bytes
 from toolkit.model.partition import check_stages, checkpointed
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
@@ -134,6 +136,18 @@ def synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def timed(run: Callable[[], Any], device: torch.device, precision: str) -> tuple[float, float, Any]:
+    """Return the seconds of ``run`` and of the backward of what it returns, and what it returns."""
+    begin = synchronized_time(device)
+    with autocast(precision, device):
+        output = run()
+    middle = end = synchronized_time(device)
+    if trained := [x for x in tensors_in(output) if x.grad_fn]:
+        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
+        end = synchronized_time(device)
+    return middle - begin, end - middle, output
+
+
 def profile(
     stages: Stages,
     example: Tensor | tuple[Tensor, ...],
@@ -234,19 +248,12 @@ def _measure(
 ) -> tuple[float, float, Values]:
     """Return median seconds of a forward and a backward, and the stage's outputs."""
     twin = in_training(copy.deepcopy(stage))  # a copy: running statistics change
-    forwards, backwards = [], []
-    for counted in [False] + [True] * repeats:
+    seconds = []
+    for _ in range(1 + repeats):
         received = _received(inputs) if any(x.requires_grad for x in inputs) else inputs
-        begin = synchronized_time(received[0].device)
-        with autocast(precision, received[0].device):
-            outputs = twin(*received)
-        middle = synchronized_time(received[0].device)
-        trained = [x for x in outputs if x.requires_grad]
-        torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
-        end = synchronized_time(received[0].device)
-        if counted:
-            forwards.append(middle - begin)
-            backwards.append(end - middle)
+        *taken, outputs = timed(partial(twin, *received), received[0].device, precision)
+        seconds.append(taken)
+    forwards, backwards = zip(*seconds[1:], strict=True)  # the first run warms up
     return median(forwards), median(backwards), _received(outputs)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -69,16 +69,10 @@ class Timeline:
 
     name: str
     n_ranks: int
-    spans: Sequence[Span]
-    changes: Sequence[Change]
+    spans: Sequence[Span] = field(repr=False)
+    changes: Sequence[Change] = field(repr=False)
     step_ends: tuple[float, ...]
     steady: range = range(0)
-
-    def __repr__(self) -> str:
-        return (
-            f"Timeline({self.name!r}, ranks={self.n_ranks}, steps={len(self.step_ends)},"
-            f" spans={len(self.spans)}, changes={len(self.changes)})"
-        )
 
     @property
     def end(self) -> float:
@@ -111,16 +105,17 @@ class Timeline:
 
     def _steps_from_0(self) -> Callable[[Span], int]:
         """Return a function from a span to its step counted from 0; -1 without a step."""
-        computed = (span.step for span in self.spans if span.lane == COMPUTE)
-        first = min((step for step in computed if step is not None), default=0)
+        first = min(
+            (s.step for s in self.spans if s.lane == COMPUTE and s.step is not None), default=0
+        )
         return lambda span: -1 if span.step is None else span.step - first
 
     def memory(self, rank: int | None = None, kind: str | None = None) -> list[tuple[float, float]]:
         """Return the memory held over time: pairs of seconds and bytes from then on.
 
         Args:
-            rank: one rank; None: the sum of all ranks.
-            kind: one of ``KINDS``; None: the sum of all kinds.
+            rank: one rank, or None for all together.
+            kind: one of ``KINDS``, or None for all together.
         """
         of_ranks = self.changes if rank is None else self._changes_of[rank]
         changes = sorted((c.time, c.bytes) for c in of_ranks if kind in (None, c.kind))
@@ -169,10 +164,7 @@ class Timeline:
         return tuple(sent)
 
     def bytes_a_step(self) -> tuple[float, ...]:
-        """Return the bytes that each rank sends per steady-state step, whenever it sends them.
-
-        If no step is known to be steady, return the mean over all steps.
-        """
+        """Return the bytes that each rank sends per steady step; the mean of all if none is."""
         n_steps = len(self.steady or self.step_ends)
         return tuple(n_bytes / n_steps for n_bytes in self.bytes_sent(self.steady or None))
 
@@ -188,35 +180,19 @@ class Timeline:
         Args:
             path: JSON file to write; an existing file is replaced.
         """
-        lanes = (*LANES, "slots")
         events: list[dict] = []
-
-        def add(phase: str, name: str, rank: int, args: dict, **more: object) -> None:
-            events.append({"ph": phase, "name": name, "pid": rank, **more, "args": args})
-
-        def bar(name: str, rank: int, lane: str, start: float, end: float, **args: object) -> None:
-            when = {"ts": start * 1e6, "dur": (end - start) * 1e6}
-            add("X", name, rank, args, tid=lanes.index(lane), cat=lane, **when)
-
-        for rank, slots in enumerate(self._slots()):
-            add("M", "process_name", rank, {"name": f"rank {rank}"}, tid=0)
-            for k, lane in enumerate(lanes):
-                add("M", "thread_name", rank, {"name": lane}, tid=k)
-            for slot, (start, end) in sorted(slots.items()):
-                bar(f"slot {slot}", rank, "slots", start, end)
+        for rank in range(self.n_ranks):
+            process = {"ph": "M", "pid": rank, "name": "process_name"}
+            events.append(process | {"tid": 0, "args": {"name": f"rank {rank}"}})
+            for k, lane in enumerate(LANES):
+                events.append(process | {"name": "thread_name", "tid": k, "args": {"name": lane}})
             for when, held in self.memory(rank):
-                add("C", "memory", rank, {"bytes": held}, ts=when * 1e6)
-        named = ("stage", "microbatch", "step", "bytes", "peer", "slot")
+                counter = {"ph": "C", "pid": rank, "name": "memory", "ts": when * 1e6}
+                events.append(counter | {"args": {"bytes": held}})
         for span in self.spans:
-            args = {key: value for key in named if (value := getattr(span, key)) is not None}
-            bar(span.name, span.rank, span.lane, span.start, span.end, **args)
+            args = {key: value for key, value in span._asdict().items() if value is not None}
+            rank, lane, name = (args.pop(key) for key in ("rank", "lane", "name"))
+            start, end = args.pop("start") * 1e6, args.pop("end") * 1e6  # in microseconds
+            bar = {"ph": "X", "pid": rank, "tid": LANES.index(lane), "cat": lane, "name": name}
+            events.append(bar | {"ts": start, "dur": end - start, "args": args})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-
-    def _slots(self) -> list[dict[int, tuple[float, float]]]:
-        """Return, by rank and slot, the start of the first op and the end of the last."""
-        found: list[dict[int, tuple[float, float]]] = [{} for _ in range(self.n_ranks)]
-        for span in self.spans:
-            if span.lane == COMPUTE and span.slot is not None:
-                start, end = found[span.rank].get(span.slot, (span.start, span.end))
-                found[span.rank][span.slot] = min(start, span.start), max(end, span.end)
-        return found
