@@ -10,7 +10,6 @@ from toolkit.runtime.meters.meter import Event, Record
 from toolkit.schedule import STATES, Action, Buffer, Instruction, catalog
 
 PIPELINE = catalog.gpipe(2, 1)
-CYCLIC = catalog.cyclic(3, n_stages=2)  # of 3 ticks a slot
 
 
 def event(i, start, end, n_bytes=0, activations=0, weights=0, gradients=0, tick=None):
@@ -204,119 +203,110 @@ def test_memory_is_gained_at_the_start_and_lost_at_the_end(pipeline):
     assert found.peak_memory(1, "weights") == 60
 
 
-def test_a_message_that_is_late():
-    """Its receiver has come first or last; a receive that was already there takes no time."""
-    for ready, came, received, expected in (
-        (1.0, 5.0, 6.0, (5.0, 6.0)),
-        (5.0, 1.0, 6.0, (5.0, 6.0)),
-        (5.0, 1.0, 4.0, (5.0, 5.0)),  # clocks that differ a little: no time runs backwards
-    ):
-        send = boundary(1, Action.SEND, Buffer.ACTIVATION, 0, 1)
-        receive = boundary(1, Action.RECV, Buffer.ACTIVATION, 0, 0)
-        start = event(op(0, Action.FORWARD), 0, 1)
-        records = [
-            Record(0, [start, event(send, ready, ready + 0.1, 8)]),
-            Record(1, [event(receive, came, received, 8)]),
-        ]
-        found = spans_of(Measurements(PIPELINE, records).timeline())
-        assert found[0, "send", "activation"] == expected
-        assert found[1, "receive", "activation"] == expected
+SEND, RECV = Action.SEND, Action.RECV
+LATE_SEND = boundary(1, SEND, Buffer.ACTIVATION, 0, 1)
+LATE_RECV = boundary(1, RECV, Buffer.ACTIVATION, 0, 0)
 
 
-def test_messages_of_a_kind_pair_in_their_order():
-    """A version is sent twice, and one the other way; each meets its own receive."""
-
-    def weights(tick, action, peer, start, end):
-        i = Instruction(tick, action, 0, version=3, buffer=Buffer.WEIGHTS, peers=(peer,))
-        return event(i, start, end, 8)
-
-    send, receive = Action.SEND, Action.RECV
-    first = [weights(0, send, 1, 0, 1), weights(1, send, 1, 1, 2), weights(2, receive, 1, 2, 30)]
-    second = [
-        *(weights(0, receive, 0, 5, 6), weights(1, receive, 0, 10, 12)),
-        weights(2, send, 0, 20, 21),
-    ]
-    records = [Record(0, first), Record(1, second)]
-    found = Measurements(PIPELINE, records).timeline().spans
-    times = [(5, 6), (10, 12), (20, 30)]
-    for rank, lanes in enumerate((["send", "send", "receive"], ["receive", "receive", "send"])):
-        own = [s for s in found if s.rank == rank]
-        assert [s.lane for s in own] == lanes
-        assert [(s.start, s.end) for s in own] == times
-        assert [(s.slot, s.peer) for s in own] == [(slot, 1 - rank) for slot in range(3)]
+def version(tick, action, peer):
+    return Instruction(tick, action, 0, version=3, buffer=Buffer.WEIGHTS, peers=(peer,))
 
 
-def test_messages_queue_on_their_way():
-    """One begins when the one before it there has been received; other ways know nothing of it."""
-
-    def message(tick, action, stage, peer):
-        return Instruction(tick, action, stage, None, 0, None, Buffer.GRADIENT, (peer,))
-
-    def sends(rank_peer, *starts):
-        return [
-            event(message(k, Action.SEND, k, rank_peer), start, start + 0.5, 8)
-            for k, start in enumerate(starts)
-        ]
-
-    def receives(peer, *times):
-        return [
-            event(message(k, Action.RECV, k, peer), start, end, 8)
-            for k, (start, end) in enumerate(times)
-        ]
-
-    records = [
-        Record(0, [*sends(1, 1, 2, 3, 20), *receives(1, (0, 9))]),
-        Record(1, [*receives(0, (0, 4), (0, 7), (0, 6), (0, 22)), *sends(0, 5)]),
-    ]
-    found = Measurements(catalog.cyclic(2, 1, n_stages=4), records).timeline().spans
-    times = {(s.rank, s.lane, s.stage): (s.start, s.end) for s in found}
-    from_0 = {0: (1, 4), 2: (4, 6), 1: (6, 7), 3: (20, 22)}  # as they were received
-    for stage, expected in from_0.items():
-        assert times[0, "send", stage] == times[1, "receive", stage] == expected
-    assert times[1, "send", 0] == times[0, "receive", 0] == (5, 9)
+def part(stage, action, peer):
+    return Instruction(stage, action, stage, None, 0, None, Buffer.GRADIENT, (peer,))
 
 
 def reduced(stage, *peers):
     return Instruction(stage, Action.ALL_REDUCE, stage, None, 0, None, Buffer.GRADIENT, peers)
 
 
-def test_collectives_queue_in_their_group():
-    """One of others does not wait for them."""
-    pair, both, everyone = reduced(0, 0, 1), reduced(1, 0, 1), reduced(2, 0, 1, 2)
-    times = [
-        {pair: (1, 5), both: (1, 8), everyone: (1, 4)},
-        {pair: (2, 5), both: (3, 9), everyone: (1, 4)},
-        {everyone: (3, 4)},
-    ]
+BROADCAST = Instruction(1, Action.BROADCAST, 0, None, None, 1, Buffer.WEIGHTS, (1, 0))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        # From when the last is ready for it to when it is received, whoever comes first.
+        ([(LATE_SEND, 1, 1.1, (5, 6))], [(LATE_RECV, 5, 6, (5, 6))]),
+        ([(LATE_SEND, 5, 5.1, (5, 6))], [(LATE_RECV, 1, 6, (5, 6))]),
+        # Clocks that differ a little: no time runs backwards.
+        ([(LATE_SEND, 5, 5.1, (5, 5))], [(LATE_RECV, 1, 4, (5, 5))]),
+        # A version is sent twice, and one the other way; each meets its own receive.
+        (
+            [
+                (version(0, SEND, 1), 0, 1, (5, 6)),
+                (version(1, SEND, 1), 1, 2, (10, 12)),
+                (version(2, RECV, 1), 2, 30, (20, 30)),
+            ],
+            [
+                (version(0, RECV, 0), 5, 6, (5, 6)),
+                (version(1, RECV, 0), 10, 12, (10, 12)),
+                (version(2, SEND, 0), 20, 21, (20, 30)),
+            ],
+        ),
+        # A message begins when the one before it there has been received; other ways are free.
+        (
+            [
+                (part(0, SEND, 1), 1, 1.5, (1, 4)),
+                (part(1, SEND, 1), 2, 2.5, (6, 7)),
+                (part(2, SEND, 1), 3, 3.5, (4, 6)),
+                (part(3, SEND, 1), 20, 20.5, (20, 22)),
+                (part(0, RECV, 1), 0, 9, (5, 9)),
+            ],
+            [
+                (part(0, RECV, 0), 0, 4, (1, 4)),
+                (part(1, RECV, 0), 0, 7, (6, 7)),
+                (part(2, RECV, 0), 0, 6, (4, 6)),
+                (part(3, RECV, 0), 0, 22, (20, 22)),
+                (part(0, SEND, 0), 5, 5.5, (5, 9)),
+            ],
+        ),
+        # Collectives queue in their group, and not behind those of others.
+        (
+            [
+                (reduced(0, 0, 1), 1, 5, (2, 5)),
+                (reduced(1, 0, 1), 1, 8, (5, 8)),
+                (reduced(2, 0, 1, 2), 1, 4, (3, 4)),
+            ],
+            [
+                (reduced(0, 0, 1), 2, 5, (2, 5)),
+                (reduced(1, 0, 1), 3, 9, (5, 9)),
+                (reduced(2, 0, 1, 2), 1, 4, (3, 4)),
+            ],
+            [(reduced(2, 0, 1, 2), 3, 4, (3, 4))],
+        ),
+        # Nor do they behind messages between the same ranks, whichever sends.
+        (
+            [(part(1, SEND, 1), 0, 1, (0, 5)), (reduced(0, 0, 1), 2, 9, (2, 9))],
+            [(part(1, RECV, 0), 0, 5, (0, 5)), (reduced(0, 0, 1), 2, 9, (2, 9))],
+        ),
+        (
+            [(part(1, RECV, 1), 0, 5, (0, 5)), (reduced(0, 0, 1), 2, 9, (2, 9))],
+            [(part(1, SEND, 0), 0, 1, (0, 5)), (reduced(0, 0, 1), 2, 9, (2, 9))],
+        ),
+    ],
+)
+def test_when_messages_begin_and_end(ranks):
+    """Each instruction, its start and end, and those of its message."""
     records = [
-        Record(rank, [event(i, *when, 8) for i, when in own.items()])
-        for rank, own in enumerate(times)
+        Record(rank, [event(op(0, Action.UPDATE), 0, 0), *(event(*of[:3], 8) for of in own)])
+        for rank, own in enumerate(ranks)
     ]
-    found = Measurements(catalog.data_parallel(3), records).timeline().spans
-    expected = {(rank, 2): (3, 4) for rank in range(3)}
-    expected |= {(0, 0): (2, 5), (1, 0): (2, 5), (0, 1): (5, 8), (1, 1): (5, 9)}
-    assert {(s.rank, s.stage): (s.start + 1, s.end + 1) for s in found} == expected
+    found = Measurements(catalog.cyclic(3, 1), records).timeline().spans
+    for rank, own in enumerate(ranks):
+        spans = [s for s in found if s.rank == rank and s.lane != "update"]
+        assert [(s.start, s.end) for s in spans] == [of[3] for of in own]
+        for s, (i, *_) in zip(spans, own, strict=True):
+            peer = i.peers[0] if i.action in (SEND, RECV) else None
+            lane = "receive" if i.action == RECV else "send"
+            assert (s.stage, s.peer, s.lane, s.slot) == (i.stage, peer, lane, i.tick)
 
 
-@pytest.mark.parametrize("sender", [0, 1])
-def test_collectives_do_not_queue_behind_messages(sender):
-    """Between the same two ranks, whichever sends."""
-    send = Instruction(0, Action.SEND, 1, None, None, 0, Buffer.WEIGHTS, (1 - sender,))
-    receive = send._replace(action=Action.RECV, peers=(sender,))
-    records = [Record(rank, [event(reduced(0, 0, 1), 2, 9, 8)]) for rank in (0, 1)]
-    records[sender].events.insert(0, event(send, 0, 1, 8))
-    records[1 - sender].events.insert(0, event(receive, 0, 5, 8))
-    found = Measurements(catalog.data_parallel(2, state="sharded"), records).timeline().spans
-    assert {(s.start, s.end) for s in found if s.stage == 0} == {(2, 9)}
-
-
-def test_collectives():
-    """They begin when the last rank has come; each ends where it was done."""
-    reduce = Instruction(0, Action.ALL_REDUCE, 0, None, 0, None, Buffer.GRADIENT, (0, 1))
-    broadcast = Instruction(1, Action.BROADCAST, 0, None, None, 1, Buffer.WEIGHTS, (1, 0))
+def test_collectives_begin_when_the_last_rank_has_come():
+    """Each ends where it was done."""
     records = [
-        Record(0, [event(reduce, 0, 7, 80), event(broadcast, 8, 11, 80)]),
-        Record(1, [event(reduce, 4, 6, 80), event(broadcast, 6, 10, 80)]),
+        Record(0, [event(reduced(0, 0, 1), 0, 7, 80), event(BROADCAST, 8, 11, 80)]),
+        Record(1, [event(reduced(0, 0, 1), 4, 6, 80), event(BROADCAST, 6, 10, 80)]),
     ]
     found = Measurements(catalog.data_parallel(2), records).timeline()
     assert spans_of(found) == {

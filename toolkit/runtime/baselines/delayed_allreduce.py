@@ -1,6 +1,6 @@
 """Data parallelism whose gradients are summed during the next step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class DelayedAllReduce(Baseline):
 
     def __post_init__(self) -> None:
         check_choice("compression", self.compression, COMPRESSIONS)
-        self._under_way: list[list[_Message]] | None = None
+        self._under_way: list[_Message] = []  # of each stage
         super().__post_init__()
 
     def _build(self) -> Sequence[Updater]:
@@ -79,20 +79,15 @@ class DelayedAllReduce(Baseline):
     def _train(self, step: int, inputs: Values, targets: Tensor) -> StepResult:
         values = inputs
         read = [leaves(weights) for weights in self._read]
-        messages: list[list[_Message]] = [[] for _ in read]
         for runner, weights in zip(self._runners, read, strict=True):
             values = runner.forward(weights, values, (self.rank,), step)
-            if statistics := runner.take_statistics():
-                messages[runner.index].append(_Message(statistics, None, self.world))
-
-        def send(stage: int) -> None:
-            if found := take_gradients(read[stage]):
-                messages[stage].append(_Message(found, COMPRESSIONS[self.compression], self.world))
-
-        sending = _LastStageFirst(read, send)
         loss = self._loss(values[0], targets)
         (loss / self.n_ranks * self.options.scale).backward()
-        sending.finish()
+        wire = COMPRESSIONS[self.compression]
+        messages = [
+            _Message(take_gradients(weights), runner.take_statistics(), wire, self.world)
+            for runner, weights in zip(self._runners, read, strict=True)
+        ]
         self._update(keep_old=False)
         self._read = [runner.newest() for runner in self._runners]
         self._under_way = messages
@@ -100,72 +95,33 @@ class DelayedAllReduce(Baseline):
 
     def _update(self, *, keep_old: bool) -> None:
         """Apply the gradients under way, if any."""
-        if self._under_way is None:
-            return
-        for runner, messages in zip(self._runners, self._under_way, strict=True):
-            total = GradientSum()
-            for message in messages:
-                total.add(message.received())
-            runner.update(total, self.n_ranks, keep_old=keep_old)
-        self._under_way = None
+        for runner, message in zip(self._runners, self._under_way, strict=False):
+            runner.update(message.received(), self.n_ranks, keep_old=keep_old)
+        self._under_way = []
 
 
 class _Message:
-    """Tensors under way to be summed over all ranks, larger ones as ``wire``."""
+    """A stage's gradients, as ``wire``, and statistics, under way to be summed over all ranks."""
 
-    def __init__(self, tensors: dict[str, Tensor], wire: torch.dtype | None, world: World) -> None:
+    def __init__(
+        self,
+        gradients: Weights,
+        statistics: dict[str, Tensor],
+        wire: torch.dtype | None,
+        world: World,
+    ) -> None:
         self.world = world
-        self.layout = Layout.of(tensors, wire)
-        self.flat = self.layout.pack(tensors, world.message_device)
+        self.layout = Layout.of(gradients | statistics, wire, exact=statistics)
+        self.flat = self.layout.pack(gradients | statistics, world.message_device)
         with world.watch.waiting("gradients to be sent", range(world.size)):
             self.works = [
                 dist.all_reduce(piece, group=world.group, async_op=True)
                 for piece in self.layout.by_dtype(self.flat)
             ]
 
-    def received(self) -> dict[str, Tensor]:
+    def received(self) -> GradientSum:
         """Wait for the sums, and return them."""
         with self.world.watch.waiting("gradients of the step before", range(self.world.size)):
             for work in self.works:
                 work.wait()
-        return self.layout.unpack(self.flat.to(self.world.device))
-
-
-class _LastStageFirst:
-    """Send each stage's gradients during backward, as soon as they are complete.
-
-    Collectives must start in the same order on every rank, so a stage waits for those after it.
-
-    Args:
-        read: leaves of each stage, [stage].
-        send: function that sends the gradients of a stage.
-    """
-
-    def __init__(self, read: list[Weights], send: Callable[[int], None]) -> None:
-        self.send = send
-        self.missing = [len(weights) for weights in read]
-        self.next = len(read) - 1
-        self.hooks = [
-            leaf.register_post_accumulate_grad_hook(self._count(j))
-            for j, weights in enumerate(read)
-            for leaf in weights.values()
-        ]
-
-    def finish(self) -> None:
-        """Send the stages that are left, after backward: some weights had no gradient."""
-        for hook in self.hooks:
-            hook.remove()
-        while self.next >= 0:
-            self._send_next()
-
-    def _count(self, stage: int) -> Callable[[Tensor], None]:
-        def arrived(_: Tensor) -> None:
-            self.missing[stage] -= 1
-            while self.next >= 0 and self.missing[self.next] == 0:
-                self._send_next()
-
-        return arrived
-
-    def _send_next(self) -> None:
-        self.send(self.next)
-        self.next -= 1
+        return GradientSum(self.layout.unpack(self.flat.to(self.world.device)))

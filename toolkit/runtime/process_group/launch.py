@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import cloudpickle
 import torch.distributed as dist
@@ -62,7 +62,7 @@ def launch(
     """Call ``function(*args, **kwargs)`` in ``n_ranks`` new processes, each of them a rank.
 
     In them :func:`toolkit.runtime.join` finds the others, :func:`toolkit.runtime.report` reaches
-    this process, and their output appears here. All processes end with the call.
+    this process, and their output appears where its own does. All processes end with the call.
 
     Args:
         function: function that each rank calls; it and its arguments are pickled, also from a
@@ -109,8 +109,7 @@ class _Job:
     def __init__(self, n_ranks: int, on_report: OnReport | None) -> None:
         self._n_ranks, self._on_report = n_ranks, on_report
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._messages: dict[Any, int] = {}  # connections, and the rank of each
-        self._output: dict[Any, tuple[int, TextIO, bytearray]] = {}  # pipes, and the open line
+        self._connections: dict[Any, int] = {}  # and the rank of each
         self._results: dict[int, bytes] = {}
         self._missing = set(range(n_ranks))  # not yet up
         self._open = set(range(n_ranks))  # neither with a result nor failed
@@ -143,19 +142,14 @@ class _Job:
         for rank in range(self._n_ranks):
             ours, theirs = multiprocessing.Pipe()
             with theirs:
-                self._running[rank] = process = subprocess.Popen(
+                self._running[rank] = subprocess.Popen(
                     [sys.executable, "-u", "-c", _BOOT, str(theirs.fileno()), job, *sys.path],
-                    bufsize=0,
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
                     env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # Ctrl-C in a terminal is for the parent
                 )
-            self._messages[ours] = rank
-            self._output[process.stdout] = rank, sys.stdout, bytearray()
-            self._output[process.stderr] = rank, sys.stderr, bytearray()
+            self._connections[ours] = rank
 
     def results(self, timeout: float) -> list[Any]:
         """Wait for the results of all ranks, or for a failure."""
@@ -176,12 +170,12 @@ class _Job:
     def end(self) -> None:
         """Kill the processes that are left."""
         # An interrupt may have cut a message short. A connection that is closed ends its rank.
-        connections, self._messages = [*self._messages], {}
+        connections, self._connections = self._connections, {}
         for process in self._running.values():
             _kill_group(process)
         self._await_end(_FAREWELL)
-        for source in (*connections, *self._output):
-            source.close()
+        for connection in connections:
+            connection.close()
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -189,46 +183,31 @@ class _Job:
             self._step()
 
     def _step(self) -> None:
-        """Take what the ranks have sent and printed, and note their ends; wait a little for it."""
-        ended = [rank for rank, process in self._running.items() if process.poll() is not None]
-        for rank in ended:
-            _kill_group(self._running[rank])  # what it has started
-        heard = set()
-        for source in wait([*self._messages, *self._output], _LOOK):
-            if source in self._output:
-                heard.add(self._output[source][0])
-                self._print(source)
+        """Take the messages of the ranks, and note their ends; wait a little for them."""
+        ended = {rank for rank, process in self._running.items() if process.poll() is not None}
+        ready: list[Any] = wait([*self._connections], _LOOK)
+        for connection in ready:
+            rank = self._connections[connection]
+            ended.discard(rank)  # its end comes after all that it has said
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                del self._connections[connection]
+                connection.close()
             else:
-                heard.add(self._messages[source])
-                self._receive(source)
-        for rank in {*ended} - heard:  # its end comes after all that it has said
-            status = self._running.pop(rank).returncode
+                self._take(rank, *message)
+        for rank in ended:
+            process = self._running.pop(rank)
+            _kill_group(process)  # what it has started
+            status = process.returncode
             if rank in self._open:
                 how = f"ended with status {status} and no result"
                 if status < 0:
                     how = f"was ended by signal {-status} ({signal.strsignal(-status)})"
                 self._fail(rank, _DIED, JobFailedError(f"rank {rank} {how}"))
 
-    def _print(self, pipe: Any) -> None:
-        """Print the lines that have come from ``pipe``, each with its rank."""
-        rank, stream, line = self._output[pipe]
-        read = pipe.read(1 << 16)
-        line += read or (b"\n" if line else b"")
-        while (length := line.find(b"\n")) >= 0:
-            print(f"rank {rank}:", line[:length].decode(errors="replace"), file=stream, flush=True)
-            del line[: length + 1]
-        if not read:
-            del self._output[pipe]
-            pipe.close()
-
-    def _receive(self, connection: Any) -> None:
-        rank = self._messages[connection]
-        try:
-            what, value = connection.recv()
-        except (EOFError, OSError):
-            del self._messages[connection]
-            connection.close()
-            return
+    def _take(self, rank: int, what: str, value: Any) -> None:
+        """Act on a message."""
         match what:
             case "came":
                 self._missing.discard(rank)
