@@ -4,6 +4,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -68,7 +69,7 @@ class Runtime(ABC):
         self.check_schedule(self.schedule)
         self._check_options()
         self.steps_done = 0
-        self._loss = self.options.computed(_scalar(self.loss))
+        self._loss = _scalar(self.loss, self.options)
         self._form = form_of(self.stages)
         self._unfinished: Steps | None = None
         self._updaters: Sequence[Updater] = ()  # of each stage
@@ -89,11 +90,8 @@ class Runtime(ABC):
         self.options.check(self.schedule, whole_step=self._whole_step)
 
     def _make_runners(self) -> list[StageRunner]:
-        makers = self.optimizer, self.lr_scheduler
-        return [
-            StageRunner(stage, j, *makers, self.seed, self.options)
-            for j, stage in enumerate(self.stages)
-        ]
+        given = self.optimizer, self.lr_scheduler, self.seed, self.options
+        return [StageRunner(stage, j, *given) for j, stage in enumerate(self.stages)]
 
     @classmethod
     def can_run(cls, schedule: Schedule) -> bool:
@@ -164,17 +162,15 @@ class Runtime(ABC):
             n_steps: number of batches to take; all by default.
 
         Raises:
-            UserError: a batch cannot be divided, or n_steps is not a whole number. There are fewer
-                batches than n_steps. With overlapping steps: the number of steps is unknown, or
-                the previous run was not exhausted.
+            UserError: a batch cannot be divided, or there are fewer than n_steps. With overlapping
+                steps: their number is unknown, or the previous run was not exhausted.
         """
         self._check_ended()
-        if n_steps is not None:
-            n_steps = whole(n_steps, "n_steps", 0)
-        elif self._overlaps:
+        if n_steps is None and self._overlaps:
             if not isinstance(batches, Sized):
                 raise UserError("run() looks ahead, since steps overlap: give n_steps")
             n_steps = len(batches)
+        n_steps = None if n_steps is None else whole(n_steps, "n_steps", 0)
         n = self.schedule.n_microbatches
         source = BatchReader(batches, n, self._reads, self.steps_done, self._device, n_steps)
         if not self._overlaps:
@@ -228,10 +224,7 @@ class Runtime(ABC):
         return {k: x for updater in self._updaters for k, x in updater.averages.items()}
 
     def skipped(self) -> list[int]:
-        """Return the number of skipped updates by stage: those with a gradient that is not finite.
-
-        Every rank calls it.
-        """
+        """Return each stage's number of updates skipped as not finite. Every rank calls it."""
         self._check_ended()
         counted = torch.zeros(len(self.stages), 2, dtype=torch.int64)
         for j in self.own:
@@ -277,10 +270,7 @@ class Runtime(ABC):
             UserError: the state is of other stages, lacks weights that the schedule reads, or has
                 another form than this runtime's.
         """
-
-        def check() -> None:
-            check_state(state, self.schedule, self._updaters, self._form, self.own)
-
+        check = partial(check_state, state, self.schedule, self._updaters, self._form, self.own)
         if self.world:
             self.world.agree(check)
         else:
@@ -310,7 +300,21 @@ class OnRanks(Runtime):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.world = _checked_world(self.world, self.stages, self.schedule)
+        on = {tensor.device for tensor in self.stages.model.parameters()}
+        n_ranks = self.schedule.n_ranks
+        if self.world is None:
+            on_cpu = all(device.type == "cpu" for device in on)
+            self.world = join(n_ranks, device="cpu" if on_cpu else "auto")
+        if self.world.size != n_ranks:
+            raise UserError(
+                f"the schedule has {n_ranks} ranks and the world {self.world.size}: give"
+                f" world.part({n_ranks}), or a schedule for {self.world.size}"
+            )
+        if others := sorted(str(device) for device in on - {self.world.device}):
+            raise UserError(
+                f"rank {self.rank} computes on {self.world.device} and the model is on"
+                f" {', '.join(others)}: move it with model.to(world.device) before partition()"
+            )
 
 
 def _check_arguments(
@@ -336,30 +340,12 @@ def _check_arguments(
         raise UserError(f"{name} has no parameter to train: set requires_grad before partition()")
 
 
-def _checked_world(world: World | None, stages: Stages, schedule: Schedule) -> World:
-    """Return ``world``, or this job's; refuse another number of ranks, or another device."""
-    on = {tensor.device for tensor in stages.model.parameters()}
-    if world is None:
-        on_cpu = all(device.type == "cpu" for device in on)
-        world = join(schedule.n_ranks, device="cpu" if on_cpu else "auto")
-    if world.size != schedule.n_ranks:
-        raise UserError(
-            f"the schedule has {schedule.n_ranks} ranks and the world {world.size}: give"
-            f" world.part({schedule.n_ranks}), or a schedule for {world.size}"
-        )
-    if others := sorted(str(device) for device in on - {world.device}):
-        raise UserError(
-            f"rank {world.rank} computes on {world.device} and the model is on"
-            f" {', '.join(others)}: move it with model.to(world.device) before partition()"
-        )
-    return world
-
-
-def _scalar(loss: Loss) -> Loss:
-    """Return ``loss`` with a check that it gives one number."""
+def _scalar(loss: Loss, options: StepOptions) -> Loss:
+    """Return ``loss`` in the context in which stages compute, with a check of its result."""
 
     def checked(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = loss(outputs, targets)
+        with options.autocast(outputs.device):
+            value = loss(outputs, targets)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f'loss: got {shape}; expected a scalar. Use reduction="mean"')

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import UserError, check_choice, whole
 from toolkit.model.analysis import differentiable, meta_copy
 from toolkit.runtime.base import OnRanks, Steps
 from toolkit.runtime.executor import Executor
@@ -75,22 +75,18 @@ class Distributed(OnRanks):
 
     def __post_init__(self) -> None:
         check_choice("compression", self.compression, COMPRESSIONS)
+        whole(self.per_machine, "per_machine", 0)
         if self.chunk_mb is not None and not 0 < self.chunk_mb < inf:
             raise UserError(f"chunk_mb: got {self.chunk_mb}; expected MB above 0, such as 1 to 4")
-        if self.per_machine < 0:
-            raise UserError(
-                f"per_machine: got {self.per_machine}; expected a number of ranks, or 0"
-            )
         super().__post_init__()
         self._updaters = self._runners = self._make_runners()
         self._skeletons = [meta_copy(runner.compute) for runner in self._runners]
         self._layouts: dict[Shape, Layouts] = {}
         self._chunk_bytes = largest_chunk(self.chunk_mb, self.world.backend, paced=self.pacing)
         self._weight_store = WeightStore(self.world, self.stages, self.schedule, self._runners)
-        self._meter = (
-            Meter(self.rank, self.world.device, self.world.common_moment()) if self.record else None
-        )
-        self._to_record = self.record
+        self._meter: Meter | None = None
+        if self.record:
+            self._meter = Meter(self.rank, self.world.device, self.world.common_moment())
         self.n_recorded = 0
 
     def _steps(self, source: BatchReader) -> Steps:
@@ -104,7 +100,7 @@ class Distributed(OnRanks):
             self.world, layouts, self._chunk_bytes, paced=self.pacing, per_machine=self.per_machine
         ) as messages:
             while (left := end - self.steps_done) > 0:
-                length = min(window, left, self._to_record or left)
+                length = min(window, left, self.record - self.n_recorded or left)
                 program = self.schedule.lower(length, self.steps_done).verify()
                 yield from self._run(program, feed, messages)
                 self.steps_done += length
@@ -116,7 +112,7 @@ class Distributed(OnRanks):
         runners, updaters = dict(enumerate(self._runners)), {j: self._runners[j] for j in self.own}
         rank = Rank(program, runners, updaters, self._weight_store.versions, self._loss, feed)
         rank.weights = held
-        meter = self._meter if self._to_record else None
+        meter = self._meter if self.n_recorded < self.record else None
         if meter is not None:
             rank.watching = meter.activations.watch
             meter.begin(rank)
@@ -124,7 +120,6 @@ class Distributed(OnRanks):
         if meter is not None:
             meter.finish(program)
             self.n_recorded += program.n_steps
-            self._to_record -= program.n_steps
         self.world.watch.at("between programs")
 
     def _module(self) -> nn.Module:
@@ -141,11 +136,7 @@ class Distributed(OnRanks):
         return self.n_recorded > 0
 
     def measurements(self) -> Measurements:
-        """Return what all ranks measured in the recorded steps. Every rank calls it.
-
-        Raises:
-            UserError: nothing was measured, or a run was not exhausted.
-        """
+        """Return what all ranks measured in the recorded steps. Every rank calls it."""
         self._check_ended()
         if self._meter is None or self.n_recorded == 0:
             raise UserError("nothing was measured: make Distributed with record=STEPS, then train")
@@ -157,17 +148,12 @@ class Distributed(OnRanks):
         return self._weight_store.updated
 
     def _part(self) -> dict[str, Any]:
-        known = self._weight_store.versions
         own = [j for j in self.own if self.schedule.owners[j] == self.rank]
-        leads = self.rank == 0
-        return part_of(self.steps_done, self.stages, self._runners, known, own, leads=leads)
+        given = self.stages, self._runners, self._weight_store.versions, own
+        return part_of(self.steps_done, *given, leads=self.rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; see :meth:`Runtime.load_state_dict`.
-
-        Raises:
-            UserError: the state does not fit, or a run was not exhausted.
-        """
+        """Continue from ``state``; see :meth:`Runtime.load_state_dict`."""
         self._check_ended()  # messages of an abandoned run would be taken for those of the next
         super().load_state_dict(state)
 
@@ -178,12 +164,9 @@ class Distributed(OnRanks):
 
     def _reads(self, step: int) -> list[int]:
         """The micro-batches whose inputs or targets this rank's first or last stage takes."""
-        ends = (0, self.schedule.n_stages - 1)
-        return [
-            m
-            for m in range(self.schedule.n_microbatches)
-            if any(self.schedule.rank(j, m, step) == self.rank for j in ends)
-        ]
+        ends, everything = (0, self.schedule.n_stages - 1), range(self.schedule.n_microbatches)
+        readers = ({self.schedule.rank(j, m, step) for j in ends} for m in everything)
+        return [m for m, ranks in enumerate(readers) if self.rank in ranks]
 
     def _find_layouts(self, shape: Shape | None) -> Layouts:
         """The layouts for micro-batches of ``shape``, which not every rank has seen."""

@@ -3,9 +3,10 @@
 At each stage, the micro-batches that read the same weight version run as one batch.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import nan
+from math import nan, prod
 
 import torch
 from torch import Tensor
@@ -58,7 +59,6 @@ class Grouped:
             n = self.schedule.n_microbatches
             runner.update(total, n, keep_old=oldest <= step, norm=norm)
             known[step + 1] = runner.newest()
-            # Only after the update: later steps still read versions from oldest on.
             for version in [version for version in known if version < oldest]:
                 del known[version]
         return result
@@ -79,11 +79,10 @@ class Grouped:
         batches = [inputs]
         read: list[list[Weights]] = []
         for runner, known in zip(self.runners, versions, strict=True):
-            by_version: dict[int, tuple[int, ...]] = {}
+            by_version: defaultdict[int, list[int]] = defaultdict(list)
             for m in self.microbatches:
-                v = version(runner.index, m, step)
-                by_version[v] = (*by_version.get(v, ()), m)
-            wanted = list(by_version.values())
+                by_version[version(runner.index, m, step)].append(m)
+            wanted = list(map(tuple, by_version.values()))
             batches, groups = _regroup(batches, groups, wanted), wanted
             # A leaf per version: gradients of different versions must not meet before the sum.
             read.append([leaves(self._read(known, v, step)) for v in by_version])
@@ -96,9 +95,8 @@ class Grouped:
         parts = zip(outputs.chunk(n), targets.chunk(n), strict=True)
         losses = torch.stack([self.loss(output, target) for output, target in parts])
         (losses.mean() * self.options.scale).backward()
-        totals = []
-        for runner, of_versions in zip(self.runners, read, strict=True):
-            totals.append(total := GradientSum())
+        totals = [GradientSum() for _ in self.runners]
+        for runner, of_versions, total in zip(self.runners, read, totals, strict=True):
             for weights in of_versions:
                 total.add(take_gradients(weights))
             total.add(runner.take_statistics())
@@ -124,21 +122,14 @@ class Grouped:
             j, masters, scale = runner.index, runner.masters, self.options.scale
             newest = _flat(known[step], masters)
             before = _flat(known[step - 1], masters) if step - 1 in known else newest * nan
-            gradient, fresh_gradient = (_flat(x.tensors, masters) / scale for x in (used, new))
-            lengths = gradient.norm() * fresh_gradient.norm()
+            pair = gradient, fresh_gradient = [
+                _flat(x.tensors, masters) / scale for x in (used, new)
+            ]
+            lengths = [float(x.norm()) for x in pair]
+            cosine = float(gradient @ fresh_gradient) / prod(lengths) if all(lengths) else nan
             late = [step - self.schedule.version(j, m, step) for m in self.microbatches]
-            found.append(
-                StageDelay(
-                    step=step,
-                    stage=j,
-                    delay=sum(late) / len(late),
-                    cosine=float(gradient @ fresh_gradient / lengths) if lengths > 0 else nan,
-                    gradient=float(gradient.norm()),
-                    fresh_gradient=float(fresh_gradient.norm()),
-                    weights=float(newest.norm()),
-                    moved=float((newest - before).norm()),
-                )
-            )
+            norms = *lengths, float(newest.norm()), float((newest - before).norm())
+            found.append(StageDelay(step, j, sum(late) / len(late), cosine, *norms))
         return tuple(found)
 
 

@@ -3,11 +3,13 @@
 A message is one flat tensor of bytes, without padding, whatever tensors it carries.
 """
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +52,22 @@ class Layout:
     @classmethod
     def of(
         cls,
-        tensors: Mapping[str, Tensor] | Mapping[int, Tensor],
+        tensors: Mapping[Any, Tensor | None],
         wire: torch.dtype | None = None,
-        exact: Container[str] = (),  # places that travel as they are
+        exact: Container[str] = (),
     ) -> "Layout":
-        """Return the layout of ``tensors``; larger types than ``wire`` travel as it."""
+        """Return the layout of ``tensors`` by place, without those that are None.
 
-        def sent_as(place: str | int, x: Tensor) -> torch.dtype:
+        Larger types than ``wire`` travel as it, except at ``exact`` places.
+        """
+
+        def part(place: str | int, x: Tensor) -> Part:
             shorter = x.is_floating_point() and wire and wire.itemsize < x.dtype.itemsize
-            return wire if wire and shorter and place not in exact else x.dtype
+            sent_as = wire if wire and shorter and place not in exact else x.dtype
+            return Part(place, tuple(x.shape), x.dtype, sent_as)
 
-        parts = [Part(k, tuple(x.shape), x.dtype, sent_as(k, x)) for k, x in tensors.items()]
-        parts.sort(key=lambda part: (-part.sent_as.itemsize, str(part.sent_as)))
-        return cls(tuple(parts))
+        parts = [part(place, x) for place, x in tensors.items() if x is not None]
+        return cls(tuple(sorted(parts, key=lambda p: (-p.sent_as.itemsize, str(p.sent_as)))))
 
     @cached_property
     def n_bytes(self) -> int:
@@ -85,18 +90,15 @@ class Layout:
         return {p.place: view.to(p.dtype) for p, view in zip(self.parts, views, strict=True)}
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        pieces = flat.split([part.n_bytes for part in self.parts])
-        return [
-            piece.view(part.sent_as).view(part.shape)
-            for part, piece in zip(self.parts, pieces, strict=True)
-        ]
+        pieces = zip(self.parts, flat.split([part.n_bytes for part in self.parts]), strict=True)
+        return [piece.view(part.sent_as).view(part.shape) for part, piece in pieces]
 
     def by_dtype(self, flat: Tensor) -> list[Tensor]:
         """Return the message as one flat tensor of each type that is in it."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for part in self.parts:
-            sizes[part.sent_as] = sizes.get(part.sent_as, 0) + part.n_bytes
-        pieces = flat.split(list(sizes.values()))
+            sizes[part.sent_as] += part.n_bytes
+        pieces = flat.split([*sizes.values()])
         return [piece.view(dtype) for dtype, piece in zip(sizes, pieces, strict=True)]
 
 
@@ -112,14 +114,14 @@ class Layouts:
 
     def of(self, i: Instruction) -> Layout:
         """Return the layout of the message of an instruction."""
-        found = {
-            Buffer.ACTIVATION: self.activations,
-            Buffer.ACTIVATION_GRADIENT: self.activation_gradients,
-            Buffer.GRADIENT: self.gradients,
-            Buffer.WEIGHTS: self.weights,
-        }
-        assert i.buffer is not None
-        return found[i.buffer][i.stage]
+        match i.buffer:
+            case Buffer.ACTIVATION:
+                return self.activations[i.stage]
+            case Buffer.ACTIVATION_GRADIENT:
+                return self.activation_gradients[i.stage]
+            case Buffer.GRADIENT:
+                return self.gradients[i.stage]
+        return self.weights[i.stage]
 
     def pack(self, i: Instruction, payload: Payload, device: torch.device) -> Tensor:
         """Return what instruction ``i`` sends, as bytes on ``device``."""
@@ -149,6 +151,7 @@ def find_layouts(
     ``skeletons`` and a micro-batch's ``inputs`` are on the meta device. ``device`` is where they
     compute, which decides the types that autocast chooses; ``wire`` is as in ``Layout.of``.
     """
+    activations, activation_gradients, gradients, versions = [], [], [], []
     with FakeTensorMode():
         inputs = tuple(_fake(x, device) for x in inputs)
         runs: list[tuple[dict[str, Tensor], Values, Values]] = []
@@ -157,27 +160,25 @@ def find_layouts(
             tensors = {k: _fake(x, device).requires_grad_(x.requires_grad) for k, x in named}
             outputs: Values = torch.func.functional_call(stage, tensors, inputs)
             runs.append((tensors, inputs, outputs))
+            activations.append(Layout.of(dict(enumerate(outputs))))
             inputs = tuple(torch.empty_like(x).requires_grad_(differentiable(x)) for x in outputs)
-        given: Sequence[Tensor | None] = [torch.empty_like(x) for x in runs[-1][2]]
-        activation_gradients, gradients, versions = [], [], []
+        given: Sequence[Tensor | None] = [torch.empty_like(x) for x in inputs]
         for stage, (tensors, received, outputs) in reversed([*zip(skeletons, runs, strict=True)]):
             weights = {name: x for name, x in tensors.items() if x.requires_grad}
             found = _gradients(outputs, given, [*received, *weights.values()])
-            given, of_weights = found[: len(received)], found[len(received) :]
-            crossing = {k: grad for k, grad in enumerate(given) if grad is not None}
-            activation_gradients.append(Layout.of(crossing))
-            pairs = zip(weights, of_weights, strict=True)
-            summed = {name: grad for name, grad in pairs if grad is not None}
+            given = found[: len(received)]
+            of_weights = dict(zip(weights, found[len(received) :], strict=True))
             norms = {k: m for k, m in stage.named_modules() if isinstance(m, MicrobatchNorm)}
             statistics = take_statistics(norms)
-            gradients.append(Layout.of(summed | statistics, wire, exact=statistics))
+            activation_gradients.append(Layout.of(dict(enumerate(given))))
+            gradients.append(Layout.of(of_weights | statistics, wire, exact=statistics))
             versions.append(Layout.of(weights, wire))
     return Layouts(
-        activations=tuple(Layout.of(dict(enumerate(outputs))) for *_, outputs in runs),
-        activation_gradients=tuple(reversed(activation_gradients)),
-        n_inputs=tuple(len(received) for _, received, _ in runs),
-        gradients=tuple(reversed(gradients)),
-        weights=tuple(reversed(versions)),
+        tuple(activations),
+        tuple(reversed(activation_gradients)),
+        tuple(len(received) for _, received, _ in runs),
+        tuple(reversed(gradients)),
+        tuple(reversed(versions)),
     )
 
 

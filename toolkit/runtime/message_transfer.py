@@ -5,11 +5,11 @@ NCCL has no tags: there each direction between two ranks is a separate channel, 
 keep the order of the program.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -169,13 +169,12 @@ def groups_and_pairs(program: Program, per_machine: int) -> tuple[list[Group], l
     """The groups of every collective; and (sender, receiver) of every message."""
     groups: set[Group] = set()
     pairs: set[Pair] = set()
-    for rank, instructions in enumerate(program.ranks):
-        for i in instructions:
-            if i.action == Action.SEND:
-                pairs.add((rank, i.peers[0]))
-            elif i.action.communicates and i.action != Action.RECV:
-                tiers = per_machine if i.action == Action.ALL_REDUCE else 0
-                groups.update(all_reduce_groups(sorted(i.peers), tiers))
+    for rank, i in ((rank, i) for rank, order in enumerate(program.ranks) for i in order):
+        if i.action == Action.SEND:
+            pairs.add((rank, i.peers[0]))
+        elif i.action.communicates and i.action != Action.RECV:
+            tiers = per_machine if i.action == Action.ALL_REDUCE else 0
+            groups.update(all_reduce_groups(sorted(i.peers), tiers))
     return sorted(groups), sorted(pairs)
 
 
@@ -190,11 +189,9 @@ def largest_chunk(chunk_mb: float | None, backend: str, *, paced: bool) -> int |
 
 def tags(instructions: Sequence[Instruction]) -> list[int]:
     """A tag for each of a rank's messages, the same at both ends; 0 for other instructions."""
-    count: Counter[tuple] = Counter()
-    found = []
-    for i in instructions:
-        # The k-th send to a peer matches its k-th receive from here; both ends count alike.
-        counts = i.action in (Action.SEND, Action.RECV)
-        count[i.action, i.peers] += counts
-        found.append(count[i.action, i.peers] if counts else 0)
-    return found
+    # The k-th send to a peer matches its k-th receive from here; both ends count alike.
+    numbers: defaultdict[tuple, count[int]] = defaultdict(partial(count, 1))
+    return [
+        next(numbers[i.action, i.peers]) if i.action in (Action.SEND, Action.RECV) else 0
+        for i in instructions
+    ]

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -63,68 +64,63 @@ class BatchReader(Iterator[Share]):
         self.alike = False
         self.shape: Shape | None = None
         self.n_steps = n_steps
-        self._n, self._wanted = n_microbatches, wanted
-        self._first = self._step = first_step
-        self._device = device
-        self._divided = isinstance(batches, Divisible)
-        if isinstance(batches, Divisible):
-            batches = batches.parts(n_microbatches, lambda k: wanted(first_step + k))
-        self._batches = iter(batches)
-        self._ahead: list[Share] = []
+        self._n, self._wanted, self._device = n_microbatches, wanted, device
+        self._shares = self._read(batches, first_step)
 
     def look(self) -> None:
         """Read the first batch now, so that a wrong one is refused before any step begins."""
-        self._ahead.append(next(self))
+        self._shares = chain([next(self._shares)], self._shares)
 
     def __next__(self) -> Share:
-        if self._ahead:
-            return self._ahead.pop()
-        step, taken = self._step, self._step - self._first
-        if taken == self.n_steps:
-            raise StopIteration
-        parts = self._wanted(step)
-        self._step += 1
-        if self._divided and not parts:
-            return None
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            if self.n_steps is None:
-                raise
-            raise UserError(
-                f"n_steps: got {self.n_steps}; expected at most {taken}, the number of batches. Use"
-                f" n_steps={taken}"
-            ) from None
-        n = len(parts) if self._divided else self._n
-        inputs, targets = divisible(batch, n)
-        self._compare(step, tuple(((len(x) // n, *x.shape[1:]), x.dtype) for x in inputs))
-        if not parts:
-            return None
-        *chosen, answers = (_moved(_chosen(x, n, parts), self._device) for x in (*inputs, targets))
-        return tuple(chosen), answers
+        return next(self._shares)
 
-    def _compare(self, step: int, shape: Shape) -> None:
+    def _read(self, batches: Iterable[Batch], first_step: int) -> Iterator[Share]:
+        divided = isinstance(batches, Divisible)
+        if isinstance(batches, Divisible):
+            batches = batches.parts(self._n, lambda k: self._wanted(first_step + k))
+        left = iter(batches)
+        for taken in count() if self.n_steps is None else range(self.n_steps):
+            parts = self._wanted(first_step + taken)
+            if divided and not parts:
+                yield None
+                continue
+            n = len(parts) if divided else self._n
+            try:  # in no variable, which would keep the batch until the next one
+                yield self._share(next(left), n, parts, first_step + taken)
+            except StopIteration:
+                if self.n_steps is None:
+                    return
+                raise UserError(
+                    f"n_steps: got {self.n_steps}; expected at most {taken}, the number of batches."
+                    f" Use n_steps={taken}"
+                ) from None
+
+    def _share(self, batch: Batch, n_parts: int, parts: Sequence[int], step: int) -> Share:
+        inputs, targets = divisible(batch, n_parts)
+        shape = tuple(((len(x) // n_parts, *x.shape[1:]), x.dtype) for x in inputs)
         self.shape = self.shape or shape
         if self.alike and shape != self.shape:
-            found, first = (
-                ", ".join(f"{list(size)} of {dtype}" for size, dtype in of)
-                for of in (shape, self.shape)
-            )
             raise UserError(
-                f"step {step}: got micro-batches {found}; expected {first}, as in the run's first"
-                " batch. Use drop_last=True, or separate runs"
+                f"step {step}: got micro-batches {_text(shape)}; expected {_text(self.shape)}, as"
+                " in the run's first batch. Use drop_last=True, or separate runs"
             )
+        if not parts:
+            return None
+        *chosen, answers = (_taken(x, n_parts, parts, self._device) for x in (*inputs, targets))
+        return tuple(chosen), answers
 
 
-def _chosen(tensor: Tensor, n_parts: int, parts: Sequence[int]) -> Tensor:
-    """Some of the ``n_parts`` equal parts; a copy only if they are several, but not all."""
-    if len(parts) == n_parts:
-        return tensor
-    chunks = tensor.chunk(n_parts)
-    return torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
+def _text(shape: Shape) -> str:
+    return ", ".join(f"{list(size)} of {dtype}" for size, dtype in shape)
 
 
-def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
+def _taken(
+    tensor: Tensor, n_parts: int, parts: Sequence[int], device: torch.device | None
+) -> Tensor:
+    """Some of the ``n_parts`` equal parts, on ``device``; views unless they are several."""
+    if len(parts) < n_parts:
+        chunks = tensor.chunk(n_parts)
+        tensor = torch.cat([chunks[m] for m in parts]) if len(parts) > 1 else chunks[parts[0]]
     # A GPU orders later work after an asynchronous copy; on the CPU nothing would wait for it.
     return tensor.to(device, non_blocking=device is not None and device.type == "cuda")
 
@@ -132,14 +128,12 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
     """Return the inputs, as a tuple, and the targets of a batch; refuse an indivisible one."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise UserError(f"batch: got a {type(batch).__name__}{many}; expected a pair (x, y)")
+        raise UserError(f"batch: got a {_kind(batch)}; expected a pair (x, y)")
     inputs, targets = batch
     inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
     for value in (*inputs, targets):
         if not isinstance(value, Tensor) or not value.dim():
-            kind = "tensor of no dimension" if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"batch: got a {kind}; expected tensors of samples, [b, ...]")
+            raise UserError(f"batch: got a {_kind(value)}; expected tensors of samples, [b, ...]")
     sizes = [len(tensor) for tensor in (*inputs, targets)]
     if len({*sizes}) > 1 or sizes[0] % n_microbatches or not sizes[0]:
         raise UserError(
@@ -147,6 +141,13 @@ def divisible(batch: Batch, n_microbatches: int) -> tuple[Values, Tensor]:
             " micro-batches. Use drop_last=True in a DataLoader"
         )
     return inputs, targets
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor of shape {list(value.shape)}"
+    size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
+    return type(value).__name__ + size
 
 
 class MicrobatchQueue:
@@ -183,10 +184,9 @@ class MicrobatchQueue:
         self._steps.pop(step, None)
         results = self._results.pop(step, {})
         order = tuple(sorted(results))
-        if not order:
-            return StepResult(step, order, torch.empty(0), torch.empty(0))
-        losses, outputs = zip(*(results[m] for m in order), strict=True)
-        return StepResult(step, order, torch.stack(losses), torch.cat(outputs))
+        losses = [results[m][0] for m in order] or [torch.empty(0)]
+        outputs = [results[m][1] for m in order] or [torch.empty(0)]
+        return StepResult(step, order, torch.stack(losses).flatten(), torch.cat(outputs))
 
     def skip_to(self, step: int) -> None:
         """Read every batch before ``step``, even unused ones: all ranks end at the same batch."""
@@ -205,14 +205,11 @@ class StageDelay:
     """What the delay does to the gradient of one stage at training step t.
 
     Attributes:
-        step: t.
-        stage: j.
+        step, stage: t and j.
         delay: steps by which the weights that it reads are late, the mean over micro-batches.
         cosine: between the gradient that the schedule sums and the fresh one, that of the newest
-            weights of every stage on the same batch. 1 where nothing is late; nan where one of
-            the gradients is 0.
-        gradient: norm of the first of them.
-        fresh_gradient: norm of the second.
+            weights of every stage on the same batch; nan where one of the gradients is 0.
+        gradient, fresh_gradient: norms of the two.
         weights: norm of theta_t.
         moved: norm of theta_t - theta_{t-1}; nan at the first step.
     """

@@ -162,9 +162,9 @@ class Rank:
             self._give_input_gradients(i, found)
 
     def _backward_weight(self, i: Instruction) -> None:
-        if not self.runners[i.stage].splits:
-            return
-        kept = self.kept[i.stage, i.microbatch, i.step]
+        kept = self.kept[
+            i.stage, i.microbatch, i.step
+        ]  # emptied before if the stage does not split
         for segment in kept.second_half:
             segment.run()
         self.sums[i.stage, i.step].add(kept.take_weight_gradients())
@@ -173,13 +173,12 @@ class Rank:
         self.boundaries[Buffer.ACTIVATION_GRADIENT, i.stage, i.microbatch, i.step] = grads
 
     def _update(self, i: Instruction) -> None:
-        step, updater = _int(i.step), self.updaters[i.stage]
-        total = self.sums.pop((i.stage, step))
+        updater, total = self.updaters[i.stage], self.sums.pop((i.stage, i.step))
         # Other micro-batches may still read the old version; FREE drops it after its last reader.
         updater.update(total, self.schedule.n_microbatches, keep_old=True)
-        self.weights[i.stage, i.version] = updater.newest()
+        self.weights[i.weights] = updater.newest()
         if i.stage in self.versions:
-            self.versions[i.stage][step + 1] = updater.newest()
+            self.versions[i.stage][_int(i.version)] = updater.newest()
 
     def _predict(self, i: Instruction) -> None:
         late, before = (self.weights[key] for key in i.predicted_from)

@@ -36,7 +36,7 @@ class SingleProcess(Runtime):
     or that extrapolated to theta^j_t (see ``predict`` of :class:`toolkit.schedule.Schedule`).
 
     Args:
-        stages, schedule, optimizer, loss, lr_scheduler, seed, options: as in ``Runtime``; the
+        stages, schedule, optimizer, loss, lr_scheduler, seed, options: as in ``Runtime``. The
             model's parameters are trained in place.
         order: ``"grouped"``, nearly as fast as plain training; or ``"scheduled"``, which runs the
             schedule's program slot by slot and has the schedule's memory.
@@ -65,12 +65,11 @@ class SingleProcess(Runtime):
         super().__post_init__()
         self._updaters = self._runners = self._make_runners()
         self._versions: list[dict[int, Weights]] = [{0: r.newest()} for r in self._runners]
-        self._engine = self._make_engine()
+        self._make_engine()
 
-    def _make_engine(self) -> "Grouped | Scheduled":
-        if self._overlaps:
-            return Scheduled(self._runners, self.schedule, self._loss)
-        return Grouped(self._runners, self.schedule, self._loss, self.diagnostics)
+    def _make_engine(self) -> None:
+        given = self._runners, self.schedule, self._loss
+        self._engine = Scheduled(*given) if self._overlaps else Grouped(*given, self.diagnostics)
 
     def _module(self) -> nn.Module:
         return self.stages.model
@@ -92,8 +91,7 @@ class SingleProcess(Runtime):
         for j, runner in enumerate(self._runners):
             self._versions[j] = loaded(state, j, runner)
             runner.load(state["stages"][j])
-        # A new one: the scheduled engine keeps replicas of the weights before.
-        self._engine = self._make_engine()
+        self._make_engine()  # a new one: order "scheduled" keeps replicas of the weights before
 
 
 class Scheduled:
@@ -116,8 +114,7 @@ class Scheduled:
         Steps overlap, so a result can precede its step's last update.
         """
         assert source.n_steps is not None  # known, since steps overlap
-        everything = range(self.schedule.n_microbatches)
-        feed = MicrobatchQueue(source, step, lambda _: everything)
+        feed = MicrobatchQueue(source, step, lambda _: range(self.schedule.n_microbatches))
         end = step + source.n_steps
         for begin in range(step, end, _WINDOW):
             program = self.schedule.lower(min(_WINDOW, end - begin), begin)
@@ -130,7 +127,7 @@ class Scheduled:
         ranks = self._ranks(program, versions, feed)
         message: Payload = ()
         for rank, i in replay(program.ranks):
-            here, root = ranks[rank], i.peers[0] if i.peers else rank
+            here, is_root = ranks[rank], i.peers[:1] == (rank,)
             # A replay has each receive right after its send, so one message is under way.
             if i.action == Action.SEND:
                 message = here.give(i)
@@ -138,17 +135,15 @@ class Scheduled:
                 here.take(i, message)
                 message = ()
             elif i.action in (Action.ALL_REDUCE, Action.REDUCE):
-                if rank == root:
+                if is_root:
                     _reduce(ranks, i)
-            elif i.action == Action.BROADCAST:
-                if rank != root:
-                    here.take(i, ranks[root].give(i))
-            else:
+            elif i.action != Action.BROADCAST:
                 here.execute(i)
-            if i.action != Action.FORWARD or i.step is None:
-                continue
-            if feed.n_finished(i.step) == self.schedule.n_microbatches:
-                yield feed.result(i.step)
+            elif not is_root:
+                here.take(i, ranks[i.peers[0]].give(i))
+            ends = i.step if i.action == Action.FORWARD else None
+            if ends is not None and feed.n_finished(ends) == self.schedule.n_microbatches:
+                yield feed.result(ends)
 
     def _ranks(
         self, program: Program, versions: list[dict[int, Weights]], feed: MicrobatchQueue

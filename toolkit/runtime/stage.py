@@ -46,13 +46,11 @@ class StageRunner(Updater):
                 master.data = channels_last(master.data)
         self.group = Group()
         # A copy of the modules, since norms are replaced, with the tensors of the stage itself.
-        tensors = chain(stage.parameters(), stage.buffers())
-        self.compute = in_training(copy.deepcopy(stage, {id(tensor): tensor for tensor in tensors}))
+        own = {id(tensor): tensor for tensor in chain(stage.parameters(), stage.buffers())}
+        self.compute = in_training(copy.deepcopy(stage, own))
         self.norms = replace_norms(self.compute, self.group)
         self.one_by_one = one_by_one(self.compute)
-        self._call: Callable[[Weights, Values], Values] = partial(
-            torch.func.functional_call, self.compute
-        )
+        self._call: Callable[..., Values] = partial(torch.func.functional_call, self.compute)
         if options.compile != "none":
             self._call = compiled(self._call, options.compile)
 
@@ -96,16 +94,15 @@ class StageRunner(Updater):
             if not self.one_by_one:
                 self.group.size = len(microbatches)
                 return self._call(weights, inputs)
-            self.group.size = 1
-            n = len(microbatches)
+            self.group.size, n = 1, len(microbatches)
+            # No chunk of one part: the gradient of a chunk is copied.
             parts = zip(*(tensor.chunk(n) for tensor in inputs), strict=True) if n > 1 else [inputs]
             outputs = []
             for microbatch, part in zip(microbatches, parts, strict=True):
                 with drawing(part, self.seed, step, self.index, microbatch):
                     outputs.append(self._call(weights, part))
-            if n == 1:
-                return outputs[0]
-            return tuple(torch.cat(tensors) for tensors in zip(*outputs, strict=True))
+            merged = map(torch.cat, zip(*outputs, strict=True))
+            return tuple(merged) if n > 1 else outputs[0]
 
     def take_statistics(self) -> dict[str, Tensor]:
         """Take what the norms have summed since the last call, by the norm's name."""
@@ -122,13 +119,7 @@ def compiled(call: Callable[..., Values], mode: str) -> Callable[..., Values]:
     # gets a copy of the code object, and a limit above all numbers of micro-batches in one batch.
     own = FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
     found: Callable[..., Values] = torch.compile(own, mode=mode, dynamic=False)
-    more = torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)
-
-    def compiling(weights: Weights, inputs: Values) -> Values:
-        with more:
-            return found(weights, inputs)
-
-    return compiling
+    return torch._dynamo.config.patch(recompile_limit=_MOST_COMPILATIONS)(found)
 
 
 def channels_last(tensor: Tensor) -> Tensor:
@@ -152,19 +143,18 @@ def leaves(weights: Weights) -> Weights:
 
 
 def take_gradients(weights: Weights) -> dict[str, Tensor]:
-    """Take what a backward has left on ``leaves``, each in memory of its own.
-
-    Where several weights are added up, autograd may leave them views of one gradient.
-    """
+    """Take what a backward has left on ``leaves``, each in memory of its own."""
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, leaf in weights.items():
         if (gradient := take_gradient(leaf)) is not None:
-            if gradient.layout == torch.strided:
-                storage = gradient.untyped_storage()._cdata
-                gradient = gradient.clone() if storage in storages else gradient
-                storages.add(storage)
             found[name] = gradient
+            if gradient.layout == torch.strided:
+                # Where several weights are added up, autograd may leave views of one gradient.
+                storage = gradient.untyped_storage()._cdata
+                if storage in storages:
+                    found[name] = gradient.clone()
+                storages.add(storage)
     return found
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 from numbers import Real
+from operator import lt
 
 import torch
 from torch import Tensor
@@ -55,10 +56,9 @@ class StepOptions(StepSettings):
         check_checkpoint(self.checkpoint)
         for name, end in (("loss_scale", inf), ("clip", inf), ("ema", 1)):
             value = getattr(self, name)
-            if value is None and name != "loss_scale":
-                continue
             number = isinstance(value, Real) and not isinstance(value, bool)
-            if not number or not 0 < float(value) < end:
+            absent = value is None and name != "loss_scale"
+            if not absent and not (number and 0 < float(value) < end):
                 raise UserError(f"{name}: got {value!r}; expected a number above 0, below {end}")
 
     @property
@@ -80,26 +80,15 @@ class StepOptions(StepSettings):
         """Return the context in which stages compute."""
         return autocast(self.precision, device)
 
-    def computed(self, loss: Loss) -> Loss:
-        """Return ``loss`` in the context in which stages compute."""
-
-        def cast(outputs: Tensor, targets: Tensor) -> Tensor:
-            with self.autocast(outputs.device):
-                return loss(outputs, targets)
-
-        return cast
-
     @property
     def in_cuda_graphs(self) -> bool:
         """Whether the next call of a compiled stage overwrites the results of the last."""
         return self.compile in ("reduce-overhead", "max-autotune")
 
     def begin_step(self) -> None:
-        """Mark the start of a training step: CUDA graphs may now reuse the last one's memory.
-
-        By default CUDA graphs take the first compiled forward after a backward for the start, even
-        one that a checkpoint repeats; and any forward that needs no gradient.
-        """
+        """Mark the start of a training step: CUDA graphs may now reuse the last one's memory."""
+        # By default they take the first compiled forward after a backward for the start, even one
+        # that a checkpoint repeats; and any forward that needs no gradient.
         if self.in_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -110,31 +99,24 @@ class StepOptions(StepSettings):
     def check(self, schedule: Schedule, *, whole_step: bool) -> None:
         """Refuse what ``schedule`` or its runtime cannot do.
 
-        Args:
-            schedule: the schedule to train by.
-            whole_step: whether the runtime has all gradients of a step before its first update.
-
-        Raises:
-            UserError: a checkpointed stage does not exist; the model's norm is not known in time;
-                CUDA graphs with a runtime that interleaves forwards and backwards.
+        ``whole_step``: whether the runtime has all gradients of a step before its first update.
         """
         checkpointed(self.checkpoint, schedule.n_stages)
         whole_model = self.clip is not None and self.clip_by == "model"
-        if whole_model:
-            sizes = (schedule.n_stages, schedule.n_microbatches)
-            needed = chain(*freshest(schedule.timing, *sizes, together=True))
-            delays = chain(*schedule.least_staleness)
-            if any(d < least for d, least in zip(delays, needed, strict=True)):
-                raise UserError(
-                    "clip_by=model needs every gradient of a step before its first update, and"
-                    f" {schedule.name} reads the first updates before the last gradients: use"
-                    " clip_by=stage, or schedule=cdp_v1 with order=grouped"
-                )
         for name, asked in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
             if asked and not whole_step:
                 raise UserError(
                     f"{name}={getattr(self, name)} takes all gradients of a step before its first"
                     f" update: leave {name} out, or use runtime=single_process with order=grouped"
+                )
+        if whole_model:
+            sizes = (schedule.n_stages, schedule.n_microbatches)
+            needed = chain(*freshest(schedule.timing, *sizes, together=True))
+            if any(map(lt, chain(*schedule.least_staleness), needed)):
+                raise UserError(
+                    "clip_by=model needs every gradient of a step before its first update, and"
+                    f" {schedule.name} reads the first updates before the last gradients: use"
+                    " clip_by=stage, or schedule=cdp_v1 with order=grouped"
                 )
 
     def check_only(self, runtime: str, *possible: str) -> None:
@@ -153,9 +135,6 @@ PLAIN = StepOptions()
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Set whether NVIDIA GPUs may round the factors of 32-bit products to 10 bits of mantissa.
-
-    The setting is of the whole process, so ``experiments`` make it, not runtimes.
-    """
+    """Set whether NVIDIA GPUs may round 32-bit factors to 10 bits, in the whole process."""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

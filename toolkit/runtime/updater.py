@@ -183,8 +183,7 @@ class Updater:
         for name, master in self.masters.items():
             master.grad = total.tensors.get(name)
         if self.optimizer is not None:
-            if norm is None:
-                (norm,) = gradient_norms([self], [total])
+            norm = norm or gradient_norms([self], [total])[0]
             if norm is not None and not norm.finite:
                 self.n_skipped += 1
                 self.optimizer.zero_grad(set_to_none=True)  # weights without gradient stay
@@ -204,14 +203,13 @@ class Updater:
 
     @torch.no_grad()
     def _update_average(self) -> None:
-        if not self.options.ema:
-            return
-        # A smaller decay at first, so that the first weights are soon forgotten.
-        decay = min(self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged))
-        self.n_averaged += 1
-        if newest := self.averaged():
+        if self.averages and self.options.ema is not None:
+            # A smaller decay at first, so that the first weights are soon forgotten.
+            decay = min(self.options.ema, (1 + self.n_averaged) / (10 + self.n_averaged))
+            newest = self.averaged()
             pairs = [*self.averages.values()], [newest[name] for name in self.averages]
             torch._foreach_lerp_(*pairs, 1 - decay)
+            self.n_averaged += 1
 
     def averaged(self) -> Weights:
         """Return what averages follow: the newest weights, and batch norms' running statistics."""
@@ -224,12 +222,11 @@ class Updater:
     @torch.no_grad()
     def _renew(self) -> None:
         """Give the newest weights memory of their own; readers of the old version keep theirs."""
-        old = [*self.newest().values()]
-        new = [torch.empty_like(tensor) for tensor in old]
-        if new:
+        if old := [*self.newest().values()]:
+            new = [torch.empty_like(tensor) for tensor in old]
             torch._foreach_copy_(new, old)
-        for master, tensor in zip(self.masters.values(), new, strict=True):
-            master.data = tensor
+            for master, tensor in zip(self.masters.values(), new, strict=True):
+                master.data = tensor
 
     def apply(self) -> None:
         """One optimizer step with the gradients that the parameters have."""
@@ -244,8 +241,6 @@ class Updater:
     def _scale_gradient(self, norm: GradientNorm) -> None:
         """Divide the gradient by the loss's scale, and clip it."""
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        if not grads:
-            return
         factor = torch.full_like(norm.squared, 1 / self.options.scale)
         if self.options.clip is not None:
             factor *= (self.options.clip / (norm.squared.sqrt() + 1e-6)).clamp(max=1.0)
@@ -266,14 +261,15 @@ def gradient_norms(
         if grads and options.needs_norm:
             squared = torch.stack(torch._foreach_norm(grads)).square().sum()
             squares[k] = squared / options.scale**2
-    if options.clip is not None and options.clip_by == "model" and squares:
+    if not squares:
+        return [None] * len(updaters)
+    if options.clip is not None and options.clip_by == "model":
         squares = dict.fromkeys(squares, torch.stack([*squares.values()]).sum())
     # One question for all norms, once all are computed: reading a value waits for the device.
-    finite = [True] * len(squares)
-    if options.scale != 1 and squares:
-        finite = torch.stack([*squares.values()]).isfinite().tolist()
-    found = {k: GradientNorm(squares[k], sound) for k, sound in zip(squares, finite, strict=True)}
-    return [found.get(k) for k in range(len(updaters))]
+    asks, all_squares = options.scale != 1, [*squares.values()]
+    finite = torch.stack(all_squares).isfinite().tolist() if asks else [True] * len(squares)
+    norms = dict(zip(squares, map(GradientNorm, all_squares, finite), strict=True))
+    return [norms.get(k) for k in range(len(updaters))]
 
 
 def _check_step(made: Optimizer | LRScheduler, name: str, way_out: str) -> None:

@@ -1,7 +1,7 @@
 """Which weights a rank holds between programs, and how the newest come together."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,16 @@ class WeightStore:
         self, world: World, stages: Stages, schedule: Schedule, runners: Sequence[StageRunner]
     ) -> None:
         self.world, self.stages, self.schedule, self.runners = world, stages, schedule, runners
-        program = schedule.lower(1)
-        ranks = range(schedule.n_ranks)
-        self._updaters = [
-            {rank for rank in ranks if j in program.updated(rank)} for j in range(len(runners))
-        ]
-        self._layouts = [Layout.of(self._state(j)) for j in range(len(runners))]
+        program, everything = schedule.lower(1), range(len(runners))
+        of_rank = [program.updated(rank) for rank in range(schedule.n_ranks)]
+        self._updaters = [{r for r, own in enumerate(of_rank) if j in own} for j in everything]
+        self._layouts = [Layout.of(self._state(j)) for j in everything]
         self._averaged = [Layout.of(runner.averaged()) for runner in runners]
         for j, layout in enumerate(self._layouts):  # all ranks start with the weights of rank 0
             received = self._broadcast(layout, 0, self._state(j))
             for name, tensor in self._state(j).items():
                 tensor.copy_(received[name])
-        self.updated = [j for j, ranks in enumerate(self._updaters) if world.rank in ranks]
+        self.updated = sorted(of_rank[world.rank])
         self.versions = {j: {0: runners[j].newest()} for j in self.updated}
         for j in self.updated:
             runners[j].begin_average()
@@ -59,26 +57,22 @@ class WeightStore:
         Every rank calls it.
         """
         self.forget()
-        held = {
-            (j, v): weights for j, known in self.versions.items() for v, weights in known.items()
-        }
+        rank = self.world.rank
+        held = {(j, v): weights for j, own in self.versions.items() for v, weights in own.items()}
         sent = []
         for j, owner in enumerate(self.schedule.owners):
             lacking = sorted(set(self.schedule.first_holders(j)) - self._updaters[j])
             for version in self.schedule.versions(j, step):
                 what = (j, None, None, version, Buffer.WEIGHTS)
-                if self.world.rank == owner:
-                    # Do not wait yet: two owners that wait for each other would deadlock.
-                    for rank in lacking:
-                        send = Instruction(0, Action.SEND, *what, (rank,))
-                        sent.append((send, messages.send(send, held[j, version])))
-                elif self.world.rank in lacking:
+                # Do not wait yet: two owners that wait for each other would deadlock.
+                for receiver in lacking if rank == owner else ():
+                    send = Instruction(0, Action.SEND, *what, (receiver,))
+                    sent.append((send, messages.send(send, held[j, version])))
+                if rank in lacking:
                     receive = Instruction(0, Action.RECV, *what, (owner,))
                     transfer = messages.receive(receive)
                     self._await(receive, step, transfer)
-                    received = messages.received(receive, transfer)
-                    assert isinstance(received, dict)
-                    held[j, version] = received
+                    held[j, version] = cast(Weights, messages.received(receive, transfer))
         for send, transfer in sent:
             self._await(send, step, transfer)
         return held
