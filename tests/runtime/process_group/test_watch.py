@@ -14,8 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.thorough import more, thorough
-from toolkit.runtime.process_group.diagnosis import RankStatus, Record
-from toolkit.runtime.process_group.shared_status import Process, SharedStatus
+from toolkit.runtime.process_group.shared_status import Process, RankStatus, Record, SharedStatus
 from toolkit.runtime.process_group.watch import _GRACE, EXIT_FAILED, JobFailedError, Watch
 from toolkit.schedule import Action, Buffer, Instruction
 

@@ -1,13 +1,7 @@
 """torch's own runtimes, under this toolkit's interface; each is imported at first use."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from toolkit.runtime.baselines.ddp import DDP as DDP
-    from toolkit.runtime.baselines.delayed_allreduce import DelayedAllReduce as DelayedAllReduce
-    from toolkit.runtime.baselines.fsdp import FSDP as FSDP
-    from toolkit.runtime.baselines.torch_pipelining import TorchPipelining as TorchPipelining
+from typing import Any
 
 _MODULES = {
     "DDP": "ddp",

@@ -3,8 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from typing import NamedTuple
 
 from toolkit.cost.timeline import (
     ACTIVATIONS,
@@ -20,14 +18,7 @@ from toolkit.cost.timeline import (
 )
 from toolkit.runtime.meters.meter import Event, Record
 from toolkit.schedule import Action, Buffer, Schedule
-from toolkit.schedule.program import most_by_slot, received_of, traffic_of
-
-
-class Sent(NamedTuple):
-    """Messages and bytes; collectives count in their usual forms (see Program.traffic)."""
-
-    messages: int = 0
-    bytes: Fraction = Fraction()
+from toolkit.schedule.program import NOTHING, Traffic, most_by_slot, received_of, traffic_of
 
 
 @dataclass(frozen=True)
@@ -37,20 +28,21 @@ class Measurements:
     schedule: Schedule
     records: Sequence[Record]
 
-    def sent(self, *buffers: Buffer) -> tuple[tuple[Sent, ...], ...]:
-        """Return what each rank sent of ``buffers``: ``[slot][rank]``.
+    def sent(self, *buffers: Buffer) -> tuple[tuple[Traffic, ...], ...]:
+        """Return the messages, and bytes as units, of ``buffers`` by sender: ``[slot][rank]``.
 
-        A message counts in the slot that begins when the program sends it.
+        A message counts in the slot that begins when the program sends it; collectives count in
+        their usual forms (see ``Program.traffic``).
         """
-        total = [[Sent()] * len(self.records) for _ in range(self._n_slots + 1)]
+        total = [[NOTHING] * len(self.records) for _ in range(self._n_slots + 1)]
         for record in self.records:
             for event in record.events:
                 if event.instruction.buffer in buffers:
                     slot = total[event.tick // self.schedule.timing.ticks_per_slot]
                     messages, n_bytes = slot[record.rank]
                     more = traffic_of(event.instruction, record.rank)
-                    n_bytes += more.units * event.bytes
-                    slot[record.rank] = Sent(messages + more.messages, n_bytes)
+                    moved = n_bytes + more.units * event.bytes
+                    slot[record.rank] = Traffic(messages + more.messages, moved)
         return tuple(map(tuple, total))
 
     def activations(self) -> tuple[tuple[int, ...], ...]:

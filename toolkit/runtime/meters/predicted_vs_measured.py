@@ -14,7 +14,7 @@ from toolkit.runtime.distributed import Distributed
 from toolkit.runtime.meters.measurements import Measurements
 from toolkit.runtime.process_group.join import join
 from toolkit.runtime.process_group.launch import report
-from toolkit.schedule import Buffer, Program
+from toolkit.schedule import Buffer
 from toolkit.schedule.paper_table import RULES, SETTINGS
 from toolkit.schedule.program import traffic_of
 from toolkit.schedule.steady_state import belongs_to, footprint, settled_steps, steady_slots
@@ -96,14 +96,20 @@ def equal_stages(n: int, width: int, batch: int) -> Stages:
 def make_row(setting: str, rule: str, found: Measurements, width: int, batch: int) -> MeasuredRow:
     """Compare measurements with the count; see :func:`measure`."""
     schedule = found.schedule
-    program = schedule.lower(2 * settled_steps(schedule) + 1)
     item = torch.get_default_dtype().itemsize
-    measured = _footprint(found, item * width * width, item * width * batch)
+    stage = item * width * width  # bytes of its parameters
+    measured = _footprint(found, stage, item * width * batch)
     counted = asdict(footprint(schedule))
     differences: dict[str, tuple[Any, Any]] = {
         name: (counted[name], value) for name, value in measured.items() if value != counted[name]
     }
-    if cells := _differing_cells(found, program, item * width * width):
+    traffic = schedule.lower(2 * settled_steps(schedule) + 1).traffic()
+    cells = sum(
+        (expected.messages, expected.units * stage) != sent
+        for slots in zip(traffic, found.sent(*_PARAMETERS), strict=True)
+        for expected, sent in zip(*slots, strict=True)
+    )
+    if cells:
         differences["messages and bytes by slot and rank"] = (0, cells)
     return MeasuredRow(setting, rule, measured, differences, found)
 
@@ -133,14 +139,5 @@ def _footprint(found: Measurements, stage: int, activation: int) -> dict[str, Fr
         "weights": Fraction(max(found.peak_weights()), stage) * part,
         "traffic": sum(units.units * n for units, n in of_step) / Fraction(stage * ranks) * part,
         "messages": Fraction(sum(units.messages for units, _ in of_step), ranks),
-        "traffic_in_slot": max(one.bytes for slot in sent for one in slot) / stage * part,
+        "traffic_in_slot": max(one.units for slot in sent for one in slot) / stage * part,
     }
-
-
-def _differing_cells(found: Measurements, program: Program, stage: int) -> int:
-    """Count slots and ranks whose messages or bytes of parameters differ from the program."""
-    return sum(
-        (counted.messages, counted.units * stage) != tuple(measured)
-        for slots in zip(program.traffic(), found.sent(*_PARAMETERS), strict=True)
-        for counted, measured in zip(*slots, strict=True)
-    )

@@ -10,14 +10,58 @@ import socket
 import threading
 import weakref
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from toolkit.runtime.process_group.diagnosis import RankStatus, Record
-
 BEAT = 0.5  # most seconds between two records of a rank
 _SLOT = 1 << 16  # bytes; only the pages that are written take memory
+
+
+class RankStatus(IntEnum):
+    """State of a rank. It reports the first three itself; others observe the last two."""
+
+    RUNNING = 0
+    ENDED = 1  # it has finished, or was asked to end by a signal
+    FAILED = 2  # it has a diagnosis
+    DEAD = 3  # its process is gone
+    SILENT = 4  # its record is old
+
+
+class Record(NamedTuple):
+    """What a rank reports about itself, or what another rank sees of it."""
+
+    what: object = "start"  # instruction that it is at, or words
+    step: int | None = None
+    peers: tuple[int, ...] = ()  # ranks that it waits for there
+    since: float = 0.0  # when it came there, in seconds of its own clock
+    now: float = 0.0  # its clock when it wrote this
+    status: int = RankStatus.RUNNING
+    error: str = ""  # of the backend where it waited; the diagnosis if it has failed
+    host: str = ""  # its machine, if that is not the reader's own
+
+    def encode(self) -> str:
+        """Return the record as JSON."""
+        return json.dumps(self._replace(what=str(self.what)[:2000]))
+
+    @classmethod
+    def decode(cls, text: str | bytes) -> "Record":
+        """Return the record that :meth:`encode` wrote."""
+        what, step, peers, *rest = json.loads(text)
+        return cls(what, step, tuple(peers), *rest)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the rank has been there."""
+        return self.now - self.since
+
+    @property
+    def position(self) -> str:
+        """Step and instruction; on another machine, where it was last seen."""
+        place = f"{self.what}" if self.step is None else f"in step {self.step} at {self.what}"
+        return f"last seen {place}" if self.host else place
 
 
 class Process:

@@ -14,16 +14,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from toolkit.errors import first_line
-from toolkit.runtime.process_group.diagnosis import Diagnosis, RankStatus, Record, diagnose
-from toolkit.runtime.process_group.shared_status import BEAT, Peers, SharedStatus
+from toolkit.runtime.process_group.shared_status import (
+    BEAT,
+    Peers,
+    RankStatus,
+    Record,
+    SharedStatus,
+)
 
 EXIT_FAILED = 70
 """Exit status of a rank that leaves because the job has failed."""
@@ -61,6 +66,59 @@ def is_backend_error(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and not isinstance(error, dist.DistError | JobFailedError):
         return _BACKEND_WORDS.search(str(error)) is not None
     return isinstance(error, ConnectionError | dist.DistError)
+
+
+class Diagnosis(NamedTuple):
+    """Reason why the job ends: the rank at fault, None if no single one is, and a sentence."""
+
+    blamed: int | None
+    message: str
+
+
+def diagnose(
+    ranks: Mapping[int, Record], me: int, timeout: float, patience: float
+) -> Diagnosis | None:
+    """Find the rank that keeps rank ``me`` waiting; None while there is no reason to end.
+
+    ``patience`` is the time left in which a better reason than a lost connection may appear.
+    """
+    mine = ranks[me]
+    late, lost = mine.seconds >= timeout, bool(mine.error) and not patience
+    queue = [me]  # then the ranks that it waits for, directly or not; nearest first
+    for waiter in queue:
+        if ranks[waiter].status == RankStatus.RUNNING:
+            queue += (r for r in ranks[waiter].peers if r in ranks and r not in queue)
+    waited = queue[1:]
+    everyone = [*waited, *(r for r in ranks if r not in queue)]
+    stuck = [r for r in waited if not ranks[r].peers and ranks[r].seconds >= timeout]
+    stalled = f"has stalled: for {timeout:g} s it has not"
+    # The best reason first: a dead rank explains all that others show.
+    for status, among, enough, how in (
+        (RankStatus.DEAD, everyone, True, "has died (its process is gone)"),
+        (RankStatus.ENDED, waited, late or lost, "has ended (it finished, or by a signal)"),
+        (RankStatus.SILENT, everyone, late, f"{stalled} answered (stopped, or its network hangs)"),
+        (RankStatus.RUNNING, stuck, late, f"{stalled} moved (it runs; if slow, raise timeout)"),
+    ):
+        for rank in among if enough else ():
+            if ranks[rank].status == status:
+                waiter = next((r for r in queue if rank in ranks[r].peers), me)
+                waits = "waited for it" if rank in ranks[waiter].peers else "was"
+                on = f" (on {ranks[rank].host})" if ranks[rank].host else ""
+                what = f"rank {rank}{on} {how}, {ranks[rank].position}"
+                return Diagnosis(rank, f"{what}; rank {waiter} {waits} {ranks[waiter].position}")
+    if not lost:
+        return None
+    peers = [r for r in mine.peers if r != me and r in ranks]
+    ends = [r for r in peers if ranks[r].error and me in ranks[r].peers] or peers
+    if not ends:
+        return Diagnosis(None, f"rank {me} cannot continue, {mine.position}: {mine.error}")
+    whom = "rank " if len(ends) == 1 else "one of ranks "
+    places = "".join(f"; rank {r} was {ranks[r].position}" for r in ends)
+    return Diagnosis(
+        None,
+        f"the connection between rank {me} and {whom}{', '.join(map(str, ends))} is lost:"
+        f" rank {me} was {mine.position}{places} ({mine.error})",
+    )
 
 
 class Watch:
