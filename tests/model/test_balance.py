@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.strategies import quick
-from toolkit.model.balance import balanced
+from toolkit.model.partition import balanced
 
 
 def stages(loads, cuts):

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tests.thorough import more
 from toolkit.errors import UserError
 from toolkit.model import MEASURES, build, gpt, partition
-from toolkit.model.balance import balanced
+from toolkit.model.partition import balanced
 
 
 def pass_through(stages, *values):

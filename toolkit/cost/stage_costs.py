@@ -17,7 +17,7 @@ from toolkit.cost.hardware import Hardware
 from toolkit.errors import UserError
 from toolkit.model import Stages
 from toolkit.model.analysis import Work, differentiable, node_costs, tensors_in, working_bytes
-from toolkit.model.partition import check_stages, checkpointed
+from toolkit.model.partition import check_checkpoint, check_stages, recomputes
 from toolkit.model.precision import autocast, check_precision
 from toolkit.model.trace import evaluated, in_training, kept_generators, refused
 
@@ -199,7 +199,8 @@ def recomputing(costs: Costs, checkpoint: str | Sequence[int]) -> tuple[StageCos
     Raises:
         UserError: ``checkpoint`` is something else.
     """
-    chosen = checkpointed(checkpoint, len(costs))
+    check_checkpoint(checkpoint, len(costs))
+    chosen = {stage for stage in range(len(costs)) if recomputes(checkpoint, stage)}
     return tuple(
         replace(
             cost,

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.model import attention
-from toolkit.model.precision import autocast_type, casting, meta_autocast
+from toolkit.model.precision import HALVES, as_trained, attention_draws
 from toolkit.model.trace import in_training
 
 
@@ -141,38 +140,14 @@ def parameters_of(module: nn.Module, n: fx.Node) -> list[tuple[str, nn.Parameter
     return []
 
 
-class AsTrained(fx.Interpreter):
-    """Run meta tensors through a traced module as the training device would (meta: a GPU)."""
-
-    def __init__(
-        self, module: nn.Module, device: torch.device, precision: str, **options: Any
-    ) -> None:
-        assert isinstance(module, fx.GraphModule)
-        super().__init__(module, **options)
-        self.dtype = autocast_type(precision)
-        self.on_cpu = device.type == "cpu"
-        self.attention = casting(attention.fused(device), self.dtype)
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Apply the device's attention and autocast."""
-        mixed = meta_autocast(self.dtype, on_cpu=self.on_cpu)
-        with attention.within_modules(self.attention), mixed:
-            yield
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Call ``target``, or the device's attention in place of torch's plain one."""
-        function = self.attention if target is attention.PLAIN else target
-        return super().call_function(function, args, kwargs)
-
-
-class _Recorder(AsTrained):
+class _Recorder(fx.Interpreter):
     """Run each node alone, forward and backward, on inputs detached from earlier nodes."""
 
     def __init__(
         self, module: nn.Module, inputs: tuple[Tensor, ...], device: torch.device, precision: str
     ) -> None:
-        super().__init__(module, device, precision, garbage_collect_values=False)
+        super().__init__(module, garbage_collect_values=False)
+        self.device, self.precision = device, precision
         self.costs: dict[str, NodeCost] = {}
         self.counted: set[int] = set()
         # Storages are identified by address: keep them alive so that none is reused.
@@ -213,7 +188,7 @@ class _Recorder(AsTrained):
         return output
 
     def _run(self, n: fx.Node, args: Any, kwargs: Any) -> Any:
-        with self.computing():
+        with as_trained(self.device, self.precision):
             return getattr(self, n.op)(n.target, args, kwargs)
 
     def _changes(self, n: fx.Node, args: Any, kwargs: Any) -> tuple[str, ...]:
@@ -285,12 +260,12 @@ class _Traffic(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if func.is_view or func in _ALLOCATIONS:
             return output
-        drops = attention.draws(func, args)
+        drops = attention_draws(func, args)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.draws |= seeded if drops is None else drops
         touched = tensors_in((args, kwargs, output))
         self.bytes += sum(x.nbytes for x in touched)
-        self.in_16_bits |= any(x.dtype in attention.HALVES for x in touched)
+        self.in_16_bits |= any(x.dtype in HALVES for x in touched)
         return output
 
 
@@ -347,9 +322,9 @@ def working_bytes(
 
     Temporary results and gradients count. Arguments are as in :func:`node_costs`.
     """
-    run = AsTrained(meta_copy(stage), device, precision)
+    run = fx.Interpreter(meta_copy(stage))
     with Live() as live:
-        with run.computing():
+        with as_trained(device, precision):
             outputs = run.run(*inputs)
         of_forward = live.most
         trained = [x for x in outputs if x.requires_grad]

@@ -4,12 +4,13 @@ A cut may fall between two operations if every value that crosses it is a tensor
 leading dimension. Residuals that skip over a cut travel with it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import pairwise
-from typing import overload
+from itertools import accumulate, pairwise
+from typing import Any, overload
 
 import torch
 from torch import fx, nn
@@ -17,9 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError, first_line, whole
 from toolkit.model.analysis import NodeCost, node_costs, outputs, parameters_of
-from toolkit.model.balance import balanced
-from toolkit.model.check_traceable import check_traceable
-from toolkit.model.trace import changing, evaluated, refused, shapes_of, subgraph, trace
+from toolkit.model.trace import changing, check_traceable, refused, shapes_of, subgraph, trace
 
 MEASURES = ("flops", "parameters", "activations")
 Inputs = tuple[torch.Tensor, ...]
@@ -102,7 +101,7 @@ def partition(
         raise UserError(f"example must be a tensor or a tuple of tensors: got {example!r}")
     n_stages = whole(n_stages, "n_stages")
     traced = trace(model, len(inputs))
-    check_traceable(model, traced, evaluated(traced))
+    check_traceable(model, traced)
     costs = _costs(model, traced, inputs)
     crossing = _Crossings(traced, costs, _batched(model, traced, inputs, costs))
     nodes = crossing.nodes
@@ -264,7 +263,7 @@ class _Crossings:
 
 
 def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]:
-    """Return the best allowed cuts; see :func:`toolkit.model.balance.balanced`."""
+    """Return the best allowed cuts; see :func:`balanced`."""
     allowed = [k for k, why in enumerate(crossing.obstacle[:-1]) if k and why is None]
     if not 1 <= n_stages <= len(allowed) + 1:
         found = Counter(why for why in crossing.obstacle[1:-1] if why is not None)
@@ -277,6 +276,62 @@ def _balance(loads: list[int], n_stages: int, crossing: _Crossings) -> list[int]
     spans = [sum(loads[begin:end]) for begin, end in pairwise(edges)]
     cuts = balanced(spans, [crossing.bytes(cut) for cut in allowed], n_stages)
     return [edges[cut] for cut in cuts]
+
+
+def balanced(loads: Sequence[int], across: Sequence[int], n_stages: int) -> list[int]:
+    """Return cuts that minimise the largest stage, then the bytes across, then unevenness.
+
+    The smallest stage has at least half of the best smallest load under that largest one.
+
+    Args:
+        loads: ``[k]`` non-negative integers between possible cuts.
+        across: ``[k - 1]`` bytes that cross each possible cut.
+        n_stages: 1 to k.
+    """
+    before = [0, *accumulate(loads)]
+    limit = _smallest_limit(before, n_stages)
+
+    def best(first: Any, least: int, cost: Callable[[Any, int, int], Any]) -> Any:
+        """Return the lowest cost of stages of ``least`` to ``limit``.
+
+        ``first`` is the cost of no stage; ``cost`` adds a stage by its begin and its load.
+        """
+        found = {0: first}
+        for _ in range(n_stages):
+            longer = {}
+            for end, total in enumerate(before):
+                begin = bisect_left(before, total - limit)
+                stop = min(end, bisect_right(before, total - least))
+                reached = (b for b in range(begin, stop) if b in found)
+                costs = (cost(found[b], b, total - before[b]) for b in reached)
+                if (lowest := min(costs, default=None)) is not None:
+                    longer[end] = lowest
+            found = longer
+        return found[len(loads)]
+
+    smallest = -best(-before[-1], 0, lambda so_far, _, load: max(so_far, -load))
+    sent = [0, *across]
+    *_, begins = best(
+        (0, 0, ()),  # bytes across, squared loads, begins of the stages
+        (smallest + 1) // 2,
+        lambda so_far, b, load: (so_far[0] + sent[b], so_far[1] + load**2, (*so_far[2], b)),
+    )
+    return list(begins[1:])
+
+
+def _smallest_limit(before: list[int], n_stages: int) -> int:
+    """Return the smallest possible largest stage, by bisection."""
+    low, limit = 0, before[-1]
+    while low < limit:
+        middle = (low + limit) // 2
+        reached = 0
+        for _ in range(n_stages):
+            reached = bisect_right(before, before[reached] + middle) - 1
+        if before[reached] == before[-1]:
+            limit = middle
+        else:
+            low = middle + 1
+    return limit
 
 
 def _named_cuts(n_stages: int, names: list[str], crossing: _Crossings) -> list[int]:
@@ -313,27 +368,20 @@ def _paths(node: fx.Node) -> list[str]:
     return [*paths, str(node.target)] if node.op in ("call_module", "get_attr") else paths
 
 
-def check_checkpoint(checkpoint: str | Sequence[int]) -> None:
-    """Raise UserError unless ``checkpoint`` is ``none``, ``all`` or a list."""
-    listed = isinstance(checkpoint, Sequence) and not isinstance(checkpoint, str)
-    if not listed and checkpoint not in ("none", "all"):
-        raise UserError(
-            f"unknown checkpoint {checkpoint!r}: give none, all or a list of stages, such as [0,1]"
-        )
-
-
-def checkpointed(checkpoint: str | Sequence[int], n_stages: int) -> frozenset[int]:
-    """Return the stages that ``checkpoint``, ``none``, ``all`` or a list, names.
-
-    Raises:
-        UserError: ``checkpoint`` is something else.
-    """
-    check_checkpoint(checkpoint)
-    stages = frozenset(stage for stage in range(n_stages) if recomputes(checkpoint, stage))
-    if not isinstance(checkpoint, str) and (unknown := [s for s in checkpoint if s not in stages]):
-        last = n_stages - 1
-        raise UserError(f"unknown stage {unknown[0]!r} in checkpoint: choose from 0 to {last}")
-    return stages
+def check_checkpoint(checkpoint: str | Sequence[int], n_stages: int | None = None) -> None:
+    """Raise UserError unless ``checkpoint`` is ``none``, ``all`` or a list of stages."""
+    if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence):
+        if checkpoint not in ("none", "all"):
+            raise UserError(
+                f"unknown checkpoint {checkpoint!r}: give none, all or a list of stages, such as"
+                " [0,1]"
+            )
+    elif n_stages is not None:
+        for stage in checkpoint:
+            if stage not in range(n_stages):
+                raise UserError(
+                    f"unknown stage {stage!r} in checkpoint: choose from 0 to {n_stages - 1}"
+                )
 
 
 def recomputes(checkpoint: str | Sequence[int], stage: int) -> bool:

@@ -1,8 +1,9 @@
-"""Precisions by name; autocast of real tensors by torch, and of meta tensors here.
+"""Precisions by name, and meta tensors that compute as on the training device.
 
-torch has no autocast for meta tensors. The operations below that compute in 16 bits or in their
-widest argument type are torch's (its page on automatic mixed precision); all other operations that
-the installed torch registers with autocast compute in 32 bits.
+torch has no autocast for meta tensors, and decomposes their attention into matrix products, which
+would save one number per pair of tokens; no fused kernel does that. The operations below that
+compute in 16 bits or in their widest argument type are torch's (its page on automatic mixed
+precision); all others that the installed torch registers with autocast compute in 32 bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,31 +22,30 @@ from toolkit.errors import check_choice
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", "tf32", *_AUTOCAST)
+HALVES = (torch.float16, torch.bfloat16)
 
-_CONVOLUTIONS = {
-    *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
-    *("_convolution", "conv_tbc"),
-}
 _PRODUCTS = {
+    *(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
     *("addbmm", "addmm", "baddbmm", "bmm", "linalg_vecdot", "linear", "matmul", "mm", "prelu"),
-    "scaled_dot_product_attention",
+    *("conv_tbc", "scaled_dot_product_attention"),
 }
 _PRODUCTS_ON_GPU = {
-    *("addmv", "addr", "chain_matmul", "convolution", "einsum", "linalg_multi_dot", "mv"),
+    *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv"),
     *("gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
-    *("_cudnn_rnn", "_scaled_dot_product_flash_attention"),
-    *("_thnn_fused_gru_cell", "_thnn_fused_lstm_cell"),
-    *("cudnn_convolution", "cudnn_convolution_transpose"),
 }
 _WITHIN_CUDNN = {"gru", "lstm", "rnn_relu", "rnn_tanh"}  # torch decomposes them into _cudnn_rnn
-_PRODUCTS_ON_CPU = {"_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"}
 _WIDEST_ON_GPU = {
     *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put"),
     *("scatter_add", "tensordot", "vdot"),
 }
 _WIDEST_ON_CPU = {"cat", "index_copy", "stack"}
 
-_Cast = Callable[[Any], Any]
+_PLAIN_ATTENTION = F.scaled_dot_product_attention
+_ATEN = torch.ops.aten
+_ON_CPU = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH = _ATEN._scaled_dot_product_flash_attention.default
+_EFFICIENT = _ATEN._scaled_dot_product_efficient_attention.default
+_DROPOUT = {_ON_CPU: 3, _FLASH: 3, _EFFICIENT: 5}  # index of the argument
 
 
 def check_precision(precision: str) -> None:
@@ -64,34 +64,38 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
-def meta_autocast(dtype: torch.dtype | None, *, on_cpu: bool) -> AbstractContextManager[object]:
-    """Return a context in which operations on meta tensors cast to a 16-bit type, as autocast."""
-    return nullcontext() if dtype is None else _within_functions(_Autocast(dtype, on_cpu))
+@contextmanager
+def as_trained(device: torch.device, precision: str) -> Iterator[None]:
+    """Apply the autocast and the fused attention of ``device`` (meta: a GPU) to meta tensors."""
+    # Let the mode see the operations inside torch's Python functions.
+    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    unseen: dict[str, Any] = dict.fromkeys(names, lambda *values: False)
+    with patch.multiple(F, **unseen), _OnDevice(device.type == "cpu", autocast_type(precision)):
+        yield
 
 
-def casting(function: Callable[..., Any], dtype: torch.dtype | None) -> Callable[..., Any]:
-    """Return ``function`` with its arguments cast to ``dtype``, if given."""
-    return function if dtype is None else partial(_called, function, partial(_to, dtype))
-
-
-class _Autocast(TorchFunctionMode):
-    def __init__(self, dtype: torch.dtype, on_cpu: bool) -> None:
+class _OnDevice(TorchFunctionMode):
+    def __init__(self, on_cpu: bool, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.casts: dict[str, _Cast] = dict.fromkeys(
-            registered("CPU" if on_cpu else "CUDA"), partial(_to, torch.float32)
-        )
-        widest = _WIDEST_ON_CPU if on_cpu else _WIDEST_ON_GPU
-        self.casts |= dict.fromkeys(widest, _widened)
-        own = _PRODUCTS_ON_CPU if on_cpu else _PRODUCTS_ON_GPU | _WITHIN_CUDNN
-        self.casts |= dict.fromkeys(_CONVOLUTIONS | _PRODUCTS | own, partial(_to, dtype))
+        self.on_cpu = on_cpu
+        self.casts: dict[str, Callable[[Any], Any]] = {}
+        if dtype is not None:
+            known = registered("CPU" if on_cpu else "CUDA")
+            widest = _WIDEST_ON_CPU if on_cpu else _WIDEST_ON_GPU
+            products = _PRODUCTS if on_cpu else _PRODUCTS | _PRODUCTS_ON_GPU | _WITHIN_CUDNN
+            self.casts = dict.fromkeys(known, partial(_to, torch.float32))
+            self.casts |= dict.fromkeys(widest, _widened)
+            self.casts |= dict.fromkeys(products, partial(_to, dtype))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        cast = self.casts.get(_operation(func))
-        if cast is None:
-            return func(*args, **(kwargs or {}))
-        return _called(func, cast, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if cast := self.casts.get(_operation(func)):
+            args, kwargs = cast((args, kwargs))
+        if func is _PLAIN_ATTENTION:
+            return _attention(self.on_cpu, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 @cache
@@ -110,11 +114,6 @@ def _operation(function: Any) -> str:
     return name
 
 
-def _called(function: Callable[..., Any], cast: _Cast, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = cast((args, kwargs))
-    return function(*args, **kwargs)
-
-
 def _to(dtype: torch.dtype, values: Any) -> Any:
     return tree_map(lambda x: x.to(dtype) if _is_cast(x) else x, values)
 
@@ -128,10 +127,37 @@ def _is_cast(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
 
-@contextmanager
-def _within_functions(mode: TorchFunctionMode) -> Iterator[None]:
-    """Let ``mode`` see the operations inside torch's Python functions."""
-    names = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    unseen: dict[str, Any] = dict.fromkeys(names, lambda *values: False)
-    with patch.multiple(F, **unseen), mode:
-        yield
+def attention_draws(kernel: Any, arguments: tuple[Any, ...]) -> bool | None:
+    """Whether a fused attention uses dropout; None for other kernels."""
+    if kernel not in _DROPOUT:
+        return None
+    place = _DROPOUT[kernel]  # trailing defaults are omitted
+    return len(arguments) > place and bool(arguments[place] > 0)
+
+
+def _attention(
+    on_cpu: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    tensors = (query, key, value)
+    takes_apart = dropout_p > 0 if on_cpu else query.dtype == torch.float64
+    if query.dim() != 4 or enable_gqa or takes_apart:
+        return _PLAIN_ATTENTION(
+            *tensors, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    mask = attn_mask
+    if mask is not None:
+        mask = torch.empty_like(mask, dtype=query.dtype) if mask.dtype == torch.bool else mask
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    if on_cpu:
+        return _ON_CPU(*tensors, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
+    if mask is None and query.dtype in HALVES:
+        return _FLASH(*tensors, dropout_p, is_causal, scale=scale)[0]
+    return _EFFICIENT(*tensors, mask, True, dropout_p, is_causal, scale=scale)[0]

@@ -1,9 +1,12 @@
-"""Trace a model into a graph of operations."""
+"""Trace a model into a graph of operations, and refuse what the graph would do otherwise."""
 
+import copy
 import inspect
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -11,12 +14,19 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from toolkit.errors import UserError, first_line
-from toolkit.model.check_traceable import own_norms
 
 _EVALUATED, _DRAWS, _MIXES = "evaluated", "draws", "mixes"  # keys of a stage's ``meta``
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", *_BACKWARD_HOOKS)
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
+_NORM_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+# Sizes of the dimensions after the channels
+_SAMPLES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (2, 2), nn.BatchNorm3d: (2, 2, 2)}
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -119,6 +129,96 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[None
         ) from error
 
 
+def check_traceable(model: nn.Module, traced: fx.GraphModule) -> None:
+    """Reject hooks that would not run, and batch norms that would compute something else.
+
+    Raises:
+        UserError: names the first difference between ``model`` and its graph ``traced``.
+    """
+    for why in _differences(model, traced):
+        raise UserError(f"{type(model).__name__} {why}")
+
+
+def _differences(model: nn.Module, traced: fx.GraphModule) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield (
+                f"has a hook on the gradient of {name}, which would not run on copies of the"
+                " weights: remove it, and change gradients in the optimizer's step"
+            )
+    called = [str(node.target) for node in traced.graph.nodes if node.op == "call_module"]
+    for name, module in model.named_modules():
+        within = any(f"{name}.".startswith(f"{leaf}.") for leaf in called)
+        lost = _HOOKS if module is model else () if within else _BACKWARD_HOOKS
+        if any(getattr(module, hooks) for hooks in lost):
+            yield (
+                f"has a hook on {name or 'itself'}, which would not run since torch.fx traces"
+                " through it: remove it, or put it on a layer of torch.nn"
+            )
+    norms: dict[nn.Module, str] = {}
+    for name in called:
+        module = traced.get_submodule(name)
+        if not isinstance(module, _BatchNorm) or name in evaluated(traced):
+            continue
+        hooked = any(getattr(module, hooks) for hooks in _HOOKS)
+        if hooked or is_parametrized(module):
+            what = "hook" if hooked else "parametrization"
+            yield (
+                f"has a {what} on the batch norm {name}, which would not run on each micro-batch:"
+                " remove it"
+            )
+        if module in norms and module.track_running_stats:
+            yield (
+                f"calls the batch norm {norms[module]} more than once in a forward: use one batch"
+                " norm per call"
+            )
+        norms[module] = name
+
+
+def computes_otherwise(norm: _BatchNorm) -> bool:
+    """Whether a batch norm has its own forward."""
+    return not type(norm).forward.__module__.startswith("torch.nn.modules")
+
+
+def _own_norms(model: nn.Module) -> set[nn.Module]:
+    """Return the batch norms of ``model`` whose own forward, as timm's, can replace torch's."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return {norm for norm in norms if computes_otherwise(norm) and _normalises(norm)}
+
+
+def _normalises(norm: _BatchNorm) -> bool:
+    """Whether a forward uses batch statistics as torch's does, by running it on the CPU.
+
+    In training it must not read running statistics, must update them as torch does, and must have
+    no other tensors.
+    """
+    sizes = [size for kind, size in _SAMPLES.items() if isinstance(norm, kind)]
+    names = {name for name, _ in chain(norm.named_parameters(), norm.named_buffers())}
+    if not sizes or names - _NORM_TENSORS:
+        return False
+    twin = copy.deepcopy(norm).to_empty(device="cpu").float().train()
+    twin.momentum = 0.5
+    x = torch.randn(6, norm.num_features, *sizes[0], generator=torch.Generator().manual_seed(0))
+    others = [0, *range(2, x.dim())]
+    outputs = []
+    with torch.random.fork_rng([]), torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.fill_(1.0)
+        for known in (0.0, 8.0):
+            for buffer in twin.buffers():
+                buffer.fill_(known)
+            torch.default_generator.manual_seed(0)  # CPU only
+            try:
+                outputs.append(twin(x.clone()).clone())
+            except Exception:  # user code may raise anything
+                return False
+            for name, seen in (("running_mean", x.mean(others)), ("running_var", x.var(others))):
+                updated = getattr(twin, name)
+                if updated is not None and not torch.allclose(updated, (known + seen) / 2):
+                    return False
+    return torch.allclose(*outputs)
+
+
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Restore modes, attributes and buffers of ``model``, which tracing runs."""
@@ -175,7 +275,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, model: nn.Module, n_inputs: int) -> None:
         super().__init__()
         self._n_inputs = n_inputs
-        self._norms = own_norms(model)  # before tracing, which patches module calls
+        self._norms = _own_norms(model)  # before tracing, which patches module calls
         self._gradients = torch.is_grad_enabled()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -211,9 +311,6 @@ class _Tracer(fx.Tracer):
         return node
 
 
-_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
-
-
 def _in_batches(norm: fx.Node) -> bool:
     """Whether a call of batch_norm uses the statistics of its batch."""
     given = norm.kwargs.get("training", norm.args[5] if len(norm.args) > 5 else False)
@@ -242,12 +339,11 @@ def _seeing_draws() -> Iterator[None]:
         )
 
 
-def _generators() -> list[object]:
+def _generators() -> bytes:
     """Return the states of the generators that a forward may use."""
-    kind, numbers, *rest = np.random.get_state()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    tensors = [state.numpy(force=True).tobytes() for state in (torch.get_rng_state(), *devices)]
-    return [tensors, random.getstate(), kind, np.asarray(numbers).tobytes(), rest]
+    tensors = [state.numpy(force=True) for state in (torch.get_rng_state(), *devices)]
+    return pickle.dumps([tensors, random.getstate(), np.random.get_state()])
 
 
 def _seeing_autocast() -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from toolkit.errors import UserError
-from toolkit.model.check_traceable import computes_otherwise
+from toolkit.model.trace import computes_otherwise
 
 Columns = Sequence[Tensor | None]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import UserError, check_choice
-from toolkit.model.partition import check_checkpoint, checkpointed, recomputes
+from toolkit.model.partition import check_checkpoint, recomputes
 from toolkit.model.precision import autocast, autocast_type, check_precision
 from toolkit.options import StepSettings
 from toolkit.schedule import Schedule
@@ -101,7 +101,7 @@ class StepOptions(StepSettings):
 
         ``whole_step``: whether the runtime has all gradients of a step before its first update.
         """
-        checkpointed(self.checkpoint, schedule.n_stages)
+        check_checkpoint(self.checkpoint, schedule.n_stages)
         whole_model = self.clip is not None and self.clip_by == "model"
         for name, asked in (("compile", self.in_cuda_graphs), ("clip_by", whole_model)):
             if asked and not whole_step:
