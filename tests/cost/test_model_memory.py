@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from math import inf
 
 import numpy as np
 import pytest
@@ -18,10 +19,8 @@ from toolkit.model import build, partition
 
 FLOAT = 4
 A100 = Hardware("A100", flops=156e12, memory_bandwidth=2.04e12, link_bandwidth=300e9)
-ARITHMETIC = Hardware(
-    "no memory wall", flops=1.0, memory_bandwidth=float("inf"), link_bandwidth=1.0
-)
-MEMORY = Hardware("no arithmetic", flops=float("inf"), memory_bandwidth=1.0, link_bandwidth=1.0)
+ARITHMETIC = Hardware("no memory wall", flops=1.0, memory_bandwidth=inf, link_bandwidth=1.0)
+MEMORY = Hardware("no arithmetic", flops=inf, memory_bandwidth=1.0, link_bandwidth=1.0)
 
 
 def two_layers():
@@ -30,17 +29,6 @@ def two_layers():
 
 def images(n, size=224):
     return torch.empty(n, 3, size, size, device="meta")
-
-
-def on_meta(name):
-    with torch.device("meta"):
-        return build(name, n_classes=1000, image_size=224)
-
-
-def staircase(n, slot=1.0):
-    """n equal stages: 1, 2, .. n, n, .. 1 activations, a slot each."""
-    kept = [*range(1, n + 1)]
-    return _curve([slot] * (2 * n), [*kept, *reversed(kept)])
 
 
 @st.composite
@@ -67,20 +55,19 @@ def test_two_layers_by_hand():
 def test_the_roofline_of_one_sided_machines(axis, hardware):
     example = images(2, 32)
     one_sided = memory_curve(build("resnet8", 10, 32), example, "roofline", hardware)
-    axis = memory_curve(build("resnet8", 10, 32), example, axis)
-    assert np.array_equal(one_sided.edges, axis.edges)
-    assert np.array_equal(one_sided.levels, axis.levels)
+    curve = memory_curve(build("resnet8", 10, 32), example, axis)
+    assert np.array_equal(one_sided.edges, curve.edges)
+    assert np.array_equal(one_sided.levels, curve.levels)
 
 
-@pytest.mark.parametrize("axis", ["roofline", "bytes"])
-def test_the_backward_mirrors_the_forward(axis):
-    curve = memory_curve(build("resnet8", 10, 32), images(2, 32), axis, A100)
-    up = [level for k, level in enumerate(curve.levels) if k == 0 or level != curve.levels[k - 1]]
+def test_the_backward_mirrors_the_forward():
+    model, example = build("resnet8", 10, 32), images(2, 32)
+    levels = memory_curve(model, example, "roofline", A100).levels
+    up = [level for k, level in enumerate(levels) if k == 0 or level != levels[k - 1]]
     assert up == up[::-1]
-    (whole,) = profile(partition(build("resnet8", 10, 32), 1, images(2, 32)), images(2, 32))
-    assert curve.peak == whole.activation_bytes
-    peak = int(np.argmax(curve.levels))
-    assert np.all(np.diff(curve.levels[: peak + 1]) >= 0)
+    (whole,) = profile(partition(model, 1, example), example)
+    assert levels.max() == whole.activation_bytes
+    assert np.all(np.diff(levels[: int(np.argmax(levels)) + 1]) >= 0)
 
 
 @given(curves(), st.integers(1, 7))
@@ -115,13 +102,15 @@ def test_the_mean_of_the_total(curve, n):
 
 
 @pytest.mark.parametrize("slot", [1.0, 0.1, 1 / 3, 7e-7])
-@pytest.mark.parametrize("n", [2, 3, 5, 8, 10, 16])
+@pytest.mark.parametrize("n", [2, 3, 10, 16])
 def test_equal_stages_halve_the_memory(n, slot):
     """N(N+1)/2 of N*N, whatever the rounding of times that fall together."""
-    times, total = staircase(n, slot).shifted(n)
+    kept = [*range(1, n + 1)]  # n equal stages: 1, 2, .. n, n, .. 1 activations, a slot each
+    curve = _curve([slot] * (2 * n), [*kept, *reversed(kept)])
+    times, total = curve.shifted(n)
     assert len(times) == 2 * n
     assert set(total) == {n * (n + 1) / 2}
-    assert staircase(n, slot).reduction(n) == pytest.approx(1 - (n + 1) / (2 * n))
+    assert curve.reduction(n) == pytest.approx(1 - (n + 1) / (2 * n))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +122,9 @@ def test_equal_stages_halve_the_memory(n, slot):
     ],
 )
 def test_the_papers_figure(name, axis, expected):
-    curve = memory_curve(on_meta(name), images(32), axis, A100)
+    with torch.device("meta"):
+        model = build(name, n_classes=1000, image_size=224)
+    curve = memory_curve(model, images(32), axis, A100)
     assert curve.reduction(32) == pytest.approx(expected, abs=0.003)
     assert curve.reduction(32) <= curve.largest_reduction <= 0.5
     assert curve.reduction(64) == pytest.approx(curve.largest_reduction, abs=0.01)
@@ -173,15 +164,12 @@ def test_rejects_what_has_no_curve(layers, options, value):
 
 def test_in_16_bits_by_hand():
     """The input, the second weight and its input in 16 bits; the first weight is not needed."""
-    curve = memory_curve(two_layers(), torch.empty(5, 3, device="meta"), "flops", precision="bf16")
+    example = torch.empty(5, 3, device="meta")
+    curve = memory_curve(two_layers(), example, "flops", precision="bf16")
     assert curve.levels.tolist() == [30, 30 + 40 + 16, 30 + 40 + 16, 30]
     real = memory_curve(two_layers(), torch.zeros(5, 3), "measured", precision="bf16")
     assert real.peak == curve.peak
-
-
-def test_products_of_16_bits_are_faster():
-    machine = replace(ARITHMETIC, flops_in_16_bits=4.0)
-    example = torch.empty(5, 3, device="meta")
+    machine = replace(ARITHMETIC, flops_in_16_bits=4.0)  # whose products are faster
     slow, fast = (
         memory_curve(two_layers(), example, "roofline", machine, precision)
         for precision in ("tf32", "fp16")

@@ -54,19 +54,9 @@ def catalogue(n):
     yield catalog.interleaved_1f1b(2 * n, n, n)
 
 
-def fills_at_once(schedule):
-    """Whether a pipeline that is in no hurry is simulated as one that is, while it fills."""
-    return schedule.layout.name == "per_stage" and schedule.max_staleness > 0
-
-
 def label(schedule):
     placement = schedule.layout.name
     return f"{schedule.name} {schedule.n_stages}x{schedule.n_microbatches} {placement}"
-
-
-everything = pytest.mark.parametrize(
-    "schedule", [s for n in (1, 2, 3, 5) for s in catalogue(n)], ids=label
-)
 
 
 # By hand
@@ -100,14 +90,9 @@ def test_a_pipeline_waits_for_its_messages():
         "1 1B0": (5.5, 7.5),
         "0 0B0": (11, 14),
     }
-    assert when(timeline, "send") == {
-        "0 activation": (2, 4.5),
-        "1 activation gradient": (7.5, 11),
-    }
-    assert when(timeline, "receive") == {
-        "1 activation": (2, 4.5),
-        "0 activation gradient": (7.5, 11),
-    }
+    sent, gradient = (2, 4.5), (7.5, 11)
+    assert when(timeline, "send") == {"0 activation": sent, "1 activation gradient": gradient}
+    assert when(timeline, "receive") == {"1 activation": sent, "0 activation gradient": gradient}
     assert timeline.step_ends == (14,)
     assert timeline.idle_share == 1 - 8 / (2 * 14)
 
@@ -127,15 +112,12 @@ def test_ranks_compute_while_they_send():
     }
     sent = [(s.start, s.end) for s in timeline.spans if s.lane == "send"]
     assert sorted(sent) == [(2, 4.5), (4.5, 7), (10, 13.5), (13.5, 17)]
-
-
-def test_ports_send_and_receive_at_once():
+    # A port sends and receives at once
     orders = ["0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1"]
     timeline = simulate(Schedule.from_rank_orders(orders).lower(1), (FIRST, SECOND), SLOW)
-    for lane in ("send", "receive"):
-        first = [(s.start, s.end) for s in timeline.spans if s.lane == lane][:2]
-        assert first == [(2, 4.5), (2, 4.5)]
     assert when(timeline)["0 1F1"] == when(timeline)["1 1F0"] == (4.5, 5.5)
+    spans = [s for s in timeline.spans if s.name == "activation"]
+    assert [(s.start, s.end) for s in spans] == [(2, 4.5)] * 4
 
 
 def test_who_is_ready_need_not_wait_for_who_is_not():
@@ -161,7 +143,7 @@ def test_an_all_reduce_is_a_ring(n):
     assert timeline.bytes_sent() == pytest.approx([2 * (n - 1) / n * 20] * n)
 
 
-@pytest.mark.parametrize("n", [3, 4, 5, 8])
+@pytest.mark.parametrize("n", [3, 5, 8])
 def test_broadcasts_and_reductions_are_trees(n):
     stage = replace(FIRST, parameter_bytes=6.0)
     program = catalog.data_parallel(n, state="sharded", n_stages=1).lower(1)
@@ -192,19 +174,16 @@ def test_an_update_reads_and_writes_weights_gradients_and_momentum():
 @pytest.mark.parametrize("bandwidth", [24.0, 4.0])
 def test_a_prediction_reads_two_versions_and_writes_one(bandwidth):
     """Of 8 bytes each. It waits for the later one, the ops wait for it, and it is held."""
-    machine = replace(SLOW, memory_bandwidth=bandwidth)
     program = catalog.cyclic(1, 1, "one", predict=True).lower(3).verify()
-    timeline = simulate(program, [FIRST], machine)
+    timeline = simulate(program, [FIRST], replace(SLOW, memory_bandwidth=bandwidth))
     (span,) = (s for s in timeline.spans if s.name == "predict 0")
-    updates = {s.step: s.end for s in timeline.spans if s.name == "update 0"}
-    begun = {s.step: s.start for s in timeline.spans if s.name == "update 0"}
+    updates = {s.step: s for s in timeline.spans if s.name == "update 0"}
     ops = {(s.name, s.step): (s.start, s.end) for s in timeline.spans if s.lane == "compute"}
     assert (span.lane, span.step) == ("compute", 2)
-    assert span.start == max(updates[0], ops["0B0", 1][1])
-    assert span.end == span.start + 24 / bandwidth
-    assert ops["0F0", 2][0] == span.end
-    held = [c.bytes for c in timeline.changes if c.kind == "weights" and c.time == span.start]
-    assert held.count(8) == 1 + [*begun.values()].count(span.start)
+    assert span.start == max(updates[0].end, ops["0B0", 1][1])
+    assert span.end == ops["0F0", 2][0] == span.start + 24 / bandwidth
+    made = [c.bytes for c in timeline.changes if c.kind == "weights" and c.time == span.start]
+    assert made.count(8) == 1 + [s.start for s in updates.values()].count(span.start)
 
 
 @pytest.mark.parametrize("schedule", [catalog.data_parallel(3), catalog.zero_bubble(3, 4)])
@@ -237,12 +216,9 @@ def test_slow_weights_stay_until_they_are_sent():
     timeline = simulate(schedule.lower(4).verify(), [FIRST], machine)
     sent = [s for s in timeline.spans if s.name == "broadcast" and s.lane == "send"]
     assert [s.end - s.start for s in sent] == [40, 40, 40]
-    for _, _, start, end, *_ in sent[1:]:
-        versions = [
-            held(timeline, sent[0].rank, "weights", time) / FIRST.parameter_bytes
-            for time in (start, end - 1, end)
-        ]
-        assert versions == [2, 2, 1]
+    for s in sent[1:]:
+        times = (s.start, s.end - 1, s.end)
+        assert [held(timeline, s.rank, "weights", time) for time in times] == [16, 16, 8]
 
 
 # By what schedules promise
@@ -256,7 +232,7 @@ HALVES = [
         (catalog.v_half, 2),
         (catalog.v_min, 2),
     )
-    for n in (1, 2, 3, 5)
+    for n in (1, 2, 5)
 ]
 
 
@@ -265,30 +241,28 @@ HALVES = [
     [*((s, 1.0) for n in (1, 2, 3, 5) for s in catalogue(n)), *((s, 2.0) for s in HALVES)],
     ids=lambda value: label(value) if isinstance(value, Schedule) else "",
 )
-def test_unit_time_is_the_schedules_own(schedule, backward):
-    """The period, and each rank's activations; half a backward takes a slot."""
+def test_a_program_runs_as_its_schedule_says(schedule, backward):
+    """In units: the period, the starts of ops, and each rank's activations and bytes sent."""
     program = schedule.lower(4).verify()
     timeline = simulate(program, unit_costs(schedule.n_stages, backward), UNIT)
     assert timeline.step_time == pytest.approx(schedule.period, rel=1e-12)
     ranks = range(schedule.n_ranks)
     peaks = tuple(timeline.peak_memory(rank, "activations") for rank in ranks)
     assert peaks == program.peak_activations()
+    # A pipeline without a flush, which need not hurry while it fills, is simulated as one that does
+    fills_at_once = schedule.layout.name == "per_stage" and schedule.max_staleness > 0
+    if backward == 1.0 and not fills_at_once:
+        tick = schedule.timing.ticks_per_slot
+        expected = {str(op): start / tick for op, start in schedule.timing.starts.items()}
+        found = {s.name: s.start for s in timeline.spans if s.lane == "compute" and s.step == 0}
+        assert found == pytest.approx(expected)
+    cost = StageCost(1.0, backward, parameter_bytes=3.0)
+    sent = simulate(program, [cost] * schedule.n_stages, SLOW).bytes_sent()
+    by_slot = program.traffic()
+    assert sent == pytest.approx([3 * float(sum(s[rank].units for s in by_slot)) for rank in ranks])
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [s for n in (1, 2, 3, 5) for s in catalogue(n) if not fills_at_once(s)],
-    ids=label,
-)
-def test_every_op_of_the_first_step_starts_as_scheduled(schedule):
-    timeline = simulate(schedule.lower(2), unit_costs(schedule.n_stages), UNIT)
-    tick = schedule.timing.ticks_per_slot
-    expected = {str(op): start / tick for op, start in schedule.timing.starts.items()}
-    found = {s.name: s.start for s in timeline.spans if s.lane == "compute" and s.step == 0}
-    assert found == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [1, 2, 8])
 @pytest.mark.parametrize("delay", RULES)
 def test_one_device_does_everything_in_turn(delay, n):
     schedule = catalog.cyclic(n, delay, "one") if delay else catalog.data_parallel(n, "one")
@@ -335,7 +309,7 @@ def test_rates_are_those_of_a_long_training(schedule):
         *(catalog.data_parallel(8, delay=delay, n_stages=4) for delay in range(4)),
         *(
             make(rule, n)
-            for n in (2, 3, 4)
+            for n in (2, 4)
             for make in paper_table.SETTINGS.values()
             for rule in paper_table.RULES
         ),
@@ -356,43 +330,36 @@ def test_what_is_sent_in_a_step_is_the_footprints(schedule):
 def test_memory_is_that_of_the_spans(program, latency):
     """Activations from a forward to the end of its backward; a sum of gradients from whichever
     contribution is there first, however late messages are."""
-    schedule = program.schedule
-    stages = unit_costs(schedule.n_stages)
+    stages = unit_costs(program.schedule.n_stages)
     timeline = simulate(program, stages, replace(UNIT, link_latency=latency))
-    begun = {}
-    forwards, backwards = {}, {}
+    forwards, backwards, begun = {}, {}, {}
     for s in timeline.spans:
-        kind = s.computed if s.lane == "compute" else s.name
+        key = (s.rank, s.stage, s.microbatch, s.step)
+        kind = s.computed if s.lane == "compute" else ""
         if kind == "F":
-            forwards[s.rank, s.stage, s.microbatch, s.step] = s.start
-        elif s.lane == "compute" and kind in "BIW":
-            key = (s.rank, s.stage, s.microbatch, s.step)
+            forwards[key] = s.start
+        elif kind in ("B", "I", "W"):
             backwards[key] = max(backwards.get(key, 0.0), s.end)
-            if kind != "I":
-                at = (s.rank, s.stage, s.step)
-                begun[at] = min(begun.get(at, inf), s.end)
-        elif (s.lane, s.name, s.peer is None) == ("receive", "gradient", False):
+        received = (s.lane, s.name) == ("receive", "gradient") and s.peer is not None
+        if kind in ("B", "W") or received:
             at = (s.rank, s.stage, s.step)
             begun[at] = min(begun.get(at, inf), s.end)
     assert forwards.keys() == backwards.keys()
-    changes = Counter()
+    changes, expected = Counter(), Counter()
     for key, start in forwards.items():
         changes[key[0], start] += 1
         changes[key[0], backwards[key]] -= 1
-    expected = Counter()
     for change in timeline.changes:
         if change.kind == "activations":
             expected[change.rank, change.time] += change.bytes
     assert {k: n for k, n in changes.items() if n} == {k: n for k, n in expected.items() if n}
-    gained = Counter(
-        (change.rank, change.time)
-        for change in timeline.changes
-        if change.kind == "gradients" and change.bytes > 0
+    gained = [c for c in timeline.changes if c.kind == "gradients" and c.bytes > 0]
+    assert sorted((c.rank, c.time) for c in gained) == sorted(
+        (rank, when) for (rank, _, _), when in begun.items()
     )
-    assert gained == Counter((rank, when) for (rank, _, _), when in begun.items())
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize("delay", RULES)
 @pytest.mark.parametrize("bandwidth", [1.0, 10.0])
 def test_sharded_weights_are_fetched_a_little_ahead(bandwidth, delay, n):
@@ -405,24 +372,12 @@ def test_sharded_weights_are_fetched_a_little_ahead(bandwidth, delay, n):
     assert held <= max(program.peak_weights()) + 2
 
 
-@everything
-def test_bytes_sent_are_those_of_the_program(schedule):
-    """Weights and gradients, rank by rank, collectives by their usual forms."""
-    program = schedule.lower(3)
-    cost = replace(unit_costs(1)[0], parameter_bytes=3.0, output_bytes=0.0, input_bytes=0.0)
-    timeline = simulate(program, [cost] * schedule.n_stages, SLOW)
-    by_slot = program.traffic()
-    expected = [3 * float(sum(slot[r].units for slot in by_slot)) for r in range(schedule.n_ranks)]
-    assert timeline.bytes_sent() == pytest.approx(expected)
-
-
 def test_stages_keep_their_inputs_until_the_backward():
     """All of them from their arrival; on one rank what no stage before keeps, from the forward."""
     second = replace(SECOND, extra_input_bytes=1.0)
     apart = simulate(catalog.gpipe(2, 1).lower(1), (FIRST, second), SLOW)
-    at = when(apart, "compute", "receive")
     assert apart.memory(0, "stage inputs") == []
-    assert apart.memory(1, "stage inputs") == [(at["1 activation"][1], 6), (at["1 1B0"][1], 0)]
+    assert apart.memory(1, "stage inputs") == [(4.5, 6), (7.5, 0)]  # until 1B0 ends
     together = simulate(catalog.data_parallel(1, n_stages=2).lower(1), (FIRST, second), SLOW)
     at = when(together)
     assert together.memory(0, "stage inputs") == [(at["0 1F0"][0], 1), (at["0 1B0"][1], 0)]
@@ -448,29 +403,18 @@ def test_what_goes_from_stage_to_stage_is_held_until_it_is_used():
     """A gradient by who has made it, then by who waits for it; outputs that nobody keeps, too."""
     costs = working(forward=0.0, backward=0.0)
     apart = simulate(catalog.gpipe(2, 1).lower(1), costs, SLOW)
-    sent, received = when(apart, "send"), when(apart, "receive")
-    assert apart.memory(1, "working") == [
-        (sent["1 activation gradient"][0], costs[1].input_gradient_bytes),
-        (sent["1 activation gradient"][1], 0),
-    ]
-    assert apart.memory(0, "working") == [
-        (sent["0 activation"][0], costs[1].extra_input_bytes),
-        (sent["0 activation"][1], 0),
-    ]
-    assert received["0 activation gradient"][1] == when(apart)["0 0B0"][0]  # used at once
+    sent = when(apart, "send")
+    for rank, name, n_bytes in ((0, "activation", 1), (1, "activation gradient", 6)):
+        start, end = sent[f"{rank} {name}"]
+        assert apart.memory(rank, "working") == [(start, n_bytes), (end, 0)]
+    assert when(apart, "receive")["0 activation gradient"][1] == when(apart)["0 0B0"][0]
     waiting = Schedule.from_rank_orders(["0F0 0F1 1F0 1B0 1F1 0B0 1B1 0B1"])
     together = simulate(waiting.lower(1), costs, UNIT)
-    at = when(together)
-    assert together.memory(0, "working") == [
-        (at["0 1B0"][1], costs[1].input_gradient_bytes),
-        (at["0 0B0"][0], 0),
-    ]
-    assert together.memory(0, "stage inputs") == [
-        (at["0 0F0"][1], 1),
-        (at["0 0F1"][1], 2),
-        (at["0 1B0"][1], 1),
-        (at["0 1B1"][1], 0),
-    ]
+    starts = {name: start for name, (start, _) in when(together).items()}
+    ends = {name: end for name, (_, end) in when(together).items()}
+    assert together.memory(0, "working") == [(ends["0 1B0"], 6), (starts["0 0B0"], 0)]
+    made = [(ends["0 0F0"], 1), (ends["0 0F1"], 2)]
+    assert together.memory(0, "stage inputs") == [*made, (ends["0 1B0"], 1), (ends["0 1B1"], 0)]
 
 
 def test_who_updates_a_stage_keeps_the_state_of_its_optimizer():
@@ -504,15 +448,13 @@ def costs(draw, n_stages):
 def test_any_program_on_any_machine(program, hardware, data):
     """Ops and updates wait for what they need and for each other; memory is never negative; and
     what is left is as new."""
-    schedule = program.schedule
-    stages = data.draw(costs(schedule.n_stages))
+    stages = data.draw(costs(program.schedule.n_stages))
     timeline = simulate(program, stages, hardware)
     ops = {(s.name, s.step): s for s in timeline.spans if s.lane == "compute"}
     for (name, step), span in ops.items():
-        if "F" in name and span.stage > 0:
-            assert span.start >= ops[f"{span.stage - 1}F{span.microbatch}", step].end
-        elif "B" in name:
-            assert span.start >= ops[f"{span.stage}F{span.microbatch}", step].end
+        before = f"{span.stage}F" if "B" in name else f"{span.stage - 1}F"
+        if "B" in name or ("F" in name and span.stage > 0):
+            assert span.start >= ops[f"{before}{span.microbatch}", step].end
     for rank, instructions in enumerate(program.ranks):
         own = [span for span in timeline.spans if span.rank == rank]
         computed, updates = ([s for s in own if s.lane == lane] for lane in ("compute", "update"))
@@ -524,25 +466,23 @@ def test_any_program_on_any_machine(program, hardware, data):
         for update in updates:
             seconds = 5 * stages[update.stage].parameter_bytes / hardware.memory_bandwidth
             assert update.end - update.start == pytest.approx(seconds / hardware.speed(rank))
-            assert all(
-                span.end <= update.start
-                for span in own
-                if (span.stage, span.step) == (update.stage, update.step)
+            contributions = [
+                s
+                for s in own
+                if (s.stage, s.step) == (update.stage, update.step)
                 and (
-                    (span.lane == "compute" and span.computed in "BW")
-                    or (span.name == "gradient" and span.lane == "receive")
-                    or span.name in ("all-reduce", "reduce")
+                    (s.lane == "compute" and s.computed in "BW")
+                    or (s.lane, s.name) == ("receive", "gradient")
+                    or s.name in ("all-reduce", "reduce")
                 )
-            )
+            ]
+            assert all(s.end <= update.start for s in contributions)
+        made = [i for i in instructions if i.action == Action.UPDATE]
+        newest = [i.stage for i in made if i.version == program.steps.stop]
+        left = {"weights": sum(stages[stage].parameter_bytes for stage in newest)}
         for kind in ("activations", "weights", "gradients"):
-            curve = timeline.memory(rank, kind)
-            assert all(n_bytes >= 0 for _, n_bytes in curve)
-            left = sum(
-                stages[i.stage].parameter_bytes
-                for i in program.ranks[rank]
-                if i.action == Action.UPDATE and i.version == program.steps.stop
-            )
-            assert held(timeline, rank, kind, inf) == (left if kind == "weights" else 0)
+            assert all(n_bytes >= 0 for _, n_bytes in timeline.memory(rank, kind))
+            assert held(timeline, rank, kind, inf) == left.get(kind, 0)
     assert len(timeline.step_ends) == program.n_steps
 
 
