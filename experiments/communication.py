@@ -40,12 +40,11 @@ def main(config: DictConfig) -> int:
     start = time.perf_counter()
     rows = compare(config.workers)
     folder = output_folder()
-    records = [
-        {"setting": row.setting, "rule": row.rule}
-        | {f"{name}_formula": float(value) for name, value in row.formula.items()}
-        | {name: float(value) for name, value in asdict(row.counted).items()}
-        for row in rows
-    ]
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        formula = {f"{name}_formula": float(value) for name, value in row.formula.items()}
+        counted = {name: float(value) for name, value in asdict(row.counted).items()}
+        records.append({"setting": row.setting, "rule": row.rule} | formula | counted)
     shown = [counted_cells(r) | {"as by formula": agreement(r, "_formula")} for r in records]
     print(f"\nN = {config.workers}\n\n{table(shown)}\n\n{LEGEND}")
     wrong = differences(rows, "by its formula", "as counted")
@@ -83,7 +82,6 @@ def measure(config: DictConfig, folder: Path) -> list[Any]:
     check_counts(config, "width", "batch")
     n_ranks, sizes = settings.n_ranks(config.workers), (config.workers, config.width, config.batch)
     with tqdm(total=len(settings.SETTINGS) * len(settings.RULES)) as progress:
-        progress.set_description(f"starting {n_ranks} processes")
 
         def show(rank: int, name: str) -> None:
             if rank == 0:

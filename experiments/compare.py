@@ -17,7 +17,6 @@ import sys
 import time
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +50,8 @@ def main(config: DictConfig) -> Ended:
     check_counts(config, "seeds")
     if not config.rules:
         raise UserError("there are no rules to compare: leave one, or add +schedule@rules.NAME=...")
-    start = time.perf_counter()
+    start, folder = time.perf_counter(), output_folder()
     rules = {name: build_schedule(rule) for name, rule in config.rules.items()}
-    folder = output_folder()
     world = join_world(config, next(iter(rules.values())))
     options = plain(config)
     runs, begun = before(options, folder, world)
@@ -62,9 +60,8 @@ def main(config: DictConfig) -> Ended:
         notes.insert(0, f"runs.csv has {n_more} more, of other rules or seeds")
     if n_ended:
         notes.insert(0, f"resumed: {count(n_ended, 'run')} had ended before, and take no seconds")
-    if is_rank_zero():
-        for note in notes:
-            print(f"note: {note}")
+    for note in notes if is_rank_zero() else ():
+        print(f"note: {note}")
     samples = load_samples(config.data)
 
     def build(rule: str, seed: int) -> TrainingRun:
@@ -112,23 +109,18 @@ def conclude(
 
     folder = output_folder()
     called = labels({name: schedule.name for name, schedule in rules.items()})
-    rows = [summary(schedule, runs, name, next(iter(rules))) for name, schedule in rules.items()]
-    counted, curves = dict[str, str](), dict[str, list[list[float]]]()
+    first, *_ = rules
+    rows = [summary(schedule, runs, name, first) for name, schedule in rules.items()]
+    cells, curves = [], dict[str, list[list[float]]]()
     for row in rows:
         lost = f" ({row['diverged']} of {config.seeds} diverged)" if row["diverged"] else ""
-        label = counted[row["rule"]] = called[row["rule"]] + lost
+        label = called[row["rule"]] + lost
         if of_rule := [run for run in runs if run.rule == row["rule"]]:
             curves[label] = [[by.factor * e[by.key] for e in run.epochs] for run in of_rule]
+        judged = metric_cells(row, by, called[first])
+        cells.append({"rule": label} | judged | staleness_cells(row) | peak_cells(row))
     delays = delay_means([row for run in runs for row in run.named(run.delays)], ["rule", "stage"])
     of_runs = [*diverged(runs, called), *(note for run in runs for note in run.notes)]
-    first = next(iter(called.values()))
-    cells = [
-        {"rule": counted[row["rule"]]}
-        | metric_cells(row, by, first)
-        | staleness_cells(row)
-        | peak_cells(row)
-        for row in rows
-    ]
     print(f"\n{table(cells)}\n")
     if delays:
         print(f"{table(delays)}\n")
@@ -146,8 +138,10 @@ def conclude(
         print(f"note: {note}")
     if not unwritten:
         print(f"written to {folder}: {by.name}.png, schedules.png, result.json, ...")
-    if line := where_tracked([run.where for run in runs if run.where], folder):
-        print(line)
+    if places := [run.where for run in runs if run.where]:
+        offline = f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
+        online = f"{places[0]} and {len(places) - 1} more of its group"
+        print(online if places[0].startswith("tracked online") else offline)
     return not unwritten
 
 
@@ -170,17 +164,8 @@ def different_batches(rules: dict[str, Schedule], batch: int) -> list[str]:
     return [f"training steps differ in their samples ({sizes}), so not by their rules alone"]
 
 
-def where_tracked(places: list[str], folder: Path) -> str:
-    """One line for all runs."""
-    if not places:
-        return ""
-    if places[0].startswith("tracked online"):
-        return f"{places[0]} and {len(places) - 1} more of its group"
-    return f"tracked offline: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
-
-
 def summary(schedule: Any, runs: list["RuleRun"], name: str, first: str) -> dict[str, Any]:
-    """One row: metrics of the last epochs without runs that diverged, their differences, costs."""
+    """One row: metrics of the last epochs, their differences, costs."""
     from toolkit.results import over_seeds
     from toolkit.schedule import steady_state
 

@@ -90,10 +90,7 @@ def main(config: DictConfig) -> None:
     if len(set(sizes.values())) > 1:
         found = ", ".join(f"{names[k]} {j} and {n}" for k, (j, n) in sizes.items())
         hint = "stages={} microbatches={}".format(*sizes[_FIRST])
-        print(
-            f"\nnote: schedules differ in their stages and micro-batches ({found}), so not by their"
-            f" orders alone; {hint} gives others those of the first"
-        )
+        print(f"\nnote: stages and micro-batches differ ({found}); {hint} gives those of the first")
     print(f"\nwritten to {folder}: {', '.join(path.name for path in figures)}, trace.json, ...")
 
 

@@ -19,7 +19,6 @@ from omegaconf import DictConfig
 
 from toolkit.cli import STOPPED, Ended, entry_point, is_rank_zero, output_folder
 from toolkit.cli.sweeps import mark_failed
-from toolkit.options import TrackingOptions
 from toolkit.torchrun import restarted
 
 if TYPE_CHECKING:
@@ -88,11 +87,7 @@ def main(config: DictConfig) -> Ended:
 def conclude(
     outcome: "Outcome", measured: "Measurements | None", records: "Records", start: float
 ) -> tuple[bool, dict[str, Any]]:
-    """Write, track and print the results of a finished run; what cannot be written is noted.
-
-    Returns:
-        whether the result could be written, and the result.
-    """
+    """Write, track and print the results of a run; return whether they are written, and them."""
     from toolkit.files import note_write_errors, write_csv, write_json
     from toolkit.results import delay_means, describe, provenance
     from toolkit.results.record import SCHEMA
@@ -121,22 +116,21 @@ def conclude(
         "schema": SCHEMA,
         "schedule": run.schedule.name,
         "metrics": epochs[-1],
-        "judged_by": records.measure.name,
+        "judged_by": run.samples.form.metric.name,
         "notes": [*notes, *tracker.notes],
         "damaged": damaged,
         "delays": delay_means(delays, ["stage"]),
         "ranks": ranks,
         "provenance": provenance(run.record, describe(run.device), seconds),
     }
-    n_notes = len(notes)
-    with note_write_errors(notes, folder):
+    unwritten: list[str] = []
+    with note_write_errors(unwritten, folder):
         write_json(folder / "result.json", result)
-    written = len(notes) == n_notes
     show(run, result, records)
-    for note in notes:
+    for note in [*notes, *unwritten]:
         print(f"\nnote: {note}")
-    print(f"\nwritten to {folder}" if written else "\nthe result is not written")
-    return written, result
+    print("\nthe result is not written" if unwritten else f"\nwritten to {folder}")
+    return not unwritten, result
 
 
 class Records(ExitStack):
@@ -147,11 +141,11 @@ class Records(ExitStack):
         from toolkit.training.profiling import Profile
 
         super().__init__()
-        tracking, here = TrackingOptions(**run.record["tracking"]), is_rank_zero()
+        tracking, here = run.record["tracking"], is_rank_zero()
         track_schedule(tracker, run.schedule)
-        self.folder, self.tracker, self.uploads = folder, tracker, tracking.checkpoints
+        self.folder, self.tracker, self.uploads = folder, tracker, tracking["checkpoints"]
         self.measure = run.samples.form.metric
-        self.curves = Curves(tracker, tracking.every)
+        self.curves = Curves(tracker, tracking["every"])
         self.epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resumed, here=here)
         self.delays = Ledger(folder / "delays.csv", ["step", "stage"], resume=resumed, here=here)
         self.progress = Progress(run.options.epochs, shown=here)
@@ -211,10 +205,7 @@ def as_row(epoch: Any) -> dict[str, Any]:
 def conclude_measured(
     measured: "Measurements", run: "TrainingRun", notes: list[str], folder: Path, tracker: "Tracker"
 ) -> list[dict[str, Any]]:
-    """Write tables, a figure and a trace of what was measured, and what is predicted; a row a rank.
-
-    If nothing can be predicted or written, a note says so.
-    """
+    """Write what was measured, and what is predicted; a row a rank."""
     from toolkit.cost.timeline import ACTIVATIONS, WEIGHTS
     from toolkit.errors import first_line
     from toolkit.figures import save, timelines

@@ -43,15 +43,7 @@ def run(
     passed: Sequence[str],
     failed: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Run ``config.mutations`` rounds, of every kind in turn; write them to ``mutations.csv``.
-
-    Args:
-        config: options of the bench.
-        seed: seed of all damage.
-        kinds: kinds of damage.
-        one: function that completes a round.
-        passed, failed: names of the outcomes.
-    """
+    """Run ``config.mutations`` rounds, of every kind in turn, each completed by ``one``."""
     check_counts(config, "mutations", of="bench.")
     if not config.limit > 0:
         raise UserError(f"bench.limit is a number of seconds above 0: got {config.limit}")

@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.timing import alternate, ratio_cells
+from benchmarks.timing import alternate
 from toolkit.cli.check_options import check_counts
 from toolkit.model import build, partition
 from toolkit.runtime import SingleProcess, StepOptions
@@ -34,10 +34,7 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
 
     A step's images are on the device already; those of a loop of ``steps`` steps are read,
     augmented and moved there, and the loop's losses are collected. On a GPU, which works while the
-    next step begins, ``steps`` steps are timed at once.
-
-    *operations*: torch operations of a step, where it is not compiled. Where they are small, they
-    set a GPU's time.
+    next step begins, ``steps`` steps are timed at once. *operations*: torch's, of a step.
     """
     check_counts(config, *_COUNTS, of="bench.")
     torch.manual_seed(seed)
@@ -116,17 +113,16 @@ class Plain:
 
 def _rows(seconds: dict[str, list[float]], n_images: int, n_steps: int) -> list[dict[str, Any]]:
     """Of methods that have run ``n_steps`` steps at a time; the first is the baseline."""
-    first, *_ = seconds.values()
-    return [
-        {
-            "method": name,
-            "seconds": round(median(taken) / n_steps, 5),
-            "images/s": round(n_steps * n_images / median(taken), 1),
-            **ratio_cells(taken, first),
-            "operations": None,
-        }
-        for name, taken in seconds.items()
-    ]
+    rows = []
+    for name, taken in seconds.items():
+        pairs = zip(taken, next(iter(seconds.values())), strict=True)
+        ratios = [mine / theirs for mine, theirs in pairs]  # round by round
+        row = {"method": name, "seconds": round(median(taken) / n_steps, 5)}
+        row["images/s"] = round(n_steps * n_images / median(taken), 1)
+        for column, of in (("ratio", median), ("ratio_min", min), ("ratio_max", max)):
+            row[column] = round(of(ratios), 3)
+        rows.append(row | {"operations": None})
+    return rows
 
 
 def _sgd(parameters: Any) -> torch.optim.SGD:

@@ -77,7 +77,7 @@ def link_name(ratio: float) -> str:
 
 
 def images_of(task: Task) -> tuple[Tensor, Tensor]:
-    """Random images of all workers ``[workers * batch, 3, size, size]``, and their classes."""
+    """Random images of all workers, and their classes."""
     torch.manual_seed(task.seed)
     n, size = task.workers * task.batch, task.image_size
     return torch.randn(n, 3, size, size), torch.randint(10, (n,))

@@ -8,7 +8,6 @@ Linux only, as root, with ip and tc of iproute2.
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -87,11 +86,7 @@ class Traffic:
         self._thread.join()
 
     def samples(self, start: float, end: float) -> tuple[Array, Array]:
-        """Wait for the first sample after ``end``; drop those long before ``start``.
-
-        Returns:
-            moments ``[samples]``, and the bytes sent by then ``[samples, ranks]``.
-        """
+        """Return moments, and bytes ``[samples, ranks]`` sent by then; drop those before."""
         while not self._found or self._found[-1][0] <= end:
             if not self._thread.is_alive():
                 raise RuntimeError("the thread that samples the traffic has ended")
@@ -115,11 +110,7 @@ def enter(namespace: str) -> None:
 
 @contextmanager
 def network(n: int) -> Iterator[Network]:
-    """Build a network of ``n`` ranks without limit; remove it at the end of the block.
-
-    Raises:
-        UserError: this is not Linux, or not root, or a tool or a kernel module is missing.
-    """
+    """Build a network of ``n`` ranks without limit; remove it at the end of the block."""
     check(n)
     names = [f"cdp-{os.getpid()}-{name}" for name in (*range(n), "hub")]
     made = Network(tuple(names[:-1]), names[-1])
@@ -143,8 +134,6 @@ def check(n: int) -> None:
         raise UserError(f"a network has 2 to 250 ranks: got {n}")
     if sys.platform != "linux" or os.geteuid() != 0:
         raise UserError("only root makes network namespaces, on Linux: use sudo")
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise UserError(f"{' and '.join(missing)} cannot be found: install iproute2")
 
 
 def _run(command: str) -> str:
@@ -163,15 +152,7 @@ def received(counters: bytes, n_ports: int) -> list[int]:
 
 
 def in_windows(moments: Array, sent: Array, start: float, end: float) -> Array:
-    """Bytes that each rank sends in each whole window from ``start`` to ``end``.
-
-    Args:
-        moments: of the samples, ascending; between two of them bytes are taken to come evenly.
-        sent: ``[samples, ranks]``, bytes so far.
-
-    Returns:
-        ``[windows, ranks]``.
-    """
+    """Bytes ``[windows, ranks]`` sent in each whole window; between samples they come evenly."""
     edges = start + WINDOW * np.arange(int((end - start) / WINDOW + 1e-6) + 1)
     so_far = [np.interp(edges, moments, of_rank) for of_rank in sent.T]
     return np.diff(np.stack(so_far, axis=1), axis=0)

@@ -1,7 +1,6 @@
-"""Fair timing on a noisy machine: methods take turns, medians and paired ratios are quoted."""
+"""Fair timing on a noisy machine: methods take turns."""
 
 from collections.abc import Callable, Mapping
-from statistics import median
 
 import torch
 from tqdm import tqdm
@@ -24,10 +23,3 @@ def alternate(
             if k >= 0:
                 seconds[name].append(synchronized_time(device) - start)
     return seconds
-
-
-def ratio_cells(seconds: list[float], baseline: list[float], digits: int = 3) -> dict[str, float]:
-    """Median, smallest and largest ratio, round by round."""
-    found = [mine / theirs for mine, theirs in zip(seconds, baseline, strict=True)]
-    cells = {"ratio": median(found), "ratio_min": min(found), "ratio_max": max(found)}
-    return {name: round(value, digits) for name, value in cells.items()}

@@ -302,7 +302,7 @@ def test_help_does_not_wait_for_torch():
     [
         ("train", "seed=abc", "seed=abc"),
         ("compare", "sed=1", "option sed: .* seed"),
-        ("bench", "foo", "bench=foo .* checkpoint_fuzz, data_fuzz, explorer"),
+        ("bench", "foo", "bench=foo .* checkpoint_fuzz, data_fuzz, failure"),
     ],
 )
 def test_refuses_in_a_process(name, argument, pattern):

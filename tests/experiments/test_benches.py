@@ -30,15 +30,6 @@ def test_bench_grouped(tmp_path):
     assert [row["method"] for row in rows(tmp_path / "bench.csv")] == methods
 
 
-def test_bench_tracking(tmp_path):
-    sizes = options(image_size=8, stages=2, batch=2, rounds=2, steps=2, every=1, most=1000)
-    disabled, offline = complete("bench", tmp_path, "bench=tracking", *sizes)["metrics"]
-    assert (disabled["tracking"], offline["tracking"]) == ("disabled", "offline")
-    assert disabled["ratio"] == 1
-    assert 0 < offline["ratio_min"] <= offline["ratio"] <= offline["ratio_max"]
-    assert not offline["failed"]
-
-
 def test_bench_peak_refuses_a_cpu():
     refused("bench", "bench=peak", "device=cpu", match="device=cpu")
 
