@@ -18,12 +18,6 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 
 
-def last_line(error: BaseException) -> str:
-    """Last non-blank line of the error's message; the error's repr if the message is blank."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else repr(error)
-
-
 def suggest(choice: str, valid: Sequence[str]) -> str:
     """Advice for an unknown ``choice``: the nearest valid name, and all of them."""
     near = get_close_matches(choice, valid, n=1, cutoff=0.4)

@@ -22,9 +22,6 @@ TIMES: Sequence[Unit] = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 SIZES: Sequence[Unit] = ((GIB, "GiB"), (MIB, "MiB"), (2**10, "KiB"))
 RATES: Sequence[Unit] = ((1e9, "GB/s"), (MB, "MB/s"), (1e3, "kB/s"))
 
-DASH = "\N{EN DASH}"
-"""Cell of an unknown value in a report."""
-
 Row = Mapping[str, Any]
 Cells = dict[str, Any]
 
@@ -50,11 +47,6 @@ def size(n_bytes: float) -> str:
 def digits(value: float) -> str:
     """Return three significant digits, or all digits of a large number."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def number(value: float, form: str) -> str:
-    """Return ``value`` formatted by ``form``, or a dash if it is NaN."""
-    return DASH if isnan(value) else form.format(value)
 
 
 def count(n: int, thing: str) -> str:

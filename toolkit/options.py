@@ -10,14 +10,10 @@ from typing import Any
 
 from toolkit.errors import UserError, check_choice
 
-COMPARED = "runs.yaml"
-"""In the folder of a comparison: the options of its runs."""
-
-ENDED = "runs.csv"
-"""In the folder of a comparison: the epochs of the runs that have ended."""
-
-UNDER_WAY = "under_way"
-"""In the folder of a comparison: a folder for each run that has begun and not ended."""
+# In the folder of a comparison:
+COMPARED = "runs.yaml"  # the options of its runs
+ENDED = "runs.csv"  # the epochs of the runs that have ended
+UNDER_WAY = "under_way"  # a folder for each run that has begun and not ended
 
 STOPPED = 75
 """Exit status of a run or a sweep that a signal has ended and that can be resumed."""
@@ -29,22 +25,13 @@ AROUND = frozenset({"tracking", "resume", "rules", "seeds"})
 """Options around a run: its tracking, the run that it resumes, its comparison."""
 
 INDIFFERENT = AROUND | {
-    *("save", "guard", "guard_factor", "profile", "diagnostics"),
-    *("runtime", "device", "threads", "data.num_workers", "data.prefetch_factor"),
-    *("cudnn_benchmark", "workers"),
+    *("save", "guard", "guard_factor"),  # when to save, and what to do if the loss diverges
+    *("profile", "diagnostics"),  # what to measure
+    *("runtime", "device", "threads", "cudnn_benchmark"),  # results are equal up to rounding
+    *("data.num_workers", "data.prefetch_factor"),
+    "workers",  # microbatches has its value
 }
-"""Options, or groups of them, that do not change a training's trajectory:
-
-- those :data:`AROUND` a run;
-- ``save``, ``guard``, ``guard_factor``: when to save, and what to do with a run that diverges;
-- ``profile``, ``diagnostics``: what to measure during the run;
-- ``runtime``, ``device``, ``threads``, ``cudnn_benchmark``, ``data.num_workers``,
-  ``data.prefetch_factor``: how to compute and read, with equal results up to rounding;
-- ``workers``: ``microbatches`` has its value.
-"""
-
-GUARDS = ("off", "stop", "rollback")
-TRACKING_MODES = ("offline", "online", "disabled")
+"""Options, or groups of them, that do not change a training's trajectory."""
 
 
 def option(default: Any, description: str) -> Any:
@@ -123,16 +110,15 @@ class TrainingOptions(StepSettings):
     save: SaveOptions = field(default_factory=SaveOptions)
 
     def __post_init__(self) -> None:
-        for name in ("batch", "epochs"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is 1 or more: got {getattr(self, name)}")
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(
-                f"label_smoothing is 0 or more, and below 1: got {self.label_smoothing}"
-            )
-        check_choice("guard", self.guard, GUARDS)
-        if not self.guard_factor > 1:
-            raise UserError(f"guard_factor is above 1; 10 is usual: got {self.guard_factor}")
+        check_choice("guard", self.guard, ("off", "stop", "rollback"))
+        for name, holds, rule in (
+            ("batch", self.batch >= 1, "is 1 or more"),
+            ("epochs", self.epochs >= 1, "is 1 or more"),
+            ("label_smoothing", 0 <= self.label_smoothing < 1, "is 0 or more, and below 1"),
+            ("guard_factor", self.guard_factor > 1, "is above 1; 10 is usual"),
+        ):
+            if not holds:
+                raise UserError(f"{name} {rule}: got {getattr(self, name)}")
 
 
 def _tracking_mode() -> str:
@@ -161,7 +147,7 @@ class TrackingOptions:
     checkpoints: bool = option(False, "also upload the last and the best one, and model.pt")
 
     def __post_init__(self) -> None:
-        check_choice("tracking.mode", self.mode, TRACKING_MODES)
+        check_choice("tracking.mode", self.mode, ("offline", "online", "disabled"))
         if self.every < 1:
             raise UserError(f"tracking.every is 1 or more training steps: got {self.every}")
 
@@ -187,8 +173,7 @@ def differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
     """The flat options that have two values or more, where they are given."""
     first: dict[str, Any] = {}
     found: set[str] = set()
-    for run in options:
-        for name, value in run.items():
-            if first.setdefault(name, value) != value:
-                found.add(name)
+    for name, value in (item for run in options for item in run.items()):
+        if first.setdefault(name, value) != value:
+            found.add(name)
     return [name for name in first if name in found]

@@ -21,7 +21,7 @@ optimizer.momentom=1 | optimizer.momentom: .* optimizer.momentum
 qwerty=1 | option qwerty
 dat.root=x | option dat.root: .* data.root
 data.root=x | data.root
-+seed=2 | seed .*\+
++seed=2 | seed=2
 schedule=cdp_v3 | schedule=cdp_v3 .* cdp_v2
 schedule=null | schedule=null
 model=resnt18 | model=resnt18 .* resnet18

@@ -35,11 +35,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def training_options(config: DictConfig) -> TrainingOptions:
-    """The plain options of a training run.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """The plain options of a training run; raise UserError if a value is out of range."""
     found = plain(config)
     names = {field.name for field in fields(TrainingOptions)} - {"save"}
     values = {name: value for name, value in found.items() if name in names}
@@ -87,11 +83,7 @@ def build_run(config: DictConfig, samples: "SampleSet | None" = None) -> "Traini
 
 
 def join_world(config: DictConfig, schedule: Schedule) -> "World | None":
-    """Join the ranks of a runtime with a process a rank; None for one in a single process.
-
-    Raises:
-        UserError: see :func:`toolkit.training.training_run.join_ranks`.
-    """
+    """Join the ranks of a runtime with a process a rank; None for one in a single process."""
     from toolkit.training.training_run import join_ranks
 
     reach = {name: config.runtime[name] for name in _JOIN if name in config.runtime}
@@ -104,14 +96,7 @@ def rule_config(config: DictConfig, rule: str, seed: int, **more: Any) -> DictCo
 
 
 def load_samples(config: DictConfig) -> "SampleSet":
-    """Load the samples that a choice of data describes.
-
-    Args:
-        config: options of the group ``data``.
-
-    Raises:
-        UserError: the choice does not give a sample set.
-    """
+    """Load the samples that options of the group ``data`` describe; raise UserError for others."""
     samples: SampleSet = _made(config, "data", "toolkit.training.data.digits")
     if not all(hasattr(samples, name) for name in ("form", "train", "test")):
         raise UserError(
@@ -122,10 +107,7 @@ def load_samples(config: DictConfig) -> "SampleSet":
 
 
 def build_schedule(config: DictConfig) -> Schedule:
-    """Build the schedule of a group's options: a named method, or rank orders from a file.
-
-    Args:
-        config: options of the group ``schedule``.
+    """Build a named method, or rank orders from a file, from options of the group ``schedule``.
 
     Raises:
         UserError: an impossible schedule, or a file without rank orders.
@@ -140,21 +122,17 @@ def build_schedule(config: DictConfig) -> Schedule:
     late = {"delay": _delay(options.pop("delay"))} if "delay" in options else {}
     if file == "":
         raise UserError("schedule.file is empty: give a CSV file of rank orders, or null")
+    usual = {"period": None} if file is None else _OF_METHODS
+    for name, value in (options | {"period": period}).items():
+        if value != usual.get(name, value):
+            raise UserError(
+                f"schedule.{name}={value} and schedule.file={file or 'null'}: placement, chains and"
+                " accumulate belong to named methods, period to files: leave one of them out"
+            )
     if file is not None:
-        for name, usual in _OF_METHODS.items():
-            if (value := options.get(name, usual)) != usual:
-                raise UserError(
-                    f"schedule.{name}={value} belongs to a named method, and schedule.file says"
-                    " what runs where: leave one of them out"
-                )
         free = {name: options[name] for name in ("state", "predict") if name in options}
         path = Path(file)
         return Schedule.from_csv(path, name=path.stem, period=period, **free, **late)
-    if period is not None:
-        raise UserError(
-            f"schedule.period={period} belongs to a file's orders, and a named method has its own:"
-            " leave it out, or give schedule.file"
-        )
     how = {"_partial_": True, "_convert_": "all"}
     schedule = _made(options, "schedule", "toolkit.schedule.catalog.cyclic", **how)(**late)
     if not isinstance(schedule, Schedule):
@@ -256,11 +234,7 @@ def analysed_form(config: DictConfig) -> "InputSpec":
 
 
 def build_hardware(config: DictConfig) -> Any:
-    """Build the :class:`toolkit.cost.Hardware` of a group's options.
-
-    Raises:
-        UserError: it has no ``_target_``, or an impossible value.
-    """
+    """Build the :class:`toolkit.cost.Hardware` of a group's options; UserError if impossible."""
     return _made(config, "hardware", "toolkit.cost.Hardware")
 
 

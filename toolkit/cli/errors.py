@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from toolkit.cli import schema
 from toolkit.cli.hydra_args import key_of, quoted, value_of
-from toolkit.errors import UserError, first_line, last_line, suggest
+from toolkit.errors import UserError, first_line, suggest
 
 _PLUGINS = {
     "optuna": "hydra-optuna-sweeper",
@@ -26,8 +26,6 @@ _PLUGINS = {
 }
 _TARGET = re.compile(r"Error (locating|in call to) target '([^']+)'")
 _ARGUMENTS = re.compile(r"unexpected keyword argument|missing \d+ required")
-_SWEEP = re.compile(r"(?:Ambiguous value for argument|Sweep parameters) '([^']+)'")
-_EXISTS = re.compile(r"An item is already at '([^']+)'")
 _NO_OPTION = re.compile(r"Could not override '([^']+)'")
 _VALUE = re.compile(r"Error merging override (.+)")
 _WITHIN = re.compile(r"is not a subclass of|Cannot assign \w+ to Dict")
@@ -45,7 +43,7 @@ def explain(error: Exception, experiment: str) -> str | None:
         if found and (found[1] == "locating" or _ARGUMENTS.search(str(cause))):
             return (
                 f"_target_: {found[2]} cannot be imported from {Path.cwd()} or an installed"
-                f" package, or takes other options: {last_line(cause)}"
+                f" package, or takes other options: {str(cause).strip().splitlines()[-1]}"
             )
         error = cause
     name = type(error).__name__  # by name where the class's package may not be loaded
@@ -94,10 +92,6 @@ def _composition(error: ConfigCompositionException, experiment: str) -> str:
     message = first_line(error)
     cause = first_line(error.__cause__) if isinstance(error.__cause__, Exception) else ""
     known = schema.option_names(experiment)
-    if found := _SWEEP.match(message):
-        return f"{found[1]} gives several values: add -m for one run of each"
-    if found := _EXISTS.search(message):
-        return f"{found[1]} has a value already: change it without the +"
     if found := _NO_OPTION.match(message):
         return _no_option(found[1], known)
     if found := _VALUE.match(message):
