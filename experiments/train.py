@@ -137,7 +137,7 @@ class Records(ExitStack):
     """What a run shows, tracks and writes while it trains; a resumed one continues its tables."""
 
     def __init__(self, run: "TrainingRun", folder: Path, tracker: "Tracker", resumed: bool) -> None:
-        from toolkit.results import Curves, Ledger, Progress, track_schedule
+        from toolkit.results import Ledger, Progress, track_schedule
         from toolkit.training.profiling import Profile
 
         super().__init__()
@@ -145,7 +145,6 @@ class Records(ExitStack):
         track_schedule(tracker, run.schedule)
         self.folder, self.tracker, self.uploads = folder, tracker, tracking["checkpoints"]
         self.measure = run.samples.form.metric
-        self.curves = Curves(tracker, tracking["every"])
         self.epochs = Ledger(folder / "epochs.csv", ["epoch"], resume=resumed, here=here)
         self.delays = Ledger(folder / "delays.csv", ["step", "stage"], resume=resumed, here=here)
         self.progress = Progress(run.options.epochs, shown=here)
@@ -156,12 +155,12 @@ class Records(ExitStack):
 
     def epoch(self, epoch: "Epoch") -> None:
         self.progress.note(f"test {epoch.text(self.measure)}")
-        self.curves.epoch(epoch)
+        self.tracker.epoch(epoch)
         self.epochs.put([as_row(epoch)])
 
     def step(self, step: "Step") -> None:
         self.progress.trained(step)
-        self.curves.trained(step)
+        self.tracker.step(step)
         self.delays.put([asdict(delay) for delay in step.result.delays])
         self.profile.step()
 

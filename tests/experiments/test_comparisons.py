@@ -137,7 +137,7 @@ def kept(tmp_path):
         for rule, seed in keys
     ]
     given = [*TINY, "~rules.cdp_v2", "seeds=3", "tracking.mode=disabled"]
-    keep_options(tmp_path, build.plain(settings("compare", *given)), runs)
+    keep_options(tmp_path, build.plain(settings("compare", *given)))
     keep_runs(tmp_path, runs)
     write_options(tmp_path, given, "compare")
     return tmp_path

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import sys
 
 import pytest
 
 from tests.experiments.command import TINY, run, succeeded
 from tests.results.fake_wandb import wait_for_offline_run
-from toolkit.results import Curves, provenance, wandb_run
+from toolkit.results import Tracker, wandb_run
 
 KEY = "0123456789abcdef" * 2 + "fakefake"
 TRACKED = *TINY, "tracking.mode=offline", "tracking.every=2"
@@ -60,15 +59,6 @@ def test_run_does_not_contain_the_key(tmp_path, monkeypatch):
     assert not files_with(tmp_path, KEY)
 
 
-def test_provenance_does_not_contain_the_key(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setattr(sys, "argv", ["train.py", f"tracking.name={KEY}"])
-    config = {"tracking": {"name": KEY, "tags": [KEY]}}
-    source = provenance(config, "a machine", 0)
-    assert source["command"].endswith("train.py tracking.name=WANDB_API_KEY")
-    assert KEY not in str(source)
-
-
 def test_runs_of_a_sweep_have_separate_configurations(tmp_path, wandb_runs):
     """The second one fails, and records the reason."""
     folder = tmp_path / "a sweep"
@@ -84,14 +74,14 @@ def test_runs_of_a_sweep_have_separate_configurations(tmp_path, wandb_runs):
 
 
 def test_records_the_signal_that_stops_a_run(tmp_path, monkeypatch, wandb_runs):
-    trained = Curves.trained
+    trained = Tracker.step
 
     def stop(self, step):
         trained(self, step)
         if step.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Curves, "trained", stop)
+    monkeypatch.setattr(Tracker, "step", stop)
     finished = run("train", *TRACKED, "epochs=2", f"hydra.run.dir={tmp_path}")
     assert finished.status == 75
     (stopped,) = wandb_runs

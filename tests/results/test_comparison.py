@@ -29,7 +29,7 @@ def ended(rule, seed, top1=0.5, epochs=2):
 
 
 def keep(folder, config, runs):
-    keep_options(folder, config, runs)
+    keep_options(folder, config)
     keep_runs(folder, runs)
 
 
@@ -90,7 +90,7 @@ def test_a_run_that_was_saved_under_way_counts_until_it_has_ended(tmp_path):
     for path in begun:
         (path / "checkpoints").mkdir(parents=True)
     (begun[1] / "checkpoints" / "step_000000001.ckpt").touch()  # the other has not saved anything
-    keep_options(tmp_path, options(), [])
+    keep_options(tmp_path, options())
     assert ended_before(tmp_path, options(rules=RULES | {"dp": {"delay": 4}})) == []
     other = options(rules=RULES | {"late": {"delay": 4}})
     with pytest.raises(ValueError, match=re.escape("rules.late.delay=4 (was None)")):

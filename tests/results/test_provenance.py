@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from toolkit.results import describe, provenance
-from toolkit.results.provenance import starter
+from toolkit.results.provenance import commit, starter
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"seed": 3, "betas": (0.9, 0.999), "save": {"keep": 2}}
@@ -39,25 +40,21 @@ def test_what_a_reader_needs():
     assert found["started"].endswith("+00:00")
 
 
-@pytest.mark.parametrize(
-    ("top", "status", "commit"),
-    [
-        (ROOT, "", "0123abcd"),
-        (ROOT, " M toolkit/files.py", "0123abcd+"),
-        (ROOT.parent, "", None),  # of a repository around that of the code
-        (None, "", None),
-    ],
-)
-def test_commit(monkeypatch, top, status, commit):
-    said = {"HEAD": "0123abcd", "--show-toplevel": top, "--porcelain": status}
-
-    def git(command, **_):
-        if top is None:
-            raise subprocess.CalledProcessError(128, "git")
-        return subprocess.CompletedProcess(command, 0, stdout=f"{said[command[2]]}\n")
-
-    monkeypatch.setattr(subprocess, "run", git)
-    assert provenance(CONFIG, "a machine", 1)["commit"] == commit
+def test_commit(monkeypatch, tmp_path):
+    module = sys.modules["toolkit.results.provenance"]  # the package has a function of this name
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "a").write_text("one")
+    assert commit() is None
+    for words in (["init", "-q"], ["add", "a"], ["commit", "-qm", "one"], ["tag", "v1"]):
+        subprocess.run([*git, *words], check=True)
+    found = commit()
+    assert re.fullmatch("[0-9a-f]{40}", found)
+    (tmp_path / "a").write_text("two")
+    assert commit() == f"{found}+"
+    (tmp_path / "inner").mkdir()
+    monkeypatch.setattr(module, "ROOT", tmp_path / "inner")
+    assert commit() is None  # of a repository around that of the code
 
 
 def test_the_processor_and_its_threads():

@@ -17,8 +17,7 @@ from toolkit.errors import UserError
 from toolkit.metric import ACCURACY, LOSS
 from toolkit.results import Tracker, track_measured, track_schedule
 from toolkit.results.publish import publish, wandb_report
-from toolkit.results.report import build_report
-from toolkit.results.report_page import Command, Report, Table, Text
+from toolkit.results.report import Command, Report, Table, Text, build_report
 from toolkit.results.runs import read_runs
 from toolkit.results.wandb_run import group_of
 from toolkit.schedule import catalog
@@ -116,11 +115,8 @@ class Logged(Tracker):
         super().__init__()
         self.on, self.keys = True, set()
 
-    def figure(self, key, figure):
-        self.keys.add(key)
-
-    def table(self, key, rows):
-        self.keys.add(key)
+    def log(self, values, step=None):
+        self.keys |= values.keys()
 
 
 def test_text_is_no_markup():

@@ -7,8 +7,7 @@ import pytest
 from matplotlib.figure import Figure as Drawing
 
 from tests.results import folders
-from toolkit.results.report import build_report
-from toolkit.results.report_page import Command, Figure, Report, Table, Text, to_html
+from toolkit.results.report import Command, Figure, Report, Table, Text, build_report, to_html
 from toolkit.results.runs import read_runs
 
 HOSTILE = "<script>alert(1)</script>\"'&"
@@ -115,7 +114,7 @@ def test_a_browser_shows_it(browser, page_file, size):
     )
     page.close()
     assert not said
-    assert len(drawn) == 4  # two of curves, one of grids, one of a timeline
+    assert len(drawn) == 3  # curves, grids and a timeline
     assert all(natural > 0 and shown > 100 for natural, shown in drawn)
     assert width <= size[0]
     assert links == [True] * 5

@@ -1,5 +1,5 @@
 import math
-from statistics import stdev
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.errors import UserError
-from toolkit.results import (
-    binomial_half_width,
-    paired_by_seed,
-    paired_difference,
-    spread,
-)
+from toolkit.metric import ACCURACY
+from toolkit.results import binomial_half_width, over_seeds, paired_difference
 
 VALUES = st.floats(-100, 100).map(lambda value: round(value, 3))
 
@@ -56,28 +52,32 @@ def test_values_that_do_not_pair_are_refused(values, baseline):
         paired_difference(values, baseline)
 
 
+def summary(values, baseline):
+    return [*over_seeds(values, baseline, ACCURACY).values()]
+
+
 def test_runs_pair_by_seed_in_any_order():
-    baseline = {0: 90.0, 1: 80.0, 2: 70.0}
-    found = paired_by_seed({2: 71.0, 7: 5.0, 0: 92.0, 1: 81.0}, baseline)
-    assert found == paired_difference([1.0, 2.0, 1.0], [0.0, 0.0, 0.0])
+    values = {2: 71.0, 7: 5.0, 0: 92.0, 1: 81.0}
+    expected = paired_difference([1.0, 2.0, 1.0], [0.0, 0.0, 0.0])
+    assert summary(values, {0: 90.0, 1: 80.0, 2: 70.0}) == [
+        *(mean(values.values()), stdev(values.values())),
+        *(expected.mean, expected.half_width),
+    ]
 
 
-def test_a_diverged_run_makes_no_pair():
+def test_a_diverged_run_counts_in_no_mean_and_no_pair():
     baseline = {0: 90.0, 1: 80.0, 2: math.nan, 3: 70.0}
-    found = paired_by_seed({0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0}, baseline)
-    assert found == paired_difference([91.0, 73.0], [90.0, 70.0])
-    assert math.isnan(paired_by_seed({0: 91.0}, {0: math.nan}).mean)
+    found = summary({0: 91.0, 1: math.nan, 2: 71.0, 3: 73.0}, baseline)
+    expected = paired_difference([91.0, 73.0], [90.0, 70.0])
+    assert found[0] == mean([91, 71, 73])
+    assert found[2:] == [expected.mean, expected.half_width]
+    assert summary({0: 91.0}, {0: math.nan}) == pytest.approx([91, *[math.nan] * 3], nan_ok=True)
 
 
 @pytest.mark.parametrize(("values", "seeds"), [({3: 1.0, 4: 1.0}, "3, 4"), ({}, "none")])
 def test_runs_without_a_shared_seed_do_not_pair(values, seeds):
     with pytest.raises(UserError, match=f"got {seeds} and 0, 1"):
-        paired_by_seed(values, {0: 1.0, 1: 1.0})
-
-
-def test_spread():
-    assert spread([1.0, 2.0, 4.0]) == stdev([1, 2, 4])
-    assert math.isnan(spread([1.0]))
+        summary(values, {0: 1.0, 1: 1.0})
 
 
 def test_a_binomial_interval_by_hand():

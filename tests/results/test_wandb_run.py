@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tests.results.fake_wandb import wait_for_offline_run
 from toolkit.errors import UserError
 from toolkit.options import TrackingOptions
-from toolkit.results import Curves, Tracker, track, wandb_run
+from toolkit.results import Tracker, track, wandb_run
 from toolkit.runtime.microbatches import StepResult
 from toolkit.training import Epoch, Step
 
@@ -41,8 +41,8 @@ def log_everything(folder):
         assert tracker.on
         for step in (10, 20):
             tracker.log({"train/loss": 1 / step, "train/lr": 0.1}, step)
-        tracker.table("a table", [{"x": 1, "y": "one"}, {"x": 2, "y": "two"}])
-        tracker.figure("a figure", Figure(figsize=(1, 1)))
+        rows = [{"x": 1, "y": "one"}, {"x": 2, "y": "two"}]
+        tracker.log({"a table": rows, "a figure": Figure(figsize=(1, 1))})
         tracker.summary({"final/top1": 0.5})
         (folder / "model.pt").write_text("weights")
         tracker.files("weights", [folder / "model.pt"])
@@ -157,7 +157,7 @@ def test_a_failure_is_reported_once(tmp_path, monkeypatch, capsys, what):
     with begin(tmp_path) as tracker:
         for step in range(1, 4):
             tracker.log({"train/loss": 1}, step)
-        tracker.table("a table", [{"x": 1}])
+        tracker.log({"a table": [{"x": 1}]})
     (note,) = tracker.notes
     assert note.startswith("not tracked")
     assert ("File exists" if what == "folder" else "(No space left)") in note
@@ -235,8 +235,8 @@ def test_the_environment_gives_the_mode(monkeypatch, asked, mode):
 class Log(Tracker):
     """Keeps what is logged."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, every):
+        super().__init__(every=every)
         self.on, self.points = True, []
 
     def log(self, values, step):
@@ -256,21 +256,19 @@ def test_losses_are_read_at_logged_steps_only():
             return torch.tensor(float(self.step))
 
     read = []
-    log = Log()
-    curves = Curves(log, every=3)
+    log = Log(every=3)
     for k in range(8):
         result = StepResult(k, (0, 1), Losses(k + 1), torch.empty(0))
-        curves.trained(Step(k + 1, 8, result, 0.1, 4))
+        log.step(Step(k + 1, 8, result, 0.1, 4))
     assert read == [3, 6]
     assert [point["train/loss"] for point in log.points] == [3, 6]
     assert [point["train/lr"] for point in log.points] == [0.1, 0.1]
 
 
 def test_an_epoch_is_logged_at_its_last_step():
-    log = Log()
-    curves = Curves(log, every=100)
-    curves.trained(Step(4, 4, SimpleNamespace(step=11, losses=torch.ones(1), delays=()), 0.1, 4))
-    curves.epoch(Epoch(2, 1.0, 2.0, 0.5, 0.9, 0.1, 100.0))
+    log = Log(every=100)
+    log.step(Step(4, 4, SimpleNamespace(step=11, losses=torch.ones(1), delays=()), 0.1, 4))
+    log.epoch(Epoch(2, 1.0, 2.0, 0.5, 0.9, 0.1, 100.0))
     (point,) = log.points
     assert (point["epoch"], point["step"], point["epoch/top1"]) == (2, 12, 0.5)
     assert "epoch/ema_top1" not in point

@@ -1,7 +1,6 @@
 """Runs as tables, a row per run or per epoch, and as groups that can be compared."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,6 @@ _ELSEWHERE = {"seed", "schedule", "device", "workers", "model.name"} | {
 }
 # Rules are paired by seeds. The runtime changes no result, but a report compares its speed.
 _FREE = (INDIFFERENT | {"seed", "schedule"}) - {"runtime"}
-
-Runs = list[Run]
-"""Runs of one configuration."""
 
 
 def collect(*folders: str | Path) -> "pd.DataFrame":
@@ -123,67 +119,56 @@ class Group:
     """Runs of one configuration.
 
     Attributes:
-        label: the schedule's name, and what else distinguishes it within its comparison.
-        comparison: the model, data and options; groups with the same one can be compared.
+        label: the schedule's name, and the options in which groups of this task differ.
+        settings: all options but the schedule and the seed, as text.
         runs: runs of every state.
     """
 
     label: str
-    comparison: str
-    runs: Runs
-
-    @property
-    def counting(self) -> Runs:
-        """Runs with a final result; runs that started earlier are first."""
-        by_start = sorted(self.runs, key=lambda run: str(run.provenance.get("started")))
-        return [run for run in by_start if run.counts]
+    settings: str
+    runs: list[Run]
 
     @property
     def by_seed(self) -> dict[int, Run]:
-        """The counting run of each seed that started last."""
-        found = {run.seed: run for run in self.counting if run.seed is not None}
+        """The run of each seed with a final result; the one that started last counts."""
+        by_start = sorted(self.runs, key=lambda run: str(run.provenance.get("started")))
+        found = {run.seed: run for run in by_start if run.counts and run.seed is not None}
         return dict(sorted(found.items()))
 
+    def baseline(self, others: Sequence["Group"]) -> "Group":
+        """The first group with these settings, if several have them; else the first of all."""
+        same = [other for other in others if other.settings == self.settings]
+        return (same if len(same) > 1 else others)[0]
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group the training runs with a known schedule, comparison by comparison.
 
-    Rules that share all other options are one comparison. The other configurations of a model and
-    data set are compared over their options.
+def group_runs(runs: Sequence[Run]) -> dict[str, list[Group]]:
+    """Group the training runs with a known schedule, by model and data set.
+
+    Groups without late weights are first.
     """
-    configurations: dict[tuple[str, str, str], Runs] = {}
+    tasks: dict[str, dict[tuple[str, str], list[Run]]] = {}
     for run in runs:
         if run.trains and isinstance(run.config.get("schedule"), dict):
             options = flat_options(run.config)
             task = f"{options.get('model', 'a model')} on {options.get('data', 'data')}"
-            key = task, _text(_relevant(flat(run.config))), _text(run.config["schedule"])
-            configurations.setdefault(key, []).append(run)
-    n_rules = Counter((task, options) for task, options, _ in configurations)
-    comparisons: dict[tuple[str, str], list[Runs]] = {}
-    for (task, others, _), same in configurations.items():
-        shared = others if n_rules[task, others] > 1 else ""
-        comparisons.setdefault((task, shared), []).append(same)
-    groups: list[Group] = []
-    for (task, shared), found in comparisons.items():
-        found.sort(key=_is_late)  # the first one is the baseline
-        alike = [of[0] for (other, by), of in comparisons.items() if other == task and by]
-        name = _label(task, found[0], alike) if shared else f"{task}, other options"
-        name = name if alike else task
-        if any(group.comparison == name for group in groups):
-            name = f"{name} ({found[0][0].folder.name})"
-        labels = [_label(of[0].schedule or of[0].rule or "schedule", of, found) for of in found]
-        for label, same in zip(labels, found, strict=True):
-            if labels.count(label) > 1:
-                label = f"{label} ({same[0].rule}, {same[0].folder.name})"
-            groups.append(Group(label, name, same))
+            key = _text(_relevant(flat(run.config))), _text(run.config["schedule"])
+            tasks.setdefault(task, {}).setdefault(key, []).append(run)
+    return {task: _labelled(configurations) for task, configurations in tasks.items()}
+
+
+def _labelled(configurations: Mapping[tuple[str, str], list[Run]]) -> list[Group]:
+    found = sorted(configurations.items(), key=lambda item: _is_late(item[1][0]))
+    options = [_relevant(flat_options(same[0].config)) for _, same in found]
+    shown = differing(options)
+    labels = []
+    for (_, same), own in zip(found, options, strict=True):
+        differ = [f"{name.rpartition('.')[2]} {own[name]}" for name in shown if name in own]
+        labels.append(", ".join([same[0].schedule or same[0].rule or "schedule", *differ]))
+    groups = []
+    for label, ((settings, _), same) in zip(labels, found, strict=True):
+        several = f" ({same[0].rule}, {same[0].folder.name})" if labels.count(label) > 1 else ""
+        groups.append(Group(label + several, settings, same))
     return groups
-
-
-def _label(name: str, own: Runs, all_: Sequence[Runs]) -> str:
-    """``name`` with the options in which ``own`` differs from others, such as ``lr 0.1``."""
-    mine, *options = (_relevant(flat_options(runs[0].config)) for runs in (own, *all_))
-    shown = [option for option in differing(options) if option in mine]
-    return ", ".join([name, *(f"{option.rpartition('.')[2]} {mine[option]}" for option in shown)])
 
 
 def _relevant(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,9 +182,9 @@ def _text(options: Mapping[str, Any]) -> str:
     return json.dumps(options, sort_keys=True, default=str)
 
 
-def _is_late(runs: Runs) -> bool:
-    """Whether a schedule reads old weights."""
-    options = runs[0].config["schedule"]
+def _is_late(run: Run) -> bool:
+    """Whether the schedule of a run reads old weights."""
+    options = run.config["schedule"]
     try:
         return rebuild_schedule(options).max_staleness > 0
     except ValueError:

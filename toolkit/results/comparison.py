@@ -18,13 +18,12 @@ import yaml
 
 from toolkit.errors import UserError
 from toolkit.files import has_checkpoint, note_write_errors, write_csv, write_text
-from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY, TrackingOptions
+from toolkit.options import COMPARED, ENDED, INDIFFERENT, STOPPED, UNDER_WAY
 from toolkit.results.progress import Progress
 from toolkit.results.provenance import describe
-from toolkit.results.record import Row, read_csv, read_yaml
+from toolkit.results.record import Ledger, Row, read_csv, read_yaml
 from toolkit.results.runs import DIGEST
-from toolkit.results.training_log import Curves, Ledger, track_schedule
-from toolkit.results.wandb_run import group_of, track
+from toolkit.results.wandb_run import group_of, track, track_schedule
 from toolkit.runtime import World
 from toolkit.torchrun import is_rank_zero, restarted
 from toolkit.training import DivergedError, Step, StoppedError, TrainingRun, run_with_checkpoints
@@ -92,7 +91,7 @@ def before(options: Options, folder: Path, world: World | None) -> tuple[list[Ru
     found = None
     if is_rank_zero():
         runs = ended_before(folder, options) if options["resume"] or restarted() else []
-        keep_options(folder, options, runs)
+        keep_options(folder, options)
         if runs:  # removes the rows of runs that were interrupted
             keep_runs(folder, runs)
         found = runs, _saved(folder)
@@ -124,7 +123,6 @@ def train_all(
         UserError: one of them cannot be trained with its options; none has begun then.
         StoppedError: a signal has ended the run under way, and with it the comparison.
     """
-    every = TrackingOptions(**options["tracking"]).every
     done = {(run.rule, run.seed) for run in ended}
     keys = [(name, seed) for seed in seeds_of(options) for name in options["rules"]]
     wanted = [key for key in keys if key not in done]
@@ -137,11 +135,11 @@ def train_all(
             # Ranks continue until all know of a signal.
             if number := signals.agreed if world else signals.number:
                 raise StoppedError(number, saved=True)
-            yield _trained(build(*key), key, folder, every, progress, signals)
+            yield _trained(build(*key), key, folder, progress, signals)
 
 
 def _trained(
-    run: TrainingRun, key: Key, folder: Path, every: int, progress: Progress, signals: Signals
+    run: TrainingRun, key: Key, folder: Path, progress: Progress, signals: Signals
 ) -> RuleRun:
     """Train one run of the comparison, from where it was saved if it was under way."""
     name, seed = key
@@ -161,12 +159,11 @@ def _trained(
         own=own,
         here=is_rank_zero(),
     ) as tracker:
-        curves = Curves(tracker, every)
         track_schedule(tracker, run.schedule)
 
         def count(step: Step) -> None:
             progress.trained(step)
-            curves.trained(step)
+            tracker.step(step)
             delays.put([asdict(delay) for delay in step.result.delays])
 
         try:
@@ -175,7 +172,7 @@ def _trained(
                 own,
                 resume=None,
                 weights=False,
-                on_epoch=curves.epoch,
+                on_epoch=tracker.epoch,
                 on_step=count,
                 signals=signals,
             )
@@ -210,8 +207,13 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
             key = row.pop("rule"), row.pop("seed")
             run = found.setdefault(key, RuleRun(*key, [], []))
             getattr(run, kept).append(row["note"] if kept == "notes" else row)
-    if trained := _rules(folder, [*found.values()]):
-        old, new = _kept_options(folder), _with_digests(options)
+    if trained := {rule for rule, _ in [*found, *_saved(folder)]}:
+        old, new = read_yaml(folder / COMPARED), _with_digests(options)
+        if not isinstance(old.get("rules"), dict):
+            raise UserError(
+                f"resume={folder} has runs, but no readable {COMPARED} with their options: start in"
+                " a new folder, without resume"
+            )
         both = trained & new["rules"].keys()
         others = {f"rules.{rule}" for rule in {*old["rules"], *new["rules"]} - both}
         if changed := changed_options(old, new, _FREE | others):
@@ -222,15 +224,10 @@ def ended_before(folder: Path, options: Options) -> list[RuleRun]:
     return [run for run in found.values() if len(run.epochs) == options["epochs"]]
 
 
-def keep_options(folder: Path, options: Options, runs: Sequence[RuleRun]) -> None:
-    """Write the options with which runs are trained to ``folder``.
-
-    Other rules with a run keep the options that ``folder`` has for them.
-    """
+def keep_options(folder: Path, options: Options) -> None:
+    """Write the options with which runs are trained to ``folder``; rules it lacks stay there."""
     content = _with_digests(options)
-    if former := _rules(folder, runs) - options["rules"].keys():
-        known = _kept_options(folder)["rules"]
-        content["rules"] |= {rule: own for rule, own in known.items() if rule in former}
+    content["rules"] = (read_yaml(folder / COMPARED).get("rules") or {}) | content["rules"]
     write_text(folder / COMPARED, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
@@ -242,11 +239,11 @@ def keep_runs(folder: Path, runs: Sequence[RuleRun]) -> None:
     """
     delays = [row for run in runs for row in run.named(run.delays)]
     notes = [row for run in runs for row in run.named([{"note": n} for n in run.notes])]
-    for name, rows in (("delays.csv", delays), ("notes.csv", notes)):
+    epochs = [row for run in runs for row in run.named(run.epochs)]
+    # The epochs last, since a run counts as ended when it is in their file.
+    for name, rows in (("delays.csv", delays), ("notes.csv", notes), (ENDED, epochs)):
         if rows:
             write_csv(folder / name, rows)
-    # Last, since a run counts as ended when it is in this file.
-    write_csv(folder / ENDED, [row for run in runs for row in run.named(run.epochs)])
     for run in runs:
         shutil.rmtree(under_way(folder, run.rule, run.seed), ignore_errors=True)
     with suppress(OSError):  # other runs are under way
@@ -282,11 +279,6 @@ def _saved(folder: Path) -> list[Key]:
     return [(rule, int(seed)) for rule, _, seed in names if seed.isdecimal()]
 
 
-def _rules(folder: Path, ended: Sequence[RuleRun]) -> set[str]:
-    """The rules with a run in ``ended``, or with one that was saved under way."""
-    return {run.rule for run in ended} | {rule for rule, _ in _saved(folder)}
-
-
 def _with_digests(options: Options) -> dict[str, Any]:
     """``options``, with the digest of its file in each rule that has one: files may change."""
     rules = {name: dict(rule) for name, rule in options["rules"].items()}
@@ -294,13 +286,3 @@ def _with_digests(options: Options) -> dict[str, Any]:
         if rule.get("file"):
             rule[DIGEST] = sha256(Path(rule["file"]).read_bytes()).hexdigest()[:16]
     return {**options, "rules": rules}
-
-
-def _kept_options(folder: Path) -> dict[str, Any]:
-    found = read_yaml(folder / COMPARED)
-    if isinstance(found.get("rules"), dict):
-        return found
-    raise UserError(
-        f"resume={folder} has runs, but no readable {COMPARED} with their options: start in a new"
-        " folder, without resume"
-    )

@@ -12,12 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import first_line
 from toolkit.files import ROOT
 
 _PACKAGES = ("cdp-toolkit", "torch", "torchvision", "hydra-core", "numpy")
 _PLACES = ("hydra.run.dir", "hydra.sweep.dir", "resume")  # of a run on its own machine
-_SHORTEST_KEY = 8  # characters
 
 
 def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[str, Any]:
@@ -36,8 +34,8 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
     path = Path(script).resolve()  # shown as one would type it in the project's folder
     script = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
     return {
-        "command": shlex.join(redacted([*starter(), script, *options])),
-        "config": redacted(config),
+        "command": shlex.join([*starter(), script, *options]),
+        "config": _plain(config),
         "commit": commit(),
         "versions": versions,
         "device": device,
@@ -47,6 +45,14 @@ def provenance(config: Mapping[str, Any], device: str, seconds: float) -> dict[s
     }
 
 
+def _plain(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {name: _plain(value) for name, value in content.items()}
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return [*map(_plain, content)]
+    return content
+
+
 def strip_folders(command: str) -> str:
     """Return ``command`` without its output folder and the run that it resumed."""
     try:
@@ -54,21 +60,6 @@ def strip_folders(command: str) -> str:
     except ValueError:  # not a shell command
         return command
     return shlex.join(word for word in words if word.partition("=")[0] not in _PLACES)
-
-
-def redacted(content: Any) -> Any:
-    """Return ``content`` as plain dicts and lists, with W&B's key removed from its texts."""
-    if isinstance(content, str):
-        key = os.environ.get("WANDB_API_KEY", "")
-        return content.replace(key, "WANDB_API_KEY") if len(key) >= _SHORTEST_KEY else content
-    if isinstance(content, Mapping):
-        return {name: redacted(value) for name, value in content.items()}
-    return [*map(redacted, content)] if isinstance(content, Sequence) else content
-
-
-def one_line(error: BaseException) -> str:
-    """Return the error's first line, without W&B's key."""
-    return str(redacted(first_line(error)))
 
 
 def describe(device: Any) -> str:
@@ -94,18 +85,14 @@ def commit() -> str | None:
 
     None outside git, and where the code is installed within another repository.
     """
+    if not (ROOT / ".git").exists():
+        return None
+    # No tag matches: the commit itself, in full.
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT:
-            return None
-        revision = _git("rev-parse", "HEAD")
-        return f"{revision}+" if _git("status", "--porcelain", "--untracked-files=no") else revision
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return found.stdout.strip()
 
 

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 from unicodedata import category
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.format import table
 from toolkit.metric import ACCURACY
-from toolkit.results.provenance import one_line
-from toolkit.results.report_page import Block, Command, Report, Table, Text
+from toolkit.results.report import Block, Command, Report, Table, Text
 from toolkit.results.runs import Run
 from toolkit.results.wandb_run import STEP, WANDB_RUN, environment, group_of, read_identity
 
@@ -37,7 +36,7 @@ _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+!|~$-])")
 
 
 def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> tuple[str, str]:
-    """Save ``report`` and a workspace with its panels; return their addresses.
+    """Save ``report`` and a workspace with panels of ``runs``; return their addresses.
 
     Args:
         report: what to publish.
@@ -57,9 +56,9 @@ def publish(report: Report, runs: Sequence[Run], entity: str, project: str) -> t
             return str(page.save().url), str(space.save().url)
         except Exception as error:  # of the client, its service or the server
             raise UserError(
-                f"publish=wandb failed ({one_line(error)}): pip install 'cdp-toolkit[reports]', log"
-                f" in with `wandb login`, and check entity={entity} and project={project}; the HTML"
-                " report needs no network"
+                f"publish=wandb failed ({first_line(error)}): pip install 'cdp-toolkit[reports]',"
+                f" log in with `wandb login`, and check entity={entity} and project={project}; the"
+                " HTML report needs no network"
             ) from None
 
 
@@ -73,10 +72,10 @@ def wandb_report(report: Report, runs: Sequence[Run], entity: str, project: str)
     sections = []
     for title, content in report.sections.items():
         blocks += [wr.H1(text=title), *(_block(wr, block) for block in content)]
-        if panels := _panels(wr, title, runs):
-            blocks.append(wr.PanelGrid(runsets=_run_sets(wr, runs), panels=panels))
-            panels = _panels(wr, title, runs)  # of its own: objects are not shared
-            sections.append(ws.Section(name=title, panels=panels, is_open=True))
+        of_report, of_workspace = _panels(wr, title, runs), _panels(wr, title, runs)
+        if of_report:
+            blocks.append(wr.PanelGrid(runsets=_run_sets(wr, runs), panels=of_report))
+            sections.append(ws.Section(name=title, panels=of_workspace, is_open=True))
     # W&B refuses symbols in a workspace's name.
     name = "".join(" " if category(c)[0] in "SC" else c for c in report.title).strip() or "Runs"
     page = wr.Report(
@@ -108,18 +107,16 @@ def _run_sets(wr: Any, runs: Sequence[Run]) -> list[Any]:
     """The runs' groups, and the runs without a group; all runs of the project if unknown."""
     groups, ids = set(), set()
     for run in runs:
-        options = run.config.get("tracking")
         known = read_identity(run.folder / WANDB_RUN)
-        if run.kind == "compare" and isinstance(options, dict):
+        if run.kind == "compare" and isinstance(options := run.config.get("tracking"), dict):
             groups.add(str(options.get("group") or group_of(run.folder)))
         elif known.get("group"):
             groups.add(str(known["group"]))
         elif known.get("id"):
             ids.add(str(known["id"]))
-    wanted = {"groups": ("Group", groups), "single runs": ("ID", ids)}
     sets = [
         wr.Runset(name=name, filters=f"Metric('{column}') in {sorted(values)}")
-        for name, (column, values) in wanted.items()
+        for name, column, values in (("groups", "Group", groups), ("single runs", "ID", ids))
         if values
     ]
     return sets or [wr.Runset(name="runs")]

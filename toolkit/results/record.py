@@ -1,6 +1,6 @@
-"""Reader and writer of ``result.json``, the record of an experiment, and of tables of numbers.
+"""Files of results: ``result.json``, the record of an experiment, and tables of numbers.
 
-| field | content |
+| field of result.json | content |
 |---|---|
 | schema | 1, also if it is missing |
 | metrics | of a training, the last epoch's metrics by name; of other experiments, rows |
@@ -71,22 +71,19 @@ def write_result(
 
 
 def read_result(folder: Path) -> Row:
-    """Read and check ``folder/result.json``.
-
-    Raises:
-        DamagedError: it cannot be read, or does not match the schema.
-    """
-    result = {"schema": SCHEMA, **read_json(folder / RESULT)}
+    """Read and check ``folder/result.json``; raise DamagedError if it does not match the schema."""
+    optional = {"schema": SCHEMA, "schedule": "", "judged_by": None}
+    result = optional | {"notes": [], "delays": [], "ranks": []} | read_json(folder / RESULT)
     metrics = result.get("metrics")
     valid = {
         "schema": result["schema"] == SCHEMA,
         "metrics": isinstance(metrics, dict) or _is_list(metrics, dict),
         "provenance": isinstance(result.get("provenance"), dict),
-        "schedule": isinstance(result.get("schedule", ""), str),
-        "judged_by": result.get("judged_by", LOSS.name) in [*METRICS],
-        "notes": _is_list(result.get("notes", []), str),
-        "delays": _is_list(result.get("delays", []), dict),
-        "ranks": _is_list(result.get("ranks", []), dict),
+        "schedule": isinstance(result["schedule"], str),
+        "judged_by": result["judged_by"] in [None, *METRICS],
+        "notes": _is_list(result["notes"], str),
+        "delays": _is_list(result["delays"], dict),
+        "ranks": _is_list(result["ranks"], dict),
     }
     for name, is_valid in valid.items():
         if not is_valid:
@@ -100,11 +97,7 @@ def _is_list(value: object, of: type) -> bool:
 
 
 def read_json(path: Path) -> Row:
-    """Read a JSON object.
-
-    Raises:
-        DamagedError: it cannot be read, or is not an object.
-    """
+    """Read a JSON object; raise DamagedError if it cannot be read, or is not an object."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -174,3 +167,52 @@ def numbers_of(row: Mapping[str, Any]) -> Numbers:
 def per_cent(row: Mapping[str, Any]) -> Numbers:
     """Return the numbers of a row, with accuracies in per cent instead of shares."""
     return {k: 100 * v if k in _SHARES else v for k, v in numbers_of(row).items()}
+
+
+class Ledger:
+    """Rows of numbers, each written to a CSV file as soon as it is known.
+
+    A row replaces the one with the same keys: a run that is resumed or rolled back repeats steps.
+    While the file cannot be written, rows stay in memory.
+
+    Args:
+        path: the file.
+        keys: columns of whole numbers that identify and order the rows.
+        resume: start with the rows of the file.
+        here: whether this process writes.
+    """
+
+    def __init__(
+        self, path: Path, keys: Sequence[str], *, resume: bool = False, here: bool = True
+    ) -> None:
+        self.path, self.keys, self.here = path, tuple(keys), here
+        self._rows: dict[tuple[int, ...], Row] = {}
+        self._columns: dict[str, None] = {}  # in order
+        self._on_disk = False  # whether the file has all rows
+        if resume:
+            self._take(read_csv(path, skip_damaged=True))
+
+    def rows(self) -> list[Row]:
+        """Return all rows, in the order of their keys."""
+        return [self._rows[key] for key in sorted(self._rows)]
+
+    def put(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows, which may have more or fewer columns than those before."""
+        expected = len(self._rows) + len(rows), len(self._columns)
+        self._take(rows)
+        if not rows or not self.here:
+            return
+        try:
+            if self._on_disk and (len(self._rows), len(self._columns)) == expected:
+                with self.path.open("a", newline="") as file:
+                    csv.DictWriter(file, self._columns).writerows(rows)
+            else:
+                write_csv(self.path, [{k: r.get(k) for k in self._columns} for r in self.rows()])
+            self._on_disk = True
+        except OSError:
+            self._on_disk = False
+
+    def _take(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        for row in rows:
+            self._rows[tuple(row[key] for key in self.keys)] = dict(row)
+            self._columns |= dict.fromkeys(row)

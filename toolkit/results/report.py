@@ -1,8 +1,13 @@
-"""From runs to a report: summary, accuracy, memory, communication, commands."""
+"""A report on runs: summary, accuracy, memory, communication, commands; and its HTML page."""
 
+import re
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
 from math import isfinite, nan
+from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING
 
@@ -11,47 +16,127 @@ from toolkit.format import count, metric_cells, plus_minus, rank_cells, stalenes
 from toolkit.metric import ACCURACY, LOSS, Metric
 from toolkit.results.collect import PRINCIPAL, Group, flat_options, group_runs
 from toolkit.results.provenance import strip_folders
-from toolkit.results.report_page import Block, Command, Figure, Report, Table, Text
 from toolkit.results.runs import MESSAGES, Run, rebuild_schedule
 from toolkit.results.statistics import delay_means, over_seeds
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
     from toolkit.schedule import Schedule
+
+Schedules = dict[str, "Schedule"]
 
 _CURVES = 7  # in one figure
 _SIZE = (4.5, 2.7)  # inches; legible on a phone
 _GRIDS, _ROWS = 3, 12  # schedules in one figure, and rows of the largest one drawn
 _MOST_OPS = 4096  # stages times micro-batches of a schedule to count
 _MOST_VALUES = 4  # of an option
+_PIXELS_PER_INCH = 91  # of a drawing on the page
+_WIDTH = 640  # pixels of a PNG on the page
+_NUMBER = re.compile(r"[-+\d][-+\d.,e±% ]*")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph of plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of formatted cells, with the same keys, which are the headings."""
+
+    rows: Sequence[Mapping[str, str]]
+    caption: str
+
+    @property
+    def numeric(self) -> set[str]:
+        """Headings of the columns of numbers."""
+        return {k for k in self.rows[0] if all(_NUMBER.fullmatch(row[k]) for row in self.rows)}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture: a drawing or a PNG file, its caption, and the same for those who cannot see it."""
+
+    figure: "Drawing | Path"
+    caption: str
+    alt: str
+
+    @property
+    def width(self) -> int:
+        """Pixels on the page."""
+        if isinstance(self.figure, Path):
+            return _WIDTH
+        return round(_PIXELS_PER_INCH * self.figure.get_size_inches()[0])
+
+    @property
+    def source(self) -> str:
+        """The picture as a data URL; an SVG's ids then do not clash with those of others."""
+        if isinstance(self.figure, Path):
+            return f"data:image/png;base64,{b64encode(self.figure.read_bytes()).decode()}"
+        from toolkit.figures import style
+
+        content = BytesIO()
+        with style():
+            self.figure.savefig(content, format="svg", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{b64encode(content.getvalue()).decode()}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that repeats runs, and a line on where they ran."""
+
+    command: str
+    note: str
+
+
+Block = Text | Table | Figure | Command
+
+
+@dataclass(frozen=True)
+class Report:
+    """A title, and blocks by the titles of their sections, in reading order."""
+
+    title: str
+    sections: Mapping[str, Sequence[Block]]
+
+
+def to_html(report: Report, footer: str = "") -> str:
+    """Return the report as a page that needs no other file; all text is escaped."""
+    from jinja2 import Environment, FileSystemLoader
+
+    files = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=files, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("report.html").render(report=report, footer=footer)
 
 
 def build_report(runs: Sequence[Run], title: str) -> Report:
-    """Return the report on ``runs``. What cannot be shown is named and left out.
+    """Return the report on ``runs``, as :func:`toolkit.results.runs.read_runs` returns them.
 
-    Args:
-        runs: as :func:`toolkit.results.runs.read_runs` returns them.
-        title: heading of the page.
+    What cannot be shown is named and left out.
     """
-    groups = group_runs(runs)
-    schedules, left_out = _schedules(groups)
+    tasks = group_runs(runs)
+    schedules, left_out = _schedules(tasks)
     sections = {
-        "Summary": _summary(runs, groups),
-        "Accuracy": _accuracy(groups),
+        "Summary": _summary(runs, tasks),
+        "Accuracy": _accuracy(tasks),
         "Memory": [*left_out, *_memory(schedules)],
-        "Communication": _communication(groups, schedules),
+        "Communication": _communication(tasks, schedules),
         "Reproduce": _commands(runs),
     }
     return Report(title, {name: [*blocks] for name, blocks in sections.items()})
 
 
-def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> Iterator[Block]:
+def _summary(runs: Sequence[Run], tasks: Mapping[str, list[Group]]) -> Iterator[Block]:
     yield Text(f"{count(len(runs), 'run')}: {_states(runs)}.")
     rows = []
-    for name, same in _comparisons(groups).items():
-        options = [flat_options(group.runs[0].config) for group in same]
-        found = [run for group in same for run in group.runs]
+    for task, groups in tasks.items():
+        options = [flat_options(group.runs[0].config) for group in groups]
+        found = [run for group in groups for run in group.runs]
         seeds = sorted({run.seed for run in found if run.seed is not None})
-        row = {"training": name, "rules": ", ".join(group.label for group in same)}
+        row = {"training": task, "rules": ", ".join(group.label for group in groups)}
         row |= {option: _few([own.get(option) for own in options]) for option in PRINCIPAL[2:]}
         rows.append(row | {"seeds": _few(seeds), "states": _states(found)})
     if rows:
@@ -60,13 +145,6 @@ def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> Iterator[Block]:
         yield Table(left, "Left out of the tables and figures below, and why.")
     if notes := dict.fromkeys((str(run.folder), note) for run in runs for note in run.notes):
         yield Table([{"folder": f, "note": note} for f, note in notes], "Notes of the runs.")
-
-
-def _comparisons(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(group.comparison, []).append(group)
-    return found
 
 
 def _few(values: Sequence[object]) -> str:
@@ -91,31 +169,34 @@ def _left_out(run: Run) -> dict[str, str]:
     }
 
 
-def _accuracy(groups: Sequence[Group]) -> Iterator[Block]:
-    """Curves and final metrics of each comparison, and delay diagnostics."""
-    if not any(group.counting for group in groups):
+def _accuracy(tasks: Mapping[str, list[Group]]) -> Iterator[Block]:
+    """Curves and final metrics of each task, and delay diagnostics."""
+    if not any(group.by_seed for groups in tasks.values() for group in groups):
         yield Text("No run has finished with an accuracy.")
-    for name, same in _comparisons(groups).items():
-        shown = [g for g in same if g.counting or any(run.diverged for run in g.runs)]
-        if not any(group.counting for group in shown):
+    rows = []
+    for task, groups in tasks.items():
+        shown = [g for g in groups if g.by_seed or any(run.diverged for run in g.runs)]
+        if not any(group.by_seed for group in shown):
             continue
         by = shown[0].runs[0].judged_by
-        yield from _curves(name, shown, by)
+        yield from _curves(task, shown, by)
+        first = {group.baseline(shown).label for group in shown}
+        baseline = first.pop() if len(first) == 1 else "the first rule with these options"
         yield Table(
-            [_final(group, shown[0], by) for group in shown],
-            f"{name}: test {by.name} after the last epoch, mean ± standard deviation over seeds,"
-            f" and the difference from {shown[0].label}, paired by seed, in"
-            f" {by.unit_of_differences}, ± its 95 % interval. A single seed has neither: a"
-            " difference may be chance. A seed that ran twice counts as it ran last.",
+            [_final(group, group.baseline(shown), by, baseline) for group in shown],
+            f"{task}: test {by.name} after the last epoch, mean ± standard deviation over seeds,"
+            f" and the difference from {baseline}, paired by seed, in {by.unit_of_differences}, ±"
+            " its 95 % interval. A single seed has neither: a difference may be chance. A seed that"
+            " ran twice counts as it ran last.",
         )
-    rows = [
-        {"training": group.comparison, "rule": group.label} | {"stage": int(row["stage"])} | row
-        for group in groups
-        # Runs of one comparison share a folder and its delays.
-        for run in {run.folder: run for run in group.counting}.values()
-        for row in run.delays
-        if "stage" in row
-    ]
+        rows += [
+            {"training": task, "rule": group.label} | row
+            for group in groups
+            # Runs of one comparison share a folder and its delays.
+            for run in {run.folder: run for run in group.by_seed.values()}.values()
+            for row in run.delays
+            if "stage" in row
+        ]
     cells = [
         {"training": row["training"], "rule": row["rule"], "stage": f"{row['stage']:.0f}"}
         | {"steps late": f"{row['delay']:.2f}", "cosine": f"{row['cosine']:.3f}"}
@@ -131,7 +212,7 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Block]:
         )
 
 
-def _curves(name: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
+def _curves(task: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
     from toolkit.figures.curves_figure import over_epochs
 
     curves = {}
@@ -150,16 +231,16 @@ def _curves(name: str, groups: Sequence[Group], by: Metric) -> Iterator[Figure]:
         figure.set_size_inches(_SIZE)
         yield Figure(
             figure,
-            f"{name}: test {by.name} after each epoch, mean over seeds and the band they span.",
-            f"Line chart of test {by.name} over epochs, {name}; at the end {ends}.",
+            f"{task}: test {by.name} after each epoch, mean over seeds and the band they span.",
+            f"Line chart of test {by.name} over epochs, {task}; at the end {ends}.",
         )
 
 
-def _final(group: Group, first: Group, by: Metric) -> dict[str, str]:
+def _final(group: Group, baseline: Group, by: Metric, first: str) -> dict[str, str]:
     other = ACCURACY if by is LOSS else LOSS
     own, base = (
         {seed: run.metrics.get(by.key, nan) for seed, run in of.by_seed.items()} or {-1: nan}
-        for of in (group, first)
+        for of in (group, baseline)
     )
     if not own.keys() & base.keys():
         base = dict.fromkeys(own, nan)
@@ -170,32 +251,33 @@ def _final(group: Group, first: Group, by: Metric) -> dict[str, str]:
     return {
         "rule": group.label,
         "seeds": f"{seeds} ({lost} diverged)" if lost else seeds,
-        **metric_cells(over_seeds(own, base, by), by, first.label),
+        **metric_cells(over_seeds(own, base, by), by, first),
         f"test {other.name} ({other.unit})": plus_minus(means[other.key], None, "", other.decimals),
         "samples/s": plus_minus(means["samples_per_second"], None, decimals=0),
     }
 
 
-def _schedules(groups: Sequence[Group]) -> tuple[dict[str, "Schedule"], list[Text]]:
+def _schedules(tasks: Mapping[str, list[Group]]) -> tuple[Schedules, list[Text]]:
     """The groups' schedules by name, each once, and why others cannot be shown."""
-    found: dict[str, Schedule] = {}
+    found: Schedules = {}
     left_out = []
-    for group in groups:
-        try:
-            schedule = rebuild_schedule(group.runs[0].config["schedule"])
-            if schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
-                raise UserError("it is too large to count")
-        except ValueError as error:
-            why = first_line(error)
-            left_out.append(Text(f"The schedule of {group.label} is left out: {why}."))
-            continue
-        names = schedule.name, group.label, f"{group.label}, {group.comparison}"
-        if schedule not in found.values():
-            found[next((name for name in names if name not in found), names[-1])] = schedule
+    for task, groups in tasks.items():
+        for group in groups:
+            try:
+                schedule = rebuild_schedule(group.runs[0].config["schedule"])
+                if schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
+                    raise UserError("it is too large to count")
+            except ValueError as error:
+                why = first_line(error)
+                left_out.append(Text(f"The schedule of {group.label} is left out: {why}."))
+                continue
+            names = schedule.name, group.label, f"{group.label}, {task}"
+            if schedule not in found.values():
+                found[next((name for name in names if name not in found), names[-1])] = schedule
     return found, left_out
 
 
-def _memory(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
+def _memory(schedules: Schedules) -> Iterator[Block]:
     """The schedules' grids and peaks."""
     from toolkit.figures import schedules as draw
     from toolkit.schedule import steady_state
@@ -217,7 +299,7 @@ def _memory(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
     table = []
     for name, schedule in schedules.items():
         steady, n = steady_state(schedule), schedule.n_stages
-        mean_late, most_late = schedule.mean_staleness, schedule.max_staleness
+        late = {"staleness_mean": schedule.mean_staleness, "staleness_max": schedule.max_staleness}
         table.append(
             {
                 "schedule": name,
@@ -226,7 +308,7 @@ def _memory(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
                 "ranks": str(schedule.n_ranks),
                 "peak, all ranks": f"{steady.peak_activations / n:.4g}",
                 "peak, fullest rank": f"{max(map(max, steady.activations)) / n:.4g}",
-                **staleness_cells({"staleness_mean": mean_late, "staleness_max": most_late}),
+                **staleness_cells(late),
             }
         )
     yield Table(
@@ -236,7 +318,7 @@ def _memory(schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
     )
 
 
-def _communication(groups: Sequence[Group], schedules: Mapping[str, "Schedule"]) -> Iterator[Block]:
+def _communication(tasks: Mapping[str, list[Group]], schedules: Schedules) -> Iterator[Block]:
     """Traffic by slot, and what was measured on ranks."""
     from toolkit.schedule import steady_state
 
@@ -252,13 +334,12 @@ def _communication(groups: Sequence[Group], schedules: Mapping[str, "Schedule"])
         " messages of one training step."
     )
     yield Table(rows, about) if rows else Text("No run has a schedule.")
-    for group in groups:
+    for task, group in ((task, group) for task, groups in tasks.items() for group in groups):
         # One run shows how all of them ran.
         if run := next((run for run in group.runs if run.ranks), None):
             yield Table(
                 [{k: str(cell) for k, cell in rank_cells(row).items()} for row in run.ranks],
-                f"{group.label}, {group.comparison}: memory and messages as measured in"
-                f" {run.folder}.",
+                f"{group.label}, {task}: memory and messages as measured in {run.folder}.",
             )
         files = (run.folder / "timeline.png" for run in group.runs)
         if file := next((file for file in files if file.exists()), None):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite, isnan, nan, prod
 from pathlib import Path
@@ -141,24 +140,21 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 def _runs_of(folder: Path) -> list[Run]:
     """The run of a folder, or the runs of a comparison; none of a report."""
-    hydra = read_yaml(folder / ".hydra" / "hydra.yaml").get("hydra", {})
-    kind, rule = "unknown", None
-    with suppress(AttributeError, KeyError, TypeError):
-        kind, rule = hydra["job"]["name"], hydra["runtime"]["choices"].get("schedule")
-    config = _options_of(folder)
-    run = Run(folder, kind, "damaged", rule=rule, config=config)
+    run = Run(folder, "unknown", "damaged")
     try:
-        run = replace(run, **_described(config))
+        if job := read_yaml(folder / ".hydra" / "hydra.yaml"):
+            rule = job["hydra"]["runtime"]["choices"].get("schedule")
+            run = replace(run, kind=job["hydra"]["job"]["name"], rule=rule)
+        run = _described(run, _options_of(folder))
         result: Row = {}
         if (folder / RESULT).exists():
             result = read_result(folder)
             source = result["provenance"]
-            config = source.get("config") or config
-            script = _SCRIPT.search(str(source.get("command")))
-            kind = script[1] if script and kind == "unknown" else kind
-            run = replace(run, kind=kind, provenance=source, notes=result.get("notes", ()))
-        judge = METRICS[result["judged_by"]] if "judged_by" in result else _judge_of(config)
-        run = replace(run, judged_by=judge, **_described(config))
+            if run.kind == "unknown" and (script := _SCRIPT.search(str(source.get("command")))):
+                run = replace(run, kind=script[1])
+            run = _described(run, source.get("config") or run.config)
+            judge = METRICS.get(result["judged_by"], run.judged_by)
+            run = replace(run, judged_by=judge, provenance=source, notes=result["notes"])
         state, message = _state_of(folder, bool(result))
         run = replace(run, state=state, message=message)
         if run.kind == "compare":
@@ -171,12 +167,18 @@ def _runs_of(folder: Path) -> list[Run]:
     return [] if run.kind == "report" else [run]
 
 
-def _described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What options alone say of a run; the seed is None unless it fits a column of a table."""
-    seed = config.get("seed")
-    known = isinstance(seed, int) and abs(seed) < 2**63
-    name = schedule_name(config.get("schedule"))
-    return {"config": config, "seed": seed if known else None, "schedule": name}
+def _described(run: Run, config: Mapping[str, Any]) -> Run:
+    """``run`` with what its options alone say, such as the usual metric of its data."""
+    seed, data = config.get("seed"), config.get("data")
+    fits = isinstance(seed, int) and abs(seed) < 2**63  # a column of a table
+    language = isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA
+    return replace(
+        run,
+        config=config,
+        seed=seed if fits else None,
+        schedule=schedule_name(config.get("schedule")),
+        judged_by=LOSS if language else ACCURACY,
+    )
 
 
 def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
@@ -192,28 +194,20 @@ def _state_of(folder: Path, has_result: bool) -> tuple[str, str]:
     return state, str(status.get("message") or MESSAGES[state])
 
 
-def _judge_of(config: Mapping[str, Any]) -> Metric:
-    """The usual metric of the data, for a result that does not say."""
-    data = config.get("data")
-    language = isinstance(data, dict) and data.get("_target_") in _LANGUAGE_DATA
-    return LOSS if language else ACCURACY
-
-
 def _diverged_in(epochs: Sequence[Numbers]) -> int | None:
     return next((k for k, e in enumerate(epochs) if isnan(e.get("train_loss", 0.0))), None)
 
 
-def _training(run: Run, result: Mapping[str, Any]) -> Run:
-    """``run`` with what a training has written."""
-    options = run.config.get("schedule")
+def _training(run: Run, result: Row) -> Run:
+    """``run`` with what a training has written; ``result`` is empty until it ends."""
+    options, name = run.config.get("schedule"), result.get("schedule")
     from_file = isinstance(options, dict) and bool(options.get("file"))
-    name = result.get("schedule")
     run = replace(
         run,
         schedule=name or run.schedule,
         rule=(None if from_file else run.rule) or name,
-        delays=[numbers_of(row) for row in result.get("delays", ())],
-        epochs=[per_cent(row) for row in read_csv(run.folder / "epochs.csv")],
+        delays=[*map(numbers_of, result.get("delays", ()))],
+        epochs=[*map(per_cent, read_csv(run.folder / "epochs.csv"))],
         ranks=read_csv(run.folder / "ranks.csv"),
     )
     if run.state != "finished":
@@ -227,7 +221,7 @@ def _training(run: Run, result: Mapping[str, Any]) -> Run:
     return replace(run, message=run.message or changed, metrics=numbers | {"seconds": seconds})
 
 
-def _comparison_runs(comparison: Run, result: Mapping[str, Any]) -> list[Run]:
+def _comparison_runs(comparison: Run, result: Row) -> list[Run]:
     """A comparison's runs; ``comparison`` is what they share, ``result`` empty until it ends."""
     config, folder, ended = comparison.config, comparison.folder, comparison.state == "finished"
     if ended and not (folder / ENDED).exists():
@@ -243,18 +237,17 @@ def _comparison_runs(comparison: Run, result: Mapping[str, Any]) -> list[Run]:
     if n_seeds > _MOST_SEEDS:
         raise DamagedError(f"seeds is at most {_MOST_SEEDS}: got {n_seeds}")
     planned = [(rule, seed) for seed in range(first, first + n_seeds) for rule in rules]
+    shared = {name: value for name, value in config.items() if name not in ("rules", "seeds")}
     under_way = comparison.state, comparison.message  # of the first run that has not ended
     runs = []
     for rule, seed in dict.fromkeys([*planned, *epochs]):
-        own = {k: v for k, v in config.items() if k not in ("rules", "seeds")} | {"seed": seed}
-        if isinstance(known.get(rule), dict):
-            own["schedule"] = known[rule]
+        own = {"schedule": known[rule]} if isinstance(known.get(rule), dict) else {}
         run = replace(
             comparison,
             rule=rule,
             seed=seed,
             schedule=names.get(rule) or schedule_name(known.get(rule)) or rule,
-            config=own,
+            config=shared | {"seed": seed} | own,
             epochs=epochs.get((rule, seed), []),
             delays=[numbers_of(row) for row in result.get("delays", ()) if row.get("rule") == rule],
         )

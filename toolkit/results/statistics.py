@@ -14,12 +14,10 @@ _DELAY_MEASURES = ["delay", "cosine", "gradient", "fresh_gradient", "moved", "we
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean and its 95 % interval.
+    """A mean and half the width of its 95 % interval.
 
-    Attributes:
-        mean: the mean.
-        half_width: half the width of the interval; NaN for values without a spread: a single one,
-            or equal ones, which small counts often are.
+    The half width is NaN for values without a spread: a single one, or equal ones, which small
+    counts often are.
     """
 
     mean: float
@@ -29,11 +27,6 @@ class Estimate:
     def interval(self) -> tuple[float, float]:
         """Both ends of the 95 % interval."""
         return self.mean - self.half_width, self.mean + self.half_width
-
-
-def spread(values: Sequence[float]) -> float:
-    """Return the standard deviation of the sample; NaN for a single value."""
-    return stdev(values) if len(values) > 1 else nan
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Estimate:
@@ -58,14 +51,10 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Est
 
 
 def binomial_half_width(share: float, n: int) -> float:
-    """Return half the width of the 95 % interval of a share counted on ``n`` samples.
+    """Return half the width of the 95 % interval of a share, 0 to 1, counted on ``n`` samples.
 
     z sqrt(p(1 - p) / (n + z^2)), where p = (n share + z^2 / 2) / (n + z^2) and z = 1.96: unlike
     sqrt(share (1 - share) / n) it is not 0 if all of ``n`` are right.
-
-    Args:
-        share: the share, from 0 to 1.
-        n: number of samples.
 
     Source: Agresti and Coull, The American Statistician 52(2), 1998.
     """
@@ -73,30 +62,6 @@ def binomial_half_width(share: float, n: int) -> float:
     more = n + z**2
     p = (n * share + z**2 / 2) / more
     return z * (p * (1 - p) / more) ** 0.5
-
-
-def paired_by_seed(values: Mapping[int, float], baseline: Mapping[int, float]) -> Estimate:
-    """Return :func:`paired_difference` over the shared seeds, or NaN if no pair is left.
-
-    Args:
-        values: values by seed; NaN for a run that diverged, which leaves out its pair.
-        baseline: values of the baseline by seed, as above.
-
-    Raises:
-        UserError: they share no seed.
-    """
-    shared = [seed for seed in values if seed in baseline]
-    if not shared:
-        mine, theirs = (", ".join(map(str, of)) or "none" for of in (values, baseline))
-        raise UserError(
-            f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
-            " with the same seeds"
-        )
-    pairs = [(values[seed], baseline[seed]) for seed in shared]
-    known = [pair for pair in pairs if not any(map(isnan, pair))]
-    if not known:
-        return Estimate(nan, nan)
-    return paired_difference(*zip(*known, strict=True))
 
 
 def over_seeds(
@@ -112,21 +77,28 @@ def over_seeds(
     Raises:
         UserError: they share no seed.
     """
+    shared = [seed for seed in values if seed in baseline]
+    if not shared:
+        mine, theirs = (", ".join(map(str, of)) or "none" for of in (values, baseline))
+        raise UserError(
+            f"runs are paired by their seeds, and share none: got {mine} and {theirs}; train both"
+            " with the same seeds"
+        )
+    pairs = [(values[seed], baseline[seed]) for seed in shared]
+    pairs = [pair for pair in pairs if not any(map(isnan, pair))]
+    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else Estimate(nan, nan)
     known = [value for value in values.values() if not isnan(value)]
-    difference = paired_by_seed(values, baseline)
-    found = mean(known or [nan]), spread(known), difference.mean, difference.half_width
+    spread = stdev(known) if len(known) > 1 else nan
+    found = mean(known or [nan]), spread, difference.mean, difference.half_width
     return dict(zip(by.columns, found, strict=True))
 
 
 def delay_means(delays: Sequence[Mapping[str, Any]], by: Sequence[str]) -> list[dict[str, Any]]:
-    """Average delay diagnostics over training steps, one row per combination of ``by``.
+    """Average delay diagnostics over training steps, one row per combination of columns ``by``.
 
-    The first training step is left out if there are others: nothing is late in it yet.
-
-    Args:
-        delays: rows of :class:`toolkit.runtime.microbatches.StageDelay` with the columns ``by``, or
-            means of them, which have no step. What was not measured at a step is left out.
-        by: columns, such as the stage.
+    Rows have the fields of :class:`toolkit.runtime.microbatches.StageDelay`, or are means of them,
+    which have no step; what was not measured at a step is left out. So is the first training step,
+    if there are others: nothing is late in it yet.
     """
     if not delays:
         return []

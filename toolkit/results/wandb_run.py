@@ -12,21 +12,28 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
+from dataclasses import asdict
+from functools import partial
 from io import BytesIO
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from tqdm.auto import tqdm
 
+from toolkit.errors import first_line
 from toolkit.files import write_json
 from toolkit.options import AROUND, TrackingOptions, without
-from toolkit.results.provenance import one_line, provenance
+from toolkit.results.provenance import provenance
 from toolkit.results.record import DamagedError, read_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from toolkit.cost import Timeline
+    from toolkit.schedule import Schedule
+    from toolkit.training import Epoch, Step
 
 STEP = "step"
 WANDB_RUN = "wandb_run.json"
@@ -34,6 +41,7 @@ WANDB_RUN = "wandb_run.json"
 
 _INTERRUPTED = 130  # exit status
 _MOST_ROWS = 10_000  # of a table; W&B's pages show no more
+_MOST_OPS = 1024  # micro-batches x stages of a schedule that is tracked
 _SETTINGS: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -50,26 +58,14 @@ _why_offline: list[str] = []  # why this process has stopped sending; later runs
 _reported: set[str] = set()  # notes that this process has printed
 
 
-def _until_failure(call: Callable[..., None]) -> Callable[..., None]:
-    """Make a tracker's method note the first error of W&B, and do nothing from then on."""
-
-    @wraps(call)
-    def tried(self: "Tracker", *arguments: Any) -> None:
-        try:
-            if self.on:
-                call(self, *arguments)
-        except Exception as error:
-            self._fail(one_line(error))
-
-    return tried
-
-
 class Tracker:
     """Logs to a run of W&B, until it fails for the first time; without a run, logs nothing.
 
     Args:
         run: as ``wandb.init`` returns it.
         online: whether it is sent at once.
+        every: training steps from one logged step to the next. Only there the loss is read, since
+            reading it waits for the device.
 
     Attributes:
         on: whether anything is done with what is logged.
@@ -77,51 +73,59 @@ class Tracker:
         where: how to find the run, once it has ended.
     """
 
-    def __init__(self, run: Any = None, online: bool = False) -> None:
+    def __init__(self, run: Any = None, online: bool = False, every: int = 1) -> None:
         self.on = run is not None
         self.notes: list[str] = []
         self.where = ""
-        self._run, self._online = run, online
+        self._run, self._online, self._every = run, online, every
+        self._steps_done = 0
         self._state: tuple[str, int] | None = None
 
-    @_until_failure
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log numbers at a training step of the run."""
-        self._run.log({STEP: step, **values})
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log numbers at a training step; or figures as images, and lists of rows as tables."""
+        at = {} if step is None else {STEP: step}
+        self._try(
+            lambda run: run.log(at | {name: _logged(value) for name, value in values.items()})
+        )
 
-    @_until_failure
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log rows, all with the same columns, as a table; the first 10,000 at most."""
-        import wandb
+    def step(self, step: "Step") -> None:
+        """Log a training step."""
+        if not self.on:
+            return
+        self._steps_done = step.result.step + 1
+        values: dict[str, Any] = {}
+        if self._steps_done % self._every == 0:
+            values["train/lr"] = step.learning_rate
+            if len(step.result.losses):
+                values["train/loss"] = float(step.result.loss)
+        for delay in step.result.delays:
+            for name, value in asdict(delay).items():
+                if name not in ("step", "stage") and isfinite(value):
+                    values[f"delay/{name}_stage_{delay.stage}"] = value
+        if values:
+            self.log(values, self._steps_done)
 
-        columns: list[str | int] = [*rows[0]] if rows else []
-        data = [[*row.values()] for row in rows[:_MOST_ROWS]]
-        self._run.log({name: wandb.Table(columns=columns, data=data)})
+    def epoch(self, epoch: "Epoch") -> None:
+        """Log an epoch's metrics."""
+        values = {f"epoch/{k}": v for k, v in asdict(epoch).items() if v is not None}
+        self.log(values | {"epoch": values.pop("epoch/epoch")}, self._steps_done)
 
-    @_until_failure
-    def figure(self, name: str, figure: "Figure") -> None:
-        """Log a figure as an image."""
-        import wandb
-        from PIL import Image
-
-        drawn = BytesIO()
-        figure.savefig(drawn, format="png", dpi=150, bbox_inches="tight")
-        self._run.log({name: wandb.Image(Image.open(drawn))})
-
-    @_until_failure
     def summary(self, values: Mapping[str, Any]) -> None:
         """Set results of the whole run."""
-        self._run.summary.update(dict(values))
+        self._try(lambda run: run.summary.update(dict(values)))
 
-    @_until_failure
     def files(self, name: str, paths: Sequence[Path]) -> None:
         """Upload files as an artifact."""
-        import wandb
 
-        artifact = wandb.Artifact(f"{name}-{self._run.id}", type="model")
-        for path in paths:
-            artifact.add_file(str(path))
-        self._run.log_artifact(artifact)
+        def upload(run: Any) -> None:
+            import wandb
+
+            artifact = wandb.Artifact(f"{name}-{run.id}", type="model")
+            for path in paths:
+                artifact.add_file(str(path))
+            run.log_artifact(artifact)
+
+        self._try(upload)
 
     def end(self, state: str, status: int) -> None:
         """Set how the run has ended, and its exit status; the first call counts."""
@@ -137,7 +141,8 @@ class Tracker:
         try:
             self._run.finish(exit_code=status)
         except Exception as error:
-            self._fail(f"{one_line(error)}; to send the rest: wandb sync {shlex.quote(str(place))}")
+            rest = f"to send the rest: wandb sync {shlex.quote(str(place))}"
+            self._fail(f"{first_line(error)}; {rest}")
             if not isinstance(error, TimeoutError):
                 _restart_service()
         if self.on and self._online:
@@ -153,10 +158,34 @@ class Tracker:
             _reported.add(text)
             tqdm.write(f"warning: {text}", file=sys.stderr)
 
+    def _try(self, call: Callable[[Any], object]) -> None:
+        """Call with the run; W&B's first error is noted, and nothing is tried after it."""
+        if self.on:
+            try:
+                call(self._run)
+            except Exception as error:
+                self._fail(first_line(error))
+
     def _fail(self, why: str) -> None:
         if self.on:
             self.on = False
             self.note(f"not tracked to the end: W&B has failed ({why})")
+
+
+def _logged(value: Any) -> Any:
+    """A value as W&B logs it: lists of rows, all with the same columns, and figures are media."""
+    import wandb
+
+    if isinstance(value, list):
+        data = [[*row.values()] for row in value[:_MOST_ROWS]]
+        return wandb.Table(columns=[*value[0]] if value else [], data=data)
+    if hasattr(value, "savefig"):
+        from PIL import Image
+
+        drawn = BytesIO()
+        value.savefig(drawn, format="png", dpi=150, bbox_inches="tight")
+        return wandb.Image(Image.open(drawn))
+    return value
 
 
 @contextmanager
@@ -193,25 +222,20 @@ def track(
         yield Tracker()
         return
     source = provenance(config, device, 0)
-    content = without(source.pop("config"), AROUND)
-    identity = (own or folder) / WANDB_RUN
+    content = without(source.pop("config"), AROUND) | {"provenance": source}
+    identity, home = (own or folder) / WANDB_RUN, folder / "wandb"
     known = read_identity(identity) if resume else {}
-    home = folder / "wandb"
     places = {"WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
     with environment(WANDB_SILENT="true", **places):
         tracker = _begin(
             identity,
-            options.mode,
+            options,
             dir=str(folder),
             id=known.get("id") or uuid4().hex[:8],
-            resume="allow",
-            project=options.project,
-            entity=options.entity,
             group=options.group or known.get("group") or group,
             name=options.name or name,
-            tags=list(options.tags),
             job_type=job_type,
-            config=content | {"provenance": source},
+            config=content,
         )
         try:
             yield tracker
@@ -219,11 +243,62 @@ def track(
             tracker.end("interrupted", _INTERRUPTED)
             raise
         except BaseException as error:
-            tracker.end(f"failed: {one_line(error)}", 1)
+            tracker.end(f"failed: {first_line(error)}", 1)
             raise
         finally:
             tracker.close()
             shutil.rmtree(home / "cache", ignore_errors=True)
+
+
+def _begin(identity: Path, options: TrackingOptions, **own: Any) -> Tracker:
+    """Begin a run, online or offline as far as W&B allows; otherwise track nothing."""
+    off, wants_online = Tracker(), options.mode == "online"
+    try:
+        import wandb
+
+        (Path(own["dir"]) / "wandb").mkdir(parents=True, exist_ok=True)
+        write_json(identity, {"id": own["id"], "group": own["group"]})
+        known = wandb.Settings.model_fields  # of the installed version
+        init = partial(
+            wandb.init,
+            resume="allow",
+            project=options.project,
+            entity=options.entity,
+            tags=list(options.tags),
+            settings=wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in known}),
+            **own,
+        )
+        run = None
+        if wants_online and not _why_offline:
+            try:
+                run = init(mode="online")
+            except Exception as error:
+                _why_offline.append(
+                    f"W&B cannot be reached ({first_line(error)}): log in with `wandb login`, or"
+                    " check the network; the run is kept offline"
+                )
+                _restart_service()  # else the id stays taken
+        online, run = run is not None, run or init(mode="offline")
+        run.define_metric(STEP, hidden=True)
+        run.define_metric("*", step_metric=STEP)
+        tracker = Tracker(run, online, options.every)
+        if wants_online and not online:
+            tracker.note(_why_offline[0])
+        return tracker
+    except ImportError:
+        off.note("not tracked: there is no wandb: pip install wandb, or tracking.mode=disabled")
+    except Exception as error:
+        off.note(f"not tracked: W&B has failed ({first_line(error)})")
+        _restart_service()
+    return off
+
+
+def _restart_service() -> None:
+    """Let W&B start its own process again with the next run, since this one is lost."""
+    with suppress(Exception):
+        import wandb
+
+        wandb.teardown()
 
 
 def group_of(folder: Path) -> str:
@@ -252,43 +327,64 @@ def environment(**values: str) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _begin(identity: Path, mode: str, **options: Any) -> Tracker:
-    """Begin a run, online or offline as far as W&B allows; otherwise track nothing."""
-    tracker = Tracker()
+def track_schedule(tracker: Tracker, schedule: "Schedule") -> None:
+    """Log a schedule's grid, and its expected memory and traffic by slot, unless it is large.
+
+    The unit of memory is the activations of one stage and micro-batch; the unit of traffic is the
+    parameters of one stage.
+    """
+    if not tracker.on or schedule.n_stages * schedule.n_microbatches > _MOST_OPS:
+        return
+    from toolkit.figures import schedules
+    from toolkit.schedule import steady_state
+
     try:
-        import wandb
-
-        (Path(options["dir"]) / "wandb").mkdir(parents=True, exist_ok=True)
-        write_json(identity, {"id": options["id"], "group": options["group"]})
-        known = wandb.Settings.model_fields  # of the installed version
-        options["settings"] = wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in known})
-        run = None
-        if mode == "online" and not _why_offline:
-            try:
-                run = wandb.init(mode="online", **options)
-            except Exception as error:
-                _why_offline.append(
-                    f"W&B cannot be reached ({one_line(error)}): log in with `wandb login`, or"
-                    " check the network; the run is kept offline"
-                )
-                _restart_service()  # else the id stays taken
-        online, run = run is not None, run or wandb.init(mode="offline", **options)
-        run.define_metric(STEP, hidden=True)
-        run.define_metric("*", step_metric=STEP)
-        tracker = Tracker(run, online)
-        if mode == "online" and not online:
-            tracker.note(_why_offline[0])
-    except ImportError:
-        tracker.note("not tracked: there is no wandb: pip install wandb, or tracking.mode=disabled")
-    except Exception as error:
-        tracker.note(f"not tracked: W&B has failed ({one_line(error)})")
-        _restart_service()
-    return tracker
+        steady = steady_state(schedule)
+    except ValueError as error:  # training may still accept the schedule
+        tracker.note(f"the schedule is not tracked: {first_line(error)}")
+        return
+    activations = [
+        {"slot": slot, "all ranks": total, "fullest rank": max(ranks)}
+        for slot, (total, ranks) in enumerate(
+            zip(steady.total_activations, steady.activations, strict=True)
+        )
+    ]
+    traffic = [
+        {
+            "slot": slot,
+            "messages": sum(rank.messages for rank in sent),
+            "all ranks": float(sum(rank.units for rank in sent)),
+            "busiest rank": float(max(rank.units for rank in sent)),
+        }
+        for slot, sent in enumerate(steady.traffic)
+    ]
+    tracker.log(
+        {
+            "schedule/activations_by_slot": activations,
+            "schedule/traffic_by_slot": traffic,
+            "schedule/grid": schedules([schedule]),
+        }
+    )
 
 
-def _restart_service() -> None:
-    """Let W&B start its own process again with the next run, since this one is lost."""
-    with suppress(Exception):
-        import wandb
+def track_measured(
+    tracker: Tracker, timeline: "Timeline", figure: "Figure", ranks: list[dict[str, Any]]
+) -> None:
+    """Log a measured timeline: its figure, memory and messages over time, and a row per rank.
 
-        wandb.teardown()
+    Args:
+        tracker: receives them.
+        timeline: the measured timeline; times in seconds, sizes in bytes.
+        figure: drawing of the timeline.
+        ranks: one row of measurements per rank.
+    """
+    columns = ["rank", "start", "end", "bytes", "slot"]
+    sent = [span for span in timeline.spans if span.lane == "send"]
+    tracker.log(
+        {
+            "measured/timeline": figure,
+            "measured/memory": [{"seconds": t, "bytes": held} for t, held in timeline.memory()],
+            "measured/messages": [{k: getattr(span, k) for k in columns} for span in sent],
+            "measured/ranks": ranks,
+        }
+    )
