@@ -74,8 +74,9 @@ def run(config: DictConfig, device: torch.device, seed: int) -> list[dict[str, A
         wholes = {name: build(name, Path(scratch) / name) for name in _STATISTICS}
 
         def one(done: fuzz.Round, chance: Random) -> None:
-            damaged, num_workers = chance.choice(["refuse", "skip"]), chance.choice([0, 0, 0, 2])
-            case = Case(chance.choice([*wholes]), damaged, num_workers)
+            images, num_workers = chance.choice([*wholes]), chance.choice([0, 0, 0, 2])
+            damaged = chance.choice(["refuse", "skip"]) if images == "folder" else "refuse"
+            case = Case(images, damaged, num_workers)
             one_round(done, wholes[case.images], case, chance, config.limit)
 
         return fuzz.run(config, seed, KINDS, one, PASSED, FAILED)
@@ -133,7 +134,7 @@ def read(case: Case, root: Path) -> Read:
     if case.images == "folder":
         images = image_folder(str(root), 16, case.num_workers, damaged=case.damaged)
     else:
-        images = cifar10(str(root), crop_padding=0, flip=False, damaged=case.damaged)
+        images = cifar10(str(root), crop_padding=0, flip=False)
     n_train = sum(len(labels) for _, labels in images.train(1, 5, 1, _CPU))
     test, labels = zip(*images.test(3, _CPU), strict=True)
     return Read(n_train, torch.cat(test), torch.cat(labels).tolist(), [*images.damaged])

@@ -454,7 +454,6 @@ def test_three_classes_are_no_cifar10(tmp_path):
         (image_folder, "num_workers", -1),
         (image_folder, "prefetch_factor", 0),
         (image_folder, "validation", ""),
-        (cifar10, "damaged", "skp"),
         (cifar10, "crop_padding", -1),
         (cifar10, "n_train", 31),
         (cifar10, "n_test", 21),

@@ -72,55 +72,31 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step that has run.
+    """A training step that has run."""
 
-    Attributes:
-        step: its number in the epoch, from 1.
-        n_steps: number of steps of the epoch.
-        result: this process's result. Reading its losses waits for the device.
-        learning_rate: learning rate of its update.
-        samples: samples of all micro-batches together.
-    """
-
-    step: int
-    n_steps: int
-    result: StepResult
-    learning_rate: float
-    samples: int
+    step: int  # its number in the epoch, from 1
+    n_steps: int  # of the epoch
+    result: StepResult  # of this process; reading its losses waits for the device
+    learning_rate: float  # of its update
+    samples: int  # of all micro-batches together
 
 
 @dataclass
 class Position:
-    """Progress of a run.
-
-    Attributes:
-        epoch: number of the current epoch.
-        step: training steps of this epoch so far.
-        steps_done: training steps of the run so far.
-        loss, n_losses: sum and number of the losses of this epoch's micro-batches so far.
-        first_loss: mean loss of the run's first step.
-        learning_rate: learning rate of the epoch's first update.
-        history: the epochs before.
-    """
+    """Progress of a run."""
 
     epoch: int = 0
-    step: int = 0
-    steps_done: int = 0
-    loss: float = 0.0
-    n_losses: int = 0
-    first_loss: float = nan
-    learning_rate: float = nan
-    history: list[Epoch] = field(default_factory=list)
+    step: int = 0  # training steps of this epoch
+    steps_done: int = 0  # training steps of the run
+    loss: float = 0.0  # sum over this epoch's micro-batches
+    n_losses: int = 0  # their number
+    first_loss: float = nan  # mean of the run's first step
+    learning_rate: float = nan  # of the epoch's first update
+    history: list[Epoch] = field(default_factory=list)  # the epochs before
 
 
 class DivergedError(UserError, FloatingPointError):
-    """The loss is not finite, or far above the first.
-
-    Args:
-        reason: what has happened.
-        epochs: the epochs that had ended before.
-        more: further advice.
-    """
+    """The loss is not finite, or far above the first; ``epochs`` had ended before."""
 
     def __init__(self, reason: str, epochs: Sequence[Epoch] = (), more: str = "") -> None:
         super().__init__(f"{reason}: lower optimizer.lr, or warm up with lr.warmup_epochs{more}")
@@ -181,9 +157,8 @@ def fit(
         model, step_options = runtime.module(), run.step_options
         test = evaluate(model, share, runtime.total, options=step_options)
         _check(run, test.loss, position, "test")
-        ema = None
-        if averages := runtime.averages():
-            ema = evaluate(model, share, runtime.total, averages, step_options)
+        averages = runtime.averages()
+        ema = evaluate(model, share, runtime.total, averages, step_options) if averages else None
         done = Epoch(
             epoch=epoch,
             train_loss=position.loss / position.n_losses,

@@ -40,12 +40,7 @@ _FREE = INDIFFERENT | {"epochs"}  # a run may continue for longer than was plann
 
 
 class StoppedError(Exception):
-    """A signal ended the run, after a checkpoint if the run saves any.
-
-    Args:
-        number: the signal.
-        saved: whether a checkpoint was written.
-    """
+    """The signal ``number`` ended the run, after a checkpoint if it was ``saved``."""
 
     def __init__(self, number: int, *, saved: bool) -> None:
         super().__init__(signal.Signals(number).name)
@@ -54,17 +49,11 @@ class StoppedError(Exception):
 
 @dataclass
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP, remembered until the run can pause; a second ends it at once.
+    """SIGTERM, SIGINT and SIGHUP, remembered until the run can pause; a second ends it at once."""
 
-    Attributes:
-        number: the signal that this process received; 0: none.
-        agreed: the signal that all ranks know of; 0: none.
-        at: time of the signal, in seconds.
-    """
-
-    number: int = 0
-    agreed: int = 0
-    at: float = 0.0
+    number: int = 0  # that this process received; 0: none
+    agreed: int = 0  # that all ranks know of; 0: none
+    at: float = 0.0  # time of the first, in seconds
 
     @contextmanager
     def heard(self) -> Iterator["Signals"]:
@@ -220,7 +209,14 @@ class CheckpointCallback(LoopCallback):
         total = self.runtime.total(torch.tensor(mine, dtype=torch.float64)).tolist()
         since, trained, *counts = total
         heard = [number for number, n_ranks in zip(_SIGNALS, counts, strict=True) if n_ranks]
-        due = self._is_due(position, since) or self._is_best(position) or bool(heard)
+        often = self.run.options.save
+        due = (
+            (often.steps is not None and position.steps_done % often.steps == 0)
+            or (often.epochs is not None and not (position.step or position.epoch % often.epochs))
+            or (often.minutes is not None and since >= 60 * often.minutes)
+            or self._is_best(position)
+            or bool(heard)
+        )
         written = due and self.saves and self.save(position)
         if heard:
             self.signals.agreed = heard[0]
@@ -251,12 +247,12 @@ class CheckpointCallback(LoopCallback):
             return
         model = self.runtime.module()  # a collective call
         path = self.checkpoints.folder.parent / "model.pt"
-        if self.runtime.rank == 0:
-            try:
+        try:
+            if self.runtime.rank == 0:
                 state = tree_map_only(torch.Tensor, torch.Tensor.cpu, model.state_dict())
                 write(path, state, plain=True)
-            except OSError as error:
-                self._not_written(f"the weights, {path}", error)
+        except OSError as error:
+            self._not_written(f"the weights, {path}", error)
 
     def notes(self) -> list[str]:
         """Return a sentence on what could not be written, if anything."""
@@ -271,20 +267,10 @@ class CheckpointCallback(LoopCallback):
             print(f"warning: not written: {text}; training continues", file=sys.stderr)
         self.unwritten.append(text)
 
-    def _is_due(self, position: Position, seconds: float) -> bool:
-        """Return whether to save at ``position``, ``seconds`` after the last checkpoint."""
-        save = self.run.options.save
-        return (
-            (save.steps is not None and position.steps_done % save.steps == 0)
-            or (save.epochs is not None and not position.step and not position.epoch % save.epochs)
-            or (save.minutes is not None and seconds >= 60 * save.minutes)
-        )
-
     def _is_best(self, position: Position) -> bool:
         """Return whether an epoch has just ended whose weights are to be kept as the best."""
-        if not self.weights or position.step or not position.history:
-            return False
-        return is_best(position.history, self.run.samples.form.metric)
+        ended = self.weights and position.history and not position.step
+        return bool(ended) and is_best(position.history, self.run.samples.form.metric)
 
 
 def rollback_schedule(run: TrainingRun) -> Schedule | None:
@@ -364,36 +350,33 @@ def _read(
     state, damaged = checkpoints.load(run.runtime, skip)
     for text in damaged:
         note(f"{text}; the one before it was used")
-    try:
+    with _refuse_misfits(checkpoints):
         state["run"] = json.loads(state["run"])
-    except (KeyError, TypeError) as error:
-        raise _misfit(checkpoints, error) from error
     before = state["run"]["options"]
-    free = INDIFFERENT if _rates_differ(run, before.get("epochs")) else _FREE
+    epochs = (run.options.epochs, before.get("epochs") or run.options.epochs)
+    # Rates of the epochs of both, a quarter of an epoch apart; a cosine's depend on their number.
+    rates = [[run.lr.factor(k, 4, n, 1) for k in range(4 * min(epochs))] for n in epochs]
+    free = _FREE if rates[0] == rates[1] else INDIFFERENT
     if changed := changed_options(before, full_record(run), free):
         note(f"{RESUMED_OTHERWISE}: {changed}")
     return state
 
 
-def _rates_differ(run: TrainingRun, planned: Any) -> bool:
-    """Return whether the rates of the first epochs, as under a cosine, depend on their number."""
-    if not isinstance(planned, int):
-        return False
-    epochs = run.options.epochs
-    quarters = range(4 * min(planned, epochs))
-    return any(run.lr.factor(k, 4, planned, 1) != run.lr.factor(k, 4, epochs, 1) for k in quarters)
-
-
 def _load(run: TrainingRun, checkpoints: Checkpoints, state: Mapping[str, Any]) -> Position:
     """Load ``state`` into ``run``; return its position."""
-    try:
+    with _refuse_misfits(checkpoints):
         run.runtime.load_state_dict(state["runtime"])
-    except (KeyError, ValueError) as error:
-        raise _misfit(checkpoints, error) from error
     position = state["run"]["position"]
     return Position(**position | {"history": [Epoch(**epoch) for epoch in position["history"]]})
 
 
-def _misfit(checkpoints: Checkpoints, error: Exception) -> UserError:
-    reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-    return UserError(f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}")
+@contextmanager
+def _refuse_misfits(checkpoints: Checkpoints) -> Iterator[None]:
+    """Raise UserError if the state of a checkpoint is not that of the run."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise UserError(
+            f"the checkpoint in {checkpoints.folder} does not fit this run: {reason}"
+        ) from error

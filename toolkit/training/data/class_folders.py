@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.util import Finalize
@@ -75,10 +75,10 @@ def image_folder(
     splits = open_split(folder / "train", folder / validation)
     replaced: list[str] = []
     options = (replaced, num_workers, prefetch_factor)
-    transforms = training_transform(image_size), evaluation_transform(image_size)
+    views = training_transform(image_size), evaluation_transform(image_size)
     train, test = (
-        _Loaded(_Images(images, transform, damaged == "skip"), *options)
-        for images, transform in zip(splits, transforms, strict=True)
+        _Loaded(_Images(images, view, damaged == "skip"), *options)
+        for images, view in zip(splits, views, strict=True)
     )
     form = Images(3, image_size, image_size, len(splits[0].classes))
     return SampleSet(train, test, form, replaced)
@@ -128,13 +128,10 @@ def open_split(train: Path, test: Path) -> list[Any]:
     return found
 
 
-def read_image(images: Any, index: int, skip: bool) -> tuple[Any, int, list[str]]:
-    """Read an image; if it is damaged, and ``skip``, the next readable image of its class.
+def read_image(images: Any, index: int, skip: bool = False) -> tuple[Any, int, list[str]]:
+    """Return a PIL image, its number, and the damaged images that it replaces.
 
-    Which one depends on the files alone, not on the process or the rest of the batch.
-
-    Returns:
-        The PIL image, its number, and the paths of the damaged images before it.
+    If the image of ``index`` is damaged, and ``skip``, the next readable one of its class is read.
     """
     label = images.targets[index]
     first, end = bisect_left(images.targets, label), bisect_right(images.targets, label)
@@ -157,25 +154,11 @@ def read_image(images: Any, index: int, skip: bool) -> tuple[Any, int, list[str]
     )
 
 
-def report_damaged(damaged: list[str], paths: Iterable[str], *, warn: bool = True) -> None:
-    """Add new ``paths`` to ``damaged``, with a warning on stderr for each."""
-    for path in paths:
-        if path not in damaged:
-            damaged.append(path)
-            if warn:
-                tqdm.write(
-                    f"warning: {path} is damaged: another image of its class replaces it"
-                    f" ({len(damaged)} so far)",
-                    file=sys.stderr,
-                )
-
-
 def n_workers(asked: int | None) -> int:
     """Return the number asked for, at most one a core; None: this rank's share of the cores."""
     # macOS lacks sched_getaffinity.
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    affinity = getattr(os, "sched_getaffinity", lambda process: range(os.cpu_count() or 1))
+    cores = len(affinity(0))
     if asked is None:
         return max(1, min(_MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return min(asked, cores)
@@ -244,7 +227,14 @@ class _Loaded(Source):
             if k == len(keys):  # callers that count batches never come back for more
                 self._idle[pinned] = loader
             pixels, labels, damaged = batch
-            report_damaged(self.damaged, damaged)
+            for path in dict.fromkeys(damaged):
+                if path not in self.damaged:
+                    self.damaged.append(path)
+                    tqdm.write(
+                        f"warning: {path} is damaged: another image of its class replaces it"
+                        f" ({len(self.damaged)} so far)",
+                        file=sys.stderr,
+                    )
             # Bytes travel, a quarter of the floats.
             pixels = pixels.to(device, non_blocking=True)
             x = normalise(pixels, _IMAGENET_MEAN, _IMAGENET_STD)

@@ -1,7 +1,7 @@
 """Small image sets: bytes on the training device, augmented there a batch at a time."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from toolkit.errors import UserError, check_choice
+from toolkit.errors import UserError
 from toolkit.model.input_spec import Images
 from toolkit.training.data.batches import Batch, Chosen, SampleSet, Source, normalise, send
-from toolkit.training.data.class_folders import check_root, open_split, read_image, report_damaged
+from toolkit.training.data.class_folders import check_root, open_split, read_image
 
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -41,7 +41,6 @@ class InMemory(SampleSet):
         mean, std: mean and standard deviation of each channel, black being 0 and white 1.
         crop_padding: pixels by which training images are padded before a random crop.
         flip: whether training images are mirrored at random.
-        damaged: paths of damaged images that others of their classes replace.
     """
 
     def __init__(
@@ -53,12 +52,11 @@ class InMemory(SampleSet):
         std: tuple[float, ...],
         crop_padding: int = 0,
         flip: bool = False,
-        damaged: Collection[str] = (),
     ) -> None:
         options = (tuple(mean), tuple(std), crop_padding, flip)
         channels, height, width = train.images.shape[1:]
         form = Images(channels, height, width, n_classes)
-        super().__init__(_Images(train, *options), _Images(test, *options), form, damaged)
+        super().__init__(_Images(train, *options), _Images(test, *options), form)
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,6 @@ def cifar10(
     flip: bool = True,
     n_train: int | None = None,
     n_test: int | None = None,
-    damaged: str = "refuse",
 ) -> InMemory:
     """CIFAR-10: 32x32, colour; 50,000 training and 10,000 test images.
 
@@ -172,8 +169,6 @@ def cifar10(
         flip: whether training images are mirrored at random.
         n_train: number of training images, a fixed choice, equally many of each class; None: all.
         n_test: number of test images, likewise.
-        damaged: ``refuse`` damaged images in class folders, or ``skip`` them: the next one of its
-            class replaces each.
 
     Raises:
         UserError: the folder is missing or holds something else, or too few images; or an option
@@ -183,9 +178,7 @@ def cifar10(
 
     if crop_padding < 0:
         raise UserError(f"data.crop_padding is 0 or more pixels: got {crop_padding}")
-    check_choice("data.damaged", damaged, ("refuse", "skip"))
     folder = check_root("cifar10", root, "cifar-10-batches-py/, or train/ and test/")
-    skipped: list[str] = []
     published = os.path.lexists(folder / CIFAR10.base_folder)
     if published:
         # Its pickles are loaded only if their MD5 sums are the published ones.
@@ -210,25 +203,23 @@ def cifar10(
         if published:
             images = torch.from_numpy(split.data[chosen.numpy()]).permute(0, 3, 1, 2).contiguous()
         else:
-            images = _decoded(split, chosen, damaged == "skip", skipped)
+            images = _decoded(split, chosen)
         found.append(Labelled(images, labels[chosen]))
     train, test = found
-    return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip, skipped)
+    return InMemory(train, test, 10, _CIFAR_MEAN, _CIFAR_STD, crop_padding, flip)
 
 
-def _decoded(found: Any, chosen: Tensor, skip: bool, skipped: list[str]) -> Tensor:
-    """Return the chosen images of class folders; add damaged ones to ``skipped``."""
+def _decoded(found: Any, chosen: Tensor) -> Tensor:
+    """Return the chosen images of class folders."""
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     images = torch.empty(len(chosen), 3, 32, 32, dtype=torch.uint8)
     reading = f"reading {Path(found.root).name}"
     for k, index in enumerate(tqdm(chosen.tolist(), desc=reading, leave=False, mininterval=1)):
-        image, number, paths = read_image(found, index, skip)
-        # Every rank reads every image; one of them warns.
-        report_damaged(skipped, paths, warn=os.environ.get("RANK", "0") == "0")
+        image, _, _ = read_image(found, index)
         if image.size != (32, 32):
             raise UserError(
-                f"{found.samples[number][0]} is {image.width}x{image.height} pixels: expected"
+                f"{found.samples[index][0]} is {image.width}x{image.height} pixels: expected"
                 " 32x32; use data=image_folder for images of any size"
             )
         images[k] = pil_to_tensor(image)
