@@ -17,13 +17,7 @@ from toolkit.cli.help import choices
 from toolkit.cost import UNIT, Hardware, StageCost, simulate, unit_costs
 from toolkit.figures.explorer import Choice
 from toolkit.figures.explorer.choice import METHODS, OWN, choice_of
-from toolkit.figures.explorer.inspection import (
-    analyse,
-    cost_sources,
-    hardware_presets,
-    predict,
-    texts,
-)
+from toolkit.figures.explorer.inspection import analyse, predict, texts
 from toolkit.figures.explorer.page import draw, frame_of, steps
 from toolkit.schedule import RandomDelay, steady_state
 from toolkit.schedule.steady_state import footprint
@@ -243,25 +237,6 @@ def test_where_messages_take_time_the_first_steps_do_not_count(n, bandwidth):
     long = simulate(analysis.schedule.lower(60), costs, slow).step_time
     assert found == pytest.approx(long, 0.02)
     assert simulate(analysis.schedule.lower(3), costs, slow).step_time > 1.2 * found
-
-
-def test_hardware_is_read_from_the_configuration_if_it_exists(monkeypatch, tmp_path):
-    presets = hardware_presets()
-    assert set(presets) == {"unit", *choices([CONF], "hardware")}
-    assert presets["ethernet_10"].link_bandwidth == 1.25e9
-    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
-    with pytest.warns(UserWarning, match="no configuration in"):
-        assert [*hardware_presets()] == ["unit"]
-
-
-def test_costs_of_models_by_name_are_made_when_they_are_asked_for():
-    found = cost_sources()
-    assert [*found][-2:] == ["vit_b_16, 8 images", "gpt2, 8 sequences"]
-    stages = found["gpt2, 8 sequences"](4)
-    tokens, width = 8 * 1024, 768
-    block = 2 * tokens * 12 * width**2 + 4 * tokens * 1024 * width
-    assert sum(stage.flops for stage in stages) == 12 * block + 2 * tokens * width * 50_257
-    assert stages[0].input_bytes == 8 * tokens  # whole numbers of 64 bits
 
 
 def test_widgets_load_with_the_explorer_only():

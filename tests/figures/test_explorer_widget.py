@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.figures.test_explorer import composed, made
+from tests.figures.test_explorer import CONF, choices, composed, made
 from toolkit.cost import Hardware, profile, unit_costs
 from toolkit.errors import UserError
 from toolkit.figures import Explorer
 from toolkit.figures.explorer.choice import OWN, SCHEDULES
-from toolkit.figures.explorer.inspection import UNIFORM, predict
+from toolkit.figures.explorer.inspection import predict
+from toolkit.figures.explorer.widget import UNIFORM
 from toolkit.model import partition
 from toolkit.schedule import Schedule, catalog
 
@@ -207,6 +208,13 @@ def test_costs_and_hardware_of_your_own():
     explorer.stages.value = 5
     assert "1 to 4 stages: got n_stages=5" in said(explorer)
     assert "<pre>" not in shown(explorer)
+
+
+def test_hardware_is_read_from_the_configuration_if_it_exists(monkeypatch, tmp_path):
+    assert [*Explorer().hardware.options] == ["unit", *choices([CONF], "hardware")]
+    monkeypatch.setattr("toolkit.files.ROOT", tmp_path)
+    with pytest.warns(UserWarning, match="no configuration in"):
+        assert [*Explorer().hardware.options] == ["unit"]
 
 
 def test_other_costs_are_simulated_once(monkeypatch):

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from toolkit.errors import UserError
-from toolkit.figures.style import BLACK, DASHES, MARKERS, SERIES, drawing, legend_right
+from toolkit.figures.style import BLACK, MARKERS, drawing, legend_right, series
 from toolkit.format import SIZES, unit_for
 from toolkit.metric import ACCURACY, LOSS, Metric
 
@@ -39,10 +39,7 @@ def loss(curves: Curves) -> Figure:
     """Test loss over epochs, drawn as :func:`accuracy` is.
 
     Args:
-        curves: as of :func:`accuracy`: loss in nats after each epoch.
-
-    Raises:
-        UserError: see :func:`accuracy`.
+        curves: by rule, one sequence a run: loss in nats after each epoch.
     """
     return over_epochs(curves, LOSS)
 
@@ -51,11 +48,8 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
     """A test metric over epochs, drawn as :func:`accuracy` is.
 
     Args:
-        curves: as of :func:`accuracy`, but in the metric's unit.
+        curves: by rule, one sequence a run, in the metric's unit.
         by: the metric.
-
-    Raises:
-        UserError: see :func:`accuracy`.
     """
     if not curves or not all(curves.values()):
         without = ", ".join(rule for rule, runs in curves.items() if not runs) or "any rule"
@@ -70,11 +64,10 @@ def over_epochs(curves: Curves, by: Metric) -> Figure:
             values = np.ma.masked_invalid(np.array(runs, dtype=float))
             low, mean, high = (of(0).filled(np.nan) for of in (values.min, values.mean, values.max))
             epochs = range(1, len(mean) + 1)
-            colour = SERIES[k % len(SERIES)]
-            axes.fill_between(epochs, low, high, color=colour, alpha=0.18, linewidth=0)
-            look: dict[str, Any] = {"marker": MARKERS[k % len(MARKERS)], "label": fill(rule, 28)}
-            dash = DASHES[k // len(SERIES) % len(DASHES)]
-            axes.plot(epochs, mean, color=colour, linestyle=dash, **look)
+            line = series(k)
+            axes.fill_between(epochs, low, high, color=line["color"], alpha=0.18, linewidth=0)
+            marker = MARKERS[k % len(MARKERS)]
+            axes.plot(epochs, mean, marker=marker, label=fill(rule, 28), **line)
         axes.set_xlabel("epoch")
         axes.set_ylabel(f"test {by.name} ({by.unit})")
         if by is ACCURACY:
@@ -93,7 +86,6 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         title: names the model and the time axis.
     """
     unit, name = unit_for(curve.peak, SIZES)
-    colours = [colour for colour in SERIES if colour != BLACK]
     period = curve.edges[-1]
     with drawing((5.6, 2.6)) as figure:
         axes = figure.subplots()
@@ -101,16 +93,11 @@ def memory_curves(curve: "MemoryCurve", workers: Sequence[int], title: str = "")
         axes.stairs(levels, edges, color=BLACK, label="together", baseline=None)
         for k, n in enumerate(workers):
             times, total = curve.shifted(n)
-            axes.stairs(
-                total / n / unit,
-                np.append(times, period) / period,
-                color=colours[k % len(colours)],
-                linestyle=DASHES[k // len(colours) % len(DASHES)],
-                label=f"N = {n}, shifted: {-curve.reduction(n):z.1%}",
-                baseline=None,
-            )
-        look: dict[str, Any] = {"color": BLACK, "linewidth": 0.8, "linestyle": ":", "label": "mean"}
-        axes.axhline(curve.mean / unit, zorder=3, **look)
+            label = f"N = {n}, shifted: {-curve.reduction(n):z.1%}"
+            edges = np.append(times, period) / period
+            look = series(k, 6)  # without black
+            axes.stairs(total / n / unit, edges, label=label, baseline=None, **look)
+        axes.axhline(curve.mean / unit, color=BLACK, lw=0.8, ls=":", label="mean", zorder=3)
         axes.set_xlim(0, 1)
         axes.set_ylim(0, 1.05 * curve.peak / unit)
         axes.set_xlabel("time (training steps)")

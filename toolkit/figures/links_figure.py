@@ -75,17 +75,9 @@ def _draw_row(axes: Axes, row: Mapping[str, Any], height: int, relative: bool) -
     colour = _colour(row["method"])
     axes.plot([min(low, value), max(high, value)], [height] * 2, color=colour, alpha=0.45, lw=2.5)
     axes.plot([value], [height], color=colour, marker="o", linestyle="none", markersize=4)
-    axes.annotate(
-        f"{value:.2f}",
-        (max(high, value), height),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=6,
-        color=colour,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},  # over the line at 1
-        annotation_clip=False,
-    )
+    look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 6}
+    look["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}  # over the line at 1
+    axes.annotate(f"{value:.2f}", (max(high, value), height), (4, 0), color=colour, **look)
 
 
 def _draw_traffic(figure: Any, traffic: Curves, drawn: list[str], window: float) -> None:
@@ -97,15 +89,14 @@ def _draw_traffic(figure: Any, traffic: Curves, drawn: list[str], window: float)
         for axes, method in zip(column, drawn, strict=True):
             curve = curves.get(method, np.zeros(0))
             edges = window * np.arange(len(curve) + 1)
+            above: dict[str, Any] = {"transform": axes.transAxes, "va": "bottom"}
             if len(curve):
                 mean = float(curve.mean())
                 axes.stairs(curve / unit, edges, fill=True, color=_colour(method), alpha=0.75)
                 axes.axhline(mean / unit, color=VERMILION, linewidth=1)
                 peak = f"peak/mean {curve.max() / mean:.1f}" if mean > 0 else "silent"
-                axes.text(
-                    1, 1, peak, transform=axes.transAxes, ha="right", va="bottom", color=VERMILION
-                )
-            axes.text(0, 1, method, transform=axes.transAxes, va="bottom", color=_colour(method))
+                axes.text(1, 1, peak, ha="right", color=VERMILION, **above)
+            axes.text(0, 1, method, color=_colour(method), **above)
             axes.yaxis.set_major_locator(MaxNLocator(2))
         column[0].set_title(f"sent by all ranks, {link} ({name})", pad=14)
         longest = max((len(curve) for curve in curves.values()), default=1)

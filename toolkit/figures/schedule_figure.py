@@ -59,10 +59,7 @@ def schedules(shown: Schedule | Sequence[Schedule], n_steps: int = 3) -> Figure:
         given = repr(wrong[0]) if wrong else "none"
         raise UserError(f"schedules are drawn, such as catalog.cyclic(4): got {given}")
     programs = [schedule.lower(n_steps) for schedule in shown]
-    alive = [
-        [held / program.schedule.n_stages for held in program.total_activations()]
-        for program in programs
-    ]
+    alive = [[x / p.schedule.n_stages for x in p.total_activations()] for p in programs]
     shapes = [rows(schedule.layout) for schedule in shown]
     n_slots = max(program.n_slots for program in programs)
     most = max(n for _, n in shapes)
@@ -113,26 +110,21 @@ def cells(program: Program) -> Iterator[Cell]:
 def _draw_grid(axes: Axes, program: Program, width: float, height: float) -> None:
     """Draw the cells, each about ``width`` times ``height`` points."""
     shown = list(cells(program))
-    boxes = [
-        [(x, y - 0.45), (x + 1, y - 0.45), (x + 1, y + 0.45), (x, y + 0.45)] for x, y, *_ in shown
-    ]
+    corners = [(0, -0.45), (1, -0.45), (1, 0.45), (0, 0.45)]
+    boxes = [[(x + dx, y + dy) for dx, dy in corners] for x, y, *_ in shown]
     fills = [to_rgba(_FILL[i.action], 0.4 + 0.3 * ((i.step or 0) % 3)) for *_, i in shown]
-    thin = min(0.6, 0.1 * width, 0.1 * height)
-    axes.add_collection(
-        PolyCollection(boxes, facecolors=fills, edgecolors="white", linewidths=thin)
-    )
+    look: dict[str, Any] = {
+        "edgecolors": "white",
+        "linewidths": min(0.6, 0.1 * width, 0.1 * height),
+    }
+    axes.add_collection(PolyCollection(boxes, facecolors=fills, **look))
     bars = [[(x + 0.2, y + 0.34), (x + 0.8, y + 0.34)] for x, y, stale, _ in shown if stale]
     thick = min(1.0, 0.15 * height)
     axes.add_collection(LineCollection(bars, colors=BLACK, linewidths=thick, capstyle="projecting"))
     digits = len(str(program.schedule.n_stages - 1))
     letters = min(_LETTERS, 1.3 * width / digits, 0.75 * height)
     if letters >= _SMALLEST:
-        look: dict[str, Any] = {
-            "ha": "center",
-            "va": "center",
-            "fontsize": letters,
-            "in_layout": False,
-        }
+        look = {"ha": "center", "va": "center", "fontsize": letters, "in_layout": False}
         for x, y, _, i in shown:
             axes.text(x + 0.5, y, str(i.stage), **look)
     axes.tick_params(length=0, labelbottom=False)
@@ -144,8 +136,6 @@ def _draw_memory(axes: Axes, totals: Sequence[float]) -> None:
     axes.stairs(totals, color=BLUE)
     peak = max(totals)
     axes.hlines(peak, 0, len(totals), color=BLACK, linewidth=0.6, linestyle=":")
-    axes.annotate(
-        f"peak {peak:.4g}", (len(totals), peak), (0, 2), textcoords="offset points", ha="right",
-        va="bottom", fontsize=7,
-    )  # fmt: skip
+    look: dict[str, Any] = {"textcoords": "offset points", "ha": "right", "fontsize": 7}
+    axes.annotate(f"peak {peak:.4g}", (len(totals), peak), (0, 3), **look)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

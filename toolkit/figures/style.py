@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib as mpl
 from cycler import cycler
@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
-DASHES: tuple[Literal["-", "--", "-."], ...] = ("-", "--", "-.")  # of one colour
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -90,6 +89,11 @@ def align(panels: Sequence[Axes], rows: Sequence[tuple[str, int]]) -> None:
             axes.tick_params(labelleft=False)
         else:
             axes.set_ylabel(name, y=1 - n / most / 2)
+
+
+def series(k: int, n_colours: int = len(SERIES)) -> dict[str, Any]:
+    """Look of the k-th line of a panel: a colour, and dashes after ``n_colours`` lines."""
+    return {"color": SERIES[k % n_colours], "linestyle": ("-", "--", "-.")[k // n_colours % 3]}
 
 
 def legend_right(axes: Axes) -> None:

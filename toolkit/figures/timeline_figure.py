@@ -108,14 +108,10 @@ def _draw_ranks(axes: Axes, timeline: "Timeline", unit: float) -> None:
     for (rank, lane, colour), spans in bars.items():
         low, height = _PLACES[lane]
         wide = median(width for _, width in spans) > _THIN * axes.get_xlim()[1]
-        apart = lane == "compute" and wide
-        axes.broken_barh(
-            spans,
-            (rank + low, height),
-            facecolors=colour,
-            edgecolor="white" if apart else colour,  # its own colour keeps thin bars visible
-            linewidth=0.3 if apart else 0.1,
-        )
+        look: dict[str, Any] = {"edgecolor": colour, "linewidth": 0.1}  # keeps thin bars visible
+        if lane == "compute" and wide:
+            look = {"edgecolor": "white", "linewidth": 0.3}
+        axes.broken_barh(spans, (rank + low, height), facecolors=colour, **look)
     axes.tick_params(length=0, labelbottom=False)
 
 

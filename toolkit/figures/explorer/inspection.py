@@ -1,19 +1,12 @@
 """What a choice costs: its program, steady state and predicted timeline, all by the toolkit."""
 
-import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-import torch
-
-from toolkit.cost import UNIT, Hardware, StageCost, Timeline, profile, simulate, unit_costs
-from toolkit.cost.hardware import presets
-from toolkit.errors import UserError
+from toolkit.cost import UNIT, Costs, Hardware, Timeline, simulate
 from toolkit.figures.explorer.choice import Choice
 from toolkit.format import duration
-from toolkit.model import Images, InputSpec, Sequences, build, gpt, partition
 from toolkit.schedule import (
     Action,
     Buffer,
@@ -27,9 +20,6 @@ from toolkit.schedule.dependencies import needs
 from toolkit.schedule.program import units_sent
 from toolkit.schedule.steady_state import steps_to_time
 
-UNIFORM = "uniform"
-_MODELS = ("resnet18", "resnet50", "vit_b_16", "gpt2")
-_SAMPLES = 8  # of a micro-batch
 _STEPS = 3  # training steps that are simulated where messages take no time
 _TIMED = 2  # steps of a longer simulation whose mean time counts
 _ALIVE = "micro-batches", "in the steady state; 1 is all that a micro-batch keeps of the model"
@@ -112,7 +102,7 @@ def analyse(choice: Choice, n_steps: int) -> Analysis:
     return Analysis(choice, schedule, schedule.lower(n_steps), steady_state(schedule))
 
 
-def predict(analysis: Analysis, costs: Sequence[StageCost], hardware: Hardware) -> Timeline:
+def predict(analysis: Analysis, costs: Costs, hardware: Hardware) -> Timeline:
     """Simulate a few training steps; more where messages take time, to reach a steady state."""
     schedule = analysis.schedule
     n_steps = _STEPS if hardware == UNIT else steps_to_time(schedule, _TIMED)
@@ -161,39 +151,3 @@ def _words(i: Instruction) -> str:
         return f"{i.op} of step {i.step}"
     plain = i.action in (Action.SEND, Action.RECV, Action.FREE)
     return str(i).partition(" ")[2] if plain else str(i).lower()
-
-
-Costs = Callable[[int], Sequence[StageCost]]
-"""From the number of stages to what each costs."""
-
-
-def hardware_presets() -> dict[str, Hardware]:
-    """The unit machine and those of conf/hardware, by name; warns where that is missing."""
-    try:
-        return {"unit": UNIT} | presets()
-    except UserError as missing:
-        warnings.warn(f"the explorer offers the unit machine alone: {missing}", stacklevel=2)
-        return {"unit": UNIT}
-
-
-def cost_sources() -> dict[str, Costs]:
-    """Uniform stages, and the stages of models profiled on meta tensors, by name."""
-    kinds = {name: "sequences" if name == "gpt2" else "images" for name in _MODELS}
-    models = {
-        f"{name}, {_SAMPLES} {kind}": partial(_costs_of, name) for name, kind in kinds.items()
-    }
-    return {UNIFORM: unit_costs, **models}
-
-
-@cache
-def _costs_of(name: str, n_stages: int) -> Sequence[StageCost]:
-    """Costs of a model by name, made on the meta device."""
-    form: InputSpec = Images(3, 224, 224, 1000)
-    with torch.device("meta"):
-        if name == "gpt2":
-            form = Sequences(1024, 50257)
-            model = gpt(**form.arguments, layers=12, width=768, heads=12)
-        else:
-            model = build(name)
-    example = form.example(_SAMPLES, "meta")
-    return profile(partition(model, n_stages, example), example)

@@ -1,5 +1,6 @@
 """Schedules to play with in a notebook: controls, and what each change does to the costs."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -7,8 +8,8 @@ from typing import Any
 
 import ipywidgets as ui
 
-from toolkit.cost import Hardware, StageCost, Timeline
-from toolkit.cost.hardware import check_hardware
+from toolkit.cost import UNIT, Costs, Hardware, Timeline, unit_costs
+from toolkit.cost.hardware import check_hardware, presets
 from toolkit.errors import UserError, check_choice
 from toolkit.figures.explorer.choice import (
     LARGEST,
@@ -19,21 +20,14 @@ from toolkit.figures.explorer.choice import (
     choice_of,
     options_of,
 )
-from toolkit.figures.explorer.inspection import (
-    UNIFORM,
-    Analysis,
-    Costs,
-    analyse,
-    cost_sources,
-    hardware_presets,
-    predict,
-)
+from toolkit.figures.explorer.inspection import Analysis, analyse, predict
 from toolkit.figures.explorer.page import HTML, panes
 from toolkit.figures.schedule_figure import schedules
 from toolkit.figures.style import save
 from toolkit.schedule import FRESHEST, PLACEMENTS, STATES, Schedule
 from toolkit.schedule.instruction import collector_paused
 
+UNIFORM = "uniform"
 EXPORTS = {"png": "PNG", "csv": "CSV", "trace": "Chrome trace"}
 _STAGES = 16  # first end of the sliders
 _MOST_STEPS = 3  # drawn: as many shades as a colour has
@@ -80,7 +74,7 @@ class Explorer(ui.VBox):
         *,
         compare: str | Schedule | None = None,
         n_steps: int = 3,
-        costs: Costs | Sequence[StageCost] | None = None,
+        costs: Costs | Callable[[int], Costs] | None = None,
         hardware: Hardware | None = None,
         folder: str | Path = ".",
         **options: Any,
@@ -95,15 +89,16 @@ class Explorer(ui.VBox):
                 "schedules side by side have the same stages and micro-batches: got"
                 " {} x {} and {} x {}".format(*sizes[0], *sizes[1])
             )
-        self._sources, self._machines = cost_sources(), hardware_presets()
-        source, machine = UNIFORM, "unit"
+        self._costs: dict[str, Costs | Callable[[int], Costs]] = {UNIFORM: unit_costs}
+        self._machines = {"unit": UNIT}
+        try:
+            self._machines |= presets()
+        except UserError as missing:
+            warnings.warn(f"the explorer offers no other machines: {missing}", stacklevel=2)
         if costs is not None:
-            source = "given"
-            # The simulation refuses costs of another number of stages.
-            self._sources[source] = costs if callable(costs) else lambda n_stages: costs
+            self._costs["given"] = costs
         if hardware is not None:
-            machine = check_hardware(hardware).name
-            self._machines[machine] = hardware
+            self._machines[check_hardware(hardware).name] = hardware
         self._drawn, self._quiet = ["", ""], False  # last possible panes; while options change
         self._good: list[tuple[Analysis, Timeline]] = []  # what is shown and possible
 
@@ -117,8 +112,10 @@ class Explorer(ui.VBox):
             )
         )
         tip = "uniform: a forward and a whole backward take a slot each"
-        self.costs = _field(ui.Dropdown, "stage costs", tip, options=[*self._sources], value=source)
-        self.hardware = _field(ui.Dropdown, "hardware", options=[*self._machines], value=machine)
+        self.costs = _field(ui.Dropdown, "stage costs", tip, options=[*self._costs])
+        self.costs.value = [*self._costs][-1]
+        self.hardware = _field(ui.Dropdown, "hardware", options=[*self._machines])
+        self.hardware.value = hardware.name if hardware else "unit"
         look = {"width": "auto", "margin": "2px 2px 2px 100px"}
         self.compare = ui.ToggleButton(
             value=compare is not None, description="compare", icon="columns", layout=look
@@ -232,7 +229,9 @@ class Explorer(ui.VBox):
             for k, choice in enumerate(choices):
                 try:
                     analysis = analyse(choice, self.n_steps.value)
-                    costs = self._sources[self.costs.value](analysis.schedule.n_stages)
+                    costs = self._costs[self.costs.value]
+                    if callable(costs):
+                        costs = costs(analysis.schedule.n_stages)
                     good[k] = analysis, predict(analysis, costs, machine)
                 except ValueError as error:
                     shown[k] = HTML.impossible(error, self._drawn[k])
