@@ -8,13 +8,11 @@ import torch
 
 from tests.runtime.models import assert_same, learning_rates
 from tests.runtime.test_baselines import CASES
-from tests.thorough import THOROUGH
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.process_group.launch import launch
 
 METHODS = ("ddp", "fsdp", "delayed", "gpipe", "interleaved")
-VARIANTS = ("plain", "mixed") if THOROUGH else ("mixed",)
-NAMES = [f"{method}-{variant}-2" for method in METHODS for variant in VARIANTS]
+NAMES = [f"{method}-mixed-2" for method in METHODS]
 MIDDLE = 3
 
 

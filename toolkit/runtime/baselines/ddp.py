@@ -24,10 +24,10 @@ from toolkit.runtime.stage import Values, channels_last, drawing
 from toolkit.runtime.updater import Updater
 from toolkit.schedule import Schedule
 
-# Its newer name; the older one is deprecated there.
-_BUFFERS = "forward_sync_buffers"
-if _BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
-    _BUFFERS = "broadcast_buffers"
+# Buffers would change in place between forward and backward. The older name is deprecated.
+_KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers": False}
+if "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters:
+    _KEEP_BUFFERS = {"broadcast_buffers": False}
 
 _HOOKS = {
     "none": None,
@@ -64,10 +64,10 @@ class Chain(nn.Module):
                 values = stage(*values)
         return values[0]
 
-    def norms(self) -> list[_BatchNorm]:
-        """Return the batch norms whose running statistics advance."""
-        norms = (m for m in self.modules() if isinstance(m, _BatchNorm) and m.training)
-        return [norm for norm in norms if norm.running_mean is not None]
+    def statistics(self) -> list[Tensor]:
+        """Return the running statistics of batch norms that advance."""
+        norms = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.training]
+        return [x for m in norms for x in (m.running_mean, m.running_var) if x is not None]
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -128,8 +128,7 @@ class Synchronous(Baseline):
     @torch.no_grad()
     def _settle(self) -> None:
         """Average the ranks' running statistics."""
-        norms = [(norm.running_mean, norm.running_var) for norm in self._chain.norms()]
-        if running := [tensor for pair in norms for tensor in pair if tensor is not None]:
+        if running := self._chain.statistics():
             mean = self.total(torch.cat(running)) / self.n_ranks
             for tensor, part in zip(running, mean.split([len(t) for t in running]), strict=True):
                 tensor.copy_(part)
@@ -168,13 +167,13 @@ class DDP(Synchronous):
         if self.options.channels_last:
             model.to(memory_format=torch.channels_last)
         group = self.world.group
-        options: dict[str, Any] = {
-            "bucket_cap_mb": self.bucket_mb,
-            "gradient_as_bucket_view": self.bucket_view,
-            # Buffers would change in place between forward and backward.
-            _BUFFERS: False,
-        }
-        wrapped = DistributedDataParallel(model, process_group=group, **options)
+        wrapped = DistributedDataParallel(
+            model,
+            process_group=group,
+            bucket_cap_mb=self.bucket_mb,
+            gradient_as_bucket_view=self.bucket_view,
+            **_KEEP_BUFFERS,
+        )
         if hook := _HOOKS[self.compression]:
             wrapped.register_comm_hook(group, hook)
         return wrapped

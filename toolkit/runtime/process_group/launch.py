@@ -85,17 +85,16 @@ def launch(
     n_ranks = whole(n_ranks, "n_ranks, the number of processes,", 1)
     if not timeout > 0:
         raise UserError(f"timeout is a number of seconds above 0: got {timeout}")
-    try:
-        pickled = cloudpickle.dumps((function, args, kwargs))
-    except Exception as error:
-        raise UserError(
-            f"cannot pickle the function and its arguments: {error};"
-            " open files and locks have to be made within the function"
-        ) from error
     job = _Job(n_ranks, on_report)
     with tempfile.NamedTemporaryFile() as file:
-        file.write(pickled)
-        file.flush()
+        try:
+            cloudpickle.dump((function, args, kwargs), file)
+            file.flush()
+        except Exception as error:
+            raise UserError(
+                f"cannot pickle the function and its arguments: {error};"
+                " open files and locks have to be made within the function"
+            ) from error
         try:
             job.start(file.name)
             return job.results(timeout)
@@ -110,7 +109,7 @@ class _Job:
         self._n_ranks, self._on_report = n_ranks, on_report
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._connections: dict[Any, int] = {}  # and the rank of each
-        self._results: dict[int, bytes] = {}
+        self._results: dict[int, Any] = {}
         self._missing = set(range(n_ranks))  # not yet up
         self._open = set(range(n_ranks))  # neither with a result nor failed
         self._failure: tuple[int, Exception, Exception | None] | None = None
@@ -165,7 +164,7 @@ class _Job:
             _, error, cause = self._failure
             raise error from cause
         self._await_end(_FAREWELL)
-        return [pickle.loads(self._results[rank]) for rank in range(self._n_ranks)]
+        return [self._results[rank] for rank in range(self._n_ranks)]
 
     def end(self) -> None:
         """Kill the processes that are left."""
@@ -190,12 +189,12 @@ class _Job:
             rank = self._connections[connection]
             ended.discard(rank)  # its end comes after all that it has said
             try:
-                message = connection.recv()
+                message = connection.recv_bytes()
             except (EOFError, OSError):
                 del self._connections[connection]
                 connection.close()
             else:
-                self._take(rank, *message)
+                self._take(rank, *pickle.loads(message))
         for rank in ended:
             process = self._running.pop(rank)
             _kill_group(process)  # what it has started
@@ -211,8 +210,8 @@ class _Job:
         match what:
             case "came":
                 self._missing.discard(rank)
-            case "report" if self._on_report is not None:
-                self._on_report(rank, pickle.loads(value))
+            case "reported" if self._on_report is not None:
+                self._on_report(rank, value)
             case "announced":
                 self._fail(None, _JOB_FAILED, JobFailedError(value))
             case "returned":
@@ -252,7 +251,7 @@ def report(value: object) -> None:
         UserError: the value cannot be pickled.
     """
     if _parent is not None:
-        _send("report", _pack(value, "what is reported"))
+        _send("reported", value)
 
 
 def main(connection: int, job: str) -> None:
@@ -274,28 +273,23 @@ def main(connection: int, job: str) -> None:
         function, args, kwargs = pickle.loads(Path(job).read_bytes())
         result = function(*args, **kwargs)
         join.leave()
-        packed = _pack(result, "the result")
+        _send("returned", result)
     except (Exception, KeyboardInterrupt) as error:
         _send("raised", _describe(error))
         threading.Event().wait()  # the others would take this process's end for the reason
-    else:
-        _send("returned", packed)
 
 
 def _send(what: str, value: Any) -> None:
-    with _sending:
-        if _parent is not None:
-            _parent.send((what, value))
-
-
-def _pack(value: object, what: str) -> bytes:
+    assert _parent is not None
     try:
-        return cloudpickle.dumps(value)
+        message = cloudpickle.dumps((what, value))
     except Exception as error:
         rank, kind = os.environ["RANK"], type(value).__name__
         raise UserError(
-            f"rank {rank}: cannot pickle {what}, a {kind} ({error}); give numbers or tensors"
+            f"rank {rank}: cannot pickle a {kind} that is {what} ({error}); give numbers or tensors"
         ) from error
+    with _sending:
+        _parent.send_bytes(message)
 
 
 def _describe(error: BaseException) -> tuple[int, Exception, Exception | None]:
