@@ -50,8 +50,8 @@ def timings(draw, n_stages, n_microbatches, rules=RULES, accumulate=1):
     rule = draw(st.sampled_from(rules))
     if rule in ("simultaneous", "cyclic"):
         return getattr(timing, rule)(n_stages, n_microbatches // accumulate, accumulate)
-    if rule not in ("shifted", "split"):
-        return getattr(timing, rule)(n_stages, n_microbatches)
+    if rule == "sequential":
+        return timing.simultaneous(n_stages, 1, n_microbatches)
     offset = st.integers(0, 6 * n_stages)
     offsets = draw(st.lists(offset, min_size=n_microbatches, max_size=n_microbatches))
     if rule == "split":

@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 from itertools import product
-from textwrap import dedent
 
 import pytest
 
@@ -10,47 +9,15 @@ from toolkit.errors import UserError
 from toolkit.schedule import Action, Buffer, Kind, Op, Schedule, catalog, steady_state, timing
 from toolkit.schedule.steady_state import belongs_to
 
-RULES = {
-    "DP": catalog.data_parallel,
-    "CDP-v1": lambda n, *args, **more: catalog.cyclic(n, 1, *args, **more),
-    "CDP-v2": lambda n, *args, **more: catalog.cyclic(n, "freshest", *args, **more),
-}
+RULES = {name: catalog.METHODS[name] for name in ("dp", "cdp_v1", "cdp_v2")}
 STATES = ["replicated", "sharded"]
-
-DP = """
-    slot   0   1   2   3   4   5   6   7   8    9    10   11   12   13   14   15
-    rank 0 0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2 0F0' 1F0' 1B0' 0B0' 0F2' 1F2' 1B2' 0B2'
-    rank 1 0F1 1F1 1B1 0B1 0F3 1F3 1B3 0B3 0F1' 1F1' 1B1' 0B1' 0F3' 1F3' 1B3' 0B3'
-"""
-CDP = """
-    slot   0   1   2   3   4   5   6   7   8    9    10   11   12   13   14   15   16   17
-    rank 0 0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2 0F0' 1F0' 1B0' 0B0' 0F2' 1F2' 1B2' 0B2' .    .
-    rank 1 .   .   0F1 1F1 1B1 0B1 0F3 1F3 1B3  0B3  0F1' 1F1' 1B1' 0B1' 0F3' 1F3' 1B3' 0B3'
-"""
-PIPELINE = """
-    slot   0   1   2   3   4   5   6   7   8   9
-    rank 0 0F0 .   0F1 0B0 0F2 0B1 0F3 0B2 .   0B3
-    rank 1 .   1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 .
-"""
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected", "n_steps"),
-    [
-        (catalog.data_parallel(2, accumulate=2), DP, 2),
-        (catalog.cyclic(2, accumulate=2), CDP, 2),
-        (catalog.cyclic(2, 1, "per_stage", accumulate=2), PIPELINE, 1),
-    ],
-    ids=["DP", "CDP", "pipeline"],
-)
-def test_literal_timeline(schedule, expected, n_steps):
-    assert schedule.grid(n_steps) == dedent(expected).strip("\n")
+every_rule = pytest.mark.parametrize("rule", RULES)
 
 
 @pytest.mark.parametrize(("s", "n", "k"), [*product(range(1, 5), range(1, 5), range(1, 4))])
 def test_every_op_starts_at_its_formula(s, n, k):
     """Micro-batch r n + w is the r-th of worker w, 2S slots after the one before it."""
-    for rule, stagger in (("DP", 0), ("CDP-v1", Fraction(2 * s, n))):
+    for rule, stagger in (("dp", 0), ("cdp_v1", Fraction(2 * s, n))):
         schedule = RULES[rule](n, n_stages=s, accumulate=k)
         assert (schedule.n_microbatches, schedule.n_workers, schedule.n_ranks) == (k * n, n, n)
         assert schedule.period == 2 * s * k
@@ -62,49 +29,48 @@ def test_every_op_starts_at_its_formula(s, n, k):
             assert [schedule.rank(j, m, step) for step in range(3)] == [w] * 3
 
 
+@every_rule
 @pytest.mark.parametrize("n", range(2, 6))
 @pytest.mark.parametrize("k", [2, 3])
-def test_activations_are_those_of_one_micro_batch(n, k):
-    for rule, state in product(RULES, STATES):
-        most = n * n if rule == "DP" else n * (n + 1) // 2
-        one = RULES[rule](n, "one", state, accumulate=k)
-        assert one.lower(3).verify().peak_activations() == (most,)
-        assert steady_state(one).peak_activations == most
-        each = RULES[rule](n, "per_microbatch", state, accumulate=k)
-        assert each.lower(3).peak_activations() == (n,) * n
-        assert steady_state(each).peak_activations == most
-        split = RULES[rule](n, "per_stage_and_microbatch", state, accumulate=k)
-        assert split.n_ranks == (n * n if rule == "DP" else n * (n + 1) // 2)
-        assert split.lower(3).peak_activations() == (1,) * split.n_ranks
-
-
-def gradients(schedule):
-    """(messages, stages) of gradients that all ranks send for a step; weights likewise."""
-    program, step = schedule.lower(5).verify(), 2
-    sent = {buffer: [0, 0] for buffer in (Buffer.GRADIENT, Buffer.WEIGHTS)}
-    for i in (i for rank in program.ranks for i in rank if belongs_to(i, step)):
-        if i.action in (Action.SEND, Action.ALL_REDUCE, Action.REDUCE, Action.BROADCAST):
-            sent[i.buffer][0] += 1
-            sent[i.buffer][1] += len(i.peers)
-    return sent
-
-
-@pytest.mark.parametrize("n", range(2, 6))
-def test_gradients_travel_as_often_as_without(n):
-    for rule, placement, state in product(RULES, ["per_microbatch"], STATES):
-        once, twice, thrice = (
-            gradients(RULES[rule](n, placement, state, accumulate=k)) for k in (1, 2, 3)
+def test_activations_are_those_of_one_micro_batch(rule, n, k):
+    most = n * n if rule == "dp" else n * (n + 1) // 2
+    for state in STATES:
+        one, each, both = (
+            RULES[rule](n, placement=placement, state=state, accumulate=k)
+            for placement in ("one", "per_microbatch", "per_stage_and_microbatch")
         )
-        assert once[Buffer.GRADIENT][0] > 0
-        assert once[Buffer.GRADIENT] == twice[Buffer.GRADIENT] == thrice[Buffer.GRADIENT]
-        if state == "replicated":
-            assert once == twice == thrice
-        elif n > 2:  # sharded weights are gathered anew for each micro-batch
-            assert once[Buffer.WEIGHTS] < twice[Buffer.WEIGHTS] < thrice[Buffer.WEIGHTS]
+        assert steady_state(one).peak_activations == steady_state(each).peak_activations == most
+        assert one.lower(3).verify().peak_activations() == (most,)
+        assert each.lower(3).peak_activations() == (n,) * n
+        assert both.lower(3).peak_activations() == (1,) * most
 
 
-@pytest.mark.parametrize("n", range(1, 6))
-@pytest.mark.parametrize("k", [1, 2, 3])
+def sent(schedule):
+    """(messages, stages) of gradients that all ranks send for a step, and of weights."""
+    program, found = schedule.lower(5).verify(), []
+    for buffer in (Buffer.GRADIENT, Buffer.WEIGHTS):
+        peers = [
+            len(i.peers)
+            for i in (i for rank in program.ranks for i in rank if belongs_to(i, 2))
+            if i.buffer == buffer and i.action.communicates and i.action != Action.RECV
+        ]
+        found.append((len(peers), sum(peers)))
+    return found
+
+
+@every_rule
+@pytest.mark.parametrize("n", range(2, 6))
+@pytest.mark.parametrize("state", STATES)
+def test_gradients_travel_as_often_as_without(rule, n, state):
+    once, twice, thrice = (sent(RULES[rule](n, state=state, accumulate=k)) for k in (1, 2, 3))
+    assert once[0] == twice[0] == thrice[0] > (0, 0)
+    if state == "replicated":
+        assert once == twice == thrice
+    elif n > 2:  # sharded weights are gathered anew for each micro-batch
+        assert once[1] < twice[1] < thrice[1]
+
+
+@pytest.mark.parametrize(("n", "k"), [*product(range(1, 6), (1, 2, 3))])
 def test_a_pipeline_that_accumulates_is_pipedream_2bw(n, k):
     own = catalog.cyclic(n, 1, "per_stage", accumulate=k)
     assert own.timing == timing.pipelined(n, k * n)
@@ -114,10 +80,9 @@ def test_a_pipeline_that_accumulates_is_pipedream_2bw(n, k):
 @pytest.mark.parametrize(("s", "k"), [*product(range(1, 5), range(1, 5))])
 def test_one_worker_is_gradient_accumulation(s, k):
     plain = catalog.gradient_accumulation(s, k)
-    for make in RULES.values():
-        own = make(1, "one", n_stages=s, accumulate=k)
-        assert own.timing == plain.timing
-    assert catalog.data_parallel(1, n_stages=s, accumulate=k).lower(3).ranks == plain.lower(3).ranks
+    own = [make(1, placement="one", n_stages=s, accumulate=k) for make in RULES.values()]
+    assert [schedule.timing for schedule in own] == [plain.timing] * 3
+    assert own[0].lower(3).ranks == plain.lower(3).ranks
 
 
 @pytest.mark.parametrize("accumulate", [0, 1.0, True, "1", 2])

@@ -27,31 +27,10 @@ PIPELINES = [
     catalog.pipedream_2bw(2, 3),
     catalog.data_parallel(1, delay=2, n_stages=3),
 ]
-HALF_SLOTS = Schedule(
-    "halves",
-    n_stages=1,
-    n_microbatches=1,
-    timing=Timing({Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): 3}, 5, ticks_per_slot=2),
-    placement="per_stage",
-)
-IDLE = replace(
-    catalog.cyclic(2, placement="per_stage"),
-    name="idle",
-    placement=Assigned(((0, 0), (2, 2)), "per_stage"),
-)
-names = pytest.mark.parametrize(
-    "schedule", PIPELINES, ids=lambda s: f"{s.name} {s.n_stages}x{s.n_microbatches}"
-)
-
-
-def assert_read_back(schedule, back):
-    """All that a file tells, and what follows from it."""
-    assert back.timing == schedule.timing
-    assert back.staleness == schedule.staleness
-    for j in range(schedule.n_stages):
-        assert {*back.layout.ranks(j)} == {*schedule.layout.ranks(j)}
-    assert (back.n_ranks, back.layout.name) == (schedule.n_ranks, "per_stage")
-    back.lower(3).verify()
+TIMES = {Op(Kind.FORWARD, 0, 0): 0, Op(Kind.BACKWARD, 0, 0): 3}
+HALF_SLOTS = Schedule("halves", 1, 1, Timing(TIMES, 5, ticks_per_slot=2), "per_stage")
+APART = Assigned(((0, 0), (2, 2)), "per_stage")
+IDLE = replace(catalog.cyclic(2, placement="per_stage"), name="idle", placement=APART)
 
 
 @given(schedules())
@@ -63,11 +42,16 @@ def test_what_is_written_is_read_back(schedule):
     except UserError as error:
         assert "the CSV format" in str(error)  # noqa: PT017 - nothing else may be wrong
         return
-    assert_read_back(schedule, Schedule.from_csv(text, delay=schedule.delay))
+    back = Schedule.from_csv(text, delay=schedule.delay)
+    assert (back.timing, back.staleness) == (schedule.timing, schedule.staleness)
+    assert (back.n_ranks, back.layout.name) == (schedule.n_ranks, "per_stage")
+    for j in range(schedule.n_stages):
+        assert {*back.layout.ranks(j)} == {*schedule.layout.ranks(j)}
+    back.lower(3).verify()
 
 
 @pytest.mark.parametrize("delay", [1, "freshest"])
-def test_a_file_tells_the_period_of_a_pipeline_that_does_not_drain(delay):
+def test_a_pipeline_that_does_not_drain_has_a_period_in_its_file(delay):
     """Read as if it drained, CDP would be data parallelism."""
     text = catalog.cyclic(2, delay, "per_stage").to_csv()
     assert text == "0F0 period=4,,0F1,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
@@ -81,14 +65,13 @@ def test_a_file_tells_the_period_of_a_pipeline_that_does_not_drain(delay):
         Schedule.from_csv(text)
     with pytest.raises(UserError, match="the file has period=4: got period=6"):
         Schedule.from_csv(text, delay=delay, period=6)
-
-
-def test_any_cell_may_tell_the_period():
     for text in ("0F0,0B0\n1F0 period=9,1B0\n", "0F0  period=9,0B0 period=9\n1F0,1B0\n"):
         assert Schedule.from_csv(text).period == 9
 
 
-@names
+@pytest.mark.parametrize(
+    "schedule", PIPELINES, ids=lambda s: f"{s.name} {s.n_stages}x{s.n_microbatches}"
+)
 def test_torch_reads_it(schedule):
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     for name in ("_Action", "_validate_schedule"):
@@ -117,17 +100,16 @@ def test_a_file_may_have_a_comma_in_its_name(name, tmp_path, monkeypatch):
     ["0F0,,,0B0\n,1F0,1B0", "0F0, 0B0\n\n1F0,1B0\n\n", "\ufeff0F0,0B0\r\n1F0,1B0\r\n"],
     ids=["ragged", "spaces", "spreadsheet"],
 )
-def test_what_others_write_is_read(text, tmp_path):
+def test_other_programs_files_are_read(text, tmp_path):
     path = tmp_path / "schedule.csv"
     path.write_text(text, encoding="utf-8", newline="")
-    schedule = Schedule.from_csv(path)
-    assert schedule.to_csv() == "0F0,,,0B0\n,1F0,1B0,\n"
+    assert Schedule.from_csv(path).to_csv() == "0F0,,,0B0\n,1F0,1B0,\n"
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1C0", "row 2, column 2: '1C0' is not an op: .* kind one of F, B, I, W"),
+        ("0F0,0B0\n1F0,1C0", "row 2, column 2: '1C0' is not an op"),
         ("0F0,,0B", "row 1, column 3: '0B' is not an op"),
         ("0F0;0B0\n", "row 1, column 1: '0F0;0B0' is not an op"),
         ("0F0,-1B0", "row 1, column 2: '-1B0' is not an op"),
@@ -148,22 +130,22 @@ def test_a_misspelt_cell_is_named(text, message):
 @pytest.mark.parametrize(
     ("orders", "message"),
     [
-        (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op: write stage, kind and micro"),
-        ("0F0 0B0", "orders are a list with one for each rank: got the text '0F0 0B0'"),
-        ([[None]], "rank 0, op 0: None is not an op"),
-        ([[(7, 0, 0)]], r"rank 0, op 0: \(7, 0, 0\) is not an op"),
-        ([[(Kind.FORWARD, 0.5, 0)]], r"0.5"),
-        ([["0F0", (Kind.BACKWARD, 0, -1)]], "op 1: a micro-batch is a whole number, 0 or more"),
+        (["0F0 0B0", "1F0 1X0"], "rank 1, op 1: '1X0' is not an op"),
+        ("0F0 0B0", "one for each rank: got the text '0F0 0B0'"),
+        ([[None]], "rank 0, op 0: 'None' is not an op"),
+        ([[(7, 0, 0)]], r"rank 0, op 0: '\(7, 0, 0\)' is not an op"),
+        ([[Op(Kind.FORWARD, 0.5, 0)]], r"rank 0, op 0: '0.5F0' is not an op"),
+        ([["0F0", Op(Kind.BACKWARD, 0, -1)]], "rank 0, op 1: '0B-1' is not an op"),
         (
             ["0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1", "2F0 2B0 2F1 2B1"],
-            "out: rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1. On its own rank",
+            "rank 0 waits at 0B0 for 1B0; rank 1 waits at 1F1 for 0F1; rank 2 waits at 2F0 for 1F0",
         ),
         (["0F0 0B0", ""], r"every rank has something to do: got 2 ranks, idle: \[1\]"),
         ([], "every rank has something to do"),
-        (["0F0 0B0 0F1"], "stage 0 of micro-batch 1 needs .* a backward .*: found forward"),
-        (["0F0 0B0 2F0 2B0"], "2F0 is given, but no op of stage 1"),
-        (["0F0 0B0 0F11 0B1"], "0F11 is given, but no op of micro-batch 2"),
-        (["0F0 0I0"], "either a backward or both of its halves: found forward, backward_input"),
+        (["0F0 0B0 0F1"], "stage 0 of micro-batch 1 needs .* a backward .*: found forward;"),
+        (["0F0 0B0 2F0 2B0"], "stage 1 of micro-batch 0 .*: found nothing"),
+        (["0F0 0B0 0F11 0B1"], "stage 0 of micro-batch 1 .*: found backward;"),
+        (["0F0 0I0"], "either a backward or both of its halves: found forward, backward_input;"),
         (["0F0 0B0 0W0"], "found forward, backward, backward_weight"),
         (["0F0 0B0", "1F0 0F0 1B0"], "0F0 is done twice: on rank 0 and on rank 1"),
         (["0F0 1B0", "1F0 0B0"], "activations stay where they were made"),
@@ -180,16 +162,13 @@ def test_orders_that_make_no_schedule_are_refused(orders, message):
     [
         ("none.csv", None, "No such file or directory"),
         ("picture.csv", b"\x89PNG\xff\xfe", "it is not text"),
-        ("folder", "folder", "Is a directory"),
     ],
 )
 def test_a_file_that_cannot_be_read(name, content, why, tmp_path):
     path = tmp_path / name
-    if content == "folder":
-        path.mkdir()
-    elif content:
+    if content:
         path.write_bytes(content)
-    for source in {path, str(path) if name.endswith(".csv") else path}:
+    for source in (path, str(path)):
         with pytest.raises(UserError, match=rf"{name} cannot be read \({why}\)"):
             Schedule.from_csv(source)
 
@@ -197,13 +176,13 @@ def test_a_file_that_cannot_be_read(name, content, why, tmp_path):
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (catalog.data_parallel(2), "stage 0 of DP has 2; place it per_stage"),
-        (catalog.cyclic(3, placement="per_stage_and_microbatch"), "stage 0 of CDP-v2 has 3"),
-        (catalog.data_parallel(2, "one"), "one op a slot and rank: DP runs on one device"),
-        (HALF_SLOTS, "one op a slot and rank: halves runs on one device or has ops between slots"),
+        (catalog.data_parallel(2), "DP has up to 2 ranks a stage"),
+        (catalog.cyclic(3, placement="per_stage_and_microbatch"), "CDP-v2 has up to 3 ranks"),
+        (catalog.data_parallel(2, "one"), "placement 'one'"),
+        (HALF_SLOTS, "halves .* 2 start times in a slot"),
         (IDLE, "ops of every rank: rank 1 of idle"),
     ],
 )
-def test_what_is_no_pipeline_is_not_written(schedule, message):
+def test_only_pipelines_are_written(schedule, message):
     with pytest.raises(UserError, match=message):
         schedule.to_csv()

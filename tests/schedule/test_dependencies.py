@@ -84,12 +84,9 @@ def test_literal_needs(schedule, n_steps, expected):
 
 def test_a_sum_after_an_all_reduce():
     """Every rank's update waits for it, not for what was added before."""
-    first, second = catalog.data_parallel(2, n_stages=1).lower(1).ranks
-    for rank, order in enumerate((first, second)):
-        at = next(p for p, i in enumerate(order) if i.action == Action.ALL_REDUCE)
-        found = needs(order, rank)
-        assert found[at] == (0, 1)
-        assert found[at + 1] == (at,)
+    for rank, order in enumerate(catalog.data_parallel(2, n_stages=1).lower(1).ranks):
+        assert order[2].action == Action.ALL_REDUCE
+        assert needs(order, rank)[2:4] == [(0, 1), (2,)]
 
 
 def test_a_broadcast():
@@ -98,23 +95,9 @@ def test_a_broadcast():
     def weights(action, version, peers=()):
         return Instruction(0, action, 0, None, None, version, Buffer.WEIGHTS, peers)
 
-    order = [
-        weights(Action.BROADCAST, 7, (2, 0)),
-        weights(Action.FREE, 7),
-        weights(Action.BROADCAST, 7, (2, 0)),
-        weights(Action.FREE, 7),
-    ]
+    order = [weights(Action.BROADCAST, 7, (2, 0)), weights(Action.FREE, 7)] * 2
     assert needs(order, 2) == [(), (0,), (), (2,)]
     assert needs(order, 0) == [(), (0,), (1,), (2,)]
-
-
-@given(programs())
-@quick
-def test_they_come_earlier(program):
-    for rank, order in enumerate(program.ranks):
-        for position, found in enumerate(needs(order, rank)):
-            assert list(found) == sorted({*found})
-            assert all(0 <= p < position for p in found)
 
 
 def in_any_order(program, chance):
@@ -165,18 +148,16 @@ def in_any_order(program, chance):
 def test_any_order_that_keeps_to_them_is_right(program, seed):
     """Every op reads what is promised, sums are complete, and nothing is left."""
     in_any_order(program, random.Random(seed)).verify()
+    for rank, order in enumerate(program.ranks):
+        for position, found in enumerate(needs(order, rank)):
+            assert [*found] == sorted({*found} & {*range(position)})
 
 
 @pytest.mark.parametrize("schedule", METHODS, ids=models.name_of)
 def test_any_order_of_a_method_is_right(schedule):
-    """Of those that random schedules seldom are, too."""
+    """And its instructions meet where replay joins them, which has the keys written out."""
     for seed in range(5):
         in_any_order(schedule.lower(3), random.Random(seed)).verify()
-
-
-@pytest.mark.parametrize("schedule", METHODS, ids=models.name_of)
-def test_instructions_meet_where_the_replay_joins_them(schedule):
-    """It has the keys written out."""
     walk = iter([step for step in replay(schedule.lower(2).ranks) if step[1].action.communicates])
     for rank, first in walk:
         n = 2 if first.action == Action.SEND else len(first.peers)

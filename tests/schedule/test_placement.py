@@ -12,7 +12,7 @@ from toolkit.schedule import Assigned, Schedule, catalog, timing
 TIMINGS = {
     "simultaneous": timing.simultaneous,
     "cyclic": timing.cyclic,
-    "sequential": timing.sequential,
+    "sequential": lambda s, m: timing.simultaneous(s, 1, m),
 }
 SIZES = list(product(range(1, 7), repeat=2))
 PLACEMENTS = ["one", "per_microbatch", "per_stage", "per_stage_and_microbatch"]

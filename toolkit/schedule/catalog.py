@@ -1,12 +1,12 @@
 """The catalogue of methods: each is one choice of timing, placement, weights and state.
 
-To add a method, write its function, add its line to :data:`METHODS`, and add its conf file.
+Every function raises UserError for sizes and options that are invalid or contradict each other. To
+add a method, write its function, add its line to :data:`METHODS`, and add its conf file.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal
 
 from toolkit.errors import UserError, suggest, whole
@@ -39,9 +39,6 @@ def data_parallel(
         n_stages: stages of the model, ``n`` unless given.
         accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
         predict: extrapolate late weights to the step that reads them; see :class:`Schedule`.
-
-    Raises:
-        UserError: an option is invalid, or the options contradict each other.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
     late = _late(delay, s, k * n)
@@ -62,23 +59,18 @@ def cyclic(
     accumulate: int = 1,
     predict: bool = False,
 ) -> Schedule:
-    """Cyclic data parallelism: ``n`` workers staggered uniformly.
+    """Cyclic data parallelism: ``n`` workers staggered uniformly. Source: arXiv 2403.08837.
 
     Args:
         n: workers; micro-batches of a step, M, unless they accumulate.
-        delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; as in :class:`Schedule`.
+        delay: ``1`` is the paper's CDP-v1, ``"freshest"`` its CDP-v2; as in :class:`Schedule`. If
+            the timing cannot honour it, the error shows the grid with the op in brackets.
         placement: any; ``per_stage`` makes it a pipeline.
         state: ``replicated``, or ``sharded`` (ZeRO).
         n_stages: stages of the model, ``n`` unless given.
         chains: ``in_order``, or ``rotated``; see :data:`toolkit.schedule.placement.CHAINS`.
-        accumulate: micro-batches that each worker runs one after another in a step, k: M = k n.
+        accumulate: as in :func:`data_parallel`.
         predict: as in :func:`data_parallel`.
-
-    Raises:
-        UserError: an option is invalid, or the timing cannot honour the delay; the message then
-            shows the grid with the op in brackets.
-
-    Source: arXiv 2403.08837.
     """
     s, n, k = _sizes(n_stages, n, accumulate)
     late = _late(delay, s, k * n)
@@ -96,15 +88,7 @@ def published(
 
     Stage j of worker w reads weights one step late where j < S - 1 - w. With n = S the delays are
     those of CDP-v2; with more workers, as in that code (n = 8, S = 4), a stagger needs longer ones.
-
-    Args:
-        n: workers; micro-batches of a step, M.
-        placement: as in :func:`data_parallel`.
-        state: as in :func:`data_parallel`.
-        n_stages: stages of the model, S.
-
-    Raises:
-        UserError: an option is invalid.
+    Arguments as :func:`data_parallel`.
     """
     s, m, _ = _sizes(n_stages, n)
     delay = [[int(j < s - 1 - w) for w in range(m)] for j in range(s)]
@@ -115,44 +99,31 @@ def published(
 def gradient_accumulation(n_stages: int, n_microbatches: int) -> Schedule:
     """One device, one micro-batch after another, one update; arguments as :func:`gpipe`."""
     s, m, _ = _sizes(n_stages, n_microbatches)
-    return Schedule(_ACCUMULATION, s, m, timing.sequential(s, m), "one")
+    return Schedule(_ACCUMULATION, s, m, timing.simultaneous(s, 1, m), "one")
 
 
 def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
-    """GPipe: all forwards, then all backwards.
+    """GPipe: all forwards, then all backwards. Source: arXiv 1811.06965.
 
     Args:
         n_stages: stages of the model, S; each has a rank.
         n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: a size is not a whole number, 1 or more.
-
-    Source: arXiv 1811.06965.
     """
     return _pipeline("GPipe", pipeline_orders.gpipe, n_stages, n_microbatches)
 
 
 def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """1F1B: one forward, one backward, with a flush at each step; arguments as :func:`gpipe`.
-
-    Source: arXiv 2006.09503.
-    """
+    """1F1B, with a flush at each step; arguments as :func:`gpipe`. Source: arXiv 2006.09503."""
     return _pipeline("1F1B", pipeline_orders.one_f_one_b, n_stages, n_microbatches)
 
 
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Schedule:
-    """1F1B with several stages a rank: rank r has stages r, r + n_ranks, ...
+    """1F1B where rank r has stages r, r + n_ranks, ... Source: arXiv 2104.04473.
 
     Args:
         n_stages: stages of the model, a multiple of ``n_ranks``.
         n_microbatches: of a training step; a multiple of max(1, n_microbatches // n_ranks).
         n_ranks: devices.
-
-    Raises:
-        UserError: stages or micro-batches cannot be dealt out evenly.
-
-    Source: arXiv 2104.04473.
     """
     make = partial(pipeline_orders.interleaved_1f1b, n_ranks=whole(n_ranks, "n_ranks", 1))
     return _pipeline(_INTERLEAVED, make, n_stages, n_microbatches)
@@ -164,16 +135,11 @@ def zero_bubble(n_stages: int, n_microbatches: int) -> Schedule:
 
 
 def zb_v(n_stages: int, n_microbatches: int) -> Schedule:
-    """ZB-V: the memory of 1F1B; no bubble from 2p-1 micro-batches on. Rank r has r and 2p-1-r.
+    """ZB-V: the memory of 1F1B; no bubble from 2p-1 micro-batches on. Source: arXiv 2401.10241.
 
     Args:
-        n_stages: stages of the model, 2p for p ranks.
+        n_stages: stages of the model, 2p for p ranks; rank r has r and 2p-1-r.
         n_microbatches: micro-batches of a training step, M.
-
-    Raises:
-        UserError: ``n_stages`` is odd, or a size is not a whole number, 1 or more.
-
-    Source: arXiv 2401.10241.
     """
     return _pipeline("ZB-V", v_schedules.zb_v, n_stages, n_microbatches)
 
@@ -191,18 +157,10 @@ def v_min(n_stages: int, n_microbatches: int) -> Schedule:
 def pipedream_2bw(n_stages: int, n_microbatches: int, *, predict: bool = False) -> Schedule:
     """PipeDream-2BW: 1F1B without flush, every weight one step late; CDP-v1 if M = S.
 
-    Args:
-        n_stages: stages of the model, S.
-        n_microbatches: of a training step, M.
-        predict: as in :func:`data_parallel`.
-
-    Raises:
-        UserError: fewer micro-batches than stages, which two weight versions cannot serve.
-
-    Source: arXiv 2006.09503.
+    Arguments as :func:`gpipe`, with ``predict`` of :func:`data_parallel`. Source: arXiv 2006.09503.
     """
     s, m, _ = _sizes(n_stages, n_microbatches)
-    if m < s:
+    if m < s:  # two weight versions do not suffice
         raise UserError(f"PipeDream-2BW takes a micro-batch a stage or more: got {m} for {s}")
     name, when = _name("PipeDream-2BW", predict=predict), timing.pipelined(s, m)
     return Schedule(name, s, m, when, "per_stage", delay=1, predict=predict)
@@ -222,7 +180,7 @@ def _name(rule: str, state: str = "", predict: bool = False, accumulate: int = 1
 
 
 def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
-    """The delay's part of a name; empty for the freshest."""
+    """The part of a name that describes the delay; empty for the freshest."""
     if isinstance(delay, str):
         return ""
     if isinstance(delay, RandomDelay):
@@ -236,7 +194,7 @@ def _late(delay: Delay, n_stages: int, n_microbatches: int) -> str:
 
 
 def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[int, int, int]:
-    """Stages, as many as workers unless given; workers; and micro-batches of each worker."""
+    """Number of stages (that of workers unless given), workers, and micro-batches of a worker."""
     n = whole(n_workers, "the number of micro-batches", 1)
     s = n if n_stages is None else whole(n_stages, "the number of stages", 1)
     k = whole(accumulate, "accumulate, the micro-batches of a worker,", 1)
@@ -246,28 +204,18 @@ def _sizes(n_stages: int | None, n_workers: int, accumulate: int = 1) -> tuple[i
 
 @dataclass(frozen=True)
 class Method:
-    """A named point of the catalogue; calling it builds its schedule.
+    """A named point of the catalogue; calling it with sizes and options builds its schedule."""
 
-    Attributes:
-        name: its name in ``conf/schedule`` and on the command line.
-        label: its name in tables.
-        factory: function of the sizes and options that builds the schedule.
-        kind: family, by which tables and suites select methods.
-        source: paper.
-        options: values of the factory's options that make it this method.
-        stages_per_rank: stages that a rank of a pipeline runs.
-    """
-
-    name: str
-    label: str
+    name: str  # in conf/schedule and on the command line
+    label: str  # in tables
     factory: Callable[..., Schedule]
-    kind: Literal["data_parallel", "cyclic", "pipeline"]
+    kind: Literal["data_parallel", "cyclic", "pipeline"]  # tables and suites select by it
     source: str = ""
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, Any] = field(default_factory=dict)  # that make the factory this method
     stages_per_rank: int = 1
 
     def __call__(self, *sizes: int, **options: Any) -> Schedule:
-        """The schedule of these sizes, as the factory takes them."""
+        """Build the schedule."""
         return self.factory(*sizes, **{**self.options, **options})
 
 
@@ -311,10 +259,6 @@ def build(name: str, **options: Any) -> Schedule:
     Args:
         name: of a method (``cdp_v1``) or of a factory (``cyclic``).
         options: sizes and options of the factory; a mapping as ``delay`` is a :class:`RandomDelay`.
-
-    Raises:
-        UserError: there is no such method, or its factory refuses the options.
-        TypeError: the factory has no such option.
     """
     make = METHODS.get(name) or FACTORIES.get(name)
     if make is None:

@@ -7,7 +7,7 @@ a slot, empty where the rank is idle::
     0F0,0F1,,0B0,,0B1            0F0 period=4,,0F1,0B0,,0B1
     ,1F0,1B0,1F1,1B1,            ,1F0,1B0,1F1,1B1,
 
-Without a period, on the left, the slots are not binding: each op starts as early as it can, and the
+Without a period, on the left, slots do not bind: each op starts as early as it can, and the
 pipeline drains before the next training step. With one, on the right, a training step begins every
 so many slots, and no op starts before its own. torch reads both, and drains.
 """
@@ -19,38 +19,30 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.errors import UserError, whole
-from toolkit.schedule.instruction import Kind, Op
+from toolkit.errors import UserError
+from toolkit.schedule.instruction import LETTERS, Kind, Op
 from toolkit.schedule.pipeline_orders import as_early_as_possible
 from toolkit.schedule.placement import Placement
 from toolkit.schedule.timing import Timing
 
-_OP = re.compile(r"(\d+)([FBIW])(\d+)")
+_OP = re.compile(rf"(\d+)([{LETTERS}])(\d+)")
 _WITH_PERIOD = re.compile(r"(\S+)\s+period=(\d+)")
-_KINDS = {kind.letter: kind for kind in Kind}
 
 
 def parse_order(order: str | Sequence[Op | str], rank: int) -> list[Op]:
-    """One rank's ops, from ops or text; raise UserError if one is not an op."""
+    """One rank's ops, from ops or text."""
     words = order.split() if isinstance(order, str) else order
     return [_op(word, f"rank {rank}, op {k}") for k, word in enumerate(words)]
 
 
 def _op(word: Op | str, where: str) -> Op:
-    if isinstance(word, str):
-        if not (found := _OP.fullmatch(word.strip())):
-            raise UserError(
-                f"{where}: {word.strip()!r} is not an op: write stage, kind and micro-batch, such"
-                " as 0F0, with kind one of F, B, I, W"
-            )
-        return Op(_KINDS[found[2]], int(found[1]), int(found[3]))
-    try:
-        kind, stage, microbatch = word
-        kind = Kind(kind)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: {word!r} is not an op: give an Op, or text like 0F0") from None
-    at = whole(stage, f"{where}: a stage", 0), whole(microbatch, f"{where}: a micro-batch", 0)
-    return Op(kind, *at)
+    text = str(word).strip()
+    if not (found := _OP.fullmatch(text)):
+        raise UserError(
+            f"{where}: {text!r} is not an op: write stage, kind and micro-batch, such as 0F0, with"
+            " kind one of F, B, I, W"
+        )
+    return Op(Kind(LETTERS.index(found[2])), int(found[1]), int(found[3]))
 
 
 def read_csv(source: str | Path) -> tuple[list[list[Op]], dict[Op, int], int | None]:
@@ -98,18 +90,14 @@ def _content(source: str | Path) -> str:
         raise UserError(f"{source} cannot be read ({reason}): expected a CSV file") from error
 
 
-def write_csv(name: str, timing: Timing, layout: Placement, n_stages: int) -> str:
+def write_csv(name: str, timing: Timing, layout: Placement) -> str:
     """One training step as CSV; see :meth:`Schedule.to_csv`."""
-    for j in range(n_stages):
-        if len(layout.ranks(j)) > 1:
-            raise UserError(
-                f"the CSV format is for pipelines, where a stage has one rank: stage {j} of"
-                f" {name} has {len(layout.ranks(j))}; place it per_stage"
-            )
-    if timing.ticks_per_slot != 1 or layout.one_device:
+    most = max(len(set(ranks)) for ranks in layout.cycles)
+    if most > 1 or layout.one_device or timing.ticks_per_slot != 1:
         raise UserError(
-            f"the CSV format has one op a slot and rank: {name} runs on one device or has"
-            " ops between slots; place it per_stage"
+            "the CSV format is for pipelines, with one rank a stage and one op a slot and rank:"
+            f" {name} has up to {most} ranks a stage, placement {layout.name!r}, and"
+            f" {timing.ticks_per_slot} start times in a slot; place it per_stage"
         )
     starts = timing.starts
     by_time = sorted(starts, key=starts.__getitem__)

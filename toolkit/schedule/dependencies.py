@@ -24,9 +24,8 @@ def dependencies(op: Op, ops: Container[Op], n_stages: int) -> Iterator[Op]:
 def needs(instructions: Sequence[Instruction], rank: int) -> list[tuple[int, ...]]:
     """For each of the instructions of ``rank`` the positions of those that it waits for, ascending.
 
-    A sum of gradients is used when everything before its use has been added; a received part is
-    added when it is used. A weight version is freed after its last use, and comes again only after
-    that.
+    A sum of gradients is used when all parts before have been added; a received part is added when
+    the sum is used. A weight version is freed after its last use, and comes again only after that.
     """
     found = _Needs(rank)
     return [tuple(sorted(found.waits_for(p, i))) for p, i in enumerate(instructions)]

@@ -30,9 +30,9 @@ def render(
 ) -> str:
     """The grid of ``n_steps`` training steps (1 or more).
 
-    Columns are ticks where starts fall between slots; an op then covers its further ticks with
-    ``-``. Steps that overlap differ by the primes after their ops. ``mark`` = (op, step) is put in
-    brackets; of a large grid, only its surroundings are shown.
+    Columns are ticks if starts fall between slots, and an op covers its further ticks with ``-``.
+    Primes distinguish steps that overlap. ``mark`` = (op, step) is put in brackets; a large grid
+    then shows its surroundings only.
     """
     tick = timing.ticks_per_slot
     primes = max(2, timing.steps_under_way)  # distinct marks of steps that overlap

@@ -9,20 +9,16 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """What an op computes: a forward, a whole backward, or half of one.
-
-    The halves are the gradients with respect to the stage's input and to its parameters.
-    """
+    """What an op computes: a forward, a whole backward, or half of one."""
 
     FORWARD = 0
     BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
+    BACKWARD_INPUT = 2  # the gradient with respect to the stage's input
+    BACKWARD_WEIGHT = 3  # with respect to its parameters
 
-    @property
-    def letter(self) -> str:
-        """The one-letter form of torch.distributed.pipelining's compute format."""
-        return "FBIW"[self]
+
+LETTERS = "FBIW"
+"""A letter for each kind, as in torch.distributed.pipelining."""
 
 
 class Op(NamedTuple):
@@ -33,7 +29,7 @@ class Op(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.letter}{self.microbatch}"
+        return f"{self.stage}{LETTERS[self.kind]}{self.microbatch}"
 
 
 class Action(IntEnum):
@@ -93,22 +89,17 @@ WeightsKey = tuple[int, int | None] | tuple[int, int | None, int | None]
 class Instruction(NamedTuple):
     """One entry of a rank's program. Fields that do not apply are None.
 
-    Attributes:
-        tick: when it starts.
-        version: weights read (op, predict), made (update), or moved or freed.
-        buffer: what is moved or freed; an op with ``PREDICTION`` reads weights extrapolated from
-            ``version`` to its ``step``.
-        peers: receiver of a send, sender of a receive, or all ranks of a collective, root first.
+    An op with ``buffer`` ``PREDICTION`` reads weights extrapolated from ``version`` to its step.
     """
 
-    tick: int
+    tick: int  # when it starts
     action: Action
     stage: int
     microbatch: int | None = None
     step: int | None = None
-    version: int | None = None
-    buffer: Buffer | None = None
-    peers: tuple[int, ...] = ()
+    version: int | None = None  # weights read (op, predict), made (update), moved or freed
+    buffer: Buffer | None = None  # what is moved or freed
+    peers: tuple[int, ...] = ()  # receiver, sender, or all ranks of a collective, root first
 
     @property
     def weights(self) -> WeightsKey:
@@ -129,7 +120,7 @@ class Instruction(NamedTuple):
         return (self.stage, self.version), (self.stage, self.version - 1)
 
     def meeting(self, rank: int) -> tuple:
-        """Key of a message or collective: the k-th of a key at one end meets the k-th at others."""
+        """Key of a message or collective: the k-th of a key on one rank meets others' k-th."""
         if self.action not in _MESSAGES:
             return self[1:]
         ends = (rank, *self.peers) if self.action == Action.SEND else (*self.peers, rank)

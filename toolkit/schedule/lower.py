@@ -36,23 +36,18 @@ if TYPE_CHECKING:
     from toolkit.schedule.schedule import Schedule
 
 
-def _position(instruction: Instruction) -> tuple[int, int]:
-    """What comes first among a rank's instructions: by tick, then by phase."""
-    if instruction.action.communicates:
-        return instruction.tick, _MESSAGE_PHASE[instruction.buffer]
-    if instruction.action == Action.FREE and instruction.buffer == Buffer.PREDICTION:
-        return instruction.tick, 4
-    return instruction.tick, _PHASE.get(instruction.action, 7)
-
-
 # Boundary messages, reductions, updates, hand-ons, ends of predictions, predictions, frees, ops.
-_MESSAGE_PHASE: dict[Buffer | None, int] = {
-    Buffer.ACTIVATION: 0,
-    Buffer.ACTIVATION_GRADIENT: 0,
-    Buffer.GRADIENT: 1,
-    Buffer.WEIGHTS: 3,
-}
+_MESSAGE_PHASE: dict[Buffer | None, int] = {Buffer.GRADIENT: 1, Buffer.WEIGHTS: 3}
 _PHASE = {Action.UPDATE: 2, Action.PREDICT: 5, Action.FREE: 6}
+
+
+def _position(i: Instruction) -> tuple[int, int]:
+    """The place among a rank's instructions: by tick, then by phase."""
+    if i.action.communicates:
+        return i.tick, _MESSAGE_PHASE.get(i.buffer, 0)
+    if i.action == Action.FREE and i.buffer == Buffer.PREDICTION:
+        return i.tick, 4
+    return i.tick, _PHASE.get(i.action, 7)
 
 
 def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
@@ -61,6 +56,9 @@ def lower(schedule: "Schedule", n_steps: int, first_step: int = 0) -> Program:
     first = whole(first_step, "first_step of a program", 0)
     with collector_paused():
         return _Lowering(schedule, range(first, first + n)).program()
+
+
+_Content = tuple[int, int | None, int | None, int | None, Buffer]  # as in an instruction
 
 
 class _Read(NamedTuple):
@@ -95,8 +93,8 @@ class _Lowering:
         self.rings = schedule.rings
         self.slot = schedule.timing.ticks_per_slot
         self.ranks: list[list[Instruction]] = [[] for _ in range(schedule.n_ranks)]
-        # (stage, version) -> reads; (stage, version, step) -> rank -> from its first to its last;
-        # (stage, step) -> rank -> tick at which its share is summed
+        # [stage, version]; [stage, version, step][rank], from the first read to the last;
+        # [stage, step][rank], the tick at which its share is summed
         self.reads: dict[tuple[int, int], list[_Read]] = defaultdict(list)
         self.predicted: dict[tuple[int, int, int], dict[int, _Read]] = defaultdict(dict)
         self.shares: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -119,18 +117,7 @@ class _Lowering:
         ranks = tuple(map(tuple, self.ranks))
         return Program(self.schedule, len(self.steps), ranks, self.steps.start)
 
-    def _message(
-        self,
-        source: int,
-        target: int,
-        tick: int,
-        buffer: Buffer,
-        stage: int,
-        microbatch: int | None = None,
-        step: int | None = None,
-        version: int | None = None,
-    ) -> None:
-        what = (stage, microbatch, step, version, buffer)
+    def _message(self, source: int, target: int, tick: int, what: _Content) -> None:
         self.ranks[source].append(Instruction(tick, Action.SEND, *what, (target,)))
         self.ranks[target].append(Instruction(tick, Action.RECV, *what, (source,)))
 
@@ -159,11 +146,11 @@ class _Lowering:
                 op = Instruction(start, actions[kind], j, m, step, version, buffer)
                 self.ranks[rank].append(op)
                 if kind == Kind.FORWARD:
-                    if j < schedule.n_stages - 1 and place[j + 1][m] != rank:
-                        self._message(rank, place[j + 1][m], end, Buffer.ACTIVATION, j, m, step)
-                elif kind != Kind.BACKWARD_WEIGHT and j > 0 and place[j - 1][m] != rank:
-                    buffer = Buffer.ACTIVATION_GRADIENT
-                    self._message(rank, place[j - 1][m], end, buffer, j, m, step)
+                    if j < schedule.n_stages - 1 and (to := place[j + 1][m]) != rank:
+                        self._message(rank, to, end, (j, m, step, None, Buffer.ACTIVATION))
+                elif kind != Kind.BACKWARD_WEIGHT and j > 0 and (to := place[j - 1][m]) != rank:
+                    what = (j, m, step, None, Buffer.ACTIVATION_GRADIENT)
+                    self._message(rank, to, end, what)
                 if kind == Kind.BACKWARD or kind == Kind.BACKWARD_WEIGHT:
                     free = Instruction(end, Action.FREE, j, m, step, None, Buffer.ACTIVATION)
                     self.ranks[rank].append(free)
@@ -199,7 +186,7 @@ class _Lowering:
             summed = 0
             for source, target in pairwise(self._chain(j, shares)):
                 summed = max(summed, shares[source])
-                self._message(source, target, summed, Buffer.GRADIENT, j, step=step)
+                self._message(source, target, summed, (j, None, step, None, Buffer.GRADIENT))
         for rank in updaters:
             update = Instruction(ready, Action.UPDATE, j, step=step, version=step + 1)
             self.ranks[rank].append(update)
@@ -227,7 +214,7 @@ class _Lowering:
         latest = [*accumulate(reversed(due), min)]
         for (source, target), before in zip(hops, reversed(latest), strict=True):
             at = max(made.tick, before)
-            self._message(source, target, at, Buffer.WEIGHTS, j, version=version)
+            self._message(source, target, at, (j, None, None, version, Buffer.WEIGHTS))
             until[source] = max(until[source], at)
             until[target] = at
         for read in reads:
@@ -273,12 +260,11 @@ class _Lowering:
                 here |= {rank: _Stay(rank, start, start) for rank in missing}
             elif missing:
                 at = min(start, max(holder.since, used, start - self.slot))
-                self._message(holder.rank, missing[0], at, Buffer.WEIGHTS, j, version=version)
+                self._message(holder.rank, missing[0], at, (j, None, None, version, Buffer.WEIGHTS))
                 holder.until = max(holder.until, at)
                 here[missing[0]] = _Stay(missing[0], at, at)
-            new = [here[rank] for rank in missing]
-            stays += new
-            lasting += new
+            stays += [here[rank] for rank in missing]
+            lasting = [*here.values()]
             for rank in ranks:
                 here[rank].until = max(here[rank].until, end)
             if not at_once:

@@ -37,33 +37,21 @@ class Row:
 
 
 def compare(n: int) -> list[Row]:
-    """Every setting under every rule, for ``n`` workers.
-
-    Raises:
-        UserError: fewer than 2 workers, who have nothing to share.
-    """
+    """Every setting under every rule, for ``n`` workers, 2 or more."""
     n = whole(n, "the number of workers of a comparison", 2)
-    rows = []
-    for setting, make in SETTINGS.items():
-        for rule in RULES:
-            schedule = make(rule, n)
-            form = formula(setting, rule, n)
-            rows.append(Row(setting, rule, schedule, form, footprint(schedule)))
-    return rows
+    schedules = {
+        (setting, rule): SETTINGS[setting](rule, n) for setting in SETTINGS for rule in RULES
+    }
+    return [Row(*key, s, formula(*key, n), footprint(s)) for key, s in schedules.items()]
 
 
 def schedule_of(
-    rule: str,
-    n_workers: int,
-    placement: str,
-    state: str = "replicated",
-    *,
-    n_stages: int | None = None,
+    rule: str, n: int, placement: str, state: str = "replicated", *, n_stages: int | None = None
 ) -> Schedule:
-    """The schedule of one of :data:`RULES` for N workers; as a pipeline, DP is GPipe."""
+    """The schedule of one of :data:`RULES` for ``n`` workers; as a pipeline, DP is GPipe."""
     if rule == "DP" and placement == "per_stage":
-        return catalog.gpipe(n_workers if n_stages is None else n_stages, n_workers)
-    return _METHODS[rule](n_workers, placement=placement, state=state, n_stages=n_stages)
+        return catalog.gpipe(n if n_stages is None else n_stages, n)
+    return _METHODS[rule](n, placement=placement, state=state, n_stages=n_stages)
 
 
 SETTINGS: dict[str, Callable[[str, int], Schedule]] = {

@@ -9,6 +9,7 @@ Four stages, four micro-batches, one column a slot (``.`` idle)::
     .   .   .   3F0 3F1 3F2 3F3 3B0 ...  .   .   .   3F0 3B0 3F1 3B1 3F2 3B2 ...
 """
 
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from toolkit.errors import UserError
@@ -39,8 +40,8 @@ def one_f_one_b(n_stages: int, n_microbatches: int) -> Orders:
 def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders:
     """1F1B where rank r has stages r, r + n_ranks, ..., in rounds of n_ranks micro-batches.
 
-    Source: arXiv 2104.04473, section 2.2. Where the micro-batches are no multiple of the ranks,
-    rounds are as even as they can be, as torch.distributed.pipelining has them.
+    If the micro-batches are no multiple of the ranks, rounds are longer but equal, as those of
+    torch.distributed.pipelining. Source: arXiv 2104.04473, section 2.2.
 
     Raises:
         UserError: stages or micro-batches cannot be dealt out evenly.
@@ -76,10 +77,10 @@ def interleaved_1f1b(n_stages: int, n_microbatches: int, n_ranks: int) -> Orders
 
 
 def zero_bubble(n_stages: int, n_microbatches: int) -> Orders:
-    """1F1B with split backwards: ZB-H1, which holds as many activations as 1F1B's first stage.
+    """ZB-H1: 1F1B with split backwards, within the activations of 1F1B's first stage.
 
-    Rank r puts off its halves for the weights by r micro-batches, and fills with them the slots
-    in which 1F1B waits. Source: arXiv 2401.10241, section 2.
+    Rank r delays its backwards of the weights by r micro-batches; they fill the slots in which
+    1F1B waits. Source: arXiv 2401.10241, section 2.
     """
     orders = []
     for rank in range(n_stages):
@@ -112,15 +113,8 @@ def as_early_as_possible(
 ) -> Timing:
     """Each rank's ops in order, each as soon as the rank is free and what it needs has ended.
 
-    Args:
-        orders: ``orders[rank]``, its ops: each op of a step once.
-        delay: of the weights; it matters where no period is given.
-        period: slots between the starts of training steps. A rank is not free in a slot in which
-            it is busy with another step. None: see :meth:`Schedule.from_rank_orders`.
-        not_before: slots before which an op does not start.
-
-    Raises:
-        UserError: ranks wait for each other, or have more ops than the period has slots.
+    With a period, a rank is not free in a slot in which it is busy with another step. Arguments
+    and errors are those of :meth:`Schedule.from_rank_orders`.
     """
     for rank, order in enumerate(orders):
         if period is not None and len(order) > period:
@@ -134,36 +128,30 @@ def as_early_as_possible(
     ends: dict[Op, int] = {}
     free = [0] * len(orders)
     busy: list[set[int]] = [set() for _ in orders]
-    position = [0] * len(orders)
-    waiting: dict[Op, list[int]] = {}
-    ready = list(range(len(orders)))
+    left = [deque(order) for order in orders]
+    waiting: dict[Op, list[int]] = defaultdict(list)  # ranks, by the op that they wait for
+    ready = [*range(len(orders))]
     while ready:
         rank = ready.pop()
-        order = orders[rank]
-        while position[rank] < len(order):
-            op = order[position[rank]]
-            missing = next((needed for needed in needs[op] if needed not in ends), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+        while left[rank]:
+            op = left[rank][0]
+            if missing := [needed for needed in needs[op] if needed not in ends]:
+                waiting[missing[0]].append(rank)
                 break
-            ready_at = max((ends[needed] for needed in needs[op]), default=0)
-            start = max(free[rank], (not_before or {}).get(op, 0), ready_at)
+            needed_ends = (ends[needed] for needed in needs[op])
+            start = max(free[rank], (not_before or {}).get(op, 0), *needed_ends)
             if period is not None:
                 while start % period in busy[rank]:
                     start += 1
                 busy[rank].add(start % period)
             ends[op] = free[rank] = start + 1
-            position[rank] += 1
+            left[rank].popleft()
             ready += waiting.pop(op, [])
     if waiting:
-        on = {op: rank for rank, order in enumerate(orders) for op in order}
-        stuck = {rank: op for op, ranks in waiting.items() for rank in ranks}
-        waits = (
-            f"rank {rank} waits at {orders[rank][position[rank]]} for {stuck[rank]}"
-            for rank in _cycle({rank: on[op] for rank, op in stuck.items()})
-        )
+        stuck = sorted((rank, op) for op, ranks in waiting.items() for rank in ranks)
+        waits = "; ".join(f"rank {rank} waits at {left[rank][0]} for {op}" for rank, op in stuck)
         raise UserError(
-            f"the orders cannot be carried out: {'; '.join(waits)}."
+            f"the orders cannot be carried out: {waits}."
             " On its own rank, each op comes after those that it needs"
         )
     starts = {op: end - 1 for op, end in ends.items()}
@@ -186,15 +174,3 @@ def _period(orders: Orders, starts: dict[Op, int], delay: Delay) -> int:
             start = starts[Op(Kind.FORWARD, j, m)]
             longest = max(longest, -((start - ready) // (least[j][m] + 1)))
     return longest
-
-
-def _cycle(waits: Mapping[int, int]) -> list[int]:
-    """The cycle of ranks that wait for each other, the lowest first."""
-    rank = min(waits)
-    for _ in waits:
-        rank = waits[rank]
-    found = [rank]
-    while waits[found[-1]] != rank:
-        found.append(waits[found[-1]])
-    first = found.index(min(found))
-    return found[first:] + found[:first]

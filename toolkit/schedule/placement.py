@@ -26,28 +26,21 @@ IN_ORDER, ROTATED = CHAINS = ("in_order", "rotated")
 """The order in which ranks add to the sum of a stage's gradient; the last one updates.
 
 ``in_order``
-    as they finish. In cyclic timing the last rank makes every update; it and the rank before it
-    send less than the others.
+    as they finish. In cyclic timing the last rank makes every update.
 ``rotated``
-    as they finish, but stage j begins with the j-th rank and goes round. New weights travel round
-    the same ring, so that each rank sends to one neighbour only. If the stages are a multiple of
-    the N ranks, every rank sends 2(N-1)/N models a step and makes as many updates as any other.
-    In return sums wait for the rank that finishes last, ranks hold gradients longer, and the
-    messages of a stage bunch where its last backward ends, up to N-1 in a row.
+    as they finish, but beginning with the j-th rank for stage j. New weights travel round the same
+    ring, so that each rank sends to one neighbour only. If the stages are a multiple of the N
+    ranks, every rank sends 2(N-1)/N models a step and makes the same number of updates. In return
+    ranks hold gradients longer, and up to N-1 messages of a stage follow its last backward. It
+    needs replicated state, a rank for each micro-batch, and a delay that leaves weights time.
 """
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Micro-batches take the ranks ``cycles[stage]`` in turn, continued from step to step.
+    """Micro-batches take the ranks ``cycles[stage]`` in turn, continued from step to step."""
 
-    Attributes:
-        name: one of :data:`PLACEMENTS`, or another name in tables.
-        n_microbatches: micro-batches of a training step, M.
-        cycles: ``cycles[stage]``, the ranks that run it, in turn.
-    """
-
-    name: str
+    name: str  # one of PLACEMENTS, or another name in tables
     n_microbatches: int
     cycles: tuple[Sequence[int], ...]
 
@@ -77,15 +70,7 @@ class Placement:
 
 
 class Assigned(Placement):
-    """A placement by table, the same at every step.
-
-    Args:
-        table: ``table[stage][microbatch]``, the rank.
-        name: name in tables.
-
-    Raises:
-        UserError: it is not a table of whole numbers, 0 or more.
-    """
+    """The rank of ``table[stage][microbatch]``, the same at every step."""
 
     def __init__(self, table: Sequence[Sequence[int]], name: str = "assigned") -> None:
         if isinstance(table, str) or not table or not all(table):

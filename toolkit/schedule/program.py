@@ -1,11 +1,11 @@
 """What each rank does, in order: the lowered form that is verified, simulated and run."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from toolkit.schedule.instruction import Action, Buffer, Instruction
@@ -21,24 +21,12 @@ class Program:
 
     Each stage's ``schedule.first_holders`` begin with the older versions that are read. Ticks count
     from the start of ``first_step``; ``schedule.timing.ticks_per_slot`` of them make a slot.
-
-    Attributes:
-        schedule: the schedule that was lowered.
-        n_steps: training steps, 1 or more.
-        ranks: ``ranks[rank]``, its instructions in order.
-        first_step: number of the first training step.
     """
 
     schedule: "Schedule"
     n_steps: int
-    ranks: tuple[tuple[Instruction, ...], ...]
+    ranks: tuple[tuple[Instruction, ...], ...] = field(repr=False)  # [rank], in order
     first_step: int = 0
-
-    def __repr__(self) -> str:
-        return (
-            f"Program({self.schedule.name!r}, n_steps={self.n_steps}, first_step={self.first_step},"
-            f" ranks={len(self.ranks)}, instructions={sum(map(len, self.ranks))})"
-        )
 
     @property
     def steps(self) -> range:
@@ -58,9 +46,8 @@ class Program:
     def verify(self) -> "Program":
         """Replay the program and return it.
 
-        Raises:
-            UserError: an instruction lacks what it needs, or does what it must not; the message
-                names rank, slot and instruction.
+        Raises UserError if an instruction lacks what it needs, or does what it must not; the
+        message names rank, slot and instruction.
         """
         verify(self)
         return self
@@ -81,13 +68,13 @@ class Program:
 
     def total_activations(self) -> tuple[int, ...]:
         """The most activations that all ranks hold at one moment of each slot: ``[slot]``."""
-        gained: defaultdict[int, int] = defaultdict(int)
+        gained: Counter[int] = Counter()
         for instructions in self.ranks:
-            before = 0
-            for when, alive in _alive(instructions):
-                gained[when] += alive - before
-                before = alive
-        changes = zip(sorted(gained), accumulate(gained[at] for at in sorted(gained)), strict=True)
+            levels = [(0, 0), *_alive(instructions)]
+            for (_, before), (tick, alive) in pairwise(levels):
+                gained[tick] += alive - before
+        ticks = sorted(gained)
+        changes = zip(ticks, accumulate(gained[tick] for tick in ticks), strict=True)
         return tuple(most_by_slot(changes, self.n_slots, self.schedule.timing.ticks_per_slot))
 
     def peak_activations(self) -> tuple[int, ...]:
@@ -95,10 +82,7 @@ class Program:
         return tuple(max((alive for _, alive in _alive(rank)), default=0) for rank in self.ranks)
 
     def peak_weights(self) -> tuple[int, ...]:
-        """The most weights that each rank holds at once, ``[rank]``, in stage-parameters.
-
-        All versions count, and predicted weights.
-        """
+        """``[rank]``, the most stage-parameters held at once: all versions, and predictions."""
         held = [0] * len(self.ranks)
         for j in range(self.schedule.n_stages):
             n_versions = len(self.schedule.versions(j, self.first_step))
@@ -115,9 +99,7 @@ class Program:
         A message counts in the slot that begins when it is sent. Collectives among n ranks count
         by their usual forms: an all-reduce as a ring, 2(n-1) messages a rank of 1/n of the stage
         each; a broadcast or a reduction to one rank as a binomial tree of whole stages.
-
-        Args:
-            slots: consecutive slots; None: 0 to n_slots.
+        ``slots`` are consecutive; None: all.
         """
         slots = range(self.n_slots + 1) if slots is None else slots
         total = [[NOTHING] * len(self.ranks) for _ in slots]
@@ -127,12 +109,12 @@ class Program:
                 if i.moves_parameters and i.action != Action.RECV and self.slot(i) in slots:
                     sent[self.slot(i)].append(traffic_of(i, rank))
             for slot, found in sent.items():
-                total[slots.index(slot)][rank] = found[0] if len(found) == 1 else together(found)
+                total[slots.index(slot)][rank] = together(found)
         return tuple(map(tuple, total))
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in one slot: parameter messages, and their size in stage-parameters."""
+    """Parameter messages of one rank in one slot, and their size in stage-parameters."""
 
     messages: int
     units: Fraction
@@ -152,7 +134,7 @@ def units_sent(traffic: Sequence[Sequence[Traffic]]) -> tuple[Fraction, ...]:
 
 
 def rounds(action: Action, n_ranks: int) -> int:
-    """Messages of a collective that wait for each other: of a ring, or of a binomial tree."""
+    """Messages of a collective that wait for each other: a ring's, or a binomial tree's."""
     return 2 * (n_ranks - 1) if action == Action.ALL_REDUCE else (n_ranks - 1).bit_length()
 
 

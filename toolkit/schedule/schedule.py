@@ -1,5 +1,6 @@
 """A schedule: timing, placement, weights and state, checked to fit together."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -40,36 +41,32 @@ class Schedule:
         n_stages: contiguous parts of the model, S.
         n_microbatches: micro-batches of one training step, M.
         timing: start of every op of a training step, and the period.
-        placement: ``one``, ``per_microbatch``, ``per_stage`` or ``per_stage_and_microbatch``; or
-            :class:`Assigned`: the rank of each stage and micro-batch.
+        placement: one of :data:`PLACEMENTS`, or a rank :class:`Assigned` to each stage and
+            micro-batch.
         delay: steps by which every weight version read is late; a list ``[stage]`` or a matrix
             ``[stage][microbatch]`` of them; ``"freshest"``, the least that the timing allows; or a
-            :class:`RandomDelay`, which draws them anew at every step.
+            :class:`RandomDelay`, drawn anew at every step.
         state: ``replicated``, or ``sharded`` (each stage's parameters, gradients and optimizer
             state have one owner).
         chains: ``in_order``, or ``rotated``, which balances bytes and updates over the ranks; see
-            :data:`toolkit.schedule.placement.CHAINS`. ``rotated`` takes replicated state, a rank
-            for each micro-batch, and a delay that leaves weights time to go round.
+            :data:`toolkit.schedule.placement.CHAINS`.
         accumulate: micro-batches that each worker of data parallelism runs in a training step, k;
             the worker sums their gradients before they travel. Worker w of M/k runs micro-batches
             w, w + M/k, w + 2M/k, ...
-        predict: whether late weights are extrapolated to the step that reads them, as if the last
-            update were repeated in each step since (SpecTrain, arXiv 1809.02839)::
+        predict: extrapolate late weights to the step that reads them, as if the last update were
+            repeated in each step since (SpecTrain, arXiv 1809.02839); holds one version more::
 
-                theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness
-
-            Version 0, which no update has made, is read as it is. It takes replicated state, and
-            holds one version more.
+                theta_hat_{m,t} = theta_v + (t - v) (theta_v - theta_{v-1}),   v = t - staleness > 0
 
     Attributes:
-        staleness: ``[stage][microbatch]``, steps by which the weights read are late; where delays
-            are random, at most.
-        least_staleness: ``[stage][microbatch]``, the least number of steps; other than
-            ``staleness`` only where delays are random.
+        staleness: ``[stage][microbatch]``, steps by which the weights read are late; the most, if
+            delays are random.
+        least_staleness: ``[stage][microbatch]``, the least; differs only if delays are random.
+        layout: the ranks of each stage.
 
     Raises:
-        UserError: the choices contradict each other; where an op is to blame, the message
-            shows the grid with that op in brackets.
+        UserError: the choices contradict each other. If an op is to blame, the message shows the
+            grid with that op in brackets.
     """
 
     name: str
@@ -89,11 +86,11 @@ class Schedule:
     def __post_init__(self) -> None:
         check_choice("state", self.state, STATES)
         check_choice("chains", self.chains, CHAINS)
+        s = whole(self.n_stages, "the number of stages", 1)
         m = whole(self.n_microbatches, "the number of micro-batches", 1)
         k = whole(self.accumulate, "accumulate", 1)
         if m % k:
             raise UserError(f"accumulate divides the {m} micro-batches of a step: got {k}")
-        s = whole(self.n_stages, "the number of stages", 1)
         validate.check_forwards(s, m)
         # Python's own numbers and tuples compare and hash; NumPy's do not.
         self._set(n_stages=s, n_microbatches=m, accumulate=k, delay=plain(self.delay))
@@ -105,7 +102,7 @@ class Schedule:
             raise UserError(
                 f"a placement is [stage][microbatch], here {s} of {m} each: got {layout.cycles}"
             )
-        validate.check_dependencies(self.timing, layout, s, m)
+        validate.check_dependencies(self.timing, layout, s)
         validate.check_ranks(self.timing, layout, s)
         if isinstance(self.delay, str) and self.delay == FRESHEST:
             least = largest = freshest(self.timing, s, m)
@@ -141,11 +138,6 @@ class Schedule:
         return self.layout.n_ranks
 
     @property
-    def one_device(self) -> bool:
-        """Whether a single device runs everything, several ops at once where they are so timed."""
-        return self.layout.one_device
-
-    @property
     def period(self) -> float:
         """Slots between the starts of consecutive training steps; an int if they are whole."""
         slots, rest = divmod(self.timing.period, self.timing.ticks_per_slot)
@@ -176,7 +168,7 @@ class Schedule:
 
     @property
     def mean_staleness(self) -> float:
-        """Over stages and micro-batches; where delays are random, of their distribution."""
+        """The mean over stages and micro-batches; the expected value of a random delay."""
         if isinstance(self.delay, RandomDelay):
             return self.delay.expected
         return sum(map(sum, self.staleness)) / (self.n_stages * self.n_microbatches)
@@ -185,9 +177,8 @@ class Schedule:
     def owners(self) -> tuple[int, ...]:
         """The rank that updates each stage and keeps its optimizer state.
 
-        Replicated: the last rank of the stage's chain of gradients. Sharded among the ranks of data
-        parallelism: the stages are dealt out evenly, the last stage to the first rank, which in
-        cyclic timing is the first to read new weights.
+        Replicated: the last rank of the stage's chain of gradients. Sharded in data parallelism:
+        stages are dealt out evenly, the last to the first rank, which cyclic timing updates first.
         """
         if self.state == "sharded" and self.layout.name == "per_microbatch":
             last = self.n_ranks - 1
@@ -260,9 +251,9 @@ class Schedule:
             delay: as in :class:`Schedule`.
             state: as in :class:`Schedule`.
             predict: as in :class:`Schedule`.
-            period: slots between the starts of training steps, which overlap where they are fewer
-                than a step takes; None: the least at which each rank ends a step before it begins
-                the next, and weights are ready.
+            period: slots between the starts of training steps; fewer than a step takes make steps
+                overlap. None: the least at which no rank has two steps at once and weights are
+                ready.
             not_before: slots before which an op does not start.
 
         Raises:
@@ -283,19 +274,16 @@ class Schedule:
     def from_csv(
         cls, source: str | Path, *, period: int | None = None, **options: Any
     ) -> "Schedule":
-        """:meth:`from_rank_orders` from a CSV file (or its text): a row a rank, a cell a slot.
-
-        The format is in :mod:`toolkit.schedule.csv_format`. Empty cells are passed over, unless
-        there is a period, given or in the file: then no op starts before the slot of its cell.
+        """:meth:`from_rank_orders` from CSV, in the format of :mod:`toolkit.schedule.csv_format`.
 
         Args:
             source: a path, or the text of a file.
-            period: as in :meth:`from_rank_orders`.
-            options: ``name``, ``delay``, ``state`` and ``predict`` of :meth:`from_rank_orders`.
+            period: as in :meth:`from_rank_orders`, unless the file has one.
+            options: other options of :meth:`from_rank_orders`.
 
         Raises:
-            UserError: as :meth:`from_rank_orders`, with row and column where a cell is to blame;
-                or the file has another period.
+            UserError: as :meth:`from_rank_orders`, with row and column if a cell is to blame; or
+                the file has another period.
         """
         orders, slots, of_file = csv_format.read_csv(source)
         if None not in (period, of_file) and period != of_file:
@@ -307,13 +295,10 @@ class Schedule:
     def to_csv(self) -> str:
         """One training step in the compute format of torch.distributed.pipelining.
 
-        It has timing and placement, with the period where the pipeline does not drain; the weights'
-        delay, predictions and the state are arguments of :meth:`from_csv`.
-
-        Raises:
-            UserError: the schedule is not a pipeline.
+        It has timing and placement only: delay, state and predictions are options of
+        :meth:`from_csv`. Raises UserError if the schedule is not a pipeline.
         """
-        return csv_format.write_csv(self.name, self.timing, self.layout, self.n_stages)
+        return csv_format.write_csv(self.name, self.timing, self.layout)
 
     def grid(self, n_steps: int = 1) -> str:
         """``n_steps`` training steps (1 or more) as text: ranks down, slots across."""
@@ -325,9 +310,6 @@ class Schedule:
         Args:
             n_steps: training steps, 1 or more.
             first_step: the first of them; ranks begin with the older versions that it reads.
-
-        Raises:
-            UserError: a number is out of range.
         """
         return lower(self, n_steps, first_step)
 
@@ -344,7 +326,7 @@ def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
             if op in seen:
                 raise UserError(f"{op} is done twice: on rank {seen[op]} and on rank {rank}")
             seen[op] = rank
-            first = ranks.setdefault((op.stage, op.microbatch), rank)
+            first = ranks.setdefault(op[1:], rank)
             if first != rank:
                 raise UserError(
                     f"{op} is on rank {rank} and its other half on rank {first}: activations stay"
@@ -358,7 +340,5 @@ def _ranks(orders: Sequence[Sequence[Op]]) -> list[list[int]]:
 
 def labels(names: Mapping[str, str]) -> dict[str, str]:
     """Label schedules, given by key, by their names; a shared name is followed by the key."""
-    called = list(names.values())
-    return {
-        key: name if called.count(name) == 1 else f"{name} ({key})" for key, name in names.items()
-    }
+    count = Counter(names.values())
+    return {key: name if count[name] == 1 else f"{name} ({key})" for key, name in names.items()}

@@ -21,7 +21,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from math import prod
 from sys import float_info
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.schedule.instruction import Kind, Op
@@ -40,22 +40,18 @@ _MOST = 1000  # steps of a random delay
 class RandomDelay:
     """Steps by which a weight version is late, drawn anew at every training step.
 
-    A draw is a function of the seed, stage, micro-batch and step, and of nothing else: every rank
-    draws the same, in any order.
+    A draw is a function of the seed, stage, micro-batch and step only: every rank draws the same,
+    in any order. Raises UserError for an unknown choice or a number out of range.
 
     Args:
         distribution: ``uniform``; or of the steps beyond ``least``: ``geometric`` (each comes with
             probability 1 - ``p``) or ``poisson`` (of ``mean``), without those beyond ``most``.
         least: steps by which every version is late; the timing has to allow it.
-        most: steps by which a version can be late; as many old versions of the weights are kept.
+        most: steps by which a version can be late; this many old versions are kept.
         p: parameter of ``geometric``, above 0 and at most 1.
         mean: parameter of ``poisson``, above 0.
-        per: what shares a draw: a ``microbatch`` (of a stage and step), ``stage`` (and step), or
-            ``step``.
+        per: what shares a draw: a ``microbatch`` (of a stage and step), ``stage``, or ``step``.
         seed: seed of the draws.
-
-    Raises:
-        UserError: unknown distribution or ``per``, or a number out of range.
     """
 
     distribution: str = "uniform"
@@ -106,10 +102,11 @@ class RandomDelay:
     def _weights(self) -> tuple[int, ...]:
         """In proportion to the probabilities, as numerators over one common denominator."""
         # The probability of least + k steps, divided by that of one step less; exact.
-        ratio = 1 - Fraction(float(self.p or 0)) if self.mean is None else Fraction(self.mean)
-        ratios = [
-            ratio if self.mean is None else ratio / k for k in range(1, self.most - self.least + 1)
-        ]
+        steps = range(1, self.most - self.least + 1)
+        if self.mean is not None:
+            ratios = [Fraction(self.mean) / k for k in steps]
+        else:
+            ratios = [1 - Fraction(self.p or 0)] * len(steps)
         weights = [prod(ratio.denominator for ratio in ratios)]
         for ratio in ratios:
             weights.append(weights[-1] // ratio.denominator * ratio.numerator)
@@ -138,18 +135,12 @@ def draws(delay: RandomDelay, n_stages: int, n_microbatches: int, step: int) -> 
     return tuple((delay.draw(j, 0, step),) * n_microbatches for j in range(n_stages))
 
 
-class Array(Protocol):
-    """An array of NumPy or torch, or one like them."""
-
-    def tolist(self) -> Any:
-        """Return the numbers as nested lists."""
-
-
-Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | Array | RandomDelay
+Delay = int | str | Sequence[int] | Sequence[Sequence[int]] | RandomDelay
+"""An array of NumPy or torch is taken, too."""
 
 
 def plain(delay: Delay) -> Any:
-    """``delay`` as a number or tuples of numbers, if it was given as an array or as lists."""
+    """``delay`` with arrays and lists as tuples of numbers."""
     if hasattr(delay, "tolist"):
         delay = delay.tolist()
     if isinstance(delay, Sequence) and not isinstance(delay, str):
@@ -160,10 +151,7 @@ def plain(delay: Delay) -> Any:
 def freshest(
     timing: Timing, n_stages: int, n_microbatches: int, *, together: bool = False
 ) -> Staleness:
-    """The smallest staleness that ``timing`` honours, ``[stage][microbatch]``.
-
-    ``together``: whether updates wait for the gradients of all stages.
-    """
+    """``[stage][microbatch]``, the least staleness; ``together``: updates wait for all stages."""
     ends = [timing.update_ready(j, n_microbatches) for j in range(n_stages)]
     rows = []
     for j in range(n_stages):
@@ -174,15 +162,10 @@ def freshest(
 
 
 def in_steps(delay: Delay, n_stages: int, n_microbatches: int) -> tuple[Staleness, Staleness]:
-    """The least and the largest staleness of a delay given in steps; equal unless it is random.
-
-    Raises:
-        UserError: it is not a delay in steps, or its size does not fit.
-    """
+    """The least and the largest staleness of a delay in steps; equal unless it is random."""
     if isinstance(delay, RandomDelay):
-        least, largest = (
-            ((steps,) * n_microbatches,) * n_stages for steps in (delay.least, delay.most)
-        )
+        least, _ = in_steps(delay.least, n_stages, n_microbatches)
+        largest, _ = in_steps(delay.most, n_stages, n_microbatches)
         return least, largest
     given = plain(delay)
     if isinstance(given, str):

@@ -15,20 +15,14 @@ from toolkit.schedule.schedule import Schedule
 class SteadyState:
     """One period of the steady state; or the fewest periods that are a whole number of slots.
 
-    Where ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
+    If ranks take turns from step to step (``per_stage_and_microbatch``), periods differ by some
     messages of adjacent steps; :func:`footprint` counts those of one step, which are constant.
-
-    Attributes:
-        activations: ``[slot][rank]``, stage-activations alive during the slot.
-        total_activations: ``[slot]``, the most that all ranks hold together during it.
-        traffic: ``[slot][rank]``, parameter messages sent as the slot begins.
-        weights: ``[rank]``, the most stage-parameters held at once: all versions, and predictions.
     """
 
-    activations: tuple[tuple[int, ...], ...]
-    total_activations: tuple[int, ...]
-    traffic: tuple[tuple[Traffic, ...], ...]
-    weights: tuple[int, ...]
+    activations: tuple[tuple[int, ...], ...]  # [slot][rank], stage-activations alive
+    total_activations: tuple[int, ...]  # [slot], the most of all ranks at one moment
+    traffic: tuple[tuple[Traffic, ...], ...]  # [slot][rank], sent as the slot begins
+    weights: tuple[int, ...]  # [rank], the most stage-parameters: all versions, and predictions
 
     @property
     def peak_activations(self) -> int:
@@ -43,29 +37,17 @@ class SteadyState:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One row of the paper's comparison. Activations in micro-batches, parameters in models.
-
-    Attributes:
-        ranks: devices.
-        activations: the most that one rank holds.
-        total_activations: the most that all ranks hold together.
-        parameters: the most that one rank keeps from step to step: one version of its stages.
-        weights: the most that one rank holds at once, with older versions and those in transit.
-        traffic: parameters and gradients that a rank sends in a step, on average.
-        messages: of parameters and gradients that a rank sends in a step, on average.
-        traffic_in_slot: the most that a rank sends in a slot.
-        rounds: the longest row of messages, each waiting for the one before, between two slots.
-    """
+    """One row of the paper's comparison. Activations in micro-batches, parameters in models."""
 
     ranks: int
-    activations: Fraction
-    total_activations: Fraction
-    parameters: Fraction
-    weights: Fraction
-    traffic: Fraction
-    messages: Fraction
-    traffic_in_slot: Fraction
-    rounds: int
+    activations: Fraction  # the most of one rank
+    total_activations: Fraction  # the most of all ranks together
+    parameters: Fraction  # the most that one rank keeps: one version of its stages
+    weights: Fraction  # the most that one rank holds, with older versions and those in transit
+    traffic: Fraction  # parameters and gradients that a rank sends in a step, on average
+    messages: Fraction  # that carry them
+    traffic_in_slot: Fraction  # the most that a rank sends in a slot
+    rounds: int  # the longest row of messages that wait for each other between two slots
 
 
 def settled_steps(schedule: Schedule) -> int:
@@ -83,9 +65,9 @@ def _whole(schedule: Schedule) -> int:
 def steady_steps(schedule: Schedule, n_steps: int) -> range:
     """The training steps, of ``n_steps``, that are in the steady state.
 
-    With staleness d there are d + 1 interleaved sequences of updates, which may run at different
-    speeds, so a whole multiple of d + 1 steps is returned. If there are too few, all but the first
-    step and those that overlap the last; possibly an empty range.
+    Staleness d makes d + 1 interleaved sequences of updates, which may differ in speed, so this is
+    a whole multiple of d + 1 steps. If there are too few, all but the first step and those that
+    overlap the last; possibly none.
     """
     first, threads = settled_steps(schedule) + 1, schedule.max_staleness + 1
     end = n_steps - _unsteady_end(schedule)
@@ -112,14 +94,7 @@ def steady_slots(schedule: Schedule, step: int) -> slice:
 
 
 def steady_state(schedule: Schedule) -> SteadyState:
-    """One period of ``schedule``, once every older step has ended and before the last begins.
-
-    Args:
-        schedule: any; if its delays are random, traffic is that of one step as it was drawn.
-
-    Returns:
-        activations and traffic by slot and rank, and the most weights of each rank, in stages.
-    """
+    """One period of ``schedule``, after older steps have ended; random delays are one draw."""
     settled = settled_steps(schedule)
     program = schedule.lower(settled + schedule.max_staleness + 1 + _whole(schedule))
     slots = steady_slots(schedule, settled)
@@ -130,7 +105,7 @@ def steady_state(schedule: Schedule) -> SteadyState:
 
 
 def footprint(schedule: Schedule) -> Footprint:
-    """Count from a verified program, in the steady state; where delays are random, as drawn."""
+    """Count from a verified program in the steady state; random delays are one draw."""
     settled = settled_steps(schedule)
     program = schedule.lower(2 * settled + 1).verify()
     slots = steady_slots(schedule, settled)

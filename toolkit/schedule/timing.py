@@ -8,17 +8,9 @@ forward/backward of stage j, ``'`` the next training step::
     m=1  F0 F1 F2 B2 B1 B0                m=1        F0 F1 F2 B2 B1 B0 F0'F1'F2'B2'B1'B0'
     m=2  F0 F1 F2 B2 B1 B0                m=2              F0 F1 F2 B2 B1 B0 F0'F1'F2'B2'B1'B0'
 
-Two stages, two workers that accumulate two micro-batches each: worker w runs micro-batch w and
-then micro-batch 2 + w, and the period is twice as long::
-
-    simultaneous                          cyclic
-    m=0  F0 F1 B1 B0                      m=0  F0 F1 B1 B0
-    m=1  F0 F1 B1 B0                      m=1        F0 F1 B1 B0
-    m=2              F0 F1 B1 B0          m=2              F0 F1 B1 B0
-    m=3              F0 F1 B1 B0          m=3                    F0 F1 B1 B0
-
 Index legend: ``j`` stage, ``m`` micro-batch, ``S`` stages, ``M`` micro-batches, ``n`` workers,
-``k`` micro-batches of a worker; M = k n, and n = M unless gradients are accumulated.
+``k`` micro-batches of a worker; M = k n, and n = M unless gradients are accumulated. Worker w runs
+micro-batches w, w + n, w + 2n, ... one after another.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,9 +29,6 @@ class Timing:
         starts: tick at which each op starts, from the start of the step.
         period: ticks between the starts of consecutive training steps.
         ticks_per_slot: ticks of a slot, the time that one stage's forward or backward takes.
-
-    Raises:
-        UserError: a start is not a whole number of an :class:`Op`, or a number is out of range.
     """
 
     starts: Mapping[Op, int]
@@ -92,8 +81,7 @@ def _staggered(
 def simultaneous(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
     """All workers at once: F(j,m) at slot j, B(j,m) at slot 2S-1-j, period 2S.
 
-    Where they ``accumulate`` k micro-batches each, micro-batch m is 2S * (m div n) slots later,
-    and the period is 2Sk.
+    With k micro-batches each, micro-batch m is 2S (m div n) slots later, and the period is 2Sk.
     """
     length = 2 * n_stages
     starts = _staggered(n_stages, n_workers * accumulate, lambda m: m // n_workers * length, tick=1)
@@ -103,10 +91,8 @@ def simultaneous(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
 def cyclic(n_stages: int, n_workers: int, accumulate: int = 1) -> Timing:
     """Workers staggered uniformly over 2S slots: m starts 2S/n * m slots after the first.
 
-    Where they ``accumulate`` k micro-batches each, a worker's next one follows 2S slots later, so
-    the formula stays; the period is 2Sk.
-
-    Source: arXiv 2403.08837, section 3, where S = M = N and the stagger is two slots.
+    With k micro-batches each, the formula stays, and the period is 2Sk. Source: arXiv 2403.08837,
+    section 3, where S = M = N and the stagger is two slots.
     """
     length = 2 * n_stages
     tick = n_workers // gcd(length, n_workers)
@@ -119,8 +105,3 @@ def pipelined(n_stages: int, n_microbatches: int) -> Timing:
     """1F1B that never drains: a micro-batch every other slot, period 2M (cyclic if M = S)."""
     starts = _staggered(n_stages, n_microbatches, lambda m: 2 * m, tick=1)
     return Timing(starts, 2 * n_microbatches)
-
-
-def sequential(n_stages: int, n_microbatches: int) -> Timing:
-    """One micro-batch after another (gradient accumulation of one worker): period 2SM."""
-    return simultaneous(n_stages, 1, n_microbatches)

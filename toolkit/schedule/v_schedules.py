@@ -15,15 +15,12 @@ step's ops come in this order, each as early as it can; in ZB-V and V-Half a ran
 runs its next ``F``, if there is room. Backwards of the weights fill the slots in which a rank would
 wait, and go before a forward that would exceed the bound on what the rank holds.
 
-Slots from rank to rank; stage-activations that a rank holds at most, where a micro-batch makes two;
-and slots of a step in which a rank idles (p > 1, micro-batches enough)::
+The most stage-activations of a rank, two for each micro-batch, and slots in which it idles in a
+step (p > 1, many micro-batches); 1F1B's first rank holds 2p and idles for 6(p-1)::
 
-              down  up   held at most      idle
-    ZB-V         4   2   2p                0
-    V-Half       2   1   2 ((p+2) // 2)    3p-4, or 3p-5 where p is even
-    V-Min        1   1   2 ((p+4) // 3)    4p-5, or 4p-3 where 3 divides p
-
-In these units 1F1B's first rank holds 2p, and idles for 6(p-1).
+    ZB-V         2p                0
+    V-Half       2 ((p+2) // 2)    3p-4, or 3p-5 if p is even
+    V-Min        2 ((p+4) // 3)    4p-5, or 4p-3 if 3 divides p
 
 Sources: arXiv 2405.15362; ZB-V arXiv 2401.10241, section 6.
 """

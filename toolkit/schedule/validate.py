@@ -6,12 +6,12 @@ from toolkit.errors import UserError
 from toolkit.schedule import grid
 from toolkit.schedule.dependencies import dependencies
 from toolkit.schedule.instruction import Kind, Op
-from toolkit.schedule.placement import IN_ORDER, ROTATED, Assigned, Placement, share_ends
+from toolkit.schedule.placement import IN_ORDER, ROTATED, Placement, share_ends
 from toolkit.schedule.staleness import FRESHEST, Delay, RandomDelay, Staleness, freshest
 from toolkit.schedule.timing import Timing
 
 MOST = 2**20
-"""Forwards of a training step: schedules of more take minutes to make, and gigabytes."""
+"""Most forwards of a training step; more take minutes and gigabytes to lower."""
 
 _COMPLETE = (
     {Kind.FORWARD, Kind.BACKWARD},
@@ -29,15 +29,12 @@ def check_forwards(n_stages: int, n_microbatches: int) -> None:
 
 
 def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> None:
-    """Raise UserError unless every stage has a forward and a whole backward for every micro-batch.
-
-    Stages and micro-batches must count from 0 without gaps.
-    """
-    for what, field in (("stage", "stage"), ("micro-batch", "microbatch")):
-        present = {getattr(op, field) for op in ops}
-        absent = next(k for k in range(len(present) + 1) if k not in present)
-        if beyond := [op for op in ops if getattr(op, field) > absent]:
-            raise UserError(f"{min(beyond)} is given, but no op of {what} {absent}: count from 0")
+    """Raise UserError unless every stage has a forward and a whole backward of each micro-batch."""
+    for op in ops:
+        if not (0 <= op.stage < n_stages and 0 <= op.microbatch < n_microbatches):
+            raise UserError(
+                f"op {op} is outside {n_stages} stages and {n_microbatches} micro-batches"
+            )
     for j in range(n_stages):
         for m in range(n_microbatches):
             kinds = {kind for kind in Kind if Op(kind, j, m) in ops}
@@ -45,21 +42,14 @@ def check_complete(ops: Collection[Op], n_stages: int, n_microbatches: int) -> N
                 found = ", ".join(kind.name.lower() for kind in sorted(kinds)) or "nothing"
                 raise UserError(
                     f"stage {j} of micro-batch {m} needs a forward and either a backward or both"
-                    f" of its halves: found {found}"
+                    f" of its halves: found {found}; stages and micro-batches count from 0"
                 )
 
 
-def check_dependencies(
-    timing: Timing, layout: Placement, n_stages: int, n_microbatches: int
-) -> None:
-    """Raise UserError if an op is outside the sizes, or starts before its inputs are ready."""
-    starts = timing.starts
-    for op, start in starts.items():
-        if not (0 <= op.stage < n_stages and 0 <= op.microbatch < n_microbatches):
-            raise UserError(
-                f"op {op} is outside {n_stages} stages and {n_microbatches} micro-batches"
-            )
-        for needed in dependencies(op, starts, n_stages):
+def check_dependencies(timing: Timing, layout: Placement, n_stages: int) -> None:
+    """Raise UserError if an op starts before its inputs are ready."""
+    for op, start in timing.starts.items():
+        for needed in dependencies(op, timing.starts, n_stages):
             if start < timing.end(needed):
                 raise UserError(
                     f"{op} starts before {needed}, whose result it needs, has ended: start it"
@@ -91,14 +81,11 @@ def check_ranks(timing: Timing, layout: Placement, n_stages: int) -> None:
         after = [*taken[1:], (taken[0][0] + laps[rank], taken[0][1])]
         for (start, op), (following, other) in zip(taken, after, strict=True):
             if following - start < tick:
-                # Only rank orders, whose placement is Assigned, take a period.
-                longer = isinstance(layout, Assigned)
-                wider = f", or a longer period than {period / tick:g} slots" if longer else ""
                 raise UserError(
                     f"rank {rank} cannot run {op} and {other} in the same slot of the steady"
                     f" state: choose another placement than {layout.name!r}, or other"
                     f" numbers of stages and micro-batches than {n_stages} and"
-                    f" {layout.n_microbatches}{wider}\n"
+                    f" {layout.n_microbatches}\n"
                     + grid.render(timing, layout, laps[rank] // period + 1, mark=(other, 0))
                 )
 
@@ -108,9 +95,8 @@ def _first_come_first_served(timing: Timing, stage: int, n_microbatches: int) ->
     microbatches = range(n_microbatches)
     enter = [timing.starts[Op(Kind.FORWARD, stage, m)] for m in microbatches]
     leave = [timing.gradient_end(stage, m) for m in microbatches]
-    return all(
-        times == sorted(times) and times[-1] <= times[0] + timing.period for times in (enter, leave)
-    )
+    both = [[*times, times[0] + timing.period] for times in (enter, leave)]
+    return all(times == sorted(times) for times in both)
 
 
 def check_staleness(timing: Timing, layout: Placement, staleness: Staleness, delay: Delay) -> None:

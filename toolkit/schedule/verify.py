@@ -3,7 +3,8 @@
 Linear in the number of instructions.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from toolkit.errors import UserError
 from toolkit.schedule import grid
@@ -51,11 +52,10 @@ def verify(program: "Program") -> None:
                 except _RefusedError as refusal:
                     raise _error(program, rank, instruction, str(refusal)) from None
     except DeadlockError as deadlock:
-        rank, instruction = min(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
-        others = "; ".join(
-            f"rank {r} waits at {i}" for r, i in sorted(deadlock.waiting.items()) if r != rank
-        )
-        why = f"it waits for ever: {others or 'its peers have finished'}"
+        waiting = sorted(deadlock.waiting.items(), key=lambda item: (item[1].tick, item[0]))
+        (rank, instruction), *others = waiting
+        stuck = "; ".join(f"rank {other} waits at {i}" for other, i in others)
+        why = f"it waits for ever: {stuck or 'its peers have finished'}"
         raise _error(program, rank, instruction, why) from None
     check.end()
 
@@ -218,21 +218,23 @@ class _Check:
                 lost = f"rank {owner} has lost the newest version, {steps.stop}, of stage {j}"
                 raise _marked(f"at the end: {lost}", schedule)
         for rank, here in enumerate(self.ranks):
-            for stage, microbatch, of_step in here.activations:
-                begin = ((of_step or 0) - steps.start) * schedule.timing.period
-                tick = begin + schedule.timing.gradient_end(stage, microbatch or 0)
-                self._never_freed(rank, tick, stage, microbatch, of_step, None, Buffer.ACTIVATION)
-            for weights in here.weights - newest:
-                tick = self.last_use.get((rank, weights), 0)
-                stage, version, *of = weights
-                buffer = Buffer.PREDICTION if of else Buffer.WEIGHTS
-                self._never_freed(rank, tick, stage, None, of[0] if of else None, version, buffer)
+            for missing in self._unfreed(rank, here.weights - newest):
+                raise _error(self.program, rank, missing, "it is missing")
             if here.boundaries or here.sums:
                 left = [*here.boundaries, *here.sums]
                 raise _marked(f"at the end: rank {rank} has unused results {left}", schedule)
 
-    def _never_freed(self, rank: int, tick: int, *what: Any) -> None:
-        raise _error(self.program, rank, Instruction(tick, Action.FREE, *what), "it is missing")
+    def _unfreed(self, rank: int, weights: set[WeightsKey]) -> Iterator[Instruction]:
+        """The frees that the rank lacks, of ``weights`` and of activations."""
+        timing, first = self.schedule.timing, self.program.first_step
+        for j, m, t in self.ranks[rank].activations:
+            tick = ((t or 0) - first) * timing.period + timing.gradient_end(j, m or 0)
+            yield Instruction(tick, Action.FREE, j, m, t, None, Buffer.ACTIVATION)
+        for key in weights:
+            j, version, *of = key
+            step, buffer = (of[0], Buffer.PREDICTION) if of else (None, Buffer.WEIGHTS)
+            tick = self.last_use.get((rank, key), 0)
+            yield Instruction(tick, Action.FREE, j, None, step, version, buffer)
 
 
 def _merge(here: _Rank, key: tuple[int, int | None], microbatches: int) -> None:

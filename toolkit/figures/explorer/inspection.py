@@ -127,7 +127,7 @@ def texts(program: Program) -> dict[Instruction, str]:
             late = (i.step or 0) - (i.version or 0)
             fresh = f"{late} step{'s' * (late > 1)} late" if late else "the newest"
             waits = dict.fromkeys(_words(instructions[p]) for p in needed[k])
-            if before and not program.schedule.one_device:
+            if before and not program.schedule.layout.one_device:
                 waits[before] = None
             freed = [user for user in users[k] if user.action == Action.FREE]
             now = [_words(user) for user in freed if user.tick == i.tick + slot]
