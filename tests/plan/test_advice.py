@@ -200,10 +200,10 @@ def test_the_memory_of_every_device_is_shown():
     memories = (GIB, inf, 4 * GIB, 4 * GIB)
     found = findings(hardware=replace(MACHINE, memory=inf, memories=memories))
     assert "1.0 GiB to not limited a device" in str(found)
-    assert [row["fits"] for row in found.rows()] == ["yes"] * 3
+    assert [*found.frame().loc["fits"]] == ["yes"] * 3
     unknown = findings(hardware=replace(MACHINE, memory=inf))
     assert "memory not given" in str(unknown)
-    assert "fits" not in unknown.rows()[0]
+    assert "fits" not in unknown.frame().index
     assert "8.0 GiB a device" in str(findings())
 
 

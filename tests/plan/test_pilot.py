@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from toolkit.cost import Hardware
 from toolkit.errors import UserError
-from toolkit.model import gpt
+from toolkit.model import Images, gpt
 from toolkit.plan import pilot
 from toolkit.plan.pilot import _maker
 from toolkit.training.data import Tokens, synthetic
@@ -68,7 +68,7 @@ def found():
 
 
 def test_findings(found):
-    assert (found.n_workers, found.n_stages, found.shape) == (4, 4, (3, 6, 6))
+    assert (found.n_workers, found.n_stages, found.form) == (4, 4, Images(3, 6, 6, 4))
     dp, v1, v2 = (found.of(rule) for rule in ("DP", "CDP-v1", "CDP-v2"))
     assert dp.ratio == (1, 1, 1)
     assert v1.activations == v2.activations < dp.activations
@@ -215,7 +215,7 @@ UNTRACEABLE = nn.Sequential(nn.Flatten(), nn.Linear(108, 4), Dynamic())
         (net(), PAIR, {"n_workers": 0}, "n_workers .*got 0"),
         (net(), PAIR, {"n_workers": 2.0}, "n_workers .*got 2.0"),
         (net(), PAIR, {"batch": 0}, "batch .*got 0"),
-        (net(), PAIR, {"batch": 11}, "batch = 44 .*got 40"),
+        (net(), PAIR, {"batch": 11}, "44 .*40"),
         (net(), synthetic(20, 8, 4, 6), {"batch": 11}, "44 .*20"),
         (net(), PAIR, {"seeds": 0}, "seeds .*got 0"),
         (net(), PAIR, {"steps": -1}, "steps .*got -1"),

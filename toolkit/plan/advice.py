@@ -6,6 +6,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from toolkit.format import plus_minus, size
+from toolkit.model import Sequences
 from toolkit.training.data.tokens import BYTES
 
 if TYPE_CHECKING:
@@ -197,14 +198,14 @@ def _guard_factor(found: "Pilot") -> float:
 
 def _command(found: "Pilot", choice: str) -> str:
     """Command that trains by the advice, or compares where accuracy is not known yet."""
-    data = "data=MY_DATA"
-    if found.samples == "sequences" and found.n_classes == BYTES:
-        data = f"data=text data.root=MY_TEXT data.length={found.shape[0]}"
-    elif found.samples == "sequences":
-        data = f"data=tokens data.root=MY_TOKENS data.length={found.shape[0]}"
-        data += f" data.vocabulary={found.n_classes}"
-    elif found.shape[0] == 3:
-        data = f"data=image_folder data.root=MY_IMAGES data.image_size={found.shape[-1]}"
+    form, data = found.form, "data=MY_DATA"
+    if isinstance(form, Sequences) and form.vocabulary == BYTES:
+        data = f"data=text data.root=MY_TEXT data.length={form.length}"
+    elif isinstance(form, Sequences):
+        data = f"data=tokens data.root=MY_TOKENS data.length={form.length}"
+        data += f" data.vocabulary={form.vocabulary}"
+    elif form.channels == 3:
+        data = f"data=image_folder data.root=MY_IMAGES data.image_size={form.width}"
     options = f"model.target={found.model or 'MY_PACKAGE.MY_MODEL'} {data}"
     options += f" workers={found.n_workers} stages={found.n_stages} batch={found.batch}"
     if found.partition != "flops":

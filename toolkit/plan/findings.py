@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from html import escape
 from math import inf, isfinite
 from statistics import mean
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from toolkit.cost import Costs, Hardware, simulate
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import check_choice
 from toolkit.format import duration, size
+from toolkit.model import Images, InputSpec
 from toolkit.plan.advice import Advice, advise
 from toolkit.results import Estimate
 from toolkit.schedule import Schedule
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+_HTML = """
+{% macro listed(lines) %}<ul>{% for x in lines %}<li>{{ x }}</li>{% endfor %}</ul>{% endmacro %}
+<h3>{{ advice.verdict }}</h3>{{ listed(advice.reasons) }}
+{{ table|safe }}{{ listed(origin) }}
+{% if advice.watch %}<b>Watch</b>{{ listed(advice.watch) }}
+<b>Roll back</b>{{ listed(advice.roll_back) }}{% endif %}
+<b>Next command</b><pre style="white-space:pre-wrap">{{ advice.command }}</pre>"""
 PLACEMENTS = ("per_microbatch", "per_stage", "one")
 
 
@@ -144,10 +151,8 @@ class Pilot:
     training: TrainingFindings | None = None  # a short training
     untrained: str = ""  # why there was none
     model: str = ""  # package.module.function that makes the model, if it has such a name
-    shape: tuple[int, ...] = (3, 224, 224)  # of an image; (tokens,) of a sequence
-    samples: str = "images"  # or sequences
+    form: InputSpec = Images(3, 224, 224, 10)  # what the model takes and returns
     partition: str = "flops"  # of which the stages have equal shares; or activations
-    n_classes: int = 0  # or size of the vocabulary
     slack: tuple[float, float] = (1.0, 1.0)  # on the seconds of computing: least and largest factor
     seconds: float = 0.0  # that the pilot took
     costs: Costs = field(default=(), repr=False)  # of the stages
@@ -204,12 +209,13 @@ class Pilot:
         rules = tuple(replace(rule, predicted=prediction) for rule, prediction in pairs)
         return replace(self, hardware=hardware, placement=placement, rules=rules)
 
-    def rows(self) -> list[dict[str, str]]:
-        """One row for each rule, formatted; without what is not known of any."""
+    def frame(self) -> "pd.DataFrame":
+        """One row for each quantity that is known, one column for each rule, formatted."""
+        import pandas as pd
+
         accuracy = self.training.accuracy if self.training else {}
-        rows: list[dict[str, str | None]] = [
-            {
-                "rule": found.rule,
+        columns = {
+            found.rule: {
                 "activations of all workers (measured)": size(found.activations),
                 "CUDA peak (measured)": size(found.cuda_peak) if found.cuda_peak else None,
                 "step in one process (measured)": " ".join(duration(found.seconds)),
@@ -219,22 +225,13 @@ class Pilot:
                 "share of messages, predicted": f"{found.waiting:.0%}",
                 "fullest device (predicted)": size(self.tightest(found)[0]),
                 "fits": ("yes" if self.fits(found) else "no") if self.limited else None,
-                "accuracy (measured)": f"{mean(accuracy[found.rule]):.1%}"
-                if found.rule in accuracy
-                else None,
+                "accuracy (measured)": (
+                    f"{mean(accuracy[found.rule]):.1%}" if found.rule in accuracy else None
+                ),
             }
             for found in self.rules
-        ]
-        known = {name for row in rows for name, cell in row.items() if cell is not None}
-        return [{name: cell or "-" for name, cell in row.items() if name in known} for row in rows]
-
-    def frame(self) -> "pd.DataFrame":
-        """One row for each quantity, one column for each rule."""
-        import pandas as pd
-
-        return (
-            pd.DataFrame(self.rows(), columns=None if self.rules else ["rule"]).set_index("rule").T
-        )
+        }
+        return pd.DataFrame(columns).dropna(how="all").fillna("-")
 
     def table(self) -> str:
         """The findings as aligned text."""
@@ -248,10 +245,11 @@ class Pilot:
         room = " to ".join(
             "not limited" if x == inf else size(x) for x in sorted({min(bounds), max(bounds)})
         )
+        shape = [*self.form.example(1, "meta").shape[1:]]
         source = "measured here" if self.compute == "measured" else "of its roofline"
         lines = [
             f"Measured on {self.device}: {self.n_workers} micro-batches of {self.batch}"
-            f" {self.samples} of shape {list(self.shape)}, {self.n_stages} stages, in"
+            f" {self.form.samples} of shape {shape}, {self.n_stages} stages, in"
             f" {self.seconds:.0f} s.",
             f"Predicted for {self.hardware.name}: {self.hardware.link_bandwidth * 8e-9:g} Gbit/s"
             f" links, {f'{room} a device' if self.limited else 'memory not given'}; computing takes"
@@ -275,21 +273,16 @@ class Pilot:
         return "\n\n".join([self.table(), *self.origin(), self.recommendation])
 
     def _repr_html_(self) -> str:
-        def listed(title: str, lines: Sequence[str]) -> str:
-            items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-            return f"{title}<ul>{items}</ul>" if lines else ""
+        from jinja2 import Environment
 
-        advice = self.advice
-        return "\n".join(
-            [
-                listed(f"<h3>{escape(advice.verdict)}</h3>", advice.reasons),
-                self.frame().to_html() if self.rules else "",
-                listed("", self.origin()),
-                listed("<b>Watch</b>", advice.watch),
-                listed("<b>Roll back</b>", advice.roll_back),
-                "<b>Next command</b>",
-                f'<pre style="white-space:pre-wrap">{escape(advice.command)}</pre>',
-            ]
+        return (
+            Environment(autoescape=True)
+            .from_string(_HTML)
+            .render(
+                advice=self.advice,
+                table=self.frame().to_html() if self.rules else "",
+                origin=self.origin(),
+            )
         )
 
 

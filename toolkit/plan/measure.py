@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice, repeat
+from itertools import count, islice
 from math import inf, isfinite, nan
 from statistics import mean, quantiles
 from typing import Any, NamedTuple
@@ -16,20 +16,18 @@ from torch.utils.data import default_collate
 
 from toolkit.cost.stage_costs import synchronized_time
 from toolkit.errors import UserError
-from toolkit.model import Stages
+from toolkit.model import Images, Stages
 from toolkit.plan.findings import TrainingFindings
 from toolkit.results import Estimate, binomial_half_width, paired_difference
 from toolkit.runtime import SingleProcess
 from toolkit.runtime.meters.meter import Meter
-from toolkit.runtime.microbatches import MicrobatchQueue
-from toolkit.runtime.rank import Rank
-from toolkit.runtime.stage import StageRunner
+from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
-from toolkit.training.data import Batch
+from toolkit.training.data import Batch, SampleSet
+from toolkit.training.data.batches import Chosen, Source
 from toolkit.training.loop import evaluate, evaluated_at_once
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 OnProgress = Callable[[str, float], object]
 """Called with the present activity, and the share of it that is done."""
 
@@ -43,92 +41,89 @@ _SURE = 3.0  # standard errors above chance from which on DP has learned
 
 @dataclass(frozen=True)
 class Data:
-    """Batches for training and for the test."""
+    """Batches of ``samples``, a set of :mod:`toolkit.training.data`, for training and the test."""
 
-    epoch: Callable[[int, int], Iterable[Batch]]  # by seed and epoch; all batches of one size
-    test: Callable[[], Iterable[Batch]]  # of samples that are not trained on
-    labelled: bool  # whether the classes are the user's
-    n_tested: int
-    n_classes: int
-    samples: str = "images"  # or sequences
+    samples: Any
+    batch_size: int
+    device: torch.device
+    labelled: bool = True  # whether the classes are the user's
 
     def train(self, seed: int) -> Iterator[Batch]:
         """Endless batches, epoch after epoch."""
         for epoch in count():
-            yield from self.epoch(seed, epoch)
+            yield from self.samples.train(self.batch_size, seed, epoch, self.device)
+
+    def test(self) -> Iterable[Batch]:
+        """Batches of samples that are not trained on."""
+        batches: Iterable[Batch] = self.samples.test(
+            evaluated_at_once(self.samples.form, self.batch_size), self.device
+        )
+        return batches
 
 
 def read(
     images: Any, batch_size: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Data:
-    """Read the user's data as batches of ``batch_size`` on ``device``, images in ``dtype``.
+    """Read the user's data as batches of ``batch_size`` on ``device``.
 
     Args:
-        images: a set of :mod:`toolkit.training.data`; images and their classes,
-            ``(Tensor [n, channels, height, width], Tensor [n])``; images alone; or a data set
-            that returns one such pair by index; at most 2048 random ones are read.
+        images: see :func:`toolkit.plan.pilot`; of a data set at most 2048 random images are read.
         batch_size: samples of a training step.
         device: where the batches are.
-        dtype: floating-point type of the model.
+        dtype: type of images that are given as tensors.
 
     Raises:
         UserError: another kind of data, or fewer images than a training step takes.
     """
-    if hasattr(images, "train") and hasattr(images, "test"):
-        _check_enough(batch_size, batch_size * len(images.train(batch_size, 0, 0, device)))
-        at_once = evaluated_at_once(images.form, batch_size)
-        return Data(
-            lambda seed, epoch: _cast(images.train(batch_size, seed, epoch, device), dtype),
-            lambda: _cast(images.test(at_once, device), dtype),
-            True,
-            sum(len(labels) for _, labels in images.test(at_once, device)),
-            images.form.n_classes,
-            images.form.samples,
-        )
-    inputs, classes = _tensors(images)
-    _check_enough(batch_size, len(inputs))
-    labels = torch.zeros(len(inputs), dtype=torch.long) if classes is None else classes
-    if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.min() < 0:
-        raise UserError(
-            f"classes are whole numbers from 0, one an image: got {labels.dtype} of shape"
-            f" {list(labels.shape)}, least {labels.min():g}, for {len(inputs)} images; {_TEXT}"
-        )
-    scale = 1.0 if inputs.is_floating_point() else 255.0  # bytes become 0 to 1
-    inputs, labels = (inputs / scale).to(device, dtype), labels.long().to(device)
-    n_tested = min(len(inputs) // _TESTED, len(inputs) - batch_size)
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(0))
-    tested, trained = order[:n_tested], order[n_tested:]
+    labelled, samples = True, images
+    if not (hasattr(images, "train") and hasattr(images, "test")):
+        inputs, classes = _tensors(images)
+        labelled = classes is not None
+        samples = _divided(inputs.to(device, dtype), classes, batch_size)
+    samples.train(batch_size, 0, 0, device)  # raises if there are too few
+    return Data(samples, batch_size, device, labelled)
 
-    def batches(rows: Tensor, size: int) -> list[Batch]:
-        return [(inputs[part], labels[part]) for part in rows.to(device).split(size) if len(part)]
 
-    def epoch(seed: int, number: int) -> list[Batch]:
-        generator = torch.Generator().manual_seed(hash((seed, number)))
-        mixed = trained[torch.randperm(len(trained), generator=generator)]
-        return batches(mixed[: len(mixed) // batch_size * batch_size], batch_size)
+@dataclass(frozen=True)
+class _Tensors(Source):
+    """Images and classes on the training device."""
 
-    test, n_classes = batches(tested, 256), int(labels.max()) + 1
-    return Data(epoch, lambda: test, classes is not None, n_tested, n_classes)
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, batches: Chosen, seed: int, device: torch.device) -> Iterator[Batch]:
+        for numbers, _ in batches:
+            rows = numbers.to(device)
+            yield self.inputs[rows], self.labels[rows]
 
 
 _TEXT = "text is given as a set of toolkit.training.data: text(), token_files() or Tokens"
 
 
-def _check_enough(batch_size: int, n: int) -> None:
-    if n < batch_size:
+def _divided(inputs: Tensor, classes: Tensor | None, batch_size: int) -> SampleSet:
+    """Keep some of the images for the test, at random."""
+    n = len(inputs)
+    labels = torch.zeros(n, dtype=torch.long) if classes is None else classes
+    if labels.shape != inputs.shape[:1] or labels.is_floating_point() or labels.min() < 0:
         raise UserError(
-            f"a training step takes n_workers x batch = {batch_size} images: got {n}; give more"
-            " images, or lower batch"
+            f"classes are whole numbers from 0, one an image: got {labels.dtype} of shape"
+            f" {list(labels.shape)}, least {labels.min():g}, for {n} images; {_TEXT}"
         )
-
-
-def _cast(batches: Iterable[Batch], dtype: torch.dtype) -> Iterator[Batch]:
-    for inputs, labels in batches:
-        yield inputs.to(dtype) if inputs.is_floating_point() else inputs, labels
+    n_tested = max(0, min(n // _TESTED, n - batch_size))
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0)).to(inputs.device)
+    labels = labels.long().to(inputs.device)
+    test, train = (
+        _Tensors(inputs[rows], labels[rows]) for rows in (order[:n_tested], order[n_tested:])
+    )
+    channels, height, width = (1, 1, *inputs.shape[1:])[-3:]
+    return SampleSet(train, test, Images(channels, height, width, int(labels.max()) + 1))
 
 
 def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
-    """Images as one tensor of floats or bytes, and their classes if there are any."""
+    """Images as one tensor of floats, and their classes if there are any."""
     pixels, labels = images, None
     if not isinstance(images, Tensor):
         try:
@@ -140,19 +135,17 @@ def _tensors(images: Any) -> tuple[Tensor, Tensor | None]:
                 pixels, labels = default_collate([images[k] for k in sorted(chosen)])
         except (TypeError, ValueError, RuntimeError, KeyError):
             pixels = None
-    if (
-        not isinstance(pixels, Tensor)
-        or pixels.dim() < 2
-        or not (pixels.is_floating_point() or pixels.dtype == torch.uint8)
-        or not isinstance(labels, Tensor | None)
-    ):
-        got = f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else ""
-        raise UserError(
-            "images are floats or bytes [n, channels, height, width], with their classes [n] or"
-            " without, a data set of such (image, class), or a set of toolkit.training.data: got a"
-            f" {type(images).__name__}{got}; {_TEXT}"
-        )
-    return pixels, labels
+    if isinstance(pixels, Tensor) and pixels.dim() > 1 and isinstance(labels, Tensor | None):
+        if pixels.is_floating_point():
+            return pixels, labels
+        if pixels.dtype == torch.uint8:
+            return pixels / 255.0, labels
+    got = f" of {pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, Tensor) else ""
+    raise UserError(
+        "images are floats or bytes [n, channels, height, width], with their classes [n] or"
+        " without, a data set of such (image, class), or a set of toolkit.training.data: got a"
+        f" {type(images).__name__}{got}; {_TEXT}"
+    )
 
 
 def held(
@@ -165,24 +158,16 @@ def held(
         between training steps, None on the CPU.
     """
     device = batch[0].device
-    runners = dict(enumerate(StageRunner(s, j, optimizer, None, 0) for j, s in enumerate(stages)))
-    versions = {j: {0: runner.newest()} for j, runner in runners.items()}
-    shares = repeat(((batch[0],), batch[1]))
-    feed = MicrobatchQueue(shares, 0, lambda _: range(schedule.n_microbatches))
     meter = Meter(0, device, 0.0)
-    program = schedule.lower(_STEPS).verify()
-    rank = Rank(program, runners, runners, versions, loss, feed, meter.activations.watch)
-    rank.weights |= {(j, 0): weights[0] for j, weights in versions.items()}
-    most = 0
-    for i in program.ranks[0]:
-        rank.execute(i)
-        most = max(most, meter.activations.bytes)
-        if i.step is not None and feed.n_finished(i.step) == schedule.n_microbatches:
-            feed.result(i.step)  # a runtime takes the result here, which frees it
+    watching = meter.activations.watch
+    runtime = SingleProcess(stages, schedule, optimizer, loss, order="scheduled", watching=watching)
+    for result in runtime.run([batch] * _STEPS):
+        del result  # its memory is free before the next step
     if device.type != "cuda":
-        return most, None
+        return meter.activations.peak, None
     # What stays allocated contains the optimizers' state, which the first update creates.
-    return most, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    above = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return meter.activations.peak, above
 
 
 def step_times(
@@ -225,15 +210,9 @@ def train(
     seeds: Sequence[int],
     on_progress: OnProgress,
 ) -> TrainingFindings:
-    """Train under DP and CDP-v2, from the same weights and on the same batches.
+    """Train under two ``rules``, DP first, from the same weights and on the same batches.
 
-    Args:
-        make: makes a runtime from a seed, a schedule, and the steps between two diagnostics.
-        rules: DP, then the other.
-        data: to train and test on.
-        n_steps: training steps of a run.
-        seeds: one for each run of a rule.
-        on_progress: see :data:`OnProgress`.
+    ``make`` makes a runtime from a seed, a schedule, and the steps between two diagnostics.
     """
     runs: dict[str, list[_Run]] = {schedule.name: [] for schedule in rules}
     for k, seed in enumerate(seeds):
@@ -253,7 +232,7 @@ def train(
         n_steps=n_steps,
         seeds=tuple(seeds),
         n_tested=len(labels),
-        tested="tokens" if data.samples == "sequences" else data.samples,
+        tested="tokens" if data.samples.form.samples == "sequences" else "images",
         accuracy=right,
         difference=_difference(right[rules[1].name], right[rules[0].name], len(labels)),
         loss_ratio=mean(_ratio(mine.tenths[-1], theirs.tenths[-1]) for mine, theirs in pairs),
@@ -275,10 +254,9 @@ def _ratio(loss: float, other: float) -> float:
 def _difference(late: Sequence[float], base: Sequence[float], n_tested: int) -> Estimate:
     """Difference of accuracies in points, paired by seed.
 
-    All seeds are tested on the same images, so their spread does not show the error of a small
-    test set. The interval is at least the binomial one of the mean accuracy, which is the error of
-    the difference if the rules' mistakes correlate by 1/2: its variance is
-    2 (1 - correlation) p (1 - p) / n_tested.
+    All seeds share a test set, whose error their spread does not show. The interval is at least the
+    binomial one of the mean accuracy, which is that of the difference if the rules' mistakes
+    correlate by 1/2: its variance is 2 (1 - correlation) p (1 - p) / n_tested.
     """
     found = paired_difference([100 * share for share in late], [100 * share for share in base])
     least = 100 * binomial_half_width(mean([*late, *base]), n_tested)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.cost import Hardware, StageCost, profile
+from toolkit.cost import Hardware, profile
 from toolkit.cost.hardware import check_hardware
 from toolkit.errors import UserError, check_choice, whole
 from toolkit.model import Stages, partition
@@ -19,6 +19,7 @@ from toolkit.plan import measure
 from toolkit.plan.findings import PLACEMENTS, Pilot, RuleFindings, predict
 from toolkit.results import describe
 from toolkit.runtime import SingleProcess
+from toolkit.runtime.step_options import Loss
 from toolkit.runtime.updater import MakeOptimizer
 from toolkit.schedule import Schedule
 from toolkit.schedule.paper_table import RULES, schedule_of
@@ -51,7 +52,7 @@ def pilot(
     seeds: int = 3,
     steps: int | None = None,
     optimizer: MakeOptimizer | None = None,
-    loss: measure.Loss = cross_entropy,
+    loss: Loss = cross_entropy,
     on_progress: measure.OnProgress = lambda what, share: None,
 ) -> Pilot:
     """Find out whether to train this model with cyclic data parallelism on these machines.
@@ -109,26 +110,19 @@ def pilot(
     equal = "activations" if placement == "one" else "flops"
     stages, n_stages = _cut(first, n_workers, example[0][:batch], equal)
     output, answers = stages.output.shape, example[1][:batch].shape
-    if output[:-1] != answers or output[-1] < data.n_classes:
+    form = data.samples.form
+    if output[:-1] != answers or output[-1] < form.n_classes:
         raise UserError(
-            f"the model's output for {batch} {data.samples} of {data.n_classes} classes has shape"
-            f" {list(output)}: expected {[*answers, data.n_classes]} or wider"
+            f"the model's output for {batch} {form.samples} of {form.n_classes} classes has shape"
+            f" {list(output)}: expected {[*answers, form.n_classes]} or wider"
         )
-    found = Pilot(
-        n_workers=n_workers,
-        n_stages=n_stages,
-        batch=batch,
-        placement=placement,
-        partition=equal,
-        device=describe(device),
-        hardware=hardware or _this_device(device),
-        compute=compute,
-        rules=(),
-        model=target,
-        shape=tuple(example[0].shape[1:]),
-        samples=data.samples,
-        n_classes=data.n_classes,
-    )
+    if hardware is None:
+        hardware = ETHERNET
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            hardware = replace(hardware, memory_bandwidth=1e12, memory=float(total))
+    known = n_workers, n_stages, batch, placement, describe(device), hardware, compute, ()
+    found = Pilot(*known, model=target, form=form, partition=equal)
     if n_stages < 2:
         return replace(found, untrained="the model cannot be cut into stages")
     optimizer = optimizer or partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -156,7 +150,7 @@ def pilot(
         else:
             micro = micro.to("meta")
             costed = partition(copy.deepcopy(costed.model).to("meta"), n_stages, micro, equal)
-        costs: tuple[StageCost, ...] = profile(costed, micro)
+        costs = profile(costed, micro)
         state = tuple(_optimizer_bytes(runtimes["DP"]))
         schedules = [schedule_of(rule, n_workers, placement, n_stages=n_stages) for rule in RULES]
         predictions = predict(schedules, costs, found.hardware, state, slack)
@@ -178,14 +172,14 @@ def pilot(
             slowest = max(rule.seconds for rule in rules)
             n_steps = int(0.8 * left / (2 * seeds * slowest)) - measure.NORM_BATCHES // 2
             n_steps = min(_STEPS, n_steps) if n_steps >= _LEAST else 0
-        reasons = {
-            "the images came without classes": not data.labelled,
-            f"none of the {data.samples} is left to test on: give more": not data.n_tested,
-            "steps=0" if steps == 0 else f"budget={budget:g} s is too short": not n_steps,
-        }
-        untrained = next((reason for reason, holds in reasons.items() if holds), "")
-        training = None
-        if not untrained:
+        training, untrained = None, ""
+        if not data.labelled:
+            untrained = "the images came without classes"
+        elif not [*data.test()]:
+            untrained = f"no {form.samples} are left to test on: give more"
+        elif not n_steps:
+            untrained = "steps=0" if steps == 0 else f"budget={budget:g} s is too short"
+        else:
             pair = here["DP"], here["CDP-v2"]
             training = measure.train(runtime, pair, data, n_steps, range(seeds), on_progress)
     return replace(
@@ -240,10 +234,3 @@ def _cut(model: nn.Module, n_workers: int, example: Tensor, by: str) -> tuple[St
         if sum(any(p.requires_grad for p in stage.parameters()) for stage in stages) > 1:
             return stages, n_stages
     return uncut, 1
-
-
-def _this_device(device: torch.device) -> Hardware:
-    if device.type != "cuda":
-        return ETHERNET
-    total = torch.cuda.get_device_properties(device).total_memory
-    return replace(ETHERNET, memory_bandwidth=1e12, memory=float(total))

@@ -75,14 +75,14 @@ class Rank:
         versions: Mapping[int, dict[int, Weights]],
         loss: Loss,
         feed: MicrobatchQueue,
-        watching: Watching = lambda *tensors: nullcontext(),
+        watching: Watching | None = None,
     ) -> None:
         self.schedule = schedule = program.schedule
         self.last_stage = schedule.n_stages - 1
         self.next_step = program.steps.stop
         self.runners, self.updaters, self.versions = runners, updaters, versions
         self.loss, self.feed = loss, feed
-        self.watching = watching
+        self.watching = watching or (lambda *tensors: nullcontext())
         self.weights: dict[tuple, Weights] = {}
         self.kept: dict[tuple, SavedForward] = {}
         self.boundaries: dict[tuple, Gradients] = {}

@@ -11,7 +11,7 @@ from toolkit.errors import UserError, check_choice
 from toolkit.runtime.base import Runtime, Steps
 from toolkit.runtime.grouped import Grouped
 from toolkit.runtime.microbatches import BatchReader, MicrobatchQueue, StepResult
-from toolkit.runtime.rank import Payload, Rank
+from toolkit.runtime.rank import Payload, Rank, Watching
 from toolkit.runtime.stage import StageRunner
 from toolkit.runtime.state import load_model, loaded, part_of
 from toolkit.runtime.step_options import Loss
@@ -42,6 +42,7 @@ class SingleProcess(Runtime):
             schedule's program slot by slot and has the schedule's memory.
         diagnostics: training steps between two measurements of the delay's effect on gradients,
             in order "grouped" (see :class:`~toolkit.runtime.microbatches.StageDelay`); 0: none.
+        watching: context of each forward in order "scheduled", from its weights, inputs, buffers.
 
     Raises:
         UserError: stages, schedule and options do not fit, or the order is unknown.
@@ -52,6 +53,7 @@ class SingleProcess(Runtime):
     order: str = "grouped"
     _: KW_ONLY
     diagnostics: int = 0
+    watching: Watching | None = None
 
     def __post_init__(self) -> None:
         check_choice("order", self.order, ORDERS)
@@ -69,7 +71,10 @@ class SingleProcess(Runtime):
 
     def _make_engine(self) -> None:
         given = self._runners, self.schedule, self._loss
-        self._engine = Scheduled(*given) if self._overlaps else Grouped(*given, self.diagnostics)
+        if self._overlaps:
+            self._engine: Scheduled | Grouped = Scheduled(*given, self.watching)
+        else:
+            self._engine = Grouped(*given, self.diagnostics)
 
     def _module(self) -> nn.Module:
         return self.stages.model
@@ -101,9 +106,15 @@ class Scheduled:
     placement runs without starting processes.
     """
 
-    def __init__(self, runners: Sequence[StageRunner], schedule: Schedule, loss: Loss) -> None:
+    def __init__(
+        self,
+        runners: Sequence[StageRunner],
+        schedule: Schedule,
+        loss: Loss,
+        watching: Watching | None = None,
+    ) -> None:
         self.runners = dict(enumerate(runners))
-        self.schedule, self.loss = schedule, loss
+        self.schedule, self.loss, self.watching = schedule, loss, watching
         self.updaters = {(schedule.owners[j], j): runner for j, runner in enumerate(runners)}
 
     def run(
@@ -158,7 +169,8 @@ class Scheduled:
                     self.updaters[rank, j] = self.runners[j].replica()
             updaters = {j: self.updaters[rank, j] for j in updated}
             owned = {j: versions[j] for j in updated if self.schedule.owners[j] == rank}
-            ranks.append(Rank(program, self.runners, updaters, owned, self.loss, feed))
+            tools = (self.loss, feed, self.watching)
+            ranks.append(Rank(program, self.runners, updaters, owned, *tools))
         for j, known in enumerate(versions):
             for rank in self.schedule.first_holders(j):
                 ranks[rank].weights |= {(j, version): known[version] for version in known}

@@ -113,7 +113,7 @@ class _Saved:
     """Bytes that autograd keeps of the watched forwards."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.bytes = self.peak = 0
         self._holders: Counter[int] = Counter()  # of each storage
 
     @contextmanager
@@ -139,6 +139,7 @@ class _Saved:
         self._holders[storage] = after
         if not (before and after):
             self.bytes += change * tensor.untyped_storage().nbytes()
+            self.peak = max(self.peak, self.bytes)
         if not after:
             del self._holders[storage]
 
