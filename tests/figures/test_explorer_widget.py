@@ -66,6 +66,9 @@ def test_controls_change_the_figure_and_its_numbers(explorer):
     assert number(explorer, "mean staleness") == "1"
     explorer.columns[0].options["placement"].value = "per_stage_and_microbatch"
     assert number(explorer, "ranks") == "10"
+    for shows in (False, True):  # the second schedule
+        explorer.compare.value = shows
+        assert (visible(explorer.columns[1]), len(explorer.choices)) == (shows, 1 + shows)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -104,21 +107,11 @@ def test_late_weights_are_predicted(explorer):
 
 
 def test_workers_accumulate(explorer):
-    column = explorer.columns[1]
-    column.options["accumulate"].value = 3
+    explorer.columns[1].options["accumulate"].value = 3
     assert ops(explorer, 1) == 3 * ops(explorer)
     assert number(explorer, "ranks", 1) == "2"
     assert explorer.choices[1].build() == catalog.data_parallel(2, accumulate=3)
     assert "schedule.accumulate=3" in explorer.to_html()
-    assert Explorer("cdp_v1", 2, 2, accumulate=3).choices[0].accumulate == 3
-
-
-def test_a_second_schedule_shows_on_demand():
-    explorer = Explorer()
-    assert (visible(explorer.columns[1]), len(explorer.choices)) == (False, 1)
-    explorer.compare.value = True
-    assert (visible(explorer.columns[1]), len(explorer.choices)) == (True, 2)
-    assert ops(explorer, 1) > 0
 
 
 @pytest.mark.parametrize(
@@ -155,15 +148,14 @@ def test_what_is_wrong_is_one_sentence_over_the_last_drawing(explorer, control, 
     "schedule",
     [
         catalog.cyclic(3, 1, n_stages=6),
+        catalog.data_parallel(2, accumulate=3),
         Schedule.from_rank_orders(["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"], delay=1),
         Schedule.from_rank_orders(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
     ],
 )
-def test_a_schedule_is_explored_as_it_is(schedule):
-    """With its own sizes and options."""
-    (choice,) = Explorer(schedule).choices
-    assert choice.build() == schedule
-    assert Explorer(CYCLIC, compare=catalog.gpipe(2, 2)).choices[1].build() == catalog.gpipe(2, 2)
+def test_a_schedule_is_explored_with_its_own_sizes_and_options(schedule):
+    first, second = Explorer(schedule, compare=schedule).choices
+    assert first.build() == second.build() == schedule
 
 
 @pytest.mark.parametrize(
@@ -271,15 +263,6 @@ def test_rank_orders_survive_python_and_the_file(tmp_path, monkeypatch):
         assert path.name == "rank_orders.csv"
         read = composed(choice.overrides())
         assert replace(read, name="rank orders") == choice.build() == made(choice.python())
-
-
-@pytest.mark.parametrize("name", ["cdp_v2", "pipedream_2bw"])
-def test_a_pipeline_that_does_not_drain_survives_the_file(name, tmp_path):
-    options = {} if name == "pipedream_2bw" else {"placement": "per_stage"}
-    explorer = Explorer(name, 3, 3, folder=tmp_path, **options)
-    (file,), schedule = explorer.export("csv"), explorer.choices[0].build()
-    read = composed(f"schedule.file={file} schedule.delay={schedule.delay}")
-    assert (read.timing, read.staleness) == (schedule.timing, schedule.staleness)
 
 
 def test_exports_say_why_not(explorer, tmp_path):

@@ -8,56 +8,35 @@ from toolkit.figures import link_times
 TIMES = {"compute": 0.5, "CDP-v1": 0.6, "DDP": 1.0, "DDP 16-bit": 0.8}
 
 
-def row(link, method, value, spread=0.05, relative=True):
-    low, high = value - spread, value + spread
-    ratio = {"/ DDP": value, "least": low, "most": high}
-    return {"link": link, "M/C": 1.0, "method": method} | (
-        ratio | {"step (s)": 2 * value, "min": 2 * low, "max": 2 * high}
-        if relative
-        else dict.fromkeys(ratio) | {"step (s)": value, "min": low, "max": high}
-    )
-
-
-def rows(**changes):
+def rows(relative=True):
+    names = ("/ DDP", "least", "most") if relative else ("step (s)", "min", "max")
+    blank = {"M/C": 1.0, **dict.fromkeys(("/ DDP", "least", "most"))}
     return [
-        row(link, name, value, **changes)
+        {**blank, "link": link, "method": method}
+        | dict(zip(names, (value, value - 0.2, value + 0.2), strict=True))
         for link in ("M = C", "unshaped")
-        for name, value in TIMES.items()
+        for method, value in TIMES.items()
     ]
 
 
-def dots(axes):
-    labels = [label.get_text() for label in axes.figure.axes[0].get_yticklabels()]
-    found = [line for line in axes.get_lines() if line.get_marker() == "o"]
-    return {labels[int(line.get_ydata()[0])]: line.get_xdata()[0] for line in found}
-
-
-def test_a_dot_a_method_and_a_panel_a_link():
-    figure = link_times(rows(), {}, 0.01)
-    assert len(figure.axes) == 2
-    for axes in figure.axes:
-        assert dots(axes) == TIMES
+@pytest.mark.parametrize(
+    ("relative", "label"), [(True, "step time by that of DDP"), (False, "step time (s)")]
+)
+def test_a_dot_a_method_and_a_panel_a_link(relative, label):
+    """DDP stands above, and below what no method can beat; lines are ranges."""
+    figure = link_times(rows(relative), {}, 0.01)
+    assert figure.get_supxlabel() == label
     assert [axes.get_title().split("\n")[0] for axes in figure.axes] == ["M = C", "unshaped"]
-
-
-def test_ddp_stands_above_and_what_nobody_can_beat_below():
-    axes, _ = link_times(rows(), {}, 0.01).axes
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["DDP", "DDP 16-bit", "CDP-v1", "compute"]
-    bottom, top = axes.get_ylim()
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert names == ["DDP", "DDP 16-bit", "CDP-v1", "compute"]
+    bottom, top = figure.axes[0].get_ylim()
     assert top < 0 < bottom
-
-
-def test_lines_are_ranges():
-    axes, _ = link_times(rows(spread=0.2), {}, 0.01).axes
-    ends = {tuple(line.get_xdata()) for line in axes.get_lines() if line.get_linewidth() == 2.5}
-    assert ends == {(value - 0.2, value + 0.2) for value in TIMES.values()}
-
-
-def test_without_ddp_it_is_seconds():
-    figure = link_times(rows(relative=False), {}, 0.01)
-    assert dots(figure.axes[0]) == TIMES
-    assert figure.get_supxlabel() == "step time (s)"
+    for axes in figure.axes:
+        lines = axes.get_lines()
+        dots = [line for line in lines if line.get_marker() == "o"]
+        assert {names[int(d.get_ydata()[0])]: d.get_xdata()[0] for d in dots} == TIMES
+        ranges = {tuple(line.get_xdata()) for line in lines if line.get_linewidth() == 2.5}
+        assert ranges == {(value - 0.2, value + 0.2) for value in TIMES.values()}
 
 
 @pytest.mark.parametrize(("scale", "unit", "by"), [(1, "Mbit/s", 1), (100, "Gbit/s", 1000)])
