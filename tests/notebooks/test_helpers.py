@@ -93,7 +93,7 @@ def test_two_runs_of_one_seed_are_not_mixed():
     """Nor are they averaged: they may differ in any option."""
     one, other = (table(("DP", 3, [10, 20]), folder=name, rule="dp") for name in "ab")
     for use in (differences, by_epoch):
-        with pytest.raises(UserError, match="DP have seed 3, in a, b"):
+        with pytest.raises(UserError, match="DP have seed 3, one in b"):
             use(pd.concat([one, other]))
     assert by_epoch(pd.concat([one, other[:0]])) == {"DP": [[0.1, 0.2]]}
     swept = pd.concat([one.assign(**{"optimizer.lr": 0.1}), other.assign(**{"optimizer.lr": 0.3})])
@@ -204,7 +204,7 @@ def test_rules_of_a_study_that_share_a_name_get_labels(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing", "memory_resnet50", "communication"])
 def test_a_study_is_a_comparison_that_has_ended(name):
-    with pytest.raises(UserError, match=f"{name} has no result of a comparison with test accuracy"):
+    with pytest.raises(UserError, match=name):
         delay_study(RESULTS / name)
 
 

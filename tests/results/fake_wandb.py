@@ -13,7 +13,7 @@ class FakeRun:
         vars(self).update(options)
         self.id, self.mode, self.resume = id, mode, resume
         self.dir = str(Path(dir) / "wandb" / f"offline-run-20260101_000000-{id}" / "files")
-        self.url = f"https://wandb.test/{id}"
+        self.url = f"https://wandb.test/{id}" if mode == "online" else None
         self.history, self.summary, self.media, self.artifacts = [], {}, {}, []
         self.exit_code = None
 

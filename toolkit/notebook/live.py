@@ -100,28 +100,21 @@ def watched(
 
 
 def train_on_ranks(config: Any) -> "Measurements | None":
-    """Train on this rank, and report every step: its number, the loss and the learning rate.
+    """Train on this rank and report every step; return what all ranks have measured, if anything.
 
     Args:
         config: options, as ``settings("train", ...)`` gives them.
-
-    Returns:
-        what all ranks have measured, where the runtime measures.
     """
     from toolkit.cli.build import build_run
     from toolkit.runtime import report
     from toolkit.training import Step
 
     run = build_run(config)
-    done = 0
 
     def report_step(step: Step) -> None:
-        nonlocal done
-        done += 1
-        found: dict[str, Any] = {"step": done, "n_steps": step.n_steps * run.options.epochs}
-        if len(step.result.losses):
-            found["loss"] = float(step.result.loss)
-        report(found | {"lr": step.learning_rate})
+        done, n_steps = step.result.step + 1, step.n_steps * run.options.epochs
+        loss = {"loss": float(step.result.loss)} if len(step.result.losses) else {}
+        report({"step": done, "n_steps": n_steps} | loss | {"lr": step.learning_rate})
 
     run.run(on_step=report_step)
     return run.measurements()

@@ -74,10 +74,6 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     Accuracies are shares, losses are in nats. Unfinished runs are left out; a run whose loss
     diverged is NaN from there on.
 
-    Args:
-        epochs: a row for each epoch of each run: rule, seed, epoch and the metric.
-        measure: accuracy or loss.
-
     Raises:
         UserError: several runs of a rule have the same seed, or the table lacks the metric.
     """
@@ -89,11 +85,6 @@ def by_epoch(epochs: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
 
 def own_curves(kept: pd.DataFrame, own: pd.DataFrame, measure: Metric = ACCURACY) -> Curves:
     """Kept and own runs of the rules that both have, over as many epochs as all of them have.
-
-    Args:
-        kept: a row for each epoch of each kept run, as :func:`by_epoch` takes them.
-        own: the same of one's own runs.
-        measure: accuracy or loss.
 
     Raises:
         UserError: no rule is in both, or several runs of a rule have the same seed.
@@ -116,11 +107,6 @@ def differences(
 
     Differences are in points or, of losses, in nats, with Student's 95 % interval. Unfinished and
     diverged runs are left out.
-
-    Args:
-        epochs: a row for each epoch of each run, as :func:`by_epoch` takes them.
-        baseline: the rule from which the others differ.
-        measure: accuracy or loss.
 
     Raises:
         UserError: there are no runs of the baseline, a rule shares no seed with it, several runs
@@ -153,73 +139,6 @@ def differences(
     return pd.DataFrame.from_dict(rows, orient="index")
 
 
-def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
-    """The table of a comparison of delays, kept in an output folder of experiments/compare.py.
-
-    Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
-    delayed and fresh gradients, the smallest of all stages.
-
-    Args:
-        folder: output folder of a comparison that has ended.
-        measure: accuracy or loss.
-
-    Raises:
-        UserError: ``folder`` has no result of a comparison with this metric.
-    """
-    from toolkit.results.record import DamagedError, read_result
-
-    try:
-        result = read_result(Path(folder))
-    except DamagedError:
-        result = {"metrics": []}
-    wanted = {"rule", "schedule", *measure.columns}
-    if not result["metrics"] or not all(wanted <= {*row} for row in result["metrics"]):
-        raise UserError(
-            f"{folder} has no result of a comparison with test {measure.name}: give a finished"
-            " output folder of experiments/compare.py, such as that of study=delays"
-        )
-    called = labels({row["rule"]: row["schedule"] for row in result["metrics"]})
-    rows = {}
-    for row in result["metrics"]:
-        looks = [look for look in result.get("delays", ()) if look["rule"] == row["rule"]]
-        cosines = [look["cosine"] for look in looks if look["cosine"] is not None]
-        rows[called[row["rule"]]] = {
-            **staleness_cells(row),
-            "least cosine": f"{min(cosines):.2f}" if cosines else "",
-            **metric_cells(row, measure, next(iter(called.values()))),
-        }
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[float]]]:
-    """By rule and seed, the metric after each epoch of the runs that finished or diverged."""
-    if measure.key not in epochs:
-        raise UserError(f"these runs have no test {measure.name}: their table lacks {measure.key}")
-    if "state" in epochs:
-        run = [name for name in ("folder", "rule", "schedule", "seed") if name in epochs]
-        lost = epochs.get("train_loss", epochs["epoch"]).isna()
-        diverged = lost.groupby([epochs[name] for name in run], dropna=False).transform("any")
-        epochs = epochs[(epochs["state"] == "finished") | diverged]
-    if {"folder", "rule"} <= {*epochs}:  # rules of a folder whose schedules share a name
-        called = {
-            folder: labels(dict(zip(rows["rule"], rows["schedule"], strict=True)))
-            for folder, rows in epochs.groupby("folder")
-        }
-        pairs = zip(epochs["folder"], epochs["rule"], strict=True)
-        epochs = epochs.assign(schedule=[called[folder][rule] for folder, rule in pairs])
-    found: dict[str, dict[int, list[float]]] = {}
-    for (rule, seed), run in epochs.groupby(["schedule", "seed"], sort=False):
-        if run["epoch"].duplicated().any():
-            where = ", ".join(run.get("folder", run["schedule"]).unique())
-            raise UserError(
-                f"several runs of {rule} have seed {seed}, in {where}: keep one of them, as by"
-                ' epochs[epochs["folder"] == FOLDER], or by an option'
-            )
-        values = run.sort_values("epoch")[measure.key].tolist()
-        found.setdefault(str(rule), {})[int(seed)] = values
-    return found
-
-
 def _says(low: float, high: float) -> str:
     """What an interval says about a difference."""
     if isnan(low):
@@ -227,6 +146,64 @@ def _says(low: float, high: float) -> str:
     if high < 0:
         return "lower"
     return "higher" if low > 0 else "no difference shown"
+
+
+def _values(epochs: pd.DataFrame, measure: Metric) -> dict[str, dict[int, list[float]]]:
+    """By rule and seed, the metric after each epoch of the runs that finished or diverged."""
+    if measure.key not in epochs:
+        raise UserError(f"these runs have no test {measure.name}: their table lacks {measure.key}")
+    called = {}  # rules of a folder whose schedules share a name get labels
+    if {"folder", "rule"} <= {*epochs}:
+        for folder, rows in epochs.groupby("folder"):
+            called[folder] = labels(dict(zip(rows["rule"], rows["schedule"], strict=True)))
+    found: dict[str, dict[int, list[float]]] = {}
+    keys = [name for name in ("folder", "rule", "schedule", "seed") if name in epochs]
+    for _, run in epochs.groupby(keys, sort=False, dropna=False):
+        first = run.iloc[0]
+        diverged = run.get("train_loss", run["epoch"]).isna().any()
+        if first.get("state", "finished") != "finished" and not diverged:
+            continue
+        rule = called[first["folder"]][first["rule"]] if called else first["schedule"]
+        by_seed, seed = found.setdefault(str(rule), {}), int(first["seed"])
+        if seed in by_seed or run["epoch"].duplicated().any():
+            raise UserError(
+                f"several runs of {rule} have seed {seed}, one in {first.get('folder', 'epochs')}:"
+                ' keep one of them, as by epochs[epochs["folder"] == FOLDER], or by an option'
+            )
+        by_seed[seed] = run.sort_values("epoch")[measure.key].tolist()
+    return found
+
+
+def delay_study(folder: Path | str, measure: Metric = ACCURACY) -> pd.DataFrame:
+    """The table of a comparison of delays, kept in an output folder of experiments/compare.py.
+
+    Differences are from its first rule, paired by seed, with a 95 % interval; cosines are between
+    delayed and fresh gradients, the smallest of all stages.
+
+    Raises:
+        UserError: ``folder`` has no result of a comparison with this metric.
+    """
+    from toolkit.results.record import read_result
+
+    result = read_result(Path(folder))
+    rows, wanted = result["metrics"], {"rule", "schedule", *measure.columns}
+    if not rows or not all(wanted <= {*row} for row in rows):
+        raise UserError(
+            f"{folder} has no result of a comparison with test {measure.name}: give a finished"
+            " output folder of experiments/compare.py, such as that of study=delays"
+        )
+    called = labels({row["rule"]: row["schedule"] for row in rows})
+    first = next(iter(called.values()))
+    found = {}
+    for row in rows:
+        looks = [look["cosine"] for look in result["delays"] if look["rule"] == row["rule"]]
+        cosines = [cosine for cosine in looks if cosine is not None]
+        found[called[row["rule"]]] = {
+            **staleness_cells(row),
+            "least cosine": f"{min(cosines):.2f}" if cosines else "",
+            **metric_cells(row, measure, first),
+        }
+    return pd.DataFrame.from_dict(found, orient="index")
 
 
 def memory_saved(curves: "Mapping[str, MemoryCurve]", workers: Sequence[int]) -> pd.DataFrame:
@@ -274,9 +251,5 @@ def counted_and_measured(
 
 
 def by_rank(found: "Measurements") -> pd.DataFrame:
-    """Peak memory of each rank, and what it sent and received in the recorded steps.
-
-    Args:
-        found: what ``runtime.measurements()`` returns after training.
-    """
+    """Peak memory of each rank, and what it sent and received, from ``runtime.measurements()``."""
     return pd.DataFrame([rank_cells(row) for row in found.by_rank()]).set_index("rank")

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
@@ -54,7 +53,6 @@ _SETTINGS: dict[str, Any] = {
     "x_disable_meta": True,  # it has the command line, which may hold secrets
     "reinit": "create_new",
 }
-_why_offline: list[str] = []  # why this process has stopped sending; later runs do not try again
 _reported: set[str] = set()  # notes that this process has printed
 
 
@@ -63,7 +61,6 @@ class Tracker:
 
     Args:
         run: as ``wandb.init`` returns it.
-        online: whether it is sent at once.
         every: training steps from one logged step to the next. Only there the loss is read, since
             reading it waits for the device.
 
@@ -73,11 +70,11 @@ class Tracker:
         where: how to find the run, once it has ended.
     """
 
-    def __init__(self, run: Any = None, online: bool = False, every: int = 1) -> None:
+    def __init__(self, run: Any = None, every: int = 1) -> None:
         self.on = run is not None
         self.notes: list[str] = []
         self.where = ""
-        self._run, self._online, self._every = run, online, every
+        self._run, self._every = run, every
         self._steps_done = 0
         self._state: tuple[str, int] | None = None
 
@@ -143,9 +140,7 @@ class Tracker:
         except Exception as error:
             rest = f"to send the rest: wandb sync {shlex.quote(str(place))}"
             self._fail(f"{first_line(error)}; {rest}")
-            if not isinstance(error, TimeoutError):
-                _restart_service()
-        if self.on and self._online:
+        if self.on and self._run.url:
             self.where = f"tracked online: {self._run.url}"
         elif self.on:  # a resumed run has several folders, which `wandb sync` joins by their id
             folders = f"{shlex.quote(str(place.parent))}/offline-run-*-{self._run.id}*"
@@ -225,18 +220,40 @@ def track(
     content = without(source.pop("config"), AROUND) | {"provenance": source}
     identity, home = (own or folder) / WANDB_RUN, folder / "wandb"
     known = read_identity(identity) if resume else {}
+    identifier = known.get("id") or uuid4().hex[:8]
+    group = options.group or known.get("group") or group
     places = {"WANDB_CACHE_DIR": str(home / "cache"), "WANDB_DATA_DIR": str(home / "data")}
     with environment(WANDB_SILENT="true", **places):
-        tracker = _begin(
-            identity,
-            options,
-            dir=str(folder),
-            id=known.get("id") or uuid4().hex[:8],
-            group=options.group or known.get("group") or group,
-            name=options.name or name,
-            job_type=job_type,
-            config=content,
-        )
+        tracker = Tracker()
+        try:
+            import wandb
+
+            home.mkdir(parents=True, exist_ok=True)
+            write_json(identity, {"id": identifier, "group": group})
+            settings = {k: v for k, v in _SETTINGS.items() if k in wandb.Settings.model_fields}
+            run = wandb.init(
+                mode=options.mode,
+                dir=str(folder),
+                id=identifier,
+                resume="allow",
+                project=options.project,
+                entity=options.entity,
+                group=group,
+                name=options.name or name,
+                tags=list(options.tags),
+                job_type=job_type,
+                config=content,
+                settings=wandb.Settings(**settings),
+            )
+            run.define_metric(STEP, hidden=True)
+            run.define_metric("*", step_metric=STEP)
+            tracker = Tracker(run, options.every)
+        except ImportError:
+            tracker.note("not tracked: pip install wandb, or tracking.mode=disabled")
+        except Exception as error:
+            online = ": run `wandb login`, or tracking.mode=offline; results are in its folder"
+            hint = online if options.mode == "online" else ""
+            tracker.note(f"not tracked: W&B has failed ({first_line(error)}){hint}")
         try:
             yield tracker
         except KeyboardInterrupt:
@@ -248,57 +265,6 @@ def track(
         finally:
             tracker.close()
             shutil.rmtree(home / "cache", ignore_errors=True)
-
-
-def _begin(identity: Path, options: TrackingOptions, **own: Any) -> Tracker:
-    """Begin a run, online or offline as far as W&B allows; otherwise track nothing."""
-    off, wants_online = Tracker(), options.mode == "online"
-    try:
-        import wandb
-
-        (Path(own["dir"]) / "wandb").mkdir(parents=True, exist_ok=True)
-        write_json(identity, {"id": own["id"], "group": own["group"]})
-        known = wandb.Settings.model_fields  # of the installed version
-        init = partial(
-            wandb.init,
-            resume="allow",
-            project=options.project,
-            entity=options.entity,
-            tags=list(options.tags),
-            settings=wandb.Settings(**{k: v for k, v in _SETTINGS.items() if k in known}),
-            **own,
-        )
-        run = None
-        if wants_online and not _why_offline:
-            try:
-                run = init(mode="online")
-            except Exception as error:
-                _why_offline.append(
-                    f"W&B cannot be reached ({first_line(error)}): log in with `wandb login`, or"
-                    " check the network; the run is kept offline"
-                )
-                _restart_service()  # else the id stays taken
-        online, run = run is not None, run or init(mode="offline")
-        run.define_metric(STEP, hidden=True)
-        run.define_metric("*", step_metric=STEP)
-        tracker = Tracker(run, online, options.every)
-        if wants_online and not online:
-            tracker.note(_why_offline[0])
-        return tracker
-    except ImportError:
-        off.note("not tracked: there is no wandb: pip install wandb, or tracking.mode=disabled")
-    except Exception as error:
-        off.note(f"not tracked: W&B has failed ({first_line(error)})")
-        _restart_service()
-    return off
-
-
-def _restart_service() -> None:
-    """Let W&B start its own process again with the next run, since this one is lost."""
-    with suppress(Exception):
-        import wandb
-
-        wandb.teardown()
 
 
 def group_of(folder: Path) -> str:
