@@ -232,7 +232,7 @@ def track(
             write_json(identity, {"id": identifier, "group": group})
             settings = {k: v for k, v in _SETTINGS.items() if k in wandb.Settings.model_fields}
             run = wandb.init(
-                mode=options.mode,
+                mode=options.mode,  # type: ignore[arg-type]
                 dir=str(folder),
                 id=identifier,
                 resume="allow",
